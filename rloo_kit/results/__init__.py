@@ -1,1 +1,1 @@
-"""What evaluations and reports show: intervals, samples, figures, the HTML page. Never torch."""
+"""Evaluations, intervals, comparisons, verdicts and the HTML report. Never imports torch."""

@@ -1,4 +1,4 @@
-"""What training changed, prompt by prompt: counted over all held-out prompts, and those with samples for a browser."""
+"""What training changed, prompt by prompt: counts over all held-out prompts, and samples for the report's browser."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from rloo_kit.results.texts import cut_parts, longest_that_fits, plain
 
 RIGHT = 0.5  # share of a prompt's completions from which it counts as right
 ROOM = 4_000_000  # characters of completions in a page
-# Of a prompt: regressions first. With answers right or wrong, without them what became of its mean reward.
+# Kinds of prompts, regressions first. With answers: right or wrong. Without: the change of the mean reward.
 KINDS = (
     "broken",
     "still wrong",
@@ -26,8 +26,8 @@ KINDS = (
 @dataclass
 class Changes:
     """Attributes:
-    counts: prompts of each kind, by what was measured ("greedy", "temperature 1").
-    prompts: those that can be browsed, for the page's script, regressions first.
+    counts: prompts of each kind, by measure ("greedy", "temperature 1").
+    prompts: prompts with samples, for the page's script, regressions first.
     total: held-out prompts of the evaluations.
     """
 
@@ -37,7 +37,7 @@ class Changes:
 
 
 def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes:
-    """What changed from one evaluation to another of the same prompts; with one alone, what it found."""
+    """The changes between two evaluations of the same prompts; with a single one, its results."""
     measured = [one for one in (before, after) if one is not None]
     if not measured:
         return Changes({}, [], 0)
@@ -52,7 +52,7 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
             counts["reward"] = _count(kinds)
         elif len(sampled) == after.num_prompts:
             kinds = list(sampled)
-        else:  # only prompts with an answer have a share
+        else:  # only prompts with an answer have a share of right completions
             rest = iter(sampled)
             flags = [one["correct"] is not None for one in _samples(after)]
             kinds = [next(rest) if flag else None for flag in flags]
@@ -116,6 +116,6 @@ def _prompts(
 
 @dataclass
 class _All:
-    """An evaluation as `pair_samples` reads it, with all the samples that were kept."""
+    """An evaluation in the form that `pair_samples` reads, with all its stored samples."""
 
     samples: list[dict[str, Any]]

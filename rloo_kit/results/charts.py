@@ -1,4 +1,4 @@
-"""The drawings of a report: small SVG charts in the page's colours and font, of any number of steps."""
+"""The report's charts: small SVGs in the page's colours and font, for any number of steps."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from rloo_kit.results.figures import SMOOTH_FROM, mean_window, moving_mean
 from rloo_kit.results.pages import escape_text
 
-WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this many pixels
+WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
 INSET = 6  # between the ends of the grid and the first and the last point
-MOST_POINTS = 240  # of a line; longer ones show the least and the greatest value of each of so many bins
-COLORS = 8  # of series that are alike
-MARGIN = 0.06  # of the range, beyond the values: no point is cut by an axis
+MOST_POINTS = 240  # of a line; longer ones show the minimum and maximum of each bin
+COLORS = 8  # for series of equal rank
+MARGIN = 0.06  # share of the range beyond the values, so that no axis cuts a point
 
 
 class Point(NamedTuple):
-    """A value at a step with its interval, None where there is none."""
+    """A value at a step, with its interval; None without one."""
 
     step: float
     value: float
@@ -26,7 +26,7 @@ class Point(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Steps of a finding: from and to, and its name."""
+    """The first and last step of a finding, and its name."""
 
     since: float
     last: float
@@ -38,12 +38,12 @@ class Chart:
     """One panel.
 
     Attributes:
-        title: as plain text. series: one line each, by its name ("" for one alone); the last is the strongest. One
-            without points is not shown, and keeps its colour.
-        form: "share" (0 to 1, shown in %), "count" or "number". labels: in place of numbers below the points 0, 1, ...
-        dots: whether every point is a dot with its interval, as of a measurement, else a line with its moving mean.
-        alike: the series are equals, each in a colour of its own (`c0` to `c7` of the style).
-        marks: drawn behind. note: what the axis below counts. told: which series `from_to` is of.
+        title: plain text. series: one line each, by name ("" for a single one); the last is drawn strongest. A series
+            without points is not shown, but keeps its colour.
+        form: "share" (0 to 1, shown in %), "count" or "number". labels: replace the numbers below points 0, 1, ...
+        dots: whether each point is a dot with its interval (measurements); else a line with its moving mean.
+        alike: the series are of equal rank, each with its own colour (`c0` to `c7` of the style).
+        marks: drawn in the background. note: unit of the horizontal axis. ends_of: index of the series for `from_to`.
     """
 
     title: str
@@ -54,17 +54,17 @@ class Chart:
     marks: list[Mark] = field(default_factory=list)
     labels: Sequence[str] = ()
     note: str = "step"
-    told: int = -1
+    ends_of: int = -1
 
     @property
     def values(self) -> list[float]:
-        """Every value, and the ends of every interval."""
+        """Every value and every interval end."""
         ends = (end for points in self.series.values() for one in points for end in one[1:])
         return [end for end in ends if end is not None]
 
 
 def draw_chart(chart: Chart) -> str:
-    """The chart as an SVG element that a screen reader reads as one sentence."""
+    """The chart as an SVG element; a screen reader reads it as one sentence."""
     scale = _Scale.of(chart)
     parts = [_grid(chart, scale), *(_mark(one, scale, row) for row, one in enumerate(chart.marks))]
     lines = [
@@ -72,7 +72,7 @@ def draw_chart(chart: Chart) -> str:
         for number, points in enumerate(chart.series.values())
         if points
     ]
-    parts += lines[::-1] if chart.dots else lines  # the strong line in front, but not of another's dots
+    parts += lines[::-1] if chart.dots else lines  # the strong line in front, but behind another's dots
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape_text(describe_chart(chart))}">'
         f"{''.join(parts)}</svg>"
@@ -80,14 +80,14 @@ def draw_chart(chart: Chart) -> str:
 
 
 def series_class(chart: Chart, number: int) -> str:
-    """The style's class of a series, for its line and its entry in a legend."""
+    """The CSS class of a series, for its line and its legend entry."""
     if chart.alike:
         return f"c{number % COLORS}"
     return "s1" if number == len(chart.series) - 1 else "s0"
 
 
 def describe_chart(chart: Chart) -> str:
-    """The chart in a sentence."""
+    """A sentence that describes the chart."""
     texts = []
     for name, points in chart.series.items():
         if not points:
@@ -102,10 +102,10 @@ def describe_chart(chart: Chart) -> str:
 
 
 def from_to(chart: Chart) -> str:
-    """The start and the end of a line, each a mean where it is smoothed; empty where the points are no steps."""
+    """The start and end of a line, as means if it is smoothed; empty if the points are not steps."""
     if chart.labels:
         return ""
-    points = list(chart.series.values())[chart.told]
+    points = list(chart.series.values())[chart.ends_of]
     if len(points) == 1:
         return format_value(points[0].value, chart.form)
     window = 1 if chart.dots or len(points) < SMOOTH_FROM else mean_window(len(points))
@@ -114,7 +114,7 @@ def from_to(chart: Chart) -> str:
 
 
 def format_value(value: float, form: str) -> str:
-    """A value in the words of its axis.
+    """A value formatted for its axis.
 
     >>> format_value(0.934, "share"), format_value(21.92, "count"), format_value(0.0012, "number")
     ('93.4 %', '21.9', '0.0012')
@@ -127,7 +127,7 @@ def format_value(value: float, form: str) -> str:
 
 
 def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points of a line: of each bin its least and its greatest value, in their order."""
+    """At most `most` points of a line: the minimum and maximum of each bin, in step order."""
     if len(points) <= most:
         return list(points)
     bins = max(most // 2, 1)
@@ -144,7 +144,7 @@ def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 @dataclass
 class _Scale:
-    """From steps and values to the viewBox."""
+    """Maps steps and values to the viewBox."""
 
     first: float
     last: float
@@ -177,7 +177,7 @@ class _Scale:
 
 
 def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) -> list[float]:
-    """Round numbers within a range.
+    """Round tick values within a range.
 
     >>> nice_ticks(0.0, 1.0), nice_ticks(1, 44, whole=True)
     ([0.0, 0.25, 0.5, 0.75, 1.0], [10.0, 20.0, 30.0, 40.0])

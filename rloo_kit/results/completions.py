@@ -1,7 +1,7 @@
-"""Completions of one step of a run with thinking and answer apart, for a terminal and as JSON. No model, no tokenizer.
+"""Completions of one step of a run, split into thinking and answer, for a terminal and as JSON. No model or tokenizer.
 
-The id of the closing tag, not the text, decides whether a completion closed its thinking. A text that spells the tag in
-ordinary tokens besides cannot be split by it.
+The id of the closing tag, not the text, decides whether a completion closed its thinking. A text that also spells the
+tag in ordinary tokens cannot be split.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class PickedCompletions:
     """Some completions of one step, and shares and means over all of them.
 
     Attributes:
-        folder: the run's. step: of `metrics.jsonl`. shares: by name. completions: `describe_completion` of each.
+        folder: the run's. step: as in `metrics.jsonl`. shares: by name. completions: `describe_completion` of each.
     """
 
     folder: Path
@@ -74,34 +74,32 @@ def pick_completions(
         ConfigError: no such order. RunNotFoundError: no run, or no completions of that step.
     """
     if order not in ORDERS:
-        raise ConfigError(f"--order is {order!r}; it is one of {', '.join(ORDERS)}")
+        raise ConfigError(f"--order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     folder = Path(find_run(source).folder)
     rows = [row for row in read_step(folder, step) if is_whole(row)]
     if not rows:
         last = read_step(folder)
         if not last:
-            raise RunNotFoundError(f"{folder} has no completions yet: ask again after the first step")
+            raise RunNotFoundError(f"{folder} has no completions yet; try again after the first step")
         first = next((row["step"] for row in read_rollouts(folder) if "step" in row), None)
         asked = last[0]["step"] if step is None else step
-        raise RunNotFoundError(
-            f"no rollout of {folder} has step {asked}; those that are kept go from {first} to {last[0]['step']}"
-        )
+        raise RunNotFoundError(f"{folder} has no rollout of step {asked}; it has steps {first} to {last[0]['step']}")
     end_id = next((found for row in rows if (found := find_end_id(row)) is not None), None)
     picked = [describe_completion(row, end_id, max_chars) for row in _sort(rows, order)[:num]]
     return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
 
 
 def is_whole(row: dict[str, Any]) -> bool:
-    """Whether a row has what is shown of it; one that an editor or a full disk damaged has not."""
+    """Whether a row has every field that is shown, so was not damaged by an editor or a full disk."""
     typed = all(name in row and isinstance(row[name], kind) for name, kind in NEEDED.items())
     return typed and (not row["closed"] or 0 <= (row["thinking_tokens"] or 0) < len(row["completion_ids"]))
 
 
 def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
-    """A row for people: prompt, thinking, answer (`text` where they cannot be told apart) and its figures.
+    """A row in readable form: prompt, thinking, answer (`text` if they cannot be separated) and its figures.
 
     Args:
-        end_id: of `</think>`, for rows of older runs. max_chars: of a text, whose middle is left out.
+        end_id: the id of `</think>`, for rows of older runs. max_chars: length above which a text loses its middle.
     """
     segments, answer, is_split = split_row(row, end_id)
     thinking = "\n".join(text for text, _ in segments)
@@ -110,7 +108,7 @@ def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int)
         parts = {"thinking": cut_middle(thinking, max_chars) or None, "answer": cut_middle(answer, max_chars) or None}
     else:
         parts["text"] = cut_middle(answer.strip(), max_chars)
-    row = {"forced": False} | row  # runs of before there were budgets do not say
+    row = {"forced": False} | row  # absent in runs from before there were budgets
     start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars)}
     return start | parts | {key: row[key] for key in KEPT} | {"columns": row.get("columns", {})}
 

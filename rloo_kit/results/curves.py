@@ -1,4 +1,4 @@
-"""Which curves a report draws of a run, from its rows of metrics, its evaluations and its findings."""
+"""Selects the curves of a report from a run's metrics, evaluations and findings."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,14 +14,14 @@ from rloo_kit.results.held_out import HeldOut
 from rloo_kit.results.pages import escape_text
 
 Row = Mapping[str, Any]
-SAME = 1e-9  # two values that differ by less are one
-FLAT = 0.02  # a share that moves by less over a whole run is named, not drawn
+SAME = 1e-9  # values that differ by less count as equal
+FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
 _REWARD = re.compile(r"rewards/(.+)/mean")
 
 
 @dataclass
 class _Panel:
-    """A chart with the metrics that it reads."""
+    """A chart and the metrics it reads."""
 
     chart: Chart
     metrics: set[str] = field(default_factory=set)
@@ -32,13 +32,13 @@ class _Panel:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every value is the same, or nearly, so that a curve says no more than the value."""
+        """Whether all values are nearly equal, so that a curve adds nothing to the value."""
         values = self.chart.values
         return max(values) - min(values) <= (FLAT if self.chart.form == "share" else SAME * max(1.0, abs(values[0])))
 
     @property
     def in_words(self) -> str:
-        """The title with the value, or the two ends of the values."""
+        """The title with the value or the range of values."""
         form, values = self.chart.form, self.chart.values
         ends = list(dict.fromkeys(format_value(end, form) for end in (min(values), max(values))))
         return f"{self.chart.title[:1].lower()}{self.chart.title[1:]} {' to '.join(ends)}".replace("kL", "KL")
@@ -53,11 +53,11 @@ class _Panel:
 def draw_curves_of(
     metrics: Sequence[Row], findings: Sequence[Finding], held_out: Chart | None = None, names: Sequence[str] = ()
 ) -> str:
-    """The section's HTML: a figure for each curve that says something, and a line that names the others.
+    """The section's HTML: a figure for each curve that changes, and a line that lists the others.
 
     Args:
-        metrics: rows with a `step`; of several with one step the last counts. held_out: its chart, first of all.
-        names: of the rewards, in their order.
+        metrics: rows with a `step`; if several have the same step, the last counts. held_out: its chart, shown first.
+        names: of the rewards, in order.
     """
     by_step = {row["step"]: row for row in metrics if is_number(row.get("step"))}
     rows = [by_step[step] for step in sorted(by_step)]
@@ -79,9 +79,9 @@ def draw_curves_of(
             shown.append(draw_figure(panel.chart, findings))
     if not shown and not constant:
         return "<p>No step was logged.</p>"
-    smooth = "Thin: each logged step. Thick: mean of the last tenth of them. " if len(rows) >= 20 else ""
+    smooth = "Thin: each logged step. Thick: moving mean over 10 % of them. " if len(rows) >= 20 else ""
     said = (
-        f"{'Constant, or nearly' if len(rows) > 1 else 'One step was logged'}: {'; '.join(constant)}."
+        f"{'Constant or nearly so' if len(rows) > 1 else 'One step was logged'}: {'; '.join(constant)}."
         if constant
         else ""
     )
@@ -92,8 +92,8 @@ def draw_curves_of(
 def held_out_chart(
     before: Evaluation | None, after: Evaluation | None, during: Sequence[HeldOut], measure: str, last: int
 ) -> Chart | None:
-    """The held-out measure over the steps: before at 0, after at `last`, and the evaluations during training; None
-    with fewer than two of them."""
+    """The held-out measure over the steps: before at 0, after at `last`, and evaluations during training; None with
+    fewer than two points."""
     ends = [(0, before), (last, after)]
     found = [_point(step, one.measure(measure)) for step, one in ends if one is not None]
     whole = [one for one in found if one is not None]
@@ -107,11 +107,11 @@ def held_out_chart(
     if parts:
         series[f"during training, {during[0].evaluation.num_prompts:,} prompts"] = parts
     name = "Held-out accuracy" if measure == "accuracy" else f"Held-out {measure.replace('_', ' ')}"
-    return Chart(name, series, "share" if measure.endswith("accuracy") else "number", dots=True, told=0)
+    return Chart(name, series, "share" if measure.endswith("accuracy") else "number", dots=True, ends_of=0)
 
 
 def budget_chart(before: Evaluation | None, after: Evaluation | None) -> str:
-    """Accuracy against the thinking budget, before and after, as a figure; empty where none was measured."""
+    """Accuracy by thinking budget, before and after, as a figure; empty if none was measured."""
     measured = [(name, one) for name, one in (("before", before), ("after", after)) if one is not None and one.budgets]
     budgets = sorted({entry["budget"] for _, one in measured for entry in one.budgets})
     series: dict[str, list[Point]] = {}
@@ -130,12 +130,12 @@ def budget_chart(before: Evaluation | None, after: Evaluation | None) -> str:
         return ""
     labels = [*(f"{budget:,}" for budget in budgets), "no budget"]
     chart = Chart("Accuracy by thinking budget", series, "share", dots=True, labels=labels)
-    chart.note = "thinking closed after so many tokens"
+    chart.note = "thinking budget, tokens"
     return f"<div class='curves'>{draw_figure(chart)}</div>"
 
 
 def tokens_generated(metrics: Sequence[Row]) -> float:
-    """Completion tokens of a run's rollouts, from the mean lengths of its logged steps."""
+    """Total completion tokens of a run's rollouts, from the mean lengths of its logged steps."""
     return sum(mean * count for mean, count, _ in _rollouts(metrics))
 
 
@@ -144,7 +144,7 @@ def _point(step: int, found: Measured | None) -> Point | None:
 
 
 def _rollouts(metrics: Iterable[Row]) -> Iterable[tuple[float, float, Point]]:
-    """Mean length, completions since the row before, and tokens a second, of each row that has them."""
+    """Mean length, completions since the previous row, and tokens per second, for each row that has them."""
     episode, step = 0.0, 0
     for row in metrics:
         numbers = [row.get(name) for name in ("completions/mean_length", "episode", "step_time", "step")]
@@ -182,16 +182,16 @@ def _panels(rows: Sequence[Row], names: Sequence[str]) -> Iterable[_Panel]:
         yield _Panel(Chart(title, lengths, "count"), {"completions/mean_length", "thinking/mean_length"})
     yield from panel("Thinking closed", "share", "thinking/closed_ratio")
     yield from panel("Closed by the budget", "share", "thinking/forced_ratio")
-    yield from panel("Cut off at the limit", "share", "completions/clipped_ratio")
+    yield from panel("Truncated at the limit", "share", "completions/clipped_ratio")
     yield from panel("Entropy, nats", "number", "entropy")
     yield from panel("KL to the reference, nats", "number", "kl")
     yield from panel("Gradient norm", "number", "grad_norm")
     if speed := [point for _, _, point in _rollouts(rows)]:
-        yield _Panel(Chart("Tokens a second", {"": speed}, "count"))
+        yield _Panel(Chart("Tokens per second", {"": speed}, "count"))
 
 
 def draw_figure(chart: Chart, findings: Sequence[Finding] = ()) -> str:
-    """A chart with its title, its ends and its legend; findings that are marked in it are linked."""
+    """A chart with its title, start and end values and legend; findings marked in it are linked."""
     legend = "".join(
         f"<span class='key {series_class(chart, number)}'>{escape_text(name)}</span>"
         for number, (name, points) in enumerate(chart.series.items())

@@ -1,6 +1,6 @@
 """Evaluation results as numbers, text and tables, and the difference between two of them. No model, no torch.
 
-`before.json` and `after.json` hold them, so that a report can be written again anywhere.
+They are stored in `before.json` and `after.json`, so that a report can be rebuilt on any machine.
 """
 
 import math
@@ -29,8 +29,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Measured(NamedTuple):
-    """A mean over prompts with its interval, None where that is open, and the mean of each prompt, None where nothing
-    of it was scored; without them it cannot be compared prompt by prompt."""
+    """A mean over prompts with its interval (None: open), and the mean of each prompt (None: nothing was scored).
+    Without the prompts' means it cannot be compared prompt by prompt."""
 
     value: float
     low: float | None
@@ -48,7 +48,7 @@ class _RewardMean(BaseModel):
 
 
 class _Budget(BaseModel):
-    """Accuracy under one thinking budget, in tokens; `Evaluation.budgets` has the meaning of the keys."""
+    """Accuracy under one thinking budget, in tokens; `Evaluation.budgets` documents the keys."""
 
     budget: Number
     accuracy: Share | None
@@ -64,7 +64,7 @@ class _Budget(BaseModel):
 
 
 class _Sample(BaseModel):
-    """One completion with its prompt; lengths in tokens, `correct` None where nothing could be judged."""
+    """One completion with its prompt; lengths in tokens, `correct` None if it could not be judged."""
 
     prompt: str
     thinking: str
@@ -78,34 +78,34 @@ class _Sample(BaseModel):
 
 @dataclass
 class Evaluation:
-    """The result of `evaluate`. Shares are in [0, 1]; None where there is nothing to measure.
+    """The result of `evaluate`. Shares are in [0, 1]; None means that there was nothing to measure.
 
     Attributes:
         label: a word for tables ("before").
         num_prompts, num_samples, temperature, max_completion_length: how it was measured.
-        num_judged: prompts with a right answer, over which every accuracy is; None: all, or no accuracy.
+        num_judged: prompts with a reference answer, which every accuracy is over; None: all, or no accuracy.
         accuracy, low, high: share of right completions with its 95 % interval; None without an answer column.
         greedy_accuracy, greedy_low, greedy_high: the same at temperature 0; None if not asked for.
-        pass_at_k: k -> chance that one of k completions is right.
-        closed_share: completions that hold `</think>`; None for a model that does not think.
-        truncated_share: completions that the limit cut off.
+        pass_at_k: k -> probability that one of k completions is right.
+        closed_share: completions that contain `</think>`; None for a model that does not think.
+        truncated_share: completions that reached the limit.
         mean_thinking_tokens: over the closed completions.
         mean_tokens: over all completions.
-        budgets: one dict for each thinking budget: budget, accuracy, low, high, forced_share; the accuracy of the
+        budgets: one dict per thinking budget: budget, accuracy, low, high, forced_share; the accuracy of the
             completions whose thinking the budget closed, forced_accuracy, forced_low, forced_high, and of the others,
-            unforced_accuracy, unforced_low, unforced_high (None where there are none of them).
+            unforced_accuracy, unforced_low, unforced_high (None if there are none).
         samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
             correct, ended, closed, tokens, thinking_tokens, forced.
-        more_samples: the same of the prompts after those, for the report.
+        more_samples: the same for later prompts, for the report.
         unscored: completions that the answer reward could not judge; they count as wrong.
-        seconds: how long it took.
+        seconds: duration.
         prompts_digest: equal for evaluations of the same prompts.
         per_prompt, greedy_per_prompt: share of right completions of each prompt with an answer, for paired comparison.
-        reward, reward_low, reward_high: the weighted sum of the run's rewards, as the metric `reward`, a mean over
-            prompts with its 95 % interval; None where nothing was scored, an interval also where there is one prompt.
-        reward_per_prompt: its mean over the scored completions of each prompt, None where there are none.
-        rewards: each reward's own mean by its name: mean, low, high, per_prompt.
-        reward_unscored: completions without such a sum: a reward failed on them, or none applied.
+        reward, reward_low, reward_high: the weighted sum of the run's rewards, like the metric `reward`: a mean over
+            prompts with its 95 % interval; None if nothing was scored. One prompt has no interval.
+        reward_per_prompt: its mean over the scored completions of each prompt; None without any.
+        rewards: each reward's own mean by name: mean, low, high, per_prompt.
+        reward_unscored: completions without such a sum, because a reward failed on them or none applied.
     """
 
     label: str
@@ -142,11 +142,11 @@ class Evaluation:
 
     @property
     def prompts_compared(self) -> int:
-        """The prompts that an accuracy is over."""
+        """The number of prompts that an accuracy is over."""
         return self.num_prompts if self.num_judged is None else self.num_judged
 
     def measure(self, name: str) -> Measured | None:
-        """What was measured under "accuracy", "greedy_accuracy", "reward" or the name of a reward; None if nothing."""
+        """The measure "accuracy", "greedy_accuracy", "reward" or one reward by name; None if it was not measured."""
         of_reward = self.rewards.get(name, {})
         found: dict[str, tuple[Any, ...]] = {
             name: tuple(of_reward.get(key) for key in ("mean", "low", "high", "per_prompt")),
@@ -160,8 +160,8 @@ class Evaluation:
         """Fill in the mean rewards.
 
         Args:
-            total: the weighted sum of each completion of each prompt, None where it is not scored.
-            single: likewise of each reward, by its name.
+            total: the weighted sum for each completion of each prompt; None if it is not scored.
+            single: the same for each reward, by name.
         """
         self.reward_unscored = sum(value is None for values in total for value in values)
         found = _average(total, self.num_samples)
@@ -176,12 +176,12 @@ class Evaluation:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `from_dict` reads them back to an equal object."""
+        """Plain values for JSON; `from_dict` restores an equal object."""
         return asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
 
     @classmethod
     def from_dict(cls, values: Any) -> "Evaluation":
-        """The evaluation that `to_dict` wrote, such as `before.json`; raises ValueError for anything else."""
+        """The evaluation from `to_dict`, such as `before.json`; raises ValueError for anything else."""
         found: Evaluation = TypeAdapter(cls).validate_python(values)
         TypeAdapter(list[_Budget]).validate_python(found.budgets)
         TypeAdapter(list[_Sample]).validate_python([*found.samples, *found.more_samples])
@@ -202,7 +202,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, path: Path) -> "Evaluation | None":
-        """The evaluation in a file; None without one, and with a warning where it is damaged."""
+        """The evaluation in a file; None without one, and None with a warning if it is damaged."""
         if not path.is_file():
             return None
         try:
@@ -216,7 +216,7 @@ class Evaluation:
         sampled = f"accuracy, temperature {self.temperature:g}"
         rows = [(sampled, with_interval(self.accuracy, self.low, self.high) or "not measured: no answer column")]
         if self.prompts_compared < self.num_prompts:
-            rows.append(("accuracies are over the prompts with an answer", f"{self.num_judged} of {self.num_prompts}"))
+            rows.append(("prompts with an answer (accuracies)", f"{self.num_judged} of {self.num_prompts}"))
         if self.greedy_accuracy is not None:
             rows.append(("accuracy, greedy", with_interval(self.greedy_accuracy, self.greedy_low, self.greedy_high)))
         if self.reward is not None:
@@ -233,11 +233,11 @@ class Evaluation:
         if self.mean_thinking_tokens is not None:
             rows.append(("thinking tokens, closed completions", f"{self.mean_thinking_tokens:.1f}"))
         rows.append((f"truncated at {self.max_completion_length} tokens", f"{self.truncated_share:.1%}"))
-        rows.append(("tokens of a completion", f"{self.mean_tokens:.1f}"))
+        rows.append(("tokens per completion", f"{self.mean_tokens:.1f}"))
         if self.unscored:
             rows.append(("could not be judged, counted as wrong", str(self.unscored)))
         if self.reward_unscored:
-            rows.append(("without a reward, left out of its mean", str(self.reward_unscored)))
+            rows.append(("without a reward, excluded from its mean", str(self.reward_unscored)))
         return rows
 
     def describe(self) -> str:
@@ -275,11 +275,11 @@ class Comparison:
     Attributes:
         difference, low, high: in accuracy at the sampling temperature.
         greedy_difference, greedy_low, greedy_high: in greedy accuracy.
-        paired: compared prompt by prompt, because both are of the same prompts.
-        num_prompts: prompts of the smaller evaluation; with an answer, where accuracies are compared.
-        apart: whether the own intervals do not overlap: of the two accuracies, or else of the two rewards.
+        paired: compared prompt by prompt, because both used the same prompts.
+        num_prompts: prompts of the smaller evaluation; for accuracies, those with an answer.
+        apart: whether the two accuracies' own intervals do not overlap; without accuracies, the two rewards'.
         reward_difference, reward_low, reward_high: in the weighted sum of the rewards.
-        made_differently: settings in which the two differ so that their means do not compare, in words.
+        made_differently: descriptions of settings whose difference makes the means incomparable.
     """
 
     difference: float | None
@@ -318,10 +318,10 @@ class Comparison:
     def __str__(self) -> str:
         how = f"on {'the same' if self.paired else 'different'} {self.num_prompts} prompts"
         parts = [f"accuracy {self.sampled}"] if self.sampled else []
-        if self.reward and self.reward != self.sampled:  # it is the accuracy where that is the only reward
+        if self.reward and self.reward != self.sampled:  # equal if the only reward is the accuracy
             parts.append(f"reward {self.reward}")
         if not parts:
-            return "neither an accuracy nor a reward to compare: an evaluation has none"
+            return "nothing to compare: at least one evaluation has neither an accuracy nor a reward"
         parts[0] = f"{parts[0]} {how}"
         parts += [f"greedy {self.greedy}"] if self.greedy else []
         parts += [f"but made differently: {', '.join(self.made_differently)}"] if self.made_differently else []
@@ -329,7 +329,7 @@ class Comparison:
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
-    """The difference that training made, with its interval: paired where both evaluations are of the same prompts."""
+    """The difference between two evaluations, with intervals; paired if both used the same prompts."""
     found = {name: difference(before, after, name) for name in ("accuracy", "greedy_accuracy", "reward")}
     sampled, greedy, reward = map(_closed, found.values())
     name = "reward" if found["accuracy"] is None else "accuracy"
@@ -340,7 +340,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
 
 
 def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | None:
-    """`after - before` of what `Evaluation.measure(name)` finds, paired where it can be; None where one has nothing."""
+    """`after - before` of `Evaluation.measure(name)`, paired if possible; None if one was not measured."""
     old, new = before.measure(name), after.measure(name)
     if old is None or new is None:
         return None
@@ -355,7 +355,7 @@ def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | N
 
 
 def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
-    """In which settings two evaluations differ so that their means do not compare; in words, empty for none."""
+    """Descriptions of settings whose difference makes the means of two evaluations incomparable; empty for none."""
     settings = {"temperature": "temperature", "max_completion_length": "completion limit"}
     pairs = [(word, getattr(before, name), getattr(after, name)) for name, word in settings.items()]
     return [f"{word} {old:g} and {new:g}" for word, old, new in pairs if old != new]
@@ -374,7 +374,7 @@ def _are_apart(before: Measured | None, after: Measured | None) -> bool | None:
 
 
 def _average(values: list[list[float | None]], num_samples: int) -> Measured | None:
-    """The mean over prompts of what was scored; None where nothing was."""
+    """The mean over prompts of the scored values; None without any."""
     scored = [[value for value in one if value is not None] for one in values]
     means = [math.fsum(one) / len(one) if one else None for one in scored]
     known = [mean for mean in means if mean is not None]
@@ -385,7 +385,7 @@ def _average(values: list[list[float | None]], num_samples: int) -> Measured | N
 
 
 def _closed(estimate: Estimate | None) -> tuple[float | None, float | None, float | None]:
-    """With None for the ends of an open interval, as JSON has no infinity; three of them without an estimate."""
+    """The estimate with None for open interval ends, because JSON has no infinity; three Nones without an estimate."""
     if estimate is None:
         return None, None, None
     low, high = (end if math.isfinite(end) else None for end in estimate[1:])
@@ -398,7 +398,7 @@ def _open(found: Measured) -> Estimate:
 
 
 def _forced_rows(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    """How often a budget closed the thinking, and the accuracy of each side; old evaluations have only the first."""
+    """How often a budget closed the thinking, and the accuracy of both groups; old evaluations have only the share."""
     at = f"at {entry['budget']}"
     rows = [(f"closed by the budget {at}", f"{entry['forced_share']:.1%}")]
     for side, name in (("forced", f"accuracy {at}, closed by the budget"), ("unforced", f"accuracy {at}, the others")):
@@ -425,12 +425,12 @@ def signed(value: float | None, low: float | None, high: float | None) -> str:
     return f"{value:+.3f}" if low is None or high is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
-CLOSED_BY_THE_BUDGET = "closed by the budget"  # the model was still thinking when its budget was spent
+CLOSED_BY_THE_BUDGET = "closed by the budget"  # the model was still thinking when its budget ran out
 
 
 @dataclass
 class SamplePair:
-    """One held-out prompt: as rendered, its right answer (None without one), and its samples by title."""
+    """One rendered held-out prompt, its right answer (None without one), and its samples by title."""
 
     prompt: str
     gold: Any = None
@@ -438,9 +438,9 @@ class SamplePair:
 
 
 def pair_samples(**evaluations: Evaluation | None) -> list[SamplePair]:
-    """The samples of evaluations, those of the same prompt together: `pair_samples(before=before, after=after)`.
+    """The samples of evaluations, grouped by prompt: `pair_samples(before=before, after=after)`.
 
-    A prompt that occurs twice is paired with its first and its second occurrence.
+    If a prompt occurs twice, first occurrences are paired with first ones and second with second.
     """
     pairs: dict[tuple[str, int], SamplePair] = {}
     for title, evaluation in evaluations.items():
@@ -455,7 +455,7 @@ def pair_samples(**evaluations: Evaluation | None) -> list[SamplePair]:
 
 
 def describe_sample(sample: dict[str, Any]) -> str:
-    """Length and how it ended, in words.
+    """A text with a sample's length and how it ended.
 
     >>> describe_sample({"tokens": 9, "thinking_tokens": 5, "ended": False})
     '9 tokens, 5 of them thinking, truncated'
@@ -465,7 +465,7 @@ def describe_sample(sample: dict[str, Any]) -> str:
     notes = [f"{sample['tokens']} tokens"]
     if sample["thinking_tokens"] is not None:
         notes.append(f"{sample['thinking_tokens']} of them thinking")
-    if sample.get("forced"):  # evaluations written before there were budgets have no such entry
+    if sample.get("forced"):  # absent in evaluations from before there were budgets
         notes.append(CLOSED_BY_THE_BUDGET)
     if not sample["ended"]:
         notes.append("truncated")
@@ -473,5 +473,5 @@ def describe_sample(sample: dict[str, Any]) -> str:
 
 
 def is_thinking(sample: dict[str, Any]) -> bool:
-    """Whether the completion holds thinking, even an empty one: text before `</think>`, or that tag alone."""
+    """Whether the completion contains thinking, even empty: text before `</think>`, or just that tag."""
     return bool(sample["thinking"] or sample["closed"])

@@ -1,4 +1,4 @@
-"""Drawings by matplotlib: of a notebook (PNG), and of a page (SVG in its `currentColor`); never through pyplot."""
+"""Matplotlib figures for notebooks (PNG) and pages (SVG in `currentColor`), without pyplot."""
 
 import io
 import re
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, GRID = "#010101", "#020202"  # placeholders in an SVG
+INK, GRID = "#010101", "#020202"  # placeholders, replaced in the SVG
 BLUE, GREY = "#3b82f6", "#8b8f98"
-MID_INK, LINE = "#797979", "#2878e0"  # of a PNG, which cannot follow the page
-SMOOTH_FROM = 20  # rows of metrics from which a moving mean is drawn over the values
-WIDTH_PX = 864  # of a PNG as shown; the image has twice as many, for dense screens
+MID_INK, LINE = "#797979", "#2878e0"  # for a PNG, which cannot follow the page's theme
+SMOOTH_FROM = 20  # number of rows from which a moving mean is drawn over the values
+WIDTH_PX = 864  # displayed width of a PNG; the image has twice as many pixels, for dense screens
 DPI, SCALE = 96, 2
 _INKED = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: dict[Any, Any] = dict.fromkeys(_INKED, INK) | {
@@ -37,7 +37,7 @@ Curve = tuple[str, list[tuple[int, float]], float | None, float | None]  # title
 
 
 def draw_curves(curves: Sequence[Curve], note: str = "") -> bytes:
-    """A PNG with one panel for each curve, three in a row or two where there are four, and a note below.
+    """A PNG with one panel per curve, three in a row (two if there are four), and a note below.
 
     Args:
         curves: at least one. note: one line; empty for none.
@@ -62,12 +62,12 @@ def draw_curves(curves: Sequence[Curve], note: str = "") -> bytes:
 
 
 def shown_width(png: bytes) -> int:
-    """Pixels at which an image of `draw_curves` is to be shown."""
-    return int.from_bytes(png[16:20], "big") // SCALE  # PNG's header holds the width there
+    """The display width of an image from `draw_curves`, in pixels."""
+    return int.from_bytes(png[16:20], "big") // SCALE  # the width's place in a PNG header
 
 
 def _draw_curve(axes: "Axes", curve: Curve, color: str) -> None:
-    """A metric over the steps, with a moving mean over it from `SMOOTH_FROM` rows on; at least one point."""
+    """A metric over the steps, at least one point; from `SMOOTH_FROM` rows on with a moving mean."""
     from matplotlib.ticker import MaxNLocator
 
     title, points, low, high = curve
@@ -92,14 +92,14 @@ def _draw_curve(axes: "Axes", curve: Curve, color: str) -> None:
 
 
 def mean_window(rows: int) -> int:
-    """The number of rows that the moving mean of `rows` rows covers."""
+    """The window of the moving mean for `rows` rows."""
     return max(5, rows // 10)
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to `window - 1` before it, in linear work.
+    """The mean of each value and up to `window - 1` before it, in linear time.
 
-    The running sum is compensated (Neumaier 1974), so that a spike leaves nothing behind when it leaves the window.
+    The running sum is compensated (Neumaier 1974), so that a spike leaves no rounding error after it leaves the window.
     """
     means: list[float] = []
     total = rest = 0.0
@@ -113,16 +113,16 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def to_svg(figure: "Figure", name: str, description: str) -> str:
-    """The figure as an SVG element for a page: its own ids, the page's colours and font."""
+    """The figure as an SVG element for a page, with unique ids and the page's colours and font."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)  # a style element would rule the whole page
-    svg = re.sub(r'\b(id=|href="#|url\(#)("?)', rf"\1\2{name}-", svg)  # two drawings of a page must not share ids
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)  # style would apply to the whole page
+    svg = re.sub(r'\b(id=|href="#|url\(#)("?)', rf"\1\2{name}-", svg)  # two figures on a page must not share ids
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", svg)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", svg)
     svg = svg.replace(f"stroke: {GRID}", "stroke: currentColor; stroke-opacity: 0.15").replace(INK, "currentColor")
     head, rest = svg.split(">", 1)
-    head = re.sub(r' (width|height)="[^"]*"', "", head)  # the page decides; the viewBox keeps the shape
+    head = re.sub(r' (width|height)="[^"]*"', "", head)  # the page sets the size; the viewBox keeps the aspect ratio
     return f'{head} role="img" aria-label="{description}">{rest}'

@@ -1,6 +1,6 @@
-"""The evaluations of a run while it trained: which was the best, and whether the run should stop. No model, no torch.
+"""Evaluations during training: which was the best, and whether the run should stop. No model, no torch.
 
-All of it follows from the rows of `evaluations.jsonl`, so a resumed run goes on where it was cut.
+Everything follows from the rows of `evaluations.jsonl`, so a resumed run continues where it stopped.
 """
 
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.rows import read_rows
 
 EVALUATIONS, BEST = "evaluations.jsonl", "best"  # in the run's folder
-RECORD = "evaluation.json"  # in BEST: which evaluation its weights are of
+RECORD = "evaluation.json"  # in BEST: the evaluation of its weights
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One evaluation during training: after which optimizer step (0: before the first), and what it found."""
+    """One evaluation during training, with its optimizer step (0: before the first)."""
 
     step: int
     evaluation: Evaluation
@@ -29,15 +29,15 @@ class HeldOut:
 
 
 class HeldOutHistory:
-    """Evaluations in their order, each compared with the best before it: better is a higher mean of the measure.
+    """Evaluations in order, each compared with the best before it; better is a higher mean of the measure.
 
     Args:
-        measure: what decides, as `Evaluation.measure` takes it.
-        patience: evaluations in a row without a new best after which `is_over`; None: never.
+        measure: the deciding measure, a name for `Evaluation.measure`.
+        patience: evaluations in a row without a new best until `is_over`; None: never.
 
     Attributes:
-        best: the first of those with the highest mean; None before one was measured.
-        since: evaluations after it.
+        best: the first with the highest mean; None before any was measured.
+        since: number of evaluations after it.
     """
 
     def __init__(self, measure: str, patience: int | None) -> None:
@@ -48,12 +48,12 @@ class HeldOutHistory:
 
     @property
     def is_over(self) -> bool:
-        """Whether patience is used up."""
+        """Whether the patience is exhausted."""
         return self.patience is not None and self.since >= self.patience
 
     @property
     def value(self) -> float | None:
-        """The newest mean; None before there is one."""
+        """The newest mean; None before the first."""
         return self._value(self.last)
 
     @property
@@ -62,10 +62,10 @@ class HeldOutHistory:
         return self._value(self.best)
 
     def observe(self, found: HeldOut, was_best: bool | None = None) -> bool:
-        """Take the next evaluation; returns whether it is the best now. One that measured nothing does not count.
+        """Add the next evaluation and return whether it is the new best. One that measured nothing does not count.
 
         Args:
-            was_best: what was decided when it was made; None: it is decided now.
+            was_best: the decision at the time of the evaluation; None: decide now.
         """
         value = self._value(found)
         if value is None:
@@ -79,16 +79,16 @@ class HeldOutHistory:
         return False
 
     def forget_best(self) -> None:
-        """The weights of the best one are gone: the next evaluation is the best then."""
+        """Forget the best evaluation, whose weights are gone; the next one becomes the best."""
         self.best, self.since = None, 0
 
     def compare_with_best(self, found: HeldOut) -> tuple[float | None, float | None, float | None] | None:
-        """How far `found` is above the best, with the interval of the difference; None where there is no best."""
+        """The difference of `found` from the best, with its interval; None without a best."""
         estimate = None if self.best is None else difference(self.best.evaluation, found.evaluation, self.measure)
         return None if estimate is None else tuple(estimate)  # type: ignore[return-value]
 
     def describe(self, found: HeldOut, against: tuple[float | None, float | None, float | None] | None) -> str:
-        """One line about `found`, which `observe` has taken; `against`: `compare_with_best` from before that."""
+        """One line about `found`, already observed; `against`: `compare_with_best` before it was."""
         measured = found.measure(self.measure)
         if measured is None:
             return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
@@ -108,8 +108,7 @@ class HeldOutHistory:
 
 
 def read_evaluations(folder: Path, run: str) -> list[dict[str, Any]]:
-    """The rows of `evaluations.jsonl` that the run with the id `run` wrote, in the order of their steps; a damaged one
-    is left out."""
+    """The rows of `evaluations.jsonl` that the run with the id `run` wrote, in step order, without damaged ones."""
     mine = [row for row in read_rows(folder / EVALUATIONS) if row.get("run", "") == run and _parse(row) is not None]
     return sorted(mine, key=lambda row: row["step"])
 
@@ -129,6 +128,6 @@ def _parse(row: dict[str, Any]) -> HeldOut | None:
 
 
 def read_best_step(folder: Path, run: str) -> int | None:
-    """The step whose weights lie in `best/`; None where there are none of this run."""
+    """The step of the weights in `best/`; None if it has none of this run."""
     record = read_object(folder / BEST / RECORD)
     return record["step"] if record.get("run", "") == run and is_count(record.get("step")) else None

@@ -95,8 +95,8 @@ def t_quantile(freedom: int) -> float:
 def mean_of_prompts(means: Sequence[float], num_samples: int) -> Estimate:
     """The mean of one mean reward per prompt, each over `num_samples` completions, with its interval.
 
-    Of rewards that are 0 or 1 it is `clustered`. Of others it is Student's over the prompts, which knows no bounds: of
-    one prompt it is open, and where all prompts earn the same it has no width.
+    For rewards of 0 or 1 it is `clustered`. For others it is Student's t over the prompts, which has no bounds: open
+    for one prompt, and of zero width if all prompts earn the same.
 
     >>> mean_of_prompts([1.0, 0.0], 1) == clustered([1.0, 0.0], 1)
     True
@@ -109,7 +109,7 @@ def mean_of_prompts(means: Sequence[float], num_samples: int) -> Estimate:
 
 
 def paired_mean_difference(before: Sequence[float], after: Sequence[float], num_samples: int) -> Estimate:
-    """The mean of `after - before`, prompt by prompt: `paired_difference` of rewards that are 0 or 1, else Student's.
+    """The mean of `after - before`, prompt by prompt: `paired_difference` for rewards of 0 or 1, else Student's t.
 
     >>> paired_mean_difference([0, 0, 1, 1], [1, 1, 1, 1], 1) == paired_difference([0, 0, 1, 1], [1, 1, 1, 1])
     True
@@ -129,12 +129,12 @@ def _student(values: Sequence[float]) -> Estimate:
 
 
 def _are_shares(means: Sequence[float], num_samples: int) -> bool:
-    """Whether the means can be those of so many zeros and ones."""
+    """Whether the means are possible for `num_samples` zeros and ones."""
     return all(0 <= mean <= 1 and abs(mean * num_samples - round(mean * num_samples)) < 1e-9 for mean in means)
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of `k` completions is right, from `num_right` of `num_samples`.
+    """Unbiased estimate of the probability that one of `k` completions is right, from `num_right` of `num_samples`.
 
     >>> pass_at_k(1, 4, 2)
     0.5

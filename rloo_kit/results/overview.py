@@ -1,4 +1,4 @@
-"""A run at a glance from its folder, for a terminal and as JSON: verdict, numbers, curves, health."""
+"""An overview of a run from its folder, for a terminal and as JSON: verdict, numbers, curves, health."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from rloo_kit.system.console import columns, fill_text, format_seconds, render_t
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
 MEANS = ("reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio")
-CURVES = (  # title, format of its values, metrics (the first that was logged)
+CURVES = (  # title, number format, metrics (the first that was logged counts)
     ("reward", ".3f", "reward"),
     ("groups without signal", ".1%", "frac_score_zero_std", "frac_reward_zero_std"),
     ("thinking tokens", ".1f", "thinking/mean_length"),
@@ -32,7 +32,7 @@ CURVES = (  # title, format of its values, metrics (the first that was logged)
     ("entropy", ".3f", "entropy"),
     ("KL to the reference", ".4f", "kl"),
     ("gradient norm", ".3f", "grad_norm"),
-    ("tokens a second", ".0f", "eps"),
+    ("tokens per second", ".0f", "eps"),
 )
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLORS = {"learnt": "green", "no evidence": "yellow", "no signal": "red", "broken": "red", "gamed": "red"}
@@ -40,14 +40,14 @@ COLORS = {"learnt": "green", "no evidence": "yellow", "no signal": "red", "broke
 
 @dataclass(frozen=True)
 class RunOverview:
-    """What there is to say about a run.
+    """A run's status, verdict, evaluations, health and metrics.
 
     Attributes:
         folder: the run's. status: STATUS of `status.json`. verdict: see `judge_run`.
-        before, after: the evaluations; None where there is none.
+        before, after: the evaluations; None if missing.
         level: "healthy", "watch" or "alarming", by the last logged steps; None before the first one.
-        actions: what to change, in the order of its weight. findings: of the whole run, each with `holds`.
-        judgements: single metrics over the last steps. rows: of `metrics.jsonl`. last: steps that were averaged.
+        actions: what to change, the most important first. findings: of the whole run, each with `holds`.
+        judgements: single metrics over the last steps. rows: of `metrics.jsonl`. last: number of steps averaged.
         seconds: of training.
     """
 
@@ -66,12 +66,12 @@ class RunOverview:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Before and after; None where one of them is missing."""
+        """The comparison of before and after; None if one is missing."""
         return None if self.before is None or self.after is None else compare(self.before, self.after)
 
     @property
     def is_fine(self) -> bool:
-        """Neither failed nor alarming."""
+        """Whether the run neither failed nor is alarming."""
         return self.status.get("state") != "failed" and self.level != "alarming"
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,11 +95,11 @@ class RunOverview:
         if curves.row_count:
             parts += [Text(""), curves]
         if self.findings:
-            parts.append(Text("\nHealth, the first cause first"))
+            parts.append(Text("\nHealth, the earliest cause first"))
             parts += [Text(fill_text(f"  {_describe(one)}")) for one in self.findings]
         others = [text for one in self.judgements if (text := f"{one.metric}: {one.action}") in self.actions]
         if others:
-            parts.append(Text(f"\nWorth a look, mean of the last {self.last} logged steps"))
+            parts.append(Text(f"\nWorth checking, mean of the last {self.last} logged steps"))
             parts += [Text(fill_text(f"  {one}")) for one in others]
         return Group(*parts)
 
@@ -130,7 +130,7 @@ class RunOverview:
         return table
 
     def _prompts(self) -> list[Text]:
-        """How many prompts were broken and fixed, by the greedy completions where there are any: those are not luck."""
+        """How many prompts broke and were fixed, by greedy completions if there are any, because those are not luck."""
         for measured, counts in find_changes(self.before, self.after).counts.items():
             text = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
             return [Text(fill_text(f"Prompt by prompt ({measured}): {text}."))]
@@ -149,10 +149,10 @@ class RunOverview:
 
 
 def describe_run(source: str | Path, last: int = 10) -> RunOverview:
-    """A run at a glance.
+    """An overview of a run.
 
     Args:
-        source: its folder, or its YAML file. last: logged steps that are averaged for the level, at least 1.
+        source: its folder, or its YAML file. last: logged steps to average for the level, at least 1.
 
     Raises:
         RunNotFoundError: there is no run.
@@ -162,8 +162,8 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
     status = run_dir.status()
     if not status:
         raise RunNotFoundError(
-            f"{run_dir.folder} holds no run: it has no status.json. rloo-kit train makes one in OUTPUT_DIR/NAME; a run "
-            "of a batch lies in BATCH/NAME/run"
+            f"{run_dir.folder} is not a run's folder: it has no status.json. rloo-kit train writes runs to "
+            "OUTPUT_DIR/NAME; a batch writes them to BATCH/NAME/run"
         )
     result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
     context, rows = Context.of(run, status.get("max_steps")), result.metrics
@@ -193,7 +193,7 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve as one line of block characters, each the mean of its part of the values.
+    """A curve as one line of block characters, each the mean of a segment of the values.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 4), sparkline([1, 1], 9)
     ('▁▃▆█', '▁▁')

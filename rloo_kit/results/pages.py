@@ -1,6 +1,6 @@
-"""The frame of the kit's HTML pages: one file, nothing to fetch, two colour schemes; and how text gets into it.
+"""The frame of the kit's HTML pages (a single file that fetches nothing, two colour schemes), and escaping.
 
-Everything that comes from the model, the data or the configuration goes through `escape_text` or `embed_json`.
+All text from the model, the data or the configuration goes through `escape_text` or `embed_json`.
 """
 
 import base64
@@ -15,17 +15,17 @@ from typing import Any
 from rloo_kit.system.console import picture_controls
 
 _VERDICTS = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong"}
-_SURROGATES = re.compile("[\ud800-\udfff]")  # a lone one, which UTF-8 cannot hold
+_SURROGATES = re.compile("[\ud800-\udfff]")  # lone ones, which UTF-8 cannot encode
 _IN_SCRIPTS = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def make_page(title: str, sections: Iterable[str], script: str = "", data: Any = None) -> str:
-    """A whole page: nothing to fetch, which its policy enforces, and columns that fold on a narrow screen.
+    """A complete page that fetches nothing, enforced by its content security policy.
 
     Args:
-        title: as plain text.
+        title: plain text.
         sections: HTML, already escaped.
-        script: JavaScript of the kit's own, run at the end of the page; the only one that the policy lets run.
+        script: the kit's JavaScript, run at the end of the page; the only script that the policy allows.
         data: plain values that the script finds as JSON in the element `data`.
     """
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def make_page(title: str, sections: Iterable[str], script: str = "", data: Any =
 
 
 def make_section(title: str, content: str, name: str = "") -> str:
-    """A section with its heading; `name`: for links to it."""
+    """A section with its heading; `name`: its id, for links."""
     if not name:
         return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
     label = f"{name}-title"
@@ -58,7 +58,7 @@ def make_table(
 
     Args:
         caption: for screen readers. head: names of the columns. numbers: columns aligned to the right.
-        ids: of the rows, for links to them.
+        ids: of the rows, for links.
     """
     right = set(numbers)
     ids = list(ids)
@@ -84,7 +84,7 @@ def make_table(
 
 
 def escape_text(value: Any) -> str:
-    """Any value as text that HTML shows as it is.
+    """Any value as text, escaped for HTML.
 
     >>> escape_text("a <b> & c")
     'a &lt;b&gt; &amp; c'
@@ -93,12 +93,12 @@ def escape_text(value: Any) -> str:
 
 
 def show_text(value: Any) -> str:
-    """Any value as text that can be written: control characters as their symbols."""
+    """Any value as printable text: control characters as their symbols."""
     return _SURROGATES.sub("\ufffd", picture_controls(str(value)))
 
 
 def embed_json(value: Any) -> str:
-    """Plain values as JSON that stands inside a script element; its strings went through `show_text`.
+    """Plain values as JSON for a script element; strings must have gone through `show_text`.
 
     >>> embed_json({"text": "</script><!--"})
     '{"text":"\\\\u003c/script\\\\u003e\\\\u003c!--"}'
@@ -108,12 +108,12 @@ def embed_json(value: Any) -> str:
 
 
 def mark_verdict(kind: str) -> str:
-    """A verdict's word in its colour; any other text as it is."""
+    """A verdict's word in its colour; any other text unchanged."""
     return f"<span class='{_VERDICTS.get(kind, '')}'>{escape_text(kind)}</span>"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in words.
+    """Seconds as text.
 
     >>> format_duration(7.25), format_duration(75), format_duration(3675)
     ('7.2 s', '1 min 15 s', '1 h 1 min')
@@ -124,7 +124,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """A large number, short.
+    """A large number in short form.
 
     >>> format_count(950), format_count(171_300), format_count(2_400_000)
     ('950', '171,300', '2.4 million')

@@ -117,8 +117,8 @@
     const facts = [`step ${row.step}, group ${row.group}`, `advantage ${signed(row.advantage)}`,
       ...rewards.map((name, place) => `${name} ${row.rewards[place] === null ? "–" : number(row.rewards[place], 3)}`)];
     if (row.thinking_tokens !== undefined) facts.push(`${row.thinking_tokens} of ${row.tokens} tokens are thinking`);
-    if (row.was !== undefined) facts.push(`its prompt earned ${number(row.was, 2)} on average before`);
-    const unsplit = has(row, "unsplit") ? make("p", { class: "notes" }, "Thinking and answer cannot be told apart: the text spells the tag.") : null;
+    if (row.was !== undefined) facts.push(`the prompt's previous mean reward: ${number(row.was, 2)}`);
+    const unsplit = has(row, "unsplit") ? make("p", { class: "notes" }, "Thinking and answer cannot be separated: the text spells the tag.") : null;
     const body = make("div", { class: "body" });
     const details = make("details", { class: "rollout" }, summary, body);
     details.addEventListener("toggle", () => {  // drawn when it is first opened

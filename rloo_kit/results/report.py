@@ -1,4 +1,4 @@
-"""`report.html` of a run: one file with nothing to fetch. On top what came out, then why, then every completion."""
+"""`report.html` of a run, a single file that fetches nothing: the outcome, then its reasons, then the completions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,21 +33,21 @@ FILES = {
     "best": "the adapter of the best evaluation during training",
     "config.yaml": "the resolved configuration",
     "versions.json": "versions and git revision",
-    "task_families": "the files of the task families of your own",
+    "task_families": "the files of your own task families",
     "status.json": "how the run ended",
-    "metrics.jsonl": "one row of metrics a step",
-    "health.jsonl": "what was wrong with the run: since which step, evidence, cause, fix",
+    "metrics.jsonl": "one row of metrics per step",
+    "health.jsonl": "findings of the health rules: since which step, evidence, cause, fix",
     "rollouts.jsonl": "every completion with its ids, rewards and advantage; older ones in rollouts-STEP.jsonl.gz",
-    "prompts.json": "the training prompts that were chosen by their pass rate",
+    "prompts.json": "the training prompts selected by pass rate",
     "evaluations.jsonl": "the evaluations during training",
     "before.json": "the evaluation before training",
     "after.json": "the evaluation after training",
-    "memory.json": "the peak of memory against the plan",
+    "memory.json": "peak memory, planned and measured",
     "checkpoints": "what --resume continues from",
 }
 KINDS = {"rloo": "RLOO", "sft": "Supervised"}
-LONGEST_TABLE = 12  # rows of measures that are not folded away
-NO_SCRIPT = "<noscript><p>Reading completions here needs JavaScript, which is off: they are in {}.</p></noscript>"
+LONGEST_TABLE = 12  # longer tables of measures are folded
+NO_SCRIPT = "<noscript><p>Browsing completions needs JavaScript, which is off. They are in {}.</p></noscript>"
 
 
 def write_report(
@@ -57,8 +57,8 @@ def write_report(
     verdict into `status.json`.
 
     Args:
-        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped, adapter_step, findings.
-        before, after: evaluations; None where the run was not evaluated.
+        result: its folder, steps, metrics, seconds, stopped, adapter_step, method and findings are read.
+        before, after: evaluations; None if the run was not evaluated.
 
     Returns:
         The file.
@@ -126,7 +126,7 @@ def _top(
 
 
 def _settings(run: RunConfig, result: TrainResult, status: Mapping[str, Any]) -> str:
-    """What a reader asks of a result first: the model, the machine and the few keys that matter most."""
+    """The facts a reader needs first: model, data, machine and the most important keys."""
     folder, is_rloo = Path(result.folder), result.method == "rloo"
     tokens, energy = tokens_generated(result.metrics), status.get("energy_wh")
     entries = {
@@ -135,7 +135,7 @@ def _settings(run: RunConfig, result: TrainResult, status: Mapping[str, Any]) ->
         "rewards": ", ".join(entry.name for entry in run.rewards) if is_rloo else None,
         "hardware": read_object(folder / "versions.json").get("machine"),
         "steps": f"{result.steps:,}",
-        "K, completions a prompt": run.rloo.num_generations if is_rloo else None,
+        "K, completions per prompt": run.rloo.num_generations if is_rloo else None,
         "learning rate": f"{(run.rloo if is_rloo else run.sft).learning_rate:g}",
         "seed": run.run.seed,
         "tokens generated": format_count(tokens) if tokens else None,
@@ -151,30 +151,30 @@ def _settings(run: RunConfig, result: TrainResult, status: Mapping[str, Any]) ->
 
 
 def _day(result: TrainResult, between: str) -> str:
-    """The day that the run began, from its record; empty without one."""
+    """The day the run started, from its record; empty without one."""
     written = read_object(Path(result.folder) / "versions.json").get("written")
     return f"{between}{escape_text(written[:10])}" if isinstance(written, str) and written else ""
 
 
 def _shell(lines: Sequence[str]) -> str:
-    """Commands that fold between their words only: a browser would break them at every hyphen."""
+    """Commands that wrap only between words; a browser would also break them at hyphens."""
     return "\n".join(
         " ".join(f"<span class='word'>{escape_text(word)}</span>" for word in one.split(" ")) for one in lines
     )
 
 
 def _how_it_ended(result: TrainResult) -> str:
-    """What is unusual about it; empty for a run to its end whose last weights were kept."""
+    """What is unusual about the end; empty for a complete run whose last weights were kept."""
     if result.stopped == "running":
-        return f"The run has not ended, and is at step {result.steps:,}."
+        return f"The run has not ended; it is at step {result.steps:,}."
     end = {"interrupted": "The run was interrupted", "no signal": "The run stopped: no learning signal"}
-    end[EARLY] = "The run stopped early, without a new best for too long (eval.patience)"
+    end[EARLY] = "The run stopped early, because there was no new best (eval.patience)"
     text = ""
     if result.stopped is not None:
         text = f"{end.get(result.stopped, f'The run ended as {result.stopped}')}, at step {result.steps:,}. "
     adapter_step = result.adapter_step
     if adapter_step not in (None, result.steps):
-        text += f"adapter/ holds the weights of step {adapter_step}, the best evaluation's."
+        text += f"adapter/ has the weights of step {adapter_step}, the best evaluation."
     return text.strip()
 
 
@@ -188,14 +188,14 @@ def _held_out(
 
 def _health(result: TrainResult) -> str:
     if not result.findings:
-        return "<p>No rule of health found anything.</p>"
+        return "<p>No health rule found a problem.</p>"
     rows, lasting = [], {one.rule for one in result.lasting}
     for one in result.findings:
         steps = f"{one.since}" if one.rule in lasting else f"{one.since} to {one.last}"
-        also = f"; seen with it: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
+        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
         rows.append((one.title, one.level, steps, one.evidence + also, one.cause, one.fix))
-    head = ("what", "level", "since step", "evidence", "cause", "to do")
-    return make_table("What was wrong with the run", head, rows, ids=[f"finding-{one.rule}" for one in result.findings])
+    head = ("finding", "level", "since step", "evidence", "cause", "fix")
+    return make_table("Health findings", head, rows, ids=[f"finding-{one.rule}" for one in result.findings])
 
 
 def _before_and_after(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
@@ -204,7 +204,7 @@ def _before_and_after(before: Evaluation | None, after: Evaluation | None, compa
         return "<p>The run was not evaluated (run.evaluate).</p>"
     parts = []
     if comparison is not None:
-        apart = {True: " The intervals before and after are apart.", False: " The intervals before and after overlap."}
+        apart = {True: " The two intervals do not overlap.", False: " The two intervals overlap."}
         text = f"After minus before: {comparison}.{apart.get(comparison.apart, '')}"  # type: ignore[arg-type]
         parts.append(f"<p>{escape_text(text)}</p>")
     columns = [dict(evaluation.rows()) for evaluation in measured.values()]
@@ -214,7 +214,7 @@ def _before_and_after(before: Evaluation | None, after: Evaluation | None, compa
     each = "one completion" if last.num_samples == 1 else f"{last.num_samples} completions"
     head = ("measure [95 % interval]", *measured)
     table = make_table("Evaluations before and after training", head, rows, numbers=range(1, 3))
-    parts.append(f"<p class='notes'>{last.num_prompts:,} held-out prompts, {each} of each.</p>")
+    parts.append(f"<p class='notes'>{last.num_prompts:,} held-out prompts, {each} each.</p>")
     parts.append(budget_chart(before, after))
     if len(rows) > LONGEST_TABLE:
         table = f"<details><summary>All {len(rows)} measures</summary>{table}</details>"
@@ -222,17 +222,17 @@ def _before_and_after(before: Evaluation | None, after: Evaluation | None, compa
 
 
 def _changes(changes: Changes, comparison: Comparison | None) -> str:
-    """The counts over all prompts; the prompts themselves are shown by the page's script."""
+    """The counts over all prompts; the page's script shows the prompts themselves."""
     kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
     parts = []
     if changes.counts:
         rows = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
-        table = make_table("Held-out prompts by what became of them", ("measured", *kinds), rows, range(1, 9))
+        table = make_table("Held-out prompts by change", ("measure", *kinds), rows, range(1, 9))
         parts.append(f"<div class='panel-table'>{table}</div>")
     elif comparison is not None:
         parts.append("<p>The two evaluations cannot be compared prompt by prompt.</p>")
     if not changes.prompts:
-        return "".join(parts) + "<p>No completions were kept (eval.num_completions).</p>"
+        return "".join(parts) + "<p>No completions were stored (eval.num_completions).</p>"
     kept = "all" if len(changes.prompts) >= changes.total else f"the first {len(changes.prompts):,}"
     note = (
         f"Below: {kept} of {changes.total:,} held-out prompts, the first sampled completion of each, regressions first."
@@ -243,7 +243,7 @@ def _changes(changes: Changes, comparison: Comparison | None) -> str:
 
 def _rollouts(found: RolloutSample) -> str:
     if not found.total:
-        return "<p>No rollouts were kept.</p>"
+        return "<p>No rollouts were stored.</p>"
     return (
         f"<p class='notes'>{escape_text(found.describe())}</p>"
         f"<div class='browser' id='rollout-browser'></div>{NO_SCRIPT.format('rollouts.jsonl')}"
@@ -266,10 +266,10 @@ def _during_training(during: Sequence[dict[str, Any]]) -> str:
             signed(*against) if against else "-", "best" if one.step == best else "",
         ))  # fmt: skip
     text = (
-        f"{measure} decides (eval.measure), on the same {found[-1].evaluation.num_prompts:,} held-out prompts each "
-        "time; 95 % intervals. The best of many evaluations is partly luck: compare before and after."
+        f"The deciding measure is {measure} (eval.measure), on the same {found[-1].evaluation.num_prompts:,} held-out "
+        "prompts each time, with 95 % intervals. The best of many evaluations is partly luck: compare before and after."
     )
-    head = ("step", "accuracy", "reward", "thinking tokens", "against the best before", "kept")
+    head = ("step", "accuracy", "reward", "thinking tokens", "vs. the best before", "kept")
     return f"<p class='notes'>{escape_text(text)}</p>" + make_table(
         "Each evaluation, with its interval", head, rows, range(5)
     )
@@ -284,7 +284,7 @@ def _details(run: RunConfig, folder: Path) -> str:
     return (
         f"<details><summary>Configuration</summary><pre>{escape_text(run.to_yaml())}</pre></details>\n"
         f"<details><summary>Versions</summary><pre>{escape_text(_versions(folder))}</pre></details>\n"
-        f"<details><summary>Files</summary><p>Everything of the run lies in <code>{escape_text(folder)}</code>.</p>"
+        f"<details><summary>Files</summary><p>The run's folder is <code>{escape_text(folder)}</code>.</p>"
         f"<ul class='files'>\n{files}</ul></details>\n"
     )
 

@@ -1,4 +1,4 @@
-"""What became of a run: the result that `train` returns, and the same read from the run's folder."""
+"""The result of a run, as `train` returns it or as read from the run's folder."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +17,19 @@ EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
 
 @dataclass
 class TrainResult:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
         folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
         steps: optimizer steps done, those before a resume included.
-        metrics: the rows of `metrics.jsonl`, one a logged step.
-        seconds: of training, added up over all processes that the run has had.
-        stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
-            rule of `health:` that stopped it ("no signal"); of one read from its folder also "failed" and "running".
-        adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
-            None where it is not known.
-        findings: what the rules of `health/rules.py` found, the causes in the order of their steps.
-        method: "rloo", or "sft" of the supervised training before it.
+        metrics: the rows of `metrics.jsonl`, one per logged step.
+        seconds: of training, earlier sessions of a resumed run included.
+        stopped: None if it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
+            rule of `health:` that stopped it ("no signal"); if read from a folder also "failed" and "running".
+        adapter_step: the step of the adapter's weights: the last, or with `eval.save_best` the best evaluation's; None
+            if unknown.
+        findings: of the rules in `health/rules.py`, the causes in step order.
+        method: "rloo", or "sft" for the supervised training before it.
     """
 
     folder: Path
@@ -50,17 +50,16 @@ class TrainResult:
 
     @property
     def kept_step(self) -> int:
-        """Whose weights the adapter holds, and the evaluation after training measures."""
+        """The step of the weights in the adapter, which the evaluation after training measures."""
         return self.steps if self.adapter_step is None else self.adapter_step
 
 
 def load_result(run: RunConfig) -> TrainResult:
-    """The result of a run from what lies in its folder, finished or not. Raises RunNotFoundError where there is no
-    run."""
+    """The result of a run from its folder, finished or not. Raises RunNotFoundError if there is no run."""
     run_dir = RunDir(Path(run.folder))
     status = run_dir.status()
     if not status:
-        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
+        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train writes one")
     metrics = run_dir.read_metrics()
     seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
     state, rule = status.get("state"), status.get("stopped_by")
@@ -79,8 +78,8 @@ def load_result(run: RunConfig) -> TrainResult:
 
 
 def is_over(run: RunConfig) -> bool:
-    """Whether nothing is left to do for a run: it finished with this configuration (`run.*` and `health.*` aside), and
-    its weights, evaluations and report are there as far as it asks for them."""
+    """Whether a run is complete: it finished with this configuration (except `run.*` and `health.*`), and its weights
+    and the evaluations and report it asks for exist."""
     run_dir = RunDir(Path(run.folder))
     if run_dir.status().get("state") != "finished":
         return False
@@ -96,5 +95,5 @@ def is_over(run: RunConfig) -> bool:
 
 
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
-    """The evaluation "before" or "after" training from the run's folder; None where there is none."""
+    """The evaluation "before" or "after" training from the run's folder; None without one."""
     return Evaluation.read(run.folder / f"{when}.json")

@@ -1,6 +1,6 @@
-"""The rollouts that a report shows of a run's: whole groups of some steps, and the most telling of the others.
+"""Selects the rollouts for a report: whole groups of some steps, and the most informative of the others.
 
-One pass over the files, one step in memory at a time; the rest stays in `rollouts.jsonl`.
+Makes one pass over the files, with one step in memory at a time.
 """
 
 import heapq
@@ -15,19 +15,19 @@ from rloo_kit.results.pages import show_text
 from rloo_kit.results.texts import cut_parts, find_end_id, longest_that_fits, plain, split_row
 
 WHOLE = 1000  # rollouts in whole groups
-STEPS = 10  # at least so many steps, as far as there are
-EACH = 100  # rollouts of the other steps by each of the measures below
+STEPS = 10  # minimum number of steps, if there are that many
+EACH = 100  # rollouts from the other steps for each of MARKS
 ROOM = 4_000_000  # characters of completions in a page
-LONGEST = 40_000  # characters of a completion that are looked at
+LONGEST = 40_000  # characters of a completion that are considered
 MARKS = ("regressed", "truncated", "worst", "best", "longest")
 
 
 @dataclass
 class RolloutSample:
     """Attributes:
-    rows: for the page's script, in the order of the run. prompts: texts that the rows name by their place.
-    rewards: names. total: rollouts of the run. limit: characters to which the longest were cut; None if none were.
-    steps: of which whole groups are shown.
+    rows: for the page's script, in run order. prompts: texts that the rows refer to by index.
+    rewards: names. total: rollouts of the run. limit: length to which the longest were cut; None if none were.
+    steps: those with whole groups.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -38,32 +38,32 @@ class RolloutSample:
     steps: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
-        """The rule in a sentence or two."""
+        """The selection rule in one or two sentences."""
         if len(self.rows) == self.total:
             text = f"All {self.total:,} rollouts."
         else:
             text = (
-                f"{len(self.rows):,} of {self.total:,} rollouts: whole groups of {len(self.steps)} steps (the first, "
-                f"the last, evenly spaced ones between), and of all other rollouts up to {EACH} each that regressed "
-                "most, were truncated last, have the lowest and the highest advantage, or are the longest. "
-                "The rest is in rollouts.jsonl."
+                f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
+                f"the last, evenly spaced ones between), and from the rest up to {EACH} each of the worst regressions, "
+                "the last truncated ones, the lowest and highest advantages, and the longest. All are in "
+                "rollouts.jsonl."
             )
         return text + (
-            f" Completions are cut to {self.limit:,} characters, their middle left out." if self.limit else ""
+            f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
         )
 
 
 def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
-    """Choose from a run's rollouts, read as `runs.rollouts.read_rollouts` gives them.
+    """Select from a run's rollouts, in the order of `runs.rollouts.read_rollouts`.
 
     Args:
-        last_step: of the run, between which and the first one the shown steps are spread.
+        last_step: of the run; the shown steps are spread evenly from the first step to it.
     """
     found, heaps = RolloutSample(), {name: _Top(EACH) for name in MARKS}
     plan: _Plan | None = None
     kept: list[dict[str, Any]] = []
-    rest: list[dict[str, Any]] = []  # of the step before, as long as it may be the last
-    earned: dict[int, float] = {}  # the mean reward of each prompt, when it came last
+    rest: list[dict[str, Any]] = []  # the previous step's, while it may be the last
+    earned: dict[int, float] = {}  # each prompt's most recent mean reward
     end_id: int | None = None
     number = 0
     for step, batch in groupby((row for row in rows if _is_whole(row)), key=lambda row: row["step"]):
@@ -90,7 +90,7 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
                 _offer(record, heaps)
         else:
             rest = records
-    if rest and plan is not None:  # a run that ended between two of the planned steps: its last step all the same
+    if rest and plan is not None:  # the run ended between two planned steps: show its last step
         shown = plan.pick(_groups(rest))
         taken = {record["number"] for group in shown for record in group}
         for record in rest:
@@ -107,7 +107,7 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
 
 
 class _Plan:
-    """Which steps are shown, and how many groups of each."""
+    """The steps to show, and the number of groups from each."""
 
     def __init__(self, first: int, last: int, records: list[dict[str, Any]], groups: int) -> None:
         size = max(len(records), 1)
@@ -117,7 +117,7 @@ class _Plan:
         self.due = sorted({first + round(place * (last - first) / max(count - 1, 1)) for place in range(count)})
 
     def takes(self, step: int) -> bool:
-        """Whether a step is shown; a planned one without rollouts is replaced by the next that has some."""
+        """Whether to show a step; a planned one without rollouts is replaced by the next that has some."""
         is_due = bool(self.due) and self.due[0] <= step
         self.due = [one for one in self.due if one > step]
         return is_due
@@ -158,13 +158,13 @@ def _offer(record: dict[str, Any], heaps: dict[str, _Top]) -> None:
 
 
 def _is_whole(row: dict[str, Any]) -> bool:
-    """Whether a row has what is shown of it; one that an editor or a full disk damaged has not."""
+    """Whether a row has every field that is shown, so was not damaged by an editor or a full disk."""
     typed = {"step": int, "completion_ids": list, "completion_tokens": int, "rewards": dict}
     return all(isinstance(row.get(name), kind) for name, kind in typed.items()) and "prompt" in row
 
 
 def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, Any]:
-    """What the page needs of a row, without its ids."""
+    """The fields of a row that the page needs, without its ids."""
     segments, answer, is_split = split_row(row, end_id)
     *parts, answer = cut_parts([*(text for text, _ in segments), answer], LONGEST)
     thinking = [[text, forced] for text, (_, forced) in zip(parts, segments, strict=True)]
@@ -184,8 +184,8 @@ def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, A
 
 
 def _groups(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The completions of one prompt together, numbered from 1; older rows do not say their group: neighbours with one
-    prompt are one."""
+    """The completions grouped by prompt, numbered from 1. Older rows have no group: adjacent rows with the same prompt
+    form one."""
     found = [list(group) for _, group in groupby(records, key=lambda one: (one["group"], one["prompt"]))]
     for place, group in enumerate(found, 1):
         for record in group:
@@ -194,7 +194,7 @@ def _groups(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _compare(group: list[dict[str, Any]], earned: dict[int, float]) -> None:
-    """Mark what earned less than its prompt did on average when it came last, in a group that did so as a whole."""
+    """Mark completions that earned less than the mean of their prompt's previous group, if this group's mean fell."""
     scored = [record["reward"] for record in group if record["reward"] is not None]
     if not scored:
         return
@@ -208,7 +208,7 @@ def _compare(group: list[dict[str, Any]], earned: dict[int, float]) -> None:
 
 
 def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:
-    """Cut the texts to what the page may hold, and name prompts and rewards once."""
+    """Cut the texts to fit the page, and store prompts and reward names once."""
     found.rewards = list(dict.fromkeys(name for record in records for name in record["rewards"]))
     places: dict[str, int] = {}
     lengths = [sum(len(text) for text, _ in record["thinking"]) + len(record["answer"]) for record in records]

@@ -1,4 +1,4 @@
-"""Texts of completions for a report: split, shortened to what a page may hold, in plain words."""
+"""Texts of completions for a report: split into thinking and answer, cut to fit the page, without chat markup."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ Segments = list[list[Any]]  # texts, each with whether the budget forced it
 
 
 def plain(prompt: Any) -> str:
-    """A prompt in plain words: a rendered text, or a list of messages as TRL takes them."""
+    """A prompt without chat markup, from a rendered text or from a list of messages in TRL's format."""
     if isinstance(prompt, list):
         return show_text(
             "\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, dict))
@@ -21,11 +21,11 @@ def plain(prompt: Any) -> str:
 
 
 def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str, bool]:
-    """Thinking in segments, answer, and whether the two could be told apart, of a row of `rollouts.jsonl`.
+    """The thinking in segments, the answer, and whether the two could be separated, for a row of `rollouts.jsonl`.
 
     Args:
-        end_id: of `</think>`, for rows of older runs, which lack `answer_start`: then the text is split at the last tag
-            where it has as many of them as the ids.
+        end_id: the id of `</think>`, for rows of older runs without `answer_start`: the text is split at its last tag,
+            if it has as many tags as the ids.
     """
     text = text_of(row)
     start = row.get("answer_start", MISSING)
@@ -47,13 +47,13 @@ def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str
 
 
 def find_end_id(row: Mapping[str, Any]) -> int | None:
-    """The id of `</think>` as a row of an older run shows it: what stands behind the thinking of a closed one."""
+    """The id of `</think>`, read from a row of an older run: the id after the thinking of a closed completion."""
     place, ids = row.get("thinking_tokens"), row["completion_ids"]
     return ids[place] if row.get("closed") and isinstance(place, int) and 0 <= place < len(ids) else None
 
 
 def text_of(row: Mapping[str, Any]) -> str:
-    """The completion's text, which TRL has as a message where the prompt is one."""
+    """The completion's text; TRL stores it as a message if the prompt is one."""
     text = row.get("completion")
     if isinstance(text, list):
         text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
@@ -61,7 +61,7 @@ def text_of(row: Mapping[str, Any]) -> str:
 
 
 def longest_that_fits(lengths: Iterable[int], room: int) -> int:
-    """The greatest length to which texts can be cut so that all of them fit into `room` characters.
+    """The largest common length limit under which all texts fit into `room` characters.
 
     >>> longest_that_fits([10, 20, 300], room=90), longest_that_fits([10, 20], room=90)
     (60, 90)
@@ -75,7 +75,7 @@ def longest_that_fits(lengths: Iterable[int], room: int) -> int:
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """Long text without its middle; of at most `limit` characters and the note in its place.
+    """A long text without its middle: at most `limit` characters, plus a note in place of the rest.
 
     >>> cut_middle("abcdefgh", 4)
     'ab\\n[... 4 characters left out ...]\\ngh'
@@ -87,7 +87,7 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def cut_parts(parts: Sequence[str], limit: int) -> list[str]:
-    """Several texts of one completion, in all `limit` characters: the last, the answer, loses last."""
+    """Several texts of one completion, cut to `limit` characters in all; the last one, the answer, is cut last."""
     kept: list[str] = []
     for part in reversed(parts):
         kept.append(cut_middle(part, limit) if limit > 0 else ("[...]" if part else ""))

@@ -1,4 +1,4 @@
-"""The four numbers on top of a report: before, after, and by how much, each with its interval drawn."""
+"""The tiles at the top of a report: each measure before and after, with the difference and drawn intervals."""
 
 from rloo_kit.results.evaluation import Comparison, Evaluation, Measured
 from rloo_kit.results.pages import escape_text
@@ -7,7 +7,7 @@ PERCENT = 100
 
 
 def make_tiles(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
-    """The tiles as HTML; empty where nothing was measured."""
+    """The tiles as HTML; empty if nothing was measured."""
     shows_reward = any(one is not None and one.reward != one.accuracy for one in (before, after))
     names = {"accuracy": "Accuracy", "greedy_accuracy": "Accuracy, greedy"}
     names |= {"reward": "Reward"} if shows_reward else {}
@@ -61,7 +61,7 @@ def _change(change: list[float | None] | None, is_share: bool) -> str:
 
 
 def _bar(before: Measured | None, after: Measured | None) -> str:
-    """0 to 100 % with both intervals, before above after; the tile says the same in words."""
+    """A 0 to 100 % bar with both intervals; the tile has the same numbers as text."""
     parts = ["<line class='track' x1='4' x2='196' y1='10' y2='10'/>"]
     for one, kind in ((before, "s0"), (after, "s1")):
         if one is None:

@@ -1,7 +1,6 @@
 """The verdict on a run: one word, one sentence, and what to do next. No model, no torch.
 
-Everything that tells a run's outcome shows this one: the end of `train` and of the notebook, `status.json`, the report,
-the table of a batch.
+`train`, the notebooks, `status.json`, the report and a batch's table all show this verdict.
 """
 
 import shlex
@@ -21,18 +20,18 @@ Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 NO_SIGNAL = ("no_signal", "truncation", "cold_start", "zero_gradient", "no_movement", "all_none", "reward_failures")
 BROKEN, GAMED = "broken_policy", "reward_hacking"
 SOLVED = 0.95  # accuracy above which there is little left to learn
-MEASURES = ("accuracy", "greedy_accuracy", "reward")  # of which the first that both have is judged by
+MEASURES = ("accuracy", "greedy_accuracy", "reward")  # the first that both evaluations have decides
 EXACTLY = 0.1  # a difference below this is shown with a decimal
 LONGEST_QUESTION = 60  # characters of an example in a command
-CLOSE = 0.02  # half the width of an interval that settles whether a run of moderate size learnt
+CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a held-out measure did from before to after training; `low`, `high`: 95 % interval of `value`, None: open.
+    """The change of a held-out measure through training; `low`, `high`: 95 % interval of `value`, None: open.
 
     Attributes:
-        measure: "accuracy", "greedy_accuracy" or "reward". before, after: its means. prompts: that it is over.
+        measure: "accuracy", "greedy_accuracy" or "reward". before, after: its means. prompts: number of prompts.
     """
 
     measure: str
@@ -45,12 +44,12 @@ class Change:
 
     @property
     def rose(self) -> bool:
-        """Whether the interval lies above 0."""
+        """Whether the interval is above 0."""
         return self.low is not None and self.low > 0
 
     @property
     def fell(self) -> bool:
-        """Whether the interval lies below 0."""
+        """Whether the interval is below 0."""
         return self.high is not None and self.high < 0
 
     def __str__(self) -> str:
@@ -62,7 +61,7 @@ class Change:
         return f"{name} {verb} {ends} ({self._by(self.value, self.low, self.high)})"
 
     def describe_lead(self) -> str:
-        """The same of two runs after training: which is ahead, whichever it is."""
+        """The lead of one run over another after training, as a positive number whichever is ahead."""
         ends = (self.low, self.high)
         low, high = ends if self.value >= 0 else map(_minus, ends[::-1])
         return f"{self.measure.replace('_', ' ')} {self._by(abs(self.value), low, high)}"
@@ -84,14 +83,14 @@ def _minus(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        kind: "learnt" (the interval of the change lies above 0), "no evidence", "no signal" (nothing could be learnt),
-            "broken" (worse than before, or the policy fell apart), "gamed" (reward without what it was meant for).
+        kind: "learnt" (the interval of the change is above 0), "no evidence", "no signal" (nothing could be learnt),
+            "broken" (worse than before, or the policy broke), "gamed" (reward earned in an unintended way).
         sentence: by how much, with the interval, on how many held-out prompts. next: what to do, without commands.
-        commands: the next ones, in the order of their use. change: the numbers; None where nothing can be compared.
-        rule: the finding of health that it rests on; None for none.
+        commands: the next ones, in order of use. change: the numbers; None if nothing can be compared.
+        rule: the health finding that explains it; None without one.
     """
 
     kind: Kind
@@ -121,17 +120,17 @@ def judge_run(
     """The verdict on a run.
 
     Args:
-        result: read are folder, steps, stopped, adapter_step and findings.
-        before, after: evaluations of the same prompts; None where the run was not evaluated.
+        result: its folder, steps, stopped, adapter_step, metrics, method and findings are read.
+        before, after: evaluations of the same prompts; None if the run was not evaluated.
     """
     change = _find_change(before, after)
     kind, sentence, cause = _decide(result, before, after, change)
     if change is not None and before is not None and after is not None and (words := measured_words(before, after)):
         sentence += f", {words}"
     if change is not None and kind == "learnt":
-        sentence += _beside(change, before, after)
+        sentence += _context_of(change, before, after)
     if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
-        sentence += f"; the best evaluation's weights, of step {result.adapter_step}, so a little of it is luck"
+        sentence += f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
     commands = _commands(result.folder, kind, after)
     rule = None if cause is None else cause.rule
@@ -139,7 +138,7 @@ def judge_run(
 
 
 def record_verdict(folder: Path, verdict: Verdict) -> None:
-    """Keep the verdict in `status.json` of a run that is over; one that goes on has none."""
+    """Write the verdict into `status.json` of a run that has ended."""
     run_dir = RunDir(folder)
     state = run_dir.status().get("state", "running")
     if state != "running":
@@ -149,7 +148,7 @@ def record_verdict(folder: Path, verdict: Verdict) -> None:
 def _decide(
     result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None
 ) -> tuple[Kind, str, Finding | None]:
-    """Kind, sentence, and the finding that explains it."""
+    """Kind, sentence, and the finding that explains them."""
     lasting = {one.rule: one for one in result.lasting}
     fallen = lasting.get(BROKEN)
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
@@ -157,7 +156,7 @@ def _decide(
     if GAMED in lasting and not (change is not None and change.measure != "reward" and change.rose):
         return (
             "gamed",
-            f"The rewards are earned in a way that was not meant: {lasting[GAMED].evidence}{measured}",
+            f"The policy earns reward in an unintended way: {lasting[GAMED].evidence}{measured}",
             lasting[GAMED],
         )
     gamed = _gamed(before, after, change)
@@ -168,32 +167,32 @@ def _decide(
     if change is not None and change.fell:
         return "broken", str(change), fallen or _first(result.findings)
     if fallen is not None:
-        return "broken", f"The policy fell apart: {fallen.evidence}{measured}", fallen
+        return "broken", f"The policy broke: {fallen.evidence}{measured}", fallen
     if blind is not None:
         return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
     if result.stopped == "running":
-        return "no evidence", f"The run has not ended, and is at step {result.steps}", _first(result.lasting)
+        return "no evidence", f"The run has not ended; it is at step {result.steps}", _first(result.lasting)
     if _all_tied(result) and not _was_solved(result, change):
-        return "no signal", f"In every step all completions of a prompt earned one and the same reward{measured}", None
+        return "no signal", f"In every step all completions of a prompt earned the same reward{measured}", None
     if result.stopped not in (None, EARLY):
-        return "no evidence", f"The run ended at step {result.steps} before it was done ({result.stopped})", None
+        return "no evidence", f"The run ended early, at step {result.steps} ({result.stopped})", None
     if change is not None:
         return "no evidence", str(change), _first(result.lasting)
     return "no evidence", _why_not_compared(before, after), _first(result.lasting)
 
 
 def measured_words(before: Evaluation, after: Evaluation) -> str:
-    """What has to be said beside two evaluations that do compare, but were not made alike; empty for nothing."""
+    """The caveat for two evaluations that are comparable but were not made alike; empty without one."""
     words = []
     if before.prompts_digest != after.prompts_digest:
         words.append("on different prompts")
     if before.num_samples != after.num_samples:
-        words.append(f"from {before.num_samples} and {after.num_samples} completions a prompt")
+        words.append(f"from {before.num_samples} and {after.num_samples} completions per prompt")
     return f"measured {' and '.join(words)}" if words else ""
 
 
-def _beside(change: Change, before: Evaluation | None, after: Evaluation | None) -> str:
-    """What else a reader asks of a rise: the greedy accuracy, which no colder sampling lifts, and the thinking."""
+def _context_of(change: Change, before: Evaluation | None, after: Evaluation | None) -> str:
+    """The context of a rise: greedy accuracy, which sharper sampling does not raise, and the length of the thinking."""
     if before is None or after is None:
         return ""
     words = ""
@@ -207,13 +206,13 @@ def _beside(change: Change, before: Evaluation | None, after: Evaluation | None)
 
 
 def _all_tied(result: TrainResult) -> bool:
-    """Whether no logged step had a group with signal: a run too short for health's rule, too."""
+    """Whether no logged step had a group with signal, also in a run too short for the health rule."""
     tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
     return bool(tied) and all(one == 1.0 for one in tied)
 
 
 def _was_solved(result: TrainResult, change: Change | None) -> bool:
-    """Whether the answers were right before training, so that equal rewards are no fault."""
+    """Whether the answers were right before training, so that equal rewards are not a fault."""
     if change is not None:
         return change.measure != "reward" and change.before >= SOLVED
     names = [f"rewards/{name}/mean" for name in Context.answers]
@@ -222,7 +221,7 @@ def _was_solved(result: TrainResult, change: Change | None) -> bool:
 
 
 def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:
-    """The held-out reward rose while the held-out accuracy fell."""
+    """The sentence if the held-out reward rose while held-out accuracy fell; else empty."""
     if before is None or after is None or change is None or change.measure == "reward" or not change.fell:
         return ""
     reward = change_of("reward", before, after)
@@ -230,7 +229,7 @@ def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change |
 
 
 def _find_change(before: Evaluation | None, after: Evaluation | None) -> Change | None:
-    """That of the accuracy, or else of the greedy accuracy or the reward; None for two that cannot be compared."""
+    """The change of accuracy, else of greedy accuracy or the reward; None if the two cannot be compared."""
     if before is None or after is None or setting_differences(before, after):
         return None
     found = (change_of(name, before, after) for name in MEASURES)
@@ -238,7 +237,7 @@ def _find_change(before: Evaluation | None, after: Evaluation | None) -> Change 
 
 
 def change_of(name: str, before: Evaluation, after: Evaluation) -> Change | None:
-    """What the measure did; None where one of the two has none, or they do not compare."""
+    """The change of a measure; None if one of the two lacks it, or they cannot be compared."""
     old, new, estimate = before.measure(name), after.measure(name), difference(before, after, name)
     if old is None or new is None or estimate is None:
         return None
@@ -249,24 +248,25 @@ def change_of(name: str, before: Evaluation, after: Evaluation) -> Change | None
 
 def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> str:
     if before is None and after is None:
-        return "The run was not evaluated (run.evaluate), so nothing is known about held-out prompts"
+        return "The run was not evaluated on held-out prompts (run.evaluate)"
     if before is None or after is None:
         missing = "before" if before is None else "after"
         return f"There is no evaluation {missing} training to compare with"
     if apart := setting_differences(before, after):
-        return f"The evaluations before and after were made differently ({'; '.join(apart)}), so they do not compare"
+        return f"The evaluations before and after were made differently ({'; '.join(apart)}), so they are not compared"
     return "The evaluations have neither an accuracy nor a reward (data.answer_column, rewards)"
 
 
 def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
-    """What to do where no finding says it."""
+    """What to do if no finding says it."""
     if kind == "learnt":
         return ""
     if kind == "gamed":
-        return "read the best completions, close the way or change the weights of rewards"
+        return "read the best completions, then fix the reward or change the weights of rewards"
     if kind == "no signal":
         return (
-            "prompts that are solved sometimes (data.source), worked answers first (rloo-kit sft), or a graded reward"
+            "use prompts that are solved sometimes (data.source), worked solutions first (rloo-kit sft), or a graded "
+            "reward"
         )
     if kind == "broken":
         keep = ", and keep the best weights with eval.every_steps and eval.save_best"
@@ -274,17 +274,17 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
     if result.stopped == "running":
         return ""
     if result.stopped not in (None, EARLY):
-        return "go on with --resume"
+        return "continue with --resume"
     if change is None:
-        return "measure it: run.evaluate=true, with the same eval.* before and after"
+        return "evaluate it: run.evaluate=true, with the same eval.* before and after"
     if change.measure != "reward" and change.before >= SOLVED:
-        return f"it was solved before ({100 * change.before:.0f} %): harder prompts (data.source)"
+        return f"it was solved before training ({100 * change.before:.0f} %): use harder prompts (data.source)"
     if change.value > 0 and change.low is not None and change.value - change.low > CLOSE:
         count = change.prompts * ((change.value - change.low) / max(change.value, CLOSE)) ** 2
         more = max(-(-int(1.2 * count) // 100) * 100, change.prompts + 100)
         return (
-            f"train longer ({result.method}.max_steps), or measure on about {more:,} prompts (eval.num_prompts) to see "
-            "this much"
+            f"train longer ({result.method}.max_steps), or evaluate on about {more:,} prompts (eval.num_prompts) to "
+            "resolve a change of this size"
         )
     return f"train longer ({result.method}.max_steps) or with a higher {result.method}.learning_rate"
 

@@ -1,4 +1,4 @@
-"""Runs side by side: what each learnt, how far its held-out measure is from the first one's, and which keys differ."""
+"""Compares runs: verdicts, differences from the first run on the held-out measure, and the keys that differ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ class Contestant:
     """One of the runs.
 
     Attributes:
-        name: short, and no other one's. run, result, before, after: as they lie in its folder. verdict: on it alone.
-        lead: how far its `after` is above the first run's; None for the first, and where they do not compare.
-        word: why they do not compare, or what has to be said beside it; empty where nothing is.
+        name: short and unique. run, result, before, after: from its folder. verdict: on this run alone.
+        lead: how far its `after` is above the first run's; None for the first, and if they cannot be compared.
+        word: why they cannot be compared, or a caveat; empty without one.
         changed: dotted keys that differ from the first run's.
     """
 
@@ -43,22 +43,22 @@ class Contestant:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Runs against the first of them, after training."""
+    """Runs compared with the first of them, after training."""
 
     runs: list[Contestant]
 
     @property
     def sentence(self) -> str:
-        """Which run is ahead, by how much, with the interval, or that none is."""
+        """Which run is ahead and by how much, with the interval, or that none is."""
         first, others = self.runs[0], self.runs[1:]
         apart = [one for one in others if one.lead is not None and (one.lead.rose or one.lead.fell)]
         unknown = [one for one in others if one.lead is None]
         parts = [_ahead(one, first) for one in apart]
         tied = [one.name for one in others if one.lead is not None and one not in apart]
         if tied:
-            parts.append(f"{_join(tied)} and {first.name} are not told apart by their held-out prompts")
-        parts += [f"{one.name} does not compare with {first.name}: {one.word}" for one in unknown]
-        luck = "; with several runs the best one is partly luck" if len(apart) > 1 else ""
+            parts.append(f"{_join(tied)} and {first.name} do not differ significantly on their held-out prompts")
+        parts += [f"{one.name} cannot be compared with {first.name}: {one.word}" for one in unknown]
+        luck = "; among several runs the best is partly luck" if len(apart) > 1 else ""
         return f"{'; '.join(parts)}{luck}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class RunComparison:
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False)
-        for title in ("run", "verdict", "before", "after", "against the first", "steps", "time"):
+        for title in ("run", "verdict", "before", "after", "vs. the first", "steps", "time"):
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
         for one in self.runs:
             change = one.verdict.change
@@ -83,16 +83,16 @@ class RunComparison:
 
 
 def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
-    """Runs side by side, against the first.
+    """Compare runs with the first of them.
 
     Args:
-        sources: folders of runs, or their YAML files; two at least.
+        sources: folders of runs, or their YAML files; at least two.
 
     Raises:
-        ConfigError: fewer than two. RunNotFoundError: one of them is no run.
+        ConfigError: fewer than two. RunNotFoundError: one of them is not a run.
     """
     if len(sources) < 2:
-        raise ConfigError(f"{len(sources)} run is named; a comparison takes two or more")
+        raise ConfigError(f"a comparison takes two or more runs; got {len(sources)}")
     runs = [find_run(source) for source in sources]
     names = _short_names([Path(run.folder) for run in runs])
     made: list[Contestant] = []
@@ -100,7 +100,7 @@ def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
         try:
             result = load_result(run)
         except RunNotFoundError:
-            raise RunNotFoundError(f"{run.folder} holds no run: it has no status.json") from None
+            raise RunNotFoundError(f"{run.folder} is not a run's folder: it has no status.json") from None
         before, after = load_evaluation(run, "before"), load_evaluation(run, "after")
         made.append(Contestant(name, run, result, before, after, judge_run(run, result, before, after)))
     first, measure = made[0], measure_of(made)
@@ -108,7 +108,7 @@ def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
 
 
 def measure_of(runs: Sequence[Contestant]) -> str:
-    """The measure that the runs are compared by: the first that every evaluated one has."""
+    """The measure to compare the runs by: the first that every evaluated one has."""
     after = [one.after for one in runs if one.after is not None]
     return next((name for name in MEASURES if after and all(one.measure(name) for one in after)), MEASURES[0])
 
@@ -125,15 +125,15 @@ def _sections(run: RunConfig) -> dict[str, Any]:
 
 
 def _lead(first: Evaluation | None, one: Evaluation | None, measure: str) -> tuple[Change | None, str]:
-    """How far `one` is ahead, by `measure` if they have it, and the caveat to show with it."""
+    """How far `one` is ahead, by `measure` if both have it, and the caveat to show with it."""
     if first is None or one is None:
-        return None, "one of them was not evaluated after training"
+        return None, "one was not evaluated after training"
     if apart := setting_differences(first, one):
         return None, f"measured differently ({'; '.join(apart)})"
     for name in (measure, *MEASURES):
         if (found := change_of(name, first, one)) is not None:
             return found, measured_words(first, one)
-    return None, "they have no measure in common"
+    return None, "no measure in common"
 
 
 def _ahead(one: Contestant, first: Contestant) -> str:
@@ -175,7 +175,7 @@ def _join(names: Sequence[str]) -> str:
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as it takes to tell them apart."""
+    """The folders' names, with as many parent folders as needed to make them unique."""
     parts = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(one[-count:]) for one in parts]

@@ -1,4 +1,4 @@
-"""`comparison.html`: runs side by side, their curves over each other. One file, nothing to fetch."""
+"""`comparison.html`: runs side by side, with overlaid curves. A single file that fetches nothing."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rloo_kit.results.versus import Contestant, RunComparison, measure_of
 from rloo_kit.runs.files import write_text
 from rloo_kit.runs.run_dir import RunDir
 
-PANELS = (  # title, form, metrics (the first that was logged)
+PANELS = (  # title, form, metrics (the first that was logged counts)
     ("Reward", "number", ("reward",)),
     ("Groups without signal", "share", ("frac_score_zero_std", "frac_reward_zero_std")),
     ("Thinking tokens", "count", ("thinking/mean_length", "completions/mean_length")),
@@ -24,7 +24,7 @@ PANELS = (  # title, form, metrics (the first that was logged)
 
 
 def write_comparison_page(found: RunComparison, path: Path) -> Path:
-    """Write the page; links in it lead to each run's report, where there is one. Returns the file."""
+    """Write the page, with links to the runs' reports if they exist. Returns the file."""
     sections = [
         f"<h1>{len(found.runs)} runs side by side</h1>\n<p>{escape_text(found.sentence)}</p>\n",
         make_section("Every run", _region("Every run", _table(found, path.resolve().parent))),
@@ -37,7 +37,7 @@ def write_comparison_page(found: RunComparison, path: Path) -> Path:
 
 def _table(found: RunComparison, place: Path) -> str:
     measure = measure_of(found.runs)
-    titles = ("run", "verdict", f"{measure.replace('_', ' ')} before", "after", "against the first", "steps", "time")
+    titles = ("run", "verdict", f"{measure.replace('_', ' ')} before", "after", "vs. the first", "steps", "time")
     head = "".join(f"<th scope='col'>{escape_text(title)}</th>" for title in titles)
     body = ""
     for number, one in enumerate(found.runs):
@@ -98,7 +98,7 @@ def _logged(one: Contestant, names: Sequence[str]) -> list[Point]:
 def _changes(runs: Sequence[Contestant]) -> str:
     keys = sorted({key for one in runs for key in one.changed or {}})
     if not keys:
-        return "<p>No key of the configuration that trains.</p>"
+        return "<p>No key that affects training.</p>"
     head = "".join(f"<th scope='col'>{escape_text(title)}</th>" for title in ("key", *(one.name for one in runs)))
     body = ""
     for key in keys:
@@ -109,5 +109,5 @@ def _changes(runs: Sequence[Contestant]) -> str:
 
 
 def _region(label: str, table: str) -> str:
-    """A table that is wider than a narrow screen, which a keyboard can scroll."""
+    """A table that may be wider than the screen and can be scrolled with the keyboard."""
     return f"<div class='scroll' role='region' aria-label='{label}' tabindex='0'>{table}</div>"

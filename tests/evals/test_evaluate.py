@@ -412,7 +412,7 @@ def test_a_reward_that_fails_leaves_its_samples_out(make_run, make_policy, capsy
     assert found.reward_per_prompt[:3] == [1.0, 3.0, 4.0] and found.reward_per_prompt[4] == 1.0
     assert found.rewards["sometimes"]["per_prompt"][:5] == [None, 2.0, 3.0, None, None]
     assert found.rewards["plain"]["mean"] == 1.0
-    assert "without a reward, left out of its mean" in str(found)
+    assert "without a reward, excluded from its mean" in str(found)
     assert "ValueError: no level 3 (8% of the held-out completions have no reward)" in capsys.readouterr().out
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 

@@ -72,7 +72,7 @@ def test_a_flat_panel_is_drawn_where_it_is_the_finding() -> None:
     metrics = rows(9, reward=0.0, rewards__answer_reward__mean=0.0, kl=0.0)
     html = draw_curves_of(metrics, [finding])
     assert titles(html) == ["Reward: answer_reward"] and "href='#finding-cold_start'>cold start</a>" in html
-    assert "Constant, or nearly: KL to the reference, nats 0." in html
+    assert "Constant or nearly so: KL to the reference, nats 0." in html
 
 
 def test_every_reward_has_its_panel() -> None:
@@ -132,4 +132,4 @@ def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
         {"step": step, "completions/mean_length": 10.0, "episode": 8 * step, "step_time": 2.0} for step in (5, 10, 12)
     ]
     assert tokens_generated(metrics) == 12 * 8 * 10
-    assert titles(draw_curves_of(metrics, [])) == [] and "tokens a second 40.0" in draw_curves_of(metrics, [])
+    assert titles(draw_curves_of(metrics, [])) == [] and "tokens per second 40.0" in draw_curves_of(metrics, [])

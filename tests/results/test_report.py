@@ -128,7 +128,7 @@ def test_report_holds_everything(written: str, run: RunConfig, evaluations: tupl
     before, after = evaluations
     page, text = Page(written), words(written)
     assert "2026-01-02 my <run> learnt Accuracy rose from 20 % to 60 % (+40 points" in text
-    assert "20.0 % → 60.0 %" in text and str(compare(before, after)) in text and "before and after are apart" in text
+    assert "20.0 % → 60.0 %" in text and str(compare(before, after)) in text and "two intervals do not overlap" in text
     assert "model embedded/thinking" in text and "seed 0" in text and "training time 1 min 15 s" in text
     assert f"learning rate {run.rloo.learning_rate:g}" in text and "Use it" in text and "Made by" not in text
     assert "tokens generated 66,528" in text  # 64 completions a step of 30.3 to 39 tokens
@@ -138,7 +138,7 @@ def test_report_holds_everything(written: str, run: RunConfig, evaluations: tupl
     titles = re.findall(r"<figcaption><span>(.*?)</span>", written)
     assert titles == [
         "Held-out accuracy", "Reward: answer_reward", "Groups with signal", "Tokens", "Thinking closed",
-        "Cut off at the limit", "Entropy, nats", "KL to the reference, nats", "Gradient norm", "Tokens a second",
+        "Truncated at the limit", "Entropy, nats", "KL to the reference, nats", "Gradient norm", "Tokens per second",
         "Accuracy by thinking budget",
     ]  # fmt: skip
     assert "fixed" in text and "all of 100" not in text and "the first 2 of 100 held-out prompts" in text
@@ -159,8 +159,8 @@ def test_what_was_wrong_stands_in_the_report(written: str, run: RunConfig, resul
     """A run whose reward stood at 0.000 for all of its steps had a report of curves and a folder's name."""
     text = words(written)
     assert "repetition alarming 8 to 12 31 % of the <tokens> circles read rollouts.jsonl" in text
-    assert "truncation alarming 16 90 % cut off; seen with it: no signal too short raise it" in text
-    assert "No rule of health found anything." in words(write_report(run, result).read_text("utf-8"))
+    assert "truncation alarming 16 90 % cut off; consequences: no signal too short raise it" in text
+    assert "No health rule found a problem." in words(write_report(run, result).read_text("utf-8"))
     targets = {target[1:] for target in Page(written).values("href") if target.startswith("#finding")}
     assert targets == {"finding-repetition", "finding-truncation"} <= set(Page(written).values("id"))
     flags = re.findall(r'<text class="flag"[^>]*>(.*?)</text>', written)
@@ -223,7 +223,7 @@ def test_supervised_training_is_called_by_its_name(run: RunConfig, result: Any) 
     run.sft.learning_rate = 0.00321
     shown = words(write_report(run, result).read_text(encoding="utf-8")).partition("Configuration")[0]
     assert "Supervised run" in shown and "RLOO" not in shown and "learning rate 0.00321" in shown
-    assert "completions a prompt" not in shown
+    assert "completions per prompt" not in shown
 
 
 def test_report_without_evaluations(run: RunConfig, result: Any) -> None:
@@ -238,10 +238,10 @@ def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) 
     """Evaluated before only (the run failed later), or on prompts without answers."""
     only = Evaluation("before", 5, 2, 1.0, 64, samples=[make_sample(1, None, gold=None, thinking="", closed=False)])
     text = write_report(run, result, only).read_text("utf-8")
-    assert "not measured: no answer column" in words(text) and "2 completions of each" in words(text)
+    assert "not measured: no answer column" in words(text) and "2 completions each" in words(text)
     assert "gold" not in embedded(text)["prompts"][0] and "After minus before" not in words(text)
     both = words(write_report(run, result, only, only).read_text("utf-8"))
-    assert "neither an accuracy nor a reward to compare" in both and "cannot be compared prompt by prompt" in both
+    assert "neither an accuracy nor a reward" in both and "cannot be compared prompt by prompt" in both
 
 
 def with_reward(label: str, values: list[float], **single: list[float]) -> Evaluation:
@@ -258,7 +258,7 @@ def test_report_of_a_run_with_rewards_of_its_own(run: RunConfig, result: Any) ->
     shown = words(write_report(run, result, before, after).read_text("utf-8"))
     assert "Reward 1.62 → 2.25 +0.62" in shown and "Held-out reward" in shown
     assert "reward, weighted sum" in shown and "reward brevity" in shown and "not measured: no answer column" in shown
-    assert "measured reward rose reward the same reward 3 1" in shown
+    assert "measure reward rose reward the same reward 3 1" in shown
 
 
 def test_report_shows_the_evaluations_during_training(run: RunConfig, result: Any) -> None:
@@ -279,10 +279,10 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
     finally:
         path.unlink()
     shown = words(text)
-    assert "stopped early" in shown and "adapter/ holds the weights of step 10, the best evaluation's." in shown
+    assert "stopped early" in shown and "adapter/ has the weights of step 10, the best evaluation." in shown
     assert "Held-out reward" in shown and "during training, 3 prompts" in shown and "evaluations.jsonl" in text
     assert "+1.000 [+1.000, +1.000] best" in shown and "-0.750 [-0.750, -0.750]" in shown
-    assert shown.count("against the best before") == 1
+    assert shown.count("vs. the best before") == 1
 
 
 def test_drawings_follow_the_page(written: str) -> None:

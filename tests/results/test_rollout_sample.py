@@ -37,7 +37,7 @@ def test_a_large_run_is_sampled_by_the_rule() -> None:
     assert found.total == 20_000 and set(groups.values()) == {K}
     assert found.steps == [1, 12, 23, 34, 45, 56, 67, 78, 89, 100] and len(whole) == WHOLE
     assert WHOLE < len(found.rows) <= WHOLE + 5 * EACH
-    assert "of 20,000 rollouts: whole groups of 10 steps" in found.describe()
+    assert "of 20,000 rollouts: whole groups from 10 steps" in found.describe()
 
 
 def test_the_last_step_is_shown_where_the_run_ended_early() -> None:

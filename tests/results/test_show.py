@@ -141,7 +141,7 @@ def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> 
 
 def test_what_is_no_run_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
     code, _, errors = call(tmp_path)
-    assert code == 2 and "not the folder of a run" in errors
+    assert code == 2 and "not a run's folder" in errors
     folder = make_run(make_rows())
     (folder / "config.yaml").write_text("rloo: {bta: 1}\n")  # a run of an older version may hold keys that are gone
     code, _, errors = call(folder)
@@ -218,7 +218,7 @@ def test_completions_by_order_and_step(make_run: Callable[..., Path]) -> None:
         assert found["step"] == 2 and [one["reward"] for one in found["completions"]] == expected, order
     assert call_json(folder, "--step", "1")[1]["step"] == 1
     code, _, errors = call(folder, "--step", "9")
-    assert code == 2 and "has step 9; those that are kept go from 1 to 2" in errors
+    assert code == 2 and "no rollout of step 9; it has steps 1 to 2" in errors
     code, _, errors = call(folder, "--completions", "1", "--order", "odd")
     assert code == 2 and "first, best, worst, longest" in errors
 
@@ -252,7 +252,7 @@ def write_evaluation(folder: Path, right: int, digest: str = "same", name: str =
     ("right", "words"),
     [
         (80, "b is ahead of made: accuracy +30 points, 95 % CI"),
-        (52, "b and made are not told apart"),
+        (52, "b and made do not differ significantly"),
         (20, "made is ahead of b: accuracy +30 points, 95 % CI"),
     ],
 )
@@ -276,7 +276,7 @@ def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None
     """Comparing rewards of training instead would compare prompts."""
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
     write_evaluation(a, 50)
-    assert "b does not compare with made: one of them was not evaluated" in call_json(a, b)[1]["sentence"]
+    assert "b cannot be compared with made: one was not evaluated" in call_json(a, b)[1]["sentence"]
     write_evaluation(b, 80, temperature=0.5)
     assert "measured differently (temperature 1 and 0.5)" in call_json(a, b)[1]["sentence"]
     write_evaluation(b, 80, digest="other")

@@ -195,7 +195,7 @@ def test_other_prompts_and_sample_counts_are_compared_with_a_word(run: RunConfig
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, prompts_digest="others"))
     assert verdict.kind == "learnt" and "on different prompts" in verdict.sentence
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, num_samples=4))
-    assert "from 1 and 4 completions a prompt" in verdict.sentence
+    assert "from 1 and 4 completions per prompt" in verdict.sentence
 
 
 def test_the_best_of_many_evaluations_is_said_to_be_partly_luck(run: RunConfig) -> None:

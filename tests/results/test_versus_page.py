@@ -116,7 +116,7 @@ def test_the_lead_is_over_the_prompts_with_answers(make_run: Callable[..., Path]
 def test_the_command_writes_it_beside_the_first(make_run: Callable[..., Path], tmp_path: Path) -> None:
     runs = [str(make_run(name, right)) for name, right in (("a", 40), ("b", 42))]
     done = CliRunner().invoke(app, ["report", *runs])
-    assert done.exit_code == 0 and "not told apart" in done.stdout and (tmp_path / "comparison.html").is_file()
+    assert done.exit_code == 0 and "do not differ" in done.stdout and (tmp_path / "comparison.html").is_file()
     assert json.loads((tmp_path / "a" / "status.json").read_text())["state"] == "finished"
     for words in (
         ["report", *runs, "rloo.beta=0"],
