@@ -1,1 +1,1 @@
-"""Batches of papermill runs: the file, the runner, status, comparison."""
+"""Batches of notebook runs through papermill: the file, the runner, status, comparison."""

@@ -1,4 +1,4 @@
-"""The runs of a batch side by side: `comparison.html`, `comparison.csv` and a table of text, from each run's folder."""
+"""Compares the runs of a batch, from their folders: `comparison.html`, `comparison.csv` and a text table."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ from rloo_kit.system.console import format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Each figure of the comparison (with _before and _after appended) and its key in an evaluation's file.
+# Each figure of the comparison (with _before or _after appended) and its key in an evaluation file.
 MEASURES = {
     "accuracy": "accuracy",
     "accuracy_low": "low",
@@ -37,15 +37,15 @@ MEASURES = {
     "tokens": "mean_tokens",
     "eval_prompts": "num_prompts",
 }
-NAME_WIDTH = 24  # columns that the table of text leaves for a name, which is folded beyond
-LEFT_OUT = ("thinking tokens", "time", "after, 95 %")  # of that table where it is too wide, the first of them first
-LONGEST_LABEL = 48  # characters of a run's name in the drawing
+NAME_WIDTH = 24  # columns for a name in the text table; longer names wrap
+LEFT_OUT = ("thinking tokens", "time", "after, 95 %")  # dropped in this order if the text table is too wide
+LONGEST_LABEL = 48  # characters of a run's name in the figure
 COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 
 def read_figures(training: RunDir) -> dict[str, Any]:
-    """The figures of a training run, None where its folder is missing: every key of MEASURES with `_before` and
-    `_after`, `steps`, `reward_last`, `verdict`, and `report`, whether there is one."""
+    """The figures of a training run, None if its folder is missing: every key of MEASURES with `_before` and `_after`,
+    `steps`, `reward_last`, `verdict`, and `report` (whether one exists)."""
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
         found = read_object(training / f"{when}.json")
@@ -59,7 +59,7 @@ def read_figures(training: RunDir) -> dict[str, Any]:
 
 
 def collect_rows(place: BatchDir) -> list[dict[str, Any]]:
-    """One row a run: name, state, varying parameters (`parameters.seed`), seconds, figures, error."""
+    """One row per run: name, state, varying parameters (`parameters.seed`), seconds, figures, error."""
     varying = place.batch.varying()
     rows = []
     for run in place.batch.runs:
@@ -85,7 +85,7 @@ def write_comparison(place: BatchDir) -> list[Path]:
 
 
 def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
-    """The page: how many are done, the drawing, the table, what went wrong."""
+    """The page: how many runs are done, the figure, the table, the errors."""
     counts = ", ".join(f"{count} {state}" for state, count in count_states(place.statuses.values()).items())
     seconds = sum(row["seconds"] or 0 for row in rows)
     summary = f"{len(rows)} runs: {counts}; {format_duration(seconds)} of running time in all."
@@ -102,14 +102,14 @@ def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
 
 
 def short_names(rows: list[dict[str, Any]]) -> list[str]:
-    """Names for a table or a drawing: without the notebook's name in front, if they still differ then."""
+    """Names for a table or figure, without the notebook's name in front if they stay unique."""
     names = [str(row["name"]) for row in rows]
     short = [name.removeprefix(f"{Path(row['notebook']).stem}-") for name, row in zip(names, rows, strict=True)]
     return short if len(set(short)) == len(names) else names
 
 
 def _common(place: BatchDir) -> str:
-    """The parameters that all runs share."""
+    """A line with the parameters that all runs share."""
     varying = set(place.batch.varying())
     first = place.batch.runs[0].parameters
     common = [f"{name} = {value}" for name, value in first.items() if name not in varying]
@@ -162,8 +162,8 @@ def _legend(rows: list[dict[str, Any]]) -> str:
         return ""
     count = " to ".join(str(n) for n in sorted({prompts[0], prompts[-1]}))
     return (
-        f"<p class='notes'>Accuracy on {count} held-out prompts, sampled and greedy, with 95 % intervals; thinking "
-        "tokens of the completions that close their thinking, and the share that does, before → after.</p>"
+        f"<p class='notes'>Accuracy on {count} held-out prompts, sampled and greedy, with 95 % intervals. Thinking "
+        "tokens are over completions that close their thinking; closed is their share. Before → after.</p>"
     )
 
 
@@ -177,7 +177,7 @@ def _failure(status: RunStatus) -> str:
 
 
 def make_text_table(place: BatchDir) -> Table:
-    """The comparison for a terminal or a log; figures that no run has are left out."""
+    """The comparison for a terminal or a log, without figures that no run has."""
     table = Table(title=f"batch {place.batch.name}", title_justify="left")
     rows = collect_rows(place)
     columns = {
@@ -191,7 +191,7 @@ def make_text_table(place: BatchDir) -> Table:
         "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
     }
     shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
-    for title in LEFT_OUT:  # where the terminal is narrow; comparison.csv has them
+    for title in LEFT_OUT:  # if the terminal is narrow; comparison.csv has them
         if _width(shown) > terminal_columns():
             shown.pop(title, None)
     for title in shown:
@@ -203,7 +203,7 @@ def make_text_table(place: BatchDir) -> Table:
 
 
 def _width(shown: dict[str, list[str]]) -> int:
-    """Columns that the table takes, with names that are folded."""
+    """The table's width in columns, with wrapped names."""
     widest = {title: max(map(len, [title, *cells])) for title, cells in shown.items()}
     return sum(widest.values()) - widest["run"] + min(widest["run"], NAME_WIDTH) + 3 * len(shown) + 1
 
@@ -213,7 +213,7 @@ def _bounds(low: float | None, high: float | None) -> str:
 
 
 def draw_runs(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> str | None:
-    """One SVG with a row and a label for each run, the first on top; None where no run has a figure yet."""
+    """One SVG with a labelled row per run, the first on top; None if no run has a figure yet."""
     panels: list[tuple[str, Any]] = []
     if _has(rows, "accuracy"):
         panels.append(("Accuracy, 95 % interval", _draw_accuracy))

@@ -1,4 +1,4 @@
-"""A batch of notebook runs, read from one YAML file and checked before anything is started.
+"""A batch of notebook runs, read from a YAML file and checked before anything starts.
 
 `grid` gives every combination of its values, `runs` single runs; both override the common `parameters`.
 """
@@ -30,23 +30,23 @@ from rloo_kit.system.input_files import expand_user, is_file
 GIVEN = {
     "run_name": "each run's training folder is <batch>/<run>/run",
     "output_dir": "each run's training folder is <batch>/<run>/run",
-    "resume": "rloo-kit batch --resume decides it run by run",
-    "overwrite": "rloo-kit batch decides it run by run",
+    "resume": "rloo-kit batch --resume sets it for each run",
+    "overwrite": "rloo-kit batch sets it for each run",
 }
 LONGEST_NAME = 100
-MOST_RUNS = 1000  # each is checked before the first one starts
-FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")  # of a batch's folder
+MOST_RUNS = 1000  # all are checked before the first one starts
+FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")  # in a batch's folder
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*")
 Seconds = Annotated[float, Field(gt=0)]
 
 
 class RunEntry(Section):
-    """One run of `runs`: what it changes."""
+    """An entry of `runs`: a single run and what it changes."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
-    name: str | None = Field(default=None, min_length=1, description="its folder; null: from what it changes")
+    name: str | None = Field(default=None, min_length=1, description="its folder; null: named after its parameters")
     notebook: str | None = Field(default=None, min_length=1, description="null: the batch's")
-    parameters: dict[str, Any] = Field(default_factory=dict, description="over the common ones")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="override the common ones")
     timeout_s: Seconds | None = Field(default=None, description="null: the batch's")
 
 
@@ -54,19 +54,19 @@ class BatchFile(Section):
     """The keys of a batch file."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
-    name: str | None = Field(default=None, min_length=1, description="the batch's folder; the file's stem unless given")
+    name: str | None = Field(default=None, min_length=1, description="the batch's name; null: the file's stem")
     output_dir: str = Field(default="outputs", min_length=1, description="the batch's folder is output_dir/name")
-    notebook: str | None = Field(default=None, min_length=1, description="of every run that names none itself")
+    notebook: str | None = Field(default=None, min_length=1, description="of every run that does not name one")
     parameters: dict[str, Any] = Field(default_factory=dict, description="of every run")
     grid: dict[str, Any] = Field(default_factory=dict, description="parameter -> values; every combination is a run")
     runs: list[RunEntry] = Field(default_factory=list, description="single runs")
-    timeout_s: Seconds | None = Field(default=None, description="a run that takes longer is ended; null: no limit")
-    jobs: Count = Field(default=1, description="runs side by side")
+    timeout_s: Seconds | None = Field(default=None, description="a run that takes longer is killed; null: no limit")
+    jobs: Count = Field(default=1, description="concurrent runs")
 
     @model_validator(mode="after")
     def _check_runs(self) -> "BatchFile":
         problems = [
-            f"grid.{name}: is {excerpt(values)}; it takes a list with a value or more"
+            f"grid.{name}: is {excerpt(values)}; it takes a list with at least one value"
             for name, values in self.grid.items()
             if not isinstance(values, list) or not values
         ]
@@ -79,9 +79,9 @@ class BatchFile(Section):
             if not _is_plain(value)
         ]
         if self.notebook is None:
-            problems += ["notebook: required by grid, and not there; add it to the file"] if self.grid else []
+            problems += ["notebook: required by grid, but missing; add it to the file"] if self.grid else []
             problems += [
-                f"runs.{index}.notebook: required, and not there; add it, or a notebook for the whole batch"
+                f"runs.{index}.notebook: required, but missing; add it, or a notebook for the whole batch"
                 for index, entry in enumerate(self.runs)
                 if entry.notebook is None
             ]
@@ -98,7 +98,7 @@ class BatchFile(Section):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is the same after it has been through JSON and papermill's YAML."""
+    """Whether a value survives JSON and papermill's YAML unchanged."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
@@ -106,7 +106,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class BatchRun:
-    """One run: `parameters` are those that the file gives, `timeout_s` None for no limit."""
+    """One run: `parameters` are those of the file; `timeout_s` None: no limit."""
 
     name: str
     notebook: Notebook
@@ -115,7 +115,7 @@ class BatchRun:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """Every parameter of the notebook with its value in this run."""
+        """Every parameter of the notebook, with its value in this run."""
         return {**self.notebook.declared, **self.parameters}
 
 
@@ -124,8 +124,8 @@ class Batch:
     """A checked batch.
 
     Attributes:
-        folder: holds everything of it; absolute.
-        root: the project's folder, in which the notebooks run: their relative paths count from there.
+        folder: the batch's folder; absolute.
+        root: the project's folder, in which the notebooks run; their relative paths start there.
     """
 
     name: str
@@ -135,12 +135,12 @@ class Batch:
     jobs: int = 1
 
     def varying(self) -> list[str]:
-        """The parameters in which the runs differ, in order of appearance."""
+        """The parameters that differ between runs, in order of appearance."""
         names = dict.fromkeys(name for run in self.runs for name in run.parameters)
         return [name for name in names if len({repr(run.resolved.get(name)) for run in self.runs}) > 1]
 
     def to_yaml(self) -> str:
-        """The batch with every run written out; `load_batch` reads it back to the same runs."""
+        """The batch with every run written out; `load_batch` restores the same runs from it."""
         runs = [
             {"name": run.name, "notebook": str(run.notebook.path), "parameters": run.parameters}
             | ({"timeout_s": run.timeout_s} if run.timeout_s else {})
@@ -158,15 +158,15 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
         overrides: `key=value`, as on the command line: "jobs=2", "parameters.max_steps=20", "grid.seed=[0, 1]".
 
     Raises:
-        ConfigError: everything that is wrong with it: keys, notebooks that do not exist, parameters that a notebook
-            does not know or whose values its configuration refuses, runs that are given twice.
+        ConfigError: everything that is wrong with it: keys, missing notebooks, parameters that a notebook does not
+            know or whose values its configuration refuses, duplicate runs.
     """
     path = Path(path)
     values, lines = read_file(path)
     if {"model", "rloo"} <= values.keys():
         raise ConfigError(
-            f"{path} describes one run, not a batch of runs; use: rloo-kit train {path}, or name a notebook that reads "
-            "it in a batch file such as configs/batch_arithmetic.yaml"
+            f"{path} is the config of a single run, not a batch; use rloo-kit train {path}, or name a notebook that "
+            "reads it in a batch file such as configs/batch_arithmetic.yaml"
         )
     changed: dict[Key, str] = {apply_override(values, override): override for override in overrides}
     try:
@@ -188,7 +188,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
 
 
 def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> list[BatchRun]:
-    """The runs of the grid, then the single ones; what is wrong with one goes into `problems`."""
+    """The runs of the grid, then the single ones; appends faults to `problems`."""
     combinations = itertools.product(*file.grid.values()) if file.grid else ()
     entries = [RunEntry(parameters=dict(zip(file.grid, values, strict=True))) for values in combinations]
     runs: list[BatchRun] = []
@@ -210,7 +210,7 @@ def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> 
 
 
 def make_name(stem: str, parameters: dict[str, Any]) -> str:
-    """A run's folder from what it changes, safe on every file system.
+    """A run's folder name from its parameters, safe on every file system.
 
     >>> make_name("arithmetic", {"num_generations": 4, "seed": 0})
     'arithmetic-num_generations=4-seed=0'
@@ -223,7 +223,7 @@ def make_name(stem: str, parameters: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value in a name: 0.002, true, none, 64,128."""
+    """A value as part of a name: 0.002, true, none, 64,128."""
     if isinstance(value, list):
         return ",".join(map(_plain, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -237,7 +237,7 @@ def _refuse_name(key: str, name: str) -> str:
 
 
 def _find_duplicates(runs: list[BatchRun]) -> list[str]:
-    """Runs with one name, and runs that would do the same."""
+    """Runs with the same name, and runs with the same effect."""
     problems = []
     names: set[str] = set()
     contents: dict[str, BatchRun] = {}
@@ -246,18 +246,18 @@ def _find_duplicates(runs: list[BatchRun]) -> list[str]:
         if content in contents:
             given = ", ".join(f"{name}={excerpt(value)}" for name, value in run.parameters.items()) or "no parameters"
             problems.append(
-                f"{contents[content].name} and {run.name} are one run ({run.notebook.path.name} with {given}); "
+                f"{contents[content].name} and {run.name} are the same run ({run.notebook.path.name} with {given}); "
                 "remove one of them"
             )
         elif run.name.casefold() in names:
-            problems.append(f"two runs are called {run.name}; give one of them another name (runs.N.name)")
+            problems.append(f"two runs are called {run.name}; give one another name (runs.N.name)")
         contents.setdefault(content, run)
         names.add(run.name.casefold())
     return problems
 
 
 def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
-    """What is wrong with the parameters, each fault once, with the first run that has it."""
+    """Faults of the parameters, each once, with the first run that has it."""
     having: dict[str, list[str]] = {}
     looked: dict[str, list[str]] = {}
     for run in runs:
@@ -270,9 +270,9 @@ def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
 
 
 def _check_parameters(run: BatchRun, root: Path, looked: dict[str, list[str]]) -> list[str]:
-    """What is wrong with a run's parameters, without running it: names the notebook's cell does not know, and, where it
-    calls `read_parameters`, values that it or the configuration refuses, and faults of model, data and rewards;
-    `looked` keeps these by what decides them."""
+    """Faults of a run's parameters, found without running it: names that the notebook's cell does not know; if it calls
+    `read_parameters`, also values that it or the configuration refuses, and faults of model, data and rewards. `looked`
+    caches these by the sections that determine them."""
     notebook = run.notebook
     problems = [f"{name} is set by the batch: {GIVEN[name]}; remove it" for name in GIVEN if name in run.parameters]
     if run.parameters and notebook.cell is None:
@@ -289,7 +289,7 @@ def _check_parameters(run: BatchRun, root: Path, looked: dict[str, list[str]]) -
     namespace = {**run.resolved, "In": ["", notebook.cell or "", added]}
     try:
         with contextlib.chdir(root), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the run warns itself, in its notebook
+            warnings.simplefilter("ignore", FutureWarning)  # the run itself warns, in its notebook
             parameters = read_parameters(namespace)
             found = load_config(parameters.config, *parameters.overrides)
             key = repr([found.model, found.data, found.rewards])
@@ -306,4 +306,4 @@ def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
     for place in places:
         if is_file(place):
             return place.resolve()
-    raise ConfigError(f"there is no notebook {wanted}; looked at {' and '.join(dict.fromkeys(map(str, places)))}")
+    raise ConfigError(f"there is no notebook {wanted}; looked in {' and '.join(dict.fromkeys(map(str, places)))}")

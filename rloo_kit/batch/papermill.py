@@ -1,8 +1,8 @@
-"""`python -m rloo_kit.batch.papermill IN OUT ...`: papermill and its options, with ports of its own for the kernel.
+"""`python -m rloo_kit.batch.papermill IN OUT ...`: papermill with its options, and safe ports for the kernel.
 
-By default a kernel gets ports that the system gave out, and took back, a moment earlier. Until the kernel listens on
-one the system may give it to another kernel, or to any outgoing connection, and the kernel dies before its first cell.
-The ports below the system's own range are given to nobody.
+By default a kernel gets ports that the system has just assigned and released. Until the kernel listens on one, the
+system may assign it to another kernel or to any outgoing connection, and the kernel dies before its first cell. The
+system never assigns ports below its own range.
 """
 
 import random
@@ -13,13 +13,13 @@ from typing import Any
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 FIRST_PORT = 10_000
-GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux: first and last port that the system gives out
-USUAL_FIRST = 32_768  # Linux's default; macOS begins at 49,152
+GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux: first and last port that the system assigns
+USUAL_FIRST = 32_768  # Linux's default; macOS starts at 49,152
 TRIES = 200
 
 
 def choose_ports(number: int) -> list[int]:
-    """At most `number` free ports of the loopback interface, none of them in the range that the system gives out."""
+    """At most `number` free loopback ports outside the range that the system assigns."""
     try:
         end = int(GIVEN_OUT.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -45,14 +45,14 @@ def main() -> None:
     from traitlets.config import Config
 
     class OwnPortsEngine(NBClientEngine):
-        """papermill's own engine; Jupyter chooses what ports `choose_ports` does not find."""
+        """papermill's own engine; Jupyter chooses any ports that `choose_ports` does not find."""
 
         @classmethod
         def execute_managed_notebook(cls, *args: Any, **options: Any) -> Any:
             ports = zip((f"{name}_port" for name in CHANNELS), choose_ports(len(CHANNELS)), strict=False)
-            # With cached ports Jupyter would choose them all.
+            # With cached ports, Jupyter would choose all of them.
             manager: dict[str, Any] = {"cache_ports": False, **dict(ports)}
-            if "transport_encryption" in KernelManager.class_traits():  # a newer ipykernel warns of plain text
+            if "transport_encryption" in KernelManager.class_traits():  # newer ipykernels warn about plain text
                 manager["transport_encryption"] = "auto"
             return super().execute_managed_notebook(*args, config=Config({"KernelManager": manager}), **options)
 

@@ -1,6 +1,6 @@
-"""One papermill process for each run of a batch, with nothing left behind and the reason of a failure found.
+"""One papermill process per run of a batch. It leaves no processes behind and finds the reason for a failure.
 
-A kernel has a session of its own, so processes are found by a mark in their environment, which children inherit.
+A kernel has its own session, so processes are found by a mark in their environment, which children inherit.
 """
 
 import os
@@ -18,10 +18,10 @@ import yaml
 from rloo_kit.batch.notebooks import ANSI
 from rloo_kit.system.marked import END_TIMEOUT_S, Watchdog, end_marked
 
-BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # one batch process; the folder of one run
-OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # of a notebook that starts the batch
-KERNEL_DIED = 138  # papermill's exit code for it
-KERNEL_GONE_S = 60.0  # papermill has this long to save and end after its kernel is gone
+BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # id of the batch process; folder of the run
+OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # set in a notebook that starts the batch
+KERNEL_DIED = 138  # papermill's exit code for a dead kernel
+KERNEL_GONE_S = 60.0  # time for papermill to save and end after its kernel is gone
 
 
 class RunProcess:
@@ -29,7 +29,7 @@ class RunProcess:
 
     Attributes:
         pid: papermill's.
-        log_start: byte of the log at which this attempt begins.
+        log_start: byte offset in the log where this attempt begins.
     """
 
     def __init__(self, command: list[str], folder: Path, log: Path, cwd: Path, batch_id: str):
@@ -70,7 +70,7 @@ class RunProcess:
         return False
 
     def interrupt(self, pid: int) -> bool:
-        """Send SIGINT to one of the run's own processes, as Ctrl-C does; whether it was one."""
+        """Send SIGINT, as Ctrl-C does, to process `pid` if it belongs to the run; returns whether it does."""
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.environ().get(RUN_MARK) == str(self.folder):
@@ -79,20 +79,20 @@ class RunProcess:
         return False
 
     def end(self) -> list[int]:
-        """Kill everything that the run started and that still runs. Returns the ids of what would not end."""
+        """Kill every process of the run that is still alive. Returns the ids of those that did not end."""
         if self._popen.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(END_TIMEOUT_S)  # before psutil, whose wait would take the exit code
+                self._popen.wait(END_TIMEOUT_S)  # before psutil, whose wait would consume the exit code
         return end_marked(lambda marks: marks.get(RUN_MARK) == str(self.folder))
 
 
 def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) -> list[str]:
-    """The command that runs `notebook` in this interpreter's kernel; writes `parameters` to `parameters.yaml` in
+    """The command that runs `notebook` in this interpreter's kernel; also writes `parameters` to `parameters.yaml` in
     `folder`."""
     file = folder / "parameters.yaml"
-    # Not dump_yaml: papermill reads YAML 1.1, in which 1e-06 is a text and 1.0e-06 a number.
+    # Not dump_yaml: papermill reads YAML 1.1, where 1e-06 is a string and 1.0e-06 a number.
     file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
     options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
@@ -100,7 +100,7 @@ def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) 
 
 
 def last_line(log: Path, start: int = 0) -> str | None:
-    """The last line of a log that is not blank, from byte `start` on; None where there is none."""
+    """The last non-blank line of a log from byte `start` on; None without one."""
     try:
         with open(log, "rb") as file:
             end = file.seek(0, 2)
@@ -113,12 +113,12 @@ def last_line(log: Path, start: int = 0) -> str | None:
 
 
 def end_left_over(folder: Path, batch_id: str) -> None:
-    """Kill what an earlier batch in `folder` has left running."""
+    """Kill processes that an earlier batch in `folder` left running."""
     above = str(folder) + os.sep
     end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks.get(BATCH_MARK) != batch_id)
 
 
 def make_watchdog(batch_id: str) -> Watchdog:
-    """Kills the runs of this batch when the batch is killed; a batch around this one does not end it first."""
+    """A watchdog that kills the runs of this batch if the batch is killed. An enclosing batch does not end it first."""
     environment = {name: value for name, value in os.environ.items() if name not in (BATCH_MARK, RUN_MARK)}
     return Watchdog(BATCH_MARK, batch_id, environment)

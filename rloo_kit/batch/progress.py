@@ -1,5 +1,5 @@
-"""What a batch prints while it runs: a live table in a terminal; elsewhere a line for each change, and a line about the
-running ones every 30 seconds.
+"""Output of a running batch: a live table in a terminal; elsewhere a line per change, and one about the active runs
+every 30 seconds.
 """
 
 import os
@@ -18,12 +18,12 @@ from rloo_kit.batch.status import BatchDir, RunStatus, count_states
 from rloo_kit.system.console import format_seconds
 
 EVERY_S = 30.0
-LINES_AROUND = 8  # of the table, and of what was printed above it
+LINES_AROUND = 8  # of the table's frame and of the output above it
 STYLES = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "running": "bold"}
 
 
 class BatchDisplay:
-    """Prints the states of a batch's runs; a context manager. A closed terminal or pipe ends the printing, not the
+    """Prints the states of a batch's runs; a context manager. A closed terminal or pipe ends the output, not the
     batch."""
 
     def __init__(self, place: BatchDir):
@@ -45,7 +45,7 @@ class BatchDisplay:
             self._try(live.stop)
 
     def _try(self, show: Callable[[], object]) -> None:
-        """Write to the screen; once it is gone, everything printed is discarded."""
+        """Write to the screen; once it is closed, all output is discarded."""
         try:
             show()
         except OSError:
@@ -54,7 +54,7 @@ class BatchDisplay:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def print(self, text: str) -> None:
-        """A line of text, above the table where there is one."""
+        """Print a line of text, above the live table if there is one."""
         self._printed_at = time.monotonic()
         if self._live is not None:
             self._try(lambda: self.console.print(Text(text)))
@@ -80,7 +80,7 @@ class BatchDisplay:
         self.print("; ".join(parts))
 
     def show(self) -> None:
-        """Redraw the table; outside a terminal print a line where the last one is older than `EVERY_S`."""
+        """Redraw the table; outside a terminal, print a line if the last one is older than `EVERY_S`."""
         if self._live is not None:
             table = self.table()
             self._try(lambda: self._live.update(table, refresh=True) if self._live else None)
@@ -92,7 +92,7 @@ class BatchDisplay:
             self.print(" | ".join([*parts, rest] if rest else parts))
 
     def table(self) -> Table:
-        """Every run with its state; on a small screen the running and the failed ones."""
+        """Every run with its state; on a small screen without waiting and finished ones."""
         statuses = list(self.place.statuses.values())
         counts = ", ".join(f"{count} {state}" for state, count in count_states(statuses).items())
         table = Table(title=f"batch {self.place.batch.name}: {counts}", title_justify="left")
@@ -108,7 +108,7 @@ class BatchDisplay:
         return table
 
     def _where(self, status: RunStatus) -> str:
-        """How far a run is: its training step, if it trains, and its time."""
+        """A run's progress: its training step, if it trains, and its time."""
         training = self.place.training(status.name).status()
         seconds = format_seconds(time.monotonic() - self._begun.get(status.name, time.monotonic()))
         if training.get("max_steps") and training.get("state") == "running":
@@ -117,6 +117,6 @@ class BatchDisplay:
 
 
 def first_line(text: str, limit: int = 200) -> str:
-    """The first line of an error, short enough for a table."""
+    """The first line of an error, shortened for a table."""
     line = text.strip().partition("\n")[0]
     return line if len(line) <= limit else f"{line[: limit - 3]}..."

@@ -1,4 +1,4 @@
-"""Runs a batch in one thread and one loop: starts, watches, ends, records and compares its runs.
+"""Runs a batch in a single loop: starts, watches, ends, records and compares its runs.
 
 Signals only set a flag that the loop reads, so a Ctrl-C during a save breaks nothing.
 """
@@ -32,17 +32,17 @@ from rloo_kit.runs.files import now
 from rloo_kit.system.console import render_text
 
 POLL_S = 0.2
-SAVE_TIMEOUT_S = 120.0  # an interrupted training run has this long to end its step and save a checkpoint
+SAVE_TIMEOUT_S = 120.0  # time for an interrupted training run to finish its step and save a checkpoint
 LONGEST_ERROR = 2000
 NEEDED = ("papermill", "ipykernel", "psutil")
 
 
 @dataclass
 class BatchResult:
-    """How a batch ended.
+    """The result of a batch.
 
     Attributes:
-        statuses: one a run. interrupted: whether a signal ended it. files: comparison.html and comparison.csv.
+        statuses: one per run. interrupted: whether a signal ended it. files: comparison.html and comparison.csv.
     """
 
     folder: Path
@@ -62,22 +62,23 @@ class BatchResult:
 
     @property
     def not_done(self) -> int:
-        """How many runs are not done."""
+        """The number of runs that are not done."""
         return sum(status.state != "done" for status in self.statuses)
 
 
 def run_batch(
     batch: Batch, *, resume: bool = False, overwrite: bool = False, command: str = "run_batch(..., resume=True)"
 ) -> BatchResult:
-    """Run what is not done in `batch`; a failing run does not stop the others.
+    """Run every run of `batch` that is not done; a failing run does not stop the others.
 
     Args:
         batch: the checked batch.
         resume, overwrite: see `BatchDir.create`.
-        command: how to resume the batch, as printed.
+        command: the printed command that resumes the batch.
 
     Raises:
-        RunExistsError, RunNotFoundError, ConfigError, SetupError: see `BatchDir.create`; or papermill is missing.
+        RunExistsError, RunNotFoundError, ConfigError, SetupError: see `BatchDir.create`. SetupError also if papermill
+            is missing.
     """
     check_packages()
     with Signals() as signals, BatchDir.create(batch, resume=resume, overwrite=overwrite) as place:
@@ -88,13 +89,13 @@ def check_packages() -> None:
     """Refuse to start without the packages that run a notebook."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise SetupError(f"a batch needs {', '.join(missing)}, not installed here; pip install 'rloo-kit[notebook]'")
+        raise SetupError(f"a batch needs {', '.join(missing)}; install with: pip install 'rloo-kit[notebook]'")
     if not hasattr(signal, "SIGKILL"):
-        raise SetupError("a batch ends its runs with the signals of Linux and macOS; on Windows run it in WSL")
+        raise SetupError("a batch needs the signals of Linux and macOS; on Windows run it in WSL")
 
 
 class Signals:
-    """Ctrl-C, SIGTERM and hang-ups, counted (`count`, `name` of the first) instead of raised; a context manager for the
+    """Counts Ctrl-C, SIGTERM and SIGHUP (`count`, `name` of the first) instead of raising; a context manager for the
     main thread. Signals that the process ignores (nohup, a background job of a script) stay ignored."""
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class Signals:
 
 @dataclass
 class _Active:
-    """A running run."""
+    """A run in progress."""
 
     run: BatchRun
     status: RunStatus
@@ -156,7 +157,7 @@ class _BatchRun:
                     time.sleep(POLL_S)
                 if self.signals.count:
                     self._interrupt()
-            finally:  # nor does a bug or a full disk leave a process behind
+            finally:  # so that a bug or a full disk leaves no process behind
                 for active in list(self.active):
                     active.process.end()
         interrupted = self.signals.count > 0 and bool(self.place.to_do())
@@ -190,7 +191,7 @@ class _BatchRun:
     def _start(self, run: BatchRun) -> None:
         place, status = self.place, self.place.statuses[run.name]
         folder = place.run_folder(run.name)
-        saved = any((place.training(run.name) / "checkpoints").glob(f"{STEM}*"))  # a damaged one is the run's to refuse
+        saved = any((place.training(run.name) / "checkpoints").glob(f"{STEM}*"))  # the run itself refuses a damaged one
         resumes = "resume" in run.notebook.declared and saved
         if not resumes:
             place.clear_training(run.name)
@@ -219,7 +220,7 @@ class _BatchRun:
         return run.parameters | {name: value for name, value in own.items() if name in run.notebook.declared}
 
     def _look(self) -> None:
-        """Conclude the runs that have ended, and kill those that take too long or hang."""
+        """Conclude runs that have ended, and kill those that take too long or hang."""
         for active in list(self.active):
             code = active.process.poll()
             limit = active.run.timeout_s
@@ -228,10 +229,10 @@ class _BatchRun:
             elif limit is not None and time.monotonic() - active.begun > limit:
                 self._conclude(active, "killed", f"took longer than timeout_s={limit:g}")
             elif active.process.hangs():
-                self._conclude(active, "killed", "the kernel is gone, and papermill hung without it")
+                self._conclude(active, "killed", "the kernel is gone, and papermill hung")
 
     def _judge(self, active: _Active, code: int) -> tuple[str, str | None]:
-        """State and error of a run whose papermill ended with `code`."""
+        """State and error of a run whose papermill process ended with `code`."""
         folder = self.place.run_folder(active.run.name)
         if code < 0:
             return "killed", f"papermill was ended by {signal.Signals(-code).name}"
@@ -247,14 +248,14 @@ class _BatchRun:
         return "failed", f"the notebook ended cleanly, but {found} (run/status.json)"
 
     def _conclude(self, active: _Active, state: str, error: str | None) -> None:
-        """End what is left of a run, and record how it ended."""
+        """Kill the remaining processes of a run, and record how it ended."""
         left = active.process.end()
         self.active.remove(active)
         status = active.status
         status.state, status.exit_code = state, active.process.poll()
         status.error = error[:LONGEST_ERROR] if error else None
         if left:
-            status.error = f"{error or state}; processes that would not end: {', '.join(map(str, left))}"
+            status.error = f"{error or state}; processes that did not end: {', '.join(map(str, left))}"
         status.ended = now()
         status.seconds = round(active.seconds_before + time.monotonic() - active.begun, 1)
         self._record(status)
@@ -263,7 +264,7 @@ class _BatchRun:
     def _compare(self) -> list[Path]:
         try:
             return write_comparison(self.place)
-        except Exception as error:  # from files of any notebook: a drawing never ends a batch
+        except Exception as error:  # the files may come from any notebook; a figure must not end a batch
             self.progress.print(f"the comparison could not be written: {type(error).__name__}: {error}")
             return []
 
@@ -275,7 +276,7 @@ class _BatchRun:
     # ------------------------------------------------------------------------------------------------ signals
 
     def _interrupt(self) -> None:
-        """Let training runs save a checkpoint, then end everything; a second signal ends it at once."""
+        """Let training runs save a checkpoint, then end everything; a second signal ends everything at once."""
         asked = [active for active in self.active if self._ask_to_save(active)]
         many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
         ending = f"{many} a checkpoint first; once more ends at once" if asked else "ending the runs"
@@ -292,7 +293,7 @@ class _BatchRun:
                 self._conclude(active, "interrupted", f"the batch was ended by {self.signals.name}")
 
     def _ask_to_save(self, active: _Active) -> bool:
-        """Ctrl-C for a run that trains: it ends its step and saves. Whether there was one to ask."""
+        """Interrupt a training run, which then finishes its step and saves. Returns whether there was one."""
         training = self._training(active)
         return training.get("state") == "running" and active.process.interrupt(int(training.get("pid", 0)))
 

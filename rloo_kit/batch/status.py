@@ -1,4 +1,4 @@
-"""A batch's folder: its lock, the status of each run, and which runs are left to do.
+"""A batch's folder: its lock, the status of each run, and the runs left to do.
 
 A run is done when its `status.json` has the state `done`, written only after a clean exit. docs/batch.md lists the
 files of the folder.
@@ -23,7 +23,7 @@ from rloo_kit.system.console import hide_secrets
 STATES = ("waiting", "running", "done", "failed", "killed", "interrupted")
 RUN_FILES = ("notebook.ipynb", "parameters.yaml", "log.txt", "status.json")
 
-TRAINING = "run"  # the folder of a run's training run, in its own
+TRAINING = "run"  # subfolder of a run with its training run
 
 
 @dataclass
@@ -32,11 +32,11 @@ class RunStatus:
 
     Attributes:
         state: one of STATES.
-        parameters: those that the batch file gives.
-        exit_code, pid: of papermill; minus the signal's number where one ended it.
-        started, ended: of the last attempt. seconds: of all attempts that went into the result.
+        parameters: those of the batch file.
+        exit_code, pid: of papermill; the negative signal number if a signal ended it.
+        started, ended: of the last attempt. seconds: of all attempts that contributed to the result.
         error: why it is not done: the error of the cell or of the system.
-        attempts: how often it was started.
+        attempts: number of starts.
     """
 
     name: str
@@ -53,7 +53,7 @@ class RunStatus:
 
     @classmethod
     def read(cls, path: Path) -> "RunStatus | None":
-        """The status in a file; None where there is none or it is not a batch's."""
+        """The status in a file; None without one, or if it is not a batch's."""
         values = read_dict(path)
         known = {item.name for item in fields(cls)}
         if not {"name", "notebook", "state"} <= values.keys() or values["state"] not in STATES:
@@ -68,7 +68,7 @@ _STATUS: TypeAdapter[RunStatus] = TypeAdapter(RunStatus)
 
 
 def read_dict(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; an empty one where there is none."""
+    """The mapping in a JSON file; empty without one."""
     values = read_json(path)
     return values if isinstance(values, dict) else {}
 
@@ -77,8 +77,8 @@ class BatchDir:
     """The open folder of a batch; a context manager that releases it at the end.
 
     Attributes:
-        statuses: one a run, in the batch's order.
-        left: names of the folders of runs that are no longer in the file.
+        statuses: one per run, in the batch's order.
+        left: folder names of runs that are no longer in the file.
     """
 
     def __init__(self, batch: Batch):
@@ -98,10 +98,10 @@ class BatchDir:
             overwrite: delete the files of the batch in the folder (nothing else in it) and start over.
 
         Raises:
-            RunExistsError: the folder holds a batch and neither flag is given, another process writes to it, or it
-                holds something that is no batch.
-            RunNotFoundError: `resume`, and the folder holds no batch.
-            ConfigError: both flags; or `resume`, and a run has other parameters than it was started with.
+            RunExistsError: the folder contains a batch and neither flag is given, another process writes to it, or it
+                contains something other than a batch.
+            RunNotFoundError: `resume`, and the folder has no batch.
+            ConfigError: both flags; or `resume`, and a run's parameters have changed since it started.
             SetupError: the folder cannot be created or written.
         """
         self = cls(batch)
@@ -116,8 +116,8 @@ class BatchDir:
         except BlockingIOError:
             pid = read_dict(self.folder / "batch.json").get("pid", "unknown")
             raise RunExistsError(
-                f"{self.folder} is being written by another process ({pid}): wait for it, stop it, or give this batch "
-                "another name with name=..."
+                f"{self.folder} is being written by another process ({pid}): wait for it, stop it, or choose another "
+                "name with name=..."
             ) from None
         except ConfigError:
             self.close()
@@ -135,20 +135,20 @@ class BatchDir:
             raise ConfigError("--resume and --overwrite were both given: one keeps the runs, the other deletes them")
         state = read_dict(self.folder / "batch.json").get("state")
         if resume and state is None:
-            raise RunNotFoundError(f"there is no batch to resume in {self.folder}; start it without --resume")
+            raise RunNotFoundError(f"no batch to resume in {self.folder}; start it without --resume")
         if state is None and self.folder.is_dir() and any(item.name != ".lock" for item in self.folder.iterdir()):
             raise RunExistsError(
-                f"{self.folder} is not empty and not the folder of a batch (it has no batch.json): choose another "
-                "place with name=... or output_dir=..."
+                f"{self.folder} is not empty and not a batch's folder (it has no batch.json): choose another folder "
+                "with name=... or output_dir=..."
             )
         if state is not None and not (resume or overwrite):
             raise RunExistsError(
-                f"{self.folder} already holds a batch ({state}): run what is missing or failed with --resume, delete "
-                "it and start over with --overwrite, or give this one another name with name=..."
+                f"{self.folder} already contains a batch ({state}): run what is missing or failed with --resume, "
+                "delete it and start over with --overwrite, or choose another name with name=..."
             )
 
     def _read(self, resume: bool) -> None:
-        """The statuses in the folder; a run that was running when its batch was killed counts as killed."""
+        """Read the statuses in the folder; a run that was running when its batch was killed counts as killed."""
         changed = []
         for run in self.batch.runs:
             fresh = RunStatus(run.name, str(run.notebook.path), run.parameters)
@@ -158,19 +158,19 @@ class BatchDir:
             self.statuses[run.name] = found or fresh
         if changed:
             raise ConfigError(
-                "--resume, but runs have changed since they were started:\n"
+                "--resume, but runs have changed since they started:\n"
                 + "\n".join(changed)
                 + "\nchange them back, give them another name, or start the batch over with --overwrite"
             )
         for status in self.statuses.values():
             if status.state == "running":
-                status.state, status.error = "killed", "its batch was killed (SIGKILL, a crash, power)"
+                status.state, status.error = "killed", "its batch was killed (SIGKILL, a crash, a power failure)"
                 self.save(status)
         there = sorted(path.parent.name for path in self.folder.glob("*/status.json") if RunStatus.read(path))
         self.left = [name for name in there if name not in self.statuses]
 
     def _delete(self) -> None:
-        """Delete what a batch writes, in the folders of its runs too; anything else stays."""
+        """Delete the files that a batch writes, also in its runs' folders; everything else stays."""
         for path in list(self.folder.glob("*/status.json")):
             if RunStatus.read(path) is None:
                 continue
@@ -184,7 +184,7 @@ class BatchDir:
             (self.folder / name).unlink(missing_ok=True)
 
     def run_folder(self, name: str) -> Path:
-        """The folder that holds everything of a run."""
+        """The folder of a run."""
         return self.folder / name
 
     def training(self, name: str) -> RunDir:
@@ -192,7 +192,7 @@ class BatchDir:
         return RunDir(self.folder / name / TRAINING)
 
     def clear_training(self, name: str) -> None:
-        """Remove a run's training run of an earlier attempt, so that it starts over."""
+        """Delete the training run of an earlier attempt, so that it starts over."""
         shutil.rmtree(self.folder / name / TRAINING, ignore_errors=True)
 
     def to_do(self) -> list[BatchRun]:
@@ -200,14 +200,14 @@ class BatchDir:
         return [run for run in self.batch.runs if self.statuses[run.name].state != "done"]
 
     def save(self, status: RunStatus) -> None:
-        """Replace a run's `status.json` in one piece."""
+        """Replace a run's `status.json` atomically."""
         folder = self.run_folder(status.name)
         folder.mkdir(exist_ok=True)
         write_json(folder / "status.json", asdict(status))
 
     def save_batch(self, state: str, resume: str) -> None:
         """Replace `batch.json`: the state (running, finished, interrupted), the command that resumes it, the counts,
-        and every run in short."""
+        and a summary of every run."""
         write_json(
             self.folder / "batch.json",
             {
@@ -242,7 +242,7 @@ def count_states(statuses: Iterable[RunStatus]) -> dict[str, int]:
 
 
 def _difference(old: RunStatus, new: RunStatus) -> str:
-    """What differs, in words."""
+    """A text that lists what differs."""
     if old.notebook != new.notebook:
         return f"the notebook was {old.notebook}, is {new.notebook}"
     names = sorted({**old.parameters, **new.parameters})

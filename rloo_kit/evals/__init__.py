@@ -1,4 +1,4 @@
-"""Evaluating a policy: accuracy, answer judges, difficulty of prompts."""
+"""Evaluation of a policy: accuracy, answer judges, difficulty of prompts."""
 
 from rloo_kit._stack import load_stack
 

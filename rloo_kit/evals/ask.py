@@ -1,4 +1,4 @@
-"""A question to a trained model, rendered as the run's training prompts are and sampled by the run's engine."""
+"""Asks a trained model a question, rendered like the run's training prompts and sampled by the run's engine."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,22 +18,22 @@ from rloo_kit.think_tags import split_thinking
 
 OnText = Callable[[str, str], None]
 NO_BASE = (
-    "this policy holds whole weights (every parameter was trained, or the adapter is merged into them), so the base is "
-    "no part of it: load it too, base = kit.load_policy(...) with its model.name, and give base=base"
+    "this policy has no separate base (every parameter was trained, or the adapter is merged): load the base with "
+    "base = kit.load_policy(...) and its model.name, and pass base=base"
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answered.
+    """A model's answer.
 
     Attributes:
         question: the last message. thinking, answer: texts, without thinking tags and special tokens.
-        tokens: of the completion. thinking_tokens: those before `</think>`, all where it is not closed; 0 without any.
-        ended: the model ended it itself; False if the limit did.
-        closed: it holds `</think>`. forced: the thinking budget put it there.
+        tokens: of the completion. thinking_tokens: those before `</think>`, or all if it never closed; 0 without any.
+        ended: whether the model ended it; False if it reached the limit.
+        closed: whether it contains `</think>`. forced: whether the thinking budget put it there.
         seconds: from the question to the last token.
-        base: what the base model answered, where it was asked too.
+        base: the base model's answer, if it was asked too.
     """
 
     question: str
@@ -81,23 +81,23 @@ def ask(
     Args:
         run: reads `model`, `data.system_prompt`, `rollout`, `eval` and `rloo`'s limits.
         policy: from `load_trained` or `load_policy`.
-        question: a text, or messages `{"role", "content"}` of which the last is the question.
-        base: ask the base model first: this policy without its adapter, or another policy.
-        budget: tokens of thinking, which is closed then; None for no budget. The answer has what `max_tokens` leaves,
-            and at least `eval.answer_budget` unless `max_tokens` is given.
-        temperature: None: `eval.temperature`; 0 takes the likeliest token each time.
+        question: a text, or messages `{"role", "content"}`, the last of which is the question.
+        base: ask the base model first: True for this policy without its adapter, or another policy.
+        budget: tokens after which open thinking is closed; None for no budget. The answer gets the rest of
+            `max_tokens`, and at least `eval.answer_budget` unless `max_tokens` is given.
+        temperature: None: `eval.temperature`; 0 is greedy.
         max_tokens: of the completion; None: the limit of the run's evaluation.
-        seed: of the sampling. system: in place of `data.system_prompt`; "" for none.
-        stream: print while it is sampled; or a function that is called with "thinking" or "answer" ("base thinking",
-            "base answer") and a piece of its text; False for neither.
+        seed: of the sampling. system: overrides `data.system_prompt`; "" for none.
+        stream: True prints while sampling; a function is called with "thinking" or "answer" ("base thinking", "base
+            answer") and a piece of text; False does neither.
 
     Raises:
-        ConfigError: a budget for a model that does not think, or that leaves none of `max_tokens`; no base.
-        QuestionTooLongError: a question that leaves too little of `model.max_seq_length`.
-        DataError: a question that cannot be rendered.
+        ConfigError: a budget for a model that does not think, or one that leaves nothing of `max_tokens`; no base.
+        QuestionTooLongError: the question leaves too little of `model.max_seq_length`.
+        DataError: the question cannot be rendered.
     """
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
-        raise ConfigError(f"a thinking budget was asked for, but this model does not think (family {policy.family})")
+        raise ConfigError(f"this model does not think (family {policy.family}): drop --budget (budget={budget})")
     plan = _Plan(run, budget, run.eval.temperature if temperature is None else temperature, max_tokens, seed, system)
     first = None
     if base is not False:
@@ -106,7 +106,7 @@ def ask(
 
 
 def count_room(run: RunConfig, policy: Policy) -> int:
-    """Tokens of a prompt and its completion together."""
+    """Maximum tokens of a prompt and its completion together."""
     vllm = find_vllm(policy.model) if run.rollout.engine in ("auto", "vllm") else None
     others = [getattr(policy.model.config, "max_position_embeddings", None), vllm and vllm.max_tokens]
     return min(limit for limit in [run.model.max_seq_length, *others] if limit)
@@ -114,7 +114,7 @@ def count_room(run: RunConfig, policy: Policy) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the models of a call are asked."""
+    """The settings of one `ask` call."""
 
     run: RunConfig
     budget: int | None
@@ -132,7 +132,7 @@ class _Plan:
         base: Answer | None = None,
         without_adapter: bool = False,
     ) -> Answer:
-        """Ask one model; `title` names it where two are asked."""
+        """Ask one model; `title` names it if two are asked."""
         run = self.run
         system = run.data.system_prompt if self.system is None else self.system or None
         prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
@@ -151,7 +151,7 @@ class _Plan:
     def _sample(
         self, policy: Policy, prompt: str, limits: dict[str, Any], opened: bool, on_text: OnText | None
     ) -> Completion:
-        """A completion, whose text goes to `on_text` while it grows."""
+        """Sample a completion and stream its text to `on_text`."""
         text = None if on_text is None else TextStream(policy.tokenizer, policy.tags, opened, on_text)
         (found,) = generate_completions(
             policy,
@@ -168,7 +168,7 @@ class _Plan:
         return found
 
     def _limits(self, policy: Policy, prompt_tokens: int) -> dict[str, Any]:
-        """The lengths for `generate_completions`; refuses a prompt beside which they do not fit."""
+        """The length limits for `generate_completions`; refuses a prompt that leaves no room for them."""
         run = self.run
         length = self.max_tokens or run.eval.max_completion_length or run.rloo.max_completion_length
         limits: dict[str, Any] = {"max_completion_length": length}
@@ -187,9 +187,9 @@ class _Plan:
         room = count_room(run, policy)
         if prompt_tokens + needed > room:
             raise QuestionTooLongError(
-                f"the question has {prompt_tokens} tokens with its template, and {needed} more are to be sampled, but "
-                f"the model has room for {room} together: shorten it, lower --max-tokens (max_tokens) or --budget, or "
-                f"raise model.max_seq_length, which is {run.model.max_seq_length}"
+                f"the question has {prompt_tokens} tokens with its template, and the completion may take {needed}, but "
+                f"the model has room for {room} in all: shorten it, lower --max-tokens (max_tokens) or --budget, or "
+                f"raise model.max_seq_length (now {run.model.max_seq_length})"
             )
         return limits
 
@@ -197,7 +197,7 @@ class _Plan:
 def _read(
     policy: Policy, found: Completion, opened: bool, question: str, seconds: float, base: Answer | None
 ) -> Answer:
-    """A completion as an answer; the prompt has `opened` the thinking."""
+    """A completion as an answer; `opened`: whether the prompt opened the thinking."""
     thinking, answer = split_thinking(found.ids, policy.tokenizer, policy.tags, opened)
     is_open = opened or policy.tags.start_id in found.ids[:1]
     unclosed = len(found.ids) - found.ended if is_open else 0
@@ -224,7 +224,7 @@ def _opens_thinking(policy: Policy, prompt_ids: list[int]) -> bool:
 
 @contextmanager
 def _shown(stream: bool | OnText, title: str) -> Iterator[OnText | None]:
-    """What gets the pieces of text; a line that was begun is ended, also by Ctrl-C."""
+    """The receiver of the pieces of text. An unfinished line is ended at the end, also on Ctrl-C."""
     if stream is False:
         yield None
         return
@@ -240,7 +240,7 @@ def _shown(stream: bool | OnText, title: str) -> Iterator[OnText | None]:
 
 
 def _base_of(policy: Policy) -> AbstractContextManager[Any]:
-    """A block in which the policy is its base."""
+    """A context in which the policy's adapter is disabled."""
     if not hasattr(policy.model, "peft_config"):
         raise ConfigError(NO_BASE)
     return policy.model.disable_adapter()

@@ -1,4 +1,4 @@
-"""What `rloo-kit ask` asks, by its folder or file."""
+"""The models that `rloo-kit ask` opens, by folder or file."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +19,10 @@ from rloo_kit.think_tags import bind_think_tags
 
 
 class Asked(Protocol):
-    """A model that is open for questions.
+    """A model that answers questions.
 
     Attributes:
-        single: why each question stands alone unless the user says otherwise; "" where turns are kept.
+        single: why each question is asked alone by default; "" if earlier turns are kept.
     """
 
     single: str
@@ -33,7 +33,7 @@ class Asked(Protocol):
 
 
 class TrainedModel:
-    """What a run has trained, or exported weights; raises as `load_trained`."""
+    """A run's trained model, or exported weights; raises as `load_trained`."""
 
     def __init__(self, source: Path, *overrides: str) -> None:
         self._source, self._overrides = source, overrides
@@ -46,7 +46,7 @@ class TrainedModel:
             self.single = "the embedded model has learnt single questions only"
 
     def ask(self, question: str | list[Message], *, base: bool = False, **options: Any) -> Answer:
-        """`evals.ask.ask`; a base of its own is loaded when it is asked first."""
+        """`evals.ask.ask`; a separate base model is loaded on first use."""
         if base and self._base is None:
             self._base = self._load_base()
         return ask(self.run, self.policy, question, base=base and (self._base or True), **options)
@@ -55,7 +55,7 @@ class TrainedModel:
         return load_trained(self._source, *self._overrides)
 
     def _load_base(self) -> Policy | None:
-        """None: the policy without its adapter."""
+        """The base model; None means the policy without its adapter."""
         return load_base(self._source, *self._overrides)
 
     def _is_embedded(self) -> bool:
@@ -75,7 +75,7 @@ class GgufModel(TrainedModel):
             tokenizer = AutoTokenizer.from_pretrained(base)
         except OSError as error:
             raise BackendError(
-                f"the tokenizer of {file} is that of its base, {base}, which is not found: name the base's folder with "
+                f"{file} needs the tokenizer of its base, {base}, which was not found: name the base's folder with "
                 f"--set model.name=FOLDER ({str(error).splitlines()[0]})"
             ) from error
         family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
@@ -87,5 +87,5 @@ class GgufModel(TrainedModel):
 
 
 def open_model(source: Path, *overrides: str) -> Asked:
-    """The model of a run's folder or file, of a folder of weights or of a GGUF file; raises as `load_trained`."""
+    """The model of a run's folder or config, a folder of weights or a GGUF file; raises as `load_trained`."""
     return TrainedModel(source, *overrides) if find_gguf(source) is None else GgufModel(source, *overrides)

@@ -1,7 +1,7 @@
-"""Which training prompts are worth their completions: those that the starting policy solves sometimes.
+"""Selects the training prompts that the initial policy solves sometimes.
 
 Pass rates at or outside `rollout.min_pass_rate` and `rollout.max_pass_rate` are skipped. Rates are cached, and the
-selection is written into the run's folder for a resume.
+selection is stored in the run's folder for a resume.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from rloo_kit.system.processes import is_distributed, say
 
 FOLDER = "difficulty"  # of `cache_folder()`
 SELECTION = "prompts.json"
-BATCHES_AT_ONCE = 4  # between two entries in the cache: an engine that refills its rows profits from long lists
+BATCHES_AT_ONCE = 4  # between two writes to the cache, because an engine that refills its rows benefits from long lists
 SAMPLED_VALUES = 256  # of each tensor, for the fingerprint
 
 
@@ -35,12 +35,12 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
 
     Args:
         run: reads `rollout`, `rloo`, `rewards`, `model`, `eval.batch_size` and `run`.
-        policy: that training starts from. dataset: `load_data(...).train`, with `prompt` and `answer`.
-        run_dir: the run's open folder; a resumed run's selection is read from it, else it is written.
+        policy: the initial policy. dataset: `load_data(...).train`, with `prompt` and `answer`.
+        run_dir: the run's open folder; a resumed run reads its selection from it, a new one writes it.
 
     Raises:
-        ConfigError: there are no answers to judge by.
-        DataError: fewer prompts are left than one rollout takes; or a resumed run's prompts have changed.
+        ConfigError: there are no answers to judge with.
+        DataError: fewer prompts remain than one rollout takes, or a resumed run's prompts have changed.
     """
     if not run.rollout.difficulty_samples:
         return dataset
@@ -51,14 +51,14 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
         run_dir.write_json(SELECTION, selection)
     elif selection["digest"] != digest:
         raise DataError(
-            f"{run_dir / SELECTION} selected from other prompts than the {len(dataset)} of data.* now; resume with "
-            "the run's data, or start over: --overwrite"
+            f"{run_dir / SELECTION} was made for other prompts than the {len(dataset)} of data.* now; resume with the "
+            "run's data, or start over with --overwrite"
         )
     return dataset.select(selection["kept"])
 
 
 def _read_selection(run_dir: RunDir) -> dict[str, Any] | None:
-    """The selection that the run in the folder made; None where it has not trained yet, and may choose again."""
+    """The selection that the run in the folder made; None if it has not trained yet and may select again."""
     found = read_object(run_dir / SELECTION)
     kept = found.get("kept")
     if isinstance(kept, list) and kept and all(is_count(row) for row in kept) and isinstance(found.get("digest"), str):
@@ -66,8 +66,8 @@ def _read_selection(run_dir: RunDir) -> dict[str, Any] | None:
     if run_dir.resumes_from is None:
         return None
     raise DataError(
-        f"{run_dir / SELECTION}, which says what the run trains on, is missing or damaged: put it back from a copy, or "
-        "start again: --overwrite or run.name=..."
+        f"{run_dir / SELECTION}, the prompts that the run trains on, is missing or damaged: restore it from a copy, or "
+        "start over with --overwrite or run.name=..."
     )
 
 
@@ -93,8 +93,8 @@ def measure_pass_rates(
 
 
 class PassRateCache:
-    """The pass rates in the file `path`, measured under `conditions`: all they depend on except prompt and answer, for
-    JSON."""
+    """The pass rates in the file `path`, measured under `conditions`: everything they depend on except prompt and
+    answer, as JSON values."""
 
     def __init__(self, conditions: dict[str, Any]) -> None:
         self.conditions = conditions
@@ -112,7 +112,7 @@ class PassRateCache:
         return self._right.get(self.key(prompt, answer))
 
     def add(self, measured: list[tuple[str, Any, int]]) -> None:
-        """Store prompt, right answer and number of right completions; SetupError if the file cannot be written."""
+        """Store prompts, right answers and numbers of right completions; SetupError if the file cannot be written."""
         found = self.take(measured)
         lines = [{"prompt": key, "right": right} for key, right in found.items()]
         try:
@@ -124,7 +124,7 @@ class PassRateCache:
             ) from error
 
     def take(self, measured: list[tuple[str, Any, int]]) -> dict[str, int]:
-        """As `add`, without writing (another process has); returns the numbers by key."""
+        """Like `add`, without writing the file, which another process has done; returns the numbers by key."""
         found = {self.key(prompt, answer): right for prompt, answer, right in measured}
         self._right |= found
         return found
@@ -160,8 +160,8 @@ class PassRateCache:
 
 
 def fingerprint(model: Any) -> str:
-    """A digest of the weights: 256 values of each tensor, with its name, shape and type. An adapter that changes
-    nothing yet is left out, as its random half depends on the seed."""
+    """A digest of the weights: 256 values of each tensor, with its name, shape and type. An adapter that is still the
+    identity is excluded, because its random half depends on the seed."""
     skipped = "lora_" if is_identity(model) else None
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -179,11 +179,11 @@ def fingerprint(model: Any) -> str:
 def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     """The rows to keep, and how many were too hard or too easy; prints both."""
     answers = gold_answers(dataset) or []
-    judged = [row for row, answer in enumerate(answers) if answer is not None]  # the others are trained on as they are
+    judged = [row for row, answer in enumerate(answers) if answer is not None]  # the others are always kept
     if not judged:
         raise ConfigError(
             f"rollout.difficulty_samples is {run.rollout.difficulty_samples}, but the training prompts have no "
-            "column 'answer' with answers to judge completions by: name it in data.answer_column, or set "
+            "column 'answer' with answers to judge completions with: name it in data.answer_column, or set "
             "rollout.difficulty_samples=0"
         )
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
@@ -246,7 +246,7 @@ def _measure(
 
 
 def _sampling(run: RunConfig) -> dict[str, Any]:
-    """What the run samples with, as arguments of `generate_completions`."""
+    """The run's sampling settings, as arguments of `generate_completions`."""
     names = ("max_completion_length", "temperature", "thinking_budget", "answer_budget", "thinking_close")
     return {name: getattr(run.rloo, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy and mean reward with their intervals, greedy accuracy, pass@k, thinking lengths, budgets.
+"""Held-out accuracy and mean reward with intervals, greedy accuracy, pass@k, thinking lengths, thinking budgets.
 
 Each process samples a part of the prompts, the main one judges, and all return the same figures.
 """
@@ -27,7 +27,7 @@ from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
 from rloo_kit.think_tags import split_thinking
 
-JUDGED_AT_ONCE = 32  # completions in one call of the answer reward, whose time limit is for a call
+JUDGED_AT_ONCE = 32  # completions per call of the answer reward, whose time limit applies to a call
 SAMPLE_CHARS = 4_000_000  # of text in `Evaluation.more_samples`: 1,000 short completions, or 120 of 8,000 tokens
 
 
@@ -42,7 +42,7 @@ def evaluate(
         dataset: `load_data(...).test`: rendered prompts, with or without an `answer` column. The first
             `eval.num_prompts` are used, so that two evaluations use the same prompts.
         label: a word for the table's title.
-        reward_funcs: whose mean is measured, as `train` takes them; None: those of `run.rewards`, built for this call.
+        reward_funcs: rewards to measure, in the form that `train` takes; None: `run.rewards`, built for this call.
 
     Raises:
         DataError: no prompts.
@@ -67,7 +67,7 @@ def evaluate(
 def evaluate_with(
     run: RunConfig, policy: Policy, dataset: Any, judge: "AnswerJudge", rewards: HeldOutRewards | None, label: str = ""
 ) -> Evaluation:
-    """`evaluate` on all of `dataset` with a judge and rewards that are used again: they stay open."""
+    """`evaluate` on all of `dataset` with a judge and rewards that stay open for reuse."""
     started = time.monotonic()
     dataset = _first_prompts(dataset, None)
     judge.unscored = 0
@@ -87,12 +87,12 @@ def evaluate_with(
 
 
 class AnswerJudge:
-    """Judges completions by the run's answer reward, or by `answer_reward` if it has none; those of reasoning-gym by
-    the task's verifier, whose score has to be 1.
+    """Judges completions with the run's answer reward, or with `answer_reward` if it has none; rows of reasoning-gym
+    with the task's verifier, whose score has to be 1.
 
     Args:
         run: reads `rewards`, `model` and `rloo`. tokenizer: the policy's.
-        gold: of each prompt, as from `gold_answers`; None if there are none.
+        gold: the right answer of each prompt, from `gold_answers`; None if there are none.
 
     Attributes:
         unscored: completions so far that the reward could not judge; they count as wrong.
@@ -108,8 +108,8 @@ class AnswerJudge:
         self.gym_reward: Any = _build_judge(run, tokenizer, (GYM_REWARD,)) if by_verifier else None
 
     def judge(self, completions: list[Completion]) -> list[bool | None] | None:
-        """One verdict per completion, by the answer of its `prompt_index`, None where that has none; None without gold
-        answers."""
+        """One verdict per completion, by the right answer of its `prompt_index` (None if that has no answer); None
+        without any answers."""
         if self.gold is None:
             return None
         verdicts: list[bool | None] = [None] * len(completions)
@@ -133,13 +133,14 @@ class AnswerJudge:
         return verdicts
 
     def close(self) -> None:
-        """End the rewards' processes, if they have one."""
+        """End the rewards' processes, if they have any."""
         for reward in (self.reward, self.gym_reward):
             close_worker(reward)
 
 
 def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
-    """The first of the run's rewards with such a name, or the first of `names`; a verifier's without a threshold."""
+    """The first of the run's rewards whose name is in `names`, or the first of `names`; a verifier without its
+    threshold."""
     entry = next((entry for entry in run.rewards if entry.name in names), None) or RewardSection(name=names[0])
     if entry.name == GYM_REWARD:
         params = {name: value for name, value in entry.params.items() if name != "threshold"}
@@ -148,8 +149,8 @@ def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
 
 
 class _Generator:
-    """Completions of the held-out prompts, with progress lines; each process samples its part with its own seed, and
-    all get all completions, in order."""
+    """Samples completions of the held-out prompts and prints progress. Each process samples its part with its own seed,
+    and all get all completions, in order."""
 
     def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str) -> None:
         self.run, self.policy, self.label = run, policy, label
@@ -230,7 +231,8 @@ def _measure_greedy(run: RunConfig, judge: AnswerJudge, generate: _Generator, me
 
 
 def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, budget: int) -> dict[str, Any]:
-    """An entry of `Evaluation.budgets`: accuracy over all completions, those that the budget closed, and the others."""
+    """An entry of `Evaluation.budgets`: accuracy over all completions, over those that the budget closed, and over the
+    others."""
     completions = generate(
         f"budget {budget}",
         run.eval.temperature,
@@ -252,8 +254,8 @@ def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, bu
 def _samples(
     run: RunConfig, policy: Policy, dataset: Any, completions: list[Completion], verdicts: list[bool | None] | None
 ) -> list[dict[str, Any]]:
-    """The first completion of each prompt, split into thinking and answer: of the first `eval.num_completions` (0: no
-    prompts at all), and of those after them until their text comes to SAMPLE_CHARS."""
+    """The first completion of each prompt, split into thinking and answer: for the first `eval.num_completions` prompts
+    (0: none at all), and for later ones until their text reaches SAMPLE_CHARS."""
     samples: list[dict[str, Any]] = []
     left = SAMPLE_CHARS
     for index in range(len(dataset) if run.eval.num_completions else 0):
@@ -283,14 +285,14 @@ def _samples(
 
 
 def digest_prompts(dataset: Any) -> str:
-    """16 hexadecimal digits of the rendered prompts, in their order."""
+    """A digest of the rendered prompts in order: 16 hexadecimal digits."""
     return hashlib.sha256("\0".join(dataset["prompt"]).encode()).hexdigest()[:16]
 
 
 def _first_prompts(dataset: Any, num_prompts: int | None) -> Any:
     if "prompt" not in dataset.column_names:
         raise DataError(
-            f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}); pass load_data(...).test"
+            f"the dataset has no column 'prompt' (found: {', '.join(dataset.column_names)}); pass load_data(...).test"
         )
     if not len(dataset):
         raise DataError("there are no held-out prompts to evaluate on; set data.test_size above 0")
@@ -317,7 +319,7 @@ def _check_budgets(run: RunConfig, policy: Policy) -> None:
 
 
 def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool | None] | None:
-    """One verdict per completion, the main process's in all: a time limit may expire in one process only."""
+    """One verdict per completion. Only the main process judges, because a time limit may expire in a single process."""
     return share(judge.judge(completions) if is_main_process() else None)
 
 

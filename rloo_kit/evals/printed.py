@@ -1,4 +1,4 @@
-"""An answer on the screen while it grows: thinking dim in a terminal, elsewhere under a title."""
+"""Prints an answer while it is sampled: thinking dim in a terminal, under a title elsewhere."""
 
 import os
 import sys
@@ -6,15 +6,16 @@ import sys
 from rloo_kit.rollout.text_stream import THINKING
 from rloo_kit.system.console import picture_controls
 
-BASE = "base"  # the title of what is asked first
+BASE = "base"  # title of the base model's answer, which comes first
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Printed:
-    """Prints pieces of text to stdout as they come. In a kernel nothing is flushed: each flush would be an output.
+    """Prints pieces of text to stdout as they arrive. In a kernel nothing is flushed, because each flush would be a
+    separate output.
 
     Args:
-        title: printed first, where two models are asked.
+        title: printed first if two models are asked.
     """
 
     def __init__(self, title: str = "") -> None:
@@ -34,14 +35,14 @@ class Printed:
         self._write(picture_controls(text), dim=part == THINKING)
 
     def close(self, summary: str) -> None:
-        """Print the line below."""
+        """Print the summary line."""
         self.end_line()
         self._write(f"{summary if self._dims else f'({summary})'}\n", dim=True)
         if self._title == BASE:
             self._write("\n")
 
     def end_line(self) -> None:
-        """Go to the next line, unless nothing stands on this one."""
+        """Start a new line, unless the current one is empty."""
         if self._is_mid_line:
             self._write("\n")
 

@@ -1,4 +1,4 @@
-"""What held-out completions earn: the rewards of a run, called as training calls them, without a trainer."""
+"""Held-out rewards: calls a run's rewards as training does, without a trainer."""
 
 import asyncio
 import functools
@@ -18,21 +18,21 @@ from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
 
-NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # of a data set, as in TRL's call
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # not passed as columns, as in TRL
 
 
 class HeldOutRewards:
-    """The rewards of a run behind guards of their own, by the names that training logs them under.
+    """The rewards of a run behind separate guards, with the names that training logs.
 
-    A reward is called with what a rollout's is: prompts, texts and ids, every column, `thinking_forced` where the run
-    has a thinking budget, as many completions at once as one process has of a rollout. Two things differ: what it logs
-    is dropped, and `trainer_state` is always that of the run's last step, so that all evaluations measure the same.
+    A reward is called as in a rollout: prompts, texts and ids, every column, `thinking_forced` if the run has a
+    thinking budget, as many completions per call as one process has of a rollout. Two things differ: what it logs is
+    dropped, and `trainer_state` is always that of the run's last step, so that all evaluations measure the same.
 
     Args:
         run: reads `rloo`.
-        rewards: as `train` takes them; models that only TRL's trainer can call (a name, an `nn.Module`) leave the
-            rewards unmeasured.
-        runs_async: what runs a coroutine to its end; None: a loop of its own.
+        rewards: in the form that `train` takes; with a model that only TRL's trainer can call (a name, an `nn.Module`)
+            no rewards are measured.
+        runs_async: runs a coroutine to its end; None: a new event loop.
     """
 
     def __init__(self, run: RunConfig, rewards: Sequence[Any], runs_async: Callable[[Any], Any] | None = None) -> None:
@@ -48,10 +48,10 @@ class HeldOutRewards:
         self._constant |= dict.fromkeys(("log_extra", "log_metric"), _drop)
 
     def measure(self, dataset: Any, completions: list[Completion], measured: Evaluation) -> None:
-        """Fill in the mean rewards of `completions`, prompt by prompt as many of each; each process scores a part.
+        """Write the mean rewards of `completions` into `measured`; each process scores a part.
 
         Args:
-            dataset: the prompts with their columns. completions: of all of them, in order. measured: is changed.
+            dataset: the prompts with their columns. completions: of all prompts, in order, equally many for each.
         """
         if not self.is_callable:
             return
@@ -73,7 +73,7 @@ class HeldOutRewards:
     def _score(
         self, dataset: Any, completions: list[Completion], num_samples: int
     ) -> tuple[list[list[float | None]], list[str]]:
-        """For each completion every reward: None where it does not apply, NaN where it failed; and messages."""
+        """Every reward of each completion (None: does not apply, NaN: failed), and messages."""
         rows: list[list[float | None]] = []
         messages: list[str] = []
         size = max(1, self._size // num_samples) * num_samples
@@ -101,14 +101,14 @@ class HeldOutRewards:
         return batch | ({"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {})
 
     def _sum(self, row: list[float | None]) -> float | None:
-        """The weighted sum of the rewards that apply; None where one failed, or none applies, as in a rollout."""
+        """The weighted sum of the rewards that apply; None if one failed or none applies, as in a rollout."""
         terms = [value * weight for value, weight in zip(row, self._weights, strict=True) if value is not None]
         return _readable(math.fsum(terms)) if terms else None
 
 
 def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutRewards | None, list[Any]]:
-    """The rewards of the configuration, and what has to be closed afterwards; None, with a warning, where they cannot
-    be built: an evaluation of a run whose reward file is gone still has its accuracy."""
+    """The configured rewards, and those to close afterwards. None, with a warning, if they cannot be built: a run whose
+    reward file is gone can still be evaluated for accuracy."""
     try:
         made = make_rewards(run, tokenizer)
     except RlooKitError as error:
@@ -126,10 +126,10 @@ def _readable(value: float | None) -> float | None:
 
 
 def _run_alone(coroutine: Any) -> Any:
-    """In a thread of its own: a notebook's has a loop that is running."""
+    """Run a coroutine in a separate thread, because a notebook's thread already has a running loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(functools.partial(asyncio.run, coroutine)).result()
 
 
 def _drop(*_: Any) -> None:
-    """What `log_extra` and `log_metric` do here."""
+    """Stands in for `log_extra` and `log_metric`, and does nothing."""

@@ -1,4 +1,4 @@
-"""Whether RLOO has something to learn from: prompts of which a policy solves some completions, and not all."""
+"""Measures whether RLOO has a signal: the share of prompts with both right and wrong completions."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Signal:
     """Pass rates of training prompts.
 
     Attributes:
-        rates: of each prompt, the share of its `num_generations` completions that are right.
+        rates: for each prompt, the share of its `num_generations` completions that are right.
     """
 
     rates: list[float]
@@ -25,7 +25,7 @@ class Signal:
 
     @property
     def num_mixed(self) -> int:
-        """Prompts with right and wrong completions; of the others every advantage is 0."""
+        """Number of prompts with right and wrong completions; for all others every advantage is 0."""
         return sum(0.0 < rate < 1.0 for rate in self.rates)
 
     @property
@@ -40,7 +40,7 @@ class Signal:
 
     @property
     def verdict(self) -> str:
-        """ "enough", "too low" (too little is solved) or "too easy" (too little is left)."""
+        """ "enough", "too low" (too little is solved) or "too easy" (too little is left to learn)."""
         if self.share.value >= ENOUGH:
             return "enough"
         return "too easy" if self.mean_rate > 0.5 else "too low"
@@ -50,10 +50,10 @@ class Signal:
         found = f"{self.num_mixed} ({share:.0%} [{low:.0%}, {high:.0%}])"
         meaning = {
             "enough": "enough signal for RLOO",
-            "too low": f"still too low for RLOO, which wants {ENOUGH:.0%}: more or better worked answers (sft.source), "
-            "more steps (sft.max_steps, sft.num_train_epochs), a higher sft.learning_rate, or easier prompts "
-            "(data.source)",
-            "too easy": "nearly all is solved already, and little is left for RLOO: harder prompts (data.source), or "
+            "too low": f"still too low for RLOO, which needs {ENOUGH:.0%}: use more or better worked solutions "
+            "(sft.source), more steps (sft.max_steps, sft.num_train_epochs), a higher sft.learning_rate, or easier "
+            "prompts (data.source)",
+            "too easy": "nearly everything is solved, so little is left for RLOO: use harder prompts (data.source) or "
             "fewer steps (sft.max_steps)",
         }[self.verdict]
         return (
@@ -63,8 +63,8 @@ class Signal:
 
 
 def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int = 64) -> Signal | None:
-    """The pass rates of the first `num_prompts` training prompts with an answer, `rloo.num_generations` completions of
-    each, sampled as RLOO samples; None where no prompt has an answer to judge by."""
+    """The pass rates of the first `num_prompts` training prompts with an answer, from `rloo.num_generations`
+    completions each, sampled as RLOO samples; None if no prompt has an answer."""
     answers = gold_answers(data.train) or []
     rows = [row for row, answer in enumerate(answers) if not is_missing(answer)][:num_prompts]
     if not rows:

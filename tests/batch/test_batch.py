@@ -124,7 +124,7 @@ def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
         ({}, "give a grid or runs"),
         ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
         ({"runs": [{"timeout_s": 0}]}, "runs.0.timeout_s: is 0; it must be above 0"),
-        ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no notebook nowhere.ipynb; looked at"),
+        ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no notebook nowhere.ipynb; looked in"),
         ({"notebook": "configs/b.yaml", "runs": [{}]}, "(.ipynb)"),
         ({"notebook": None, "runs": [{}]}, "runs.0.notebook: required"),
         ({"notebook": None, "grid": {"seed": [1]}}, "notebook: required by grid"),
@@ -149,7 +149,7 @@ def test_a_batch_and_a_run_are_told_apart() -> None:
     """`rloo-kit train` on a batch file named twelve missing keys, and not the command that was meant."""
     with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml .* use: rloo-kit batch"):
         load_config(SHIPPED)
-    with pytest.raises(ConfigError, match=r"use: rloo-kit train"):
+    with pytest.raises(ConfigError, match=r"use rloo-kit train"):
         load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
 
 
@@ -159,7 +159,7 @@ def test_a_batch_and_a_run_are_told_apart() -> None:
         ("plain.ipynb", {"seeed": 1}, "plain-seeed=1: seeed: plain.ipynb has no such parameter; did you mean seed?"),
         ("bare.ipynb", {"seed": 1}, "bare.ipynb has no cell tagged parameters, so it takes no parameters"),
         ("trains.ipynb", {"output_dir": "x"}, "output_dir is set by the batch: each run's training folder is"),
-        ("trains.ipynb", {"resume": True}, "resume is set by the batch: rloo-kit batch --resume decides it"),
+        ("trains.ipynb", {"resume": True}, "resume is set by the batch: rloo-kit batch --resume sets it"),
         ("kit.ipynb", {"num_generation": 4}, "num_generation: unknown parameter; did you mean num_generations?"),
         ("kit.ipynb", {"temperature": 0.5}, 'overrides = "rloo.temperature=..."'),
         ("kit.ipynb", {"num_generations": True}, "num_generations: is True; it takes a whole number"),
@@ -182,7 +182,7 @@ def test_parameters_of_several_runs(folder: Path) -> None:
 def test_runs_that_are_one_run_are_refused(folder: Path) -> None:
     """`seed: 0` and the notebook's own 0 are the same run, paid for twice."""
     found = refusal(folder, grid={"seed": [0, 1]}, runs=[{"name": "base"}])
-    assert "plain-seed=0 and base are one run" in found
+    assert "plain-seed=0 and base are the same run" in found
     found = refusal(folder, runs=[{"name": "A", "parameters": {"seed": 1}}, {"name": "a", "parameters": {"seed": 2}}])
     assert "two runs are called a; " in found and "runs.N.name" in found
 
@@ -517,10 +517,10 @@ CODE = {"cell_type": "code", "source": "1/0", "metadata": {}}
 @pytest.mark.parametrize(
     ("cell", "found"),
     [
-        (3, "no mapping with a cell_type"),
-        ({"source": "x"}, "no mapping with a cell_type"),
-        (CODE | {"metadata": []}, "its metadata is no mapping"),
-        (CODE | {"metadata": {"tags": "parameters"}}, "metadata.tags is no list of texts"),
+        (3, "not a mapping with a cell_type"),
+        ({"source": "x"}, "not a mapping with a cell_type"),
+        (CODE | {"metadata": []}, "its metadata is not a mapping"),
+        (CODE | {"metadata": {"tags": "parameters"}}, "metadata.tags is not a list of strings"),
         (CODE | {"source": {"a": 1}}, "its source is neither text nor a list of lines"),
         (CODE | {"source": ["a", 1]}, "its source is neither text nor a list of lines"),
         (CODE | {"source": "a = 1\0", "metadata": {"tags": ["parameters"]}}, "is not plain Python"),

@@ -322,7 +322,7 @@ def test_nothing_to_evaluate_on(make_run, make_policy):
     """Without held-out prompts an average over nothing was a division by zero."""
     with pytest.raises(DataError, match="no held-out prompts to evaluate on; set data.test_size above 0"):
         evaluate(make_run(), make_policy(), make_dataset().select([]))
-    with pytest.raises(DataError, match=r"no column 'prompt' \(it has question\)"):
+    with pytest.raises(DataError, match=r"no column 'prompt' \(found: question\)"):
         evaluate(make_run(), make_policy(), make_dataset().rename_column("prompt", "question"))
 
 
