@@ -1,4 +1,4 @@
-"""Worked answers to imitate: prompts rendered as RLOO's are, each with the completion that the model is to write."""
+"""Worked solutions to imitate: prompts rendered as RLOO's are, each with the completion that the model is to write."""
 
 import random
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Worked answers as a model imitates them: rendered as RLOO's prompts are, each fault with its place and its key."""
+"""Worked solutions as a model imitates them: rendered as RLOO's prompts are, each fault with its place and its key."""
 
 import json
 from pathlib import Path

@@ -112,7 +112,7 @@ def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
     solved = [row | {"rewards/answer_reward/mean": 1.0} for row in tied]
     assert "solved" not in judge_run(run, result(run, metrics=tied)).sentence
     assert judge_run(run, result(run, metrics=tied)).kind == "no signal"
-    assert judge_run(run, result(run, metrics=solved)).kind == "no evidence", "worked answers would not help"
+    assert judge_run(run, result(run, metrics=solved)).kind == "no evidence", "worked solutions would not help"
 
 
 def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None:
