@@ -127,3 +127,14 @@ def test_no_package_shadows_a_library() -> None:
         found = importlib.util.find_spec(name)
         places = list(found.submodule_search_locations or []) if found else []
         assert not any(str(ROOT / "tests") in place for place in places), f"`import {name}` finds {places}"
+
+
+def test_words_that_read_as_translated_stay_out() -> None:
+    """Over three hundred of these made the pages read as translated; benchmarks/words.py counts them at any commit."""
+    found = [
+        f"{path.relative_to(ROOT)}: {word.group()}"
+        for path, text in texts()
+        if path.name != "words.py"
+        for word in re.finditer(r"\b([b]eside|[a]new|[t]old|[m]end(ed|s|ing)?|[i]n silence)\b", text, re.IGNORECASE)
+    ]
+    assert not found, "\n".join(found)
