@@ -49,7 +49,7 @@ KIT = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A project with a notebook of each kind."""
+    """A project with one notebook of each kind."""
     (tmp_path / "configs").mkdir()
     write_notebook(tmp_path / "plain.ipynb", "print(seed)", parameters=PLAIN)
     write_notebook(tmp_path / "trains.ipynb", "print(seed)", parameters=TRAINS)
@@ -76,7 +76,7 @@ def refusal(folder: Path, *overrides: str, **values: object) -> str:
 
 
 def test_the_shipped_batch_is_what_its_header_says() -> None:
-    """A grid that grew from six runs to eighteen, under a header that still promises a quarter of an hour."""
+    """A grid that grows from six runs to eighteen under a header that still promises a quarter of an hour."""
     text = SHIPPED.read_text(encoding="utf-8").split("\n\n")[0]
     assert f"rloo-kit batch configs/{SHIPPED.name}" in text and "# Needs: " in text
     batch = load_batch(SHIPPED)
@@ -92,7 +92,7 @@ def test_the_shipped_batch_is_what_its_header_says() -> None:
 
 
 def test_grid_and_runs_lie_over_the_common_parameters(folder: Path) -> None:
-    """The order and the names decide where a run lies; both must not depend on anything else."""
+    """Order and names decide a run's folder, and must not depend on anything else."""
     runs = [{"parameters": {"size": 9}}, {"name": "mine", "notebook": "trains.ipynb", "timeout_s": 5}]
     batch = load(folder, parameters={"seed": 7}, grid={"size": [1, 2], "label": ["x"]}, runs=runs, timeout_s=60)
     assert [(run.name, run.parameters, run.timeout_s) for run in batch.runs] == [
@@ -106,7 +106,7 @@ def test_grid_and_runs_lie_over_the_common_parameters(folder: Path) -> None:
 
 
 def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
-    """batch.yaml is what a colleague is sent: it has to give the same runs under the same names."""
+    """batch.yaml may be sent to a colleague, and has to give the same runs with the same names."""
     batch = load(folder, grid={"size": [1e-6, 2], "label": ["no", "1"]}, timeout_s=30, jobs=2)
     (folder / "again.yaml").write_text(batch.to_yaml())
     again = load_batch(folder / "again.yaml")
@@ -135,18 +135,18 @@ def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
     ],
 )
 def test_faults_of_a_file_are_named_by_key(folder: Path, values: dict, message: str) -> None:
-    """An unknown key that is ignored is a grid of one run, noticed the next morning."""
+    """An ignored unknown key is a grid of one run, noticed the next morning."""
     assert message in refusal(folder, **values)
 
 
 def test_overrides(folder: Path) -> None:
-    """A fault on the command line is not searched for in the file."""
+    """A fault on the command line must not be reported as one in the file."""
     assert refusal(folder, "jobs=many", runs=[{}]).startswith("override jobs=many: jobs: is 'many'")
     assert load(folder, "grid.seed=[4, 5]", "jobs=3", grid={"seed": [1]}).jobs == 3
 
 
 def test_a_batch_and_a_run_are_told_apart() -> None:
-    """`rloo-kit train` on a batch file named twelve missing keys, and not the command that was meant."""
+    """`rloo-kit train` on a batch file named twelve missing keys, but not the command to use."""
     with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml .* use: rloo-kit batch"):
         load_config(SHIPPED)
     with pytest.raises(ConfigError, match=r"use rloo-kit train"):
@@ -168,19 +168,19 @@ def test_a_batch_and_a_run_are_told_apart() -> None:
     ],
 )
 def test_parameters_are_checked_before_anything_starts(folder: Path, notebook: str, parameters: dict, message: str):
-    """papermill only warns of a parameter that the notebook does not have: six equal runs, and a night lost."""
+    """papermill only warns about a parameter that the notebook does not have: six equal runs, and a lost night."""
     assert message in refusal(folder, notebook=notebook, runs=[{"parameters": parameters}])
 
 
 def test_parameters_of_several_runs(folder: Path) -> None:
-    """Thirty lines of the same sentence hide the second fault; what `read_parameters` knows need not be declared."""
+    """Thirty copies of the same line hide the second fault; parameters of `read_parameters` need not be declared."""
     found = refusal(folder, grid={"size": [1, 2, 3]}, parameters={"sied": 1})
     assert found.count("sied") == 1 and "plain-size=1 (and 2 more): sied" in found
     assert load(folder, notebook="kit.ipynb", grid={"beta": [0.0, 0.1]}).runs[1].parameters == {"beta": 0.1}
 
 
 def test_runs_that_are_one_run_are_refused(folder: Path) -> None:
-    """`seed: 0` and the notebook's own 0 are the same run, paid for twice."""
+    """`seed: 0` and the notebook's own 0 are the same run, which would be paid for twice."""
     found = refusal(folder, grid={"seed": [0, 1]}, runs=[{"name": "base"}])
     assert "plain-seed=0 and base are the same run" in found
     found = refusal(folder, runs=[{"name": "A", "parameters": {"seed": 1}}, {"name": "a", "parameters": {"seed": 2}}])
@@ -188,7 +188,7 @@ def test_runs_that_are_one_run_are_refused(folder: Path) -> None:
 
 
 def test_names_are_safe_and_short() -> None:
-    """`seed=../../etc` is a path, and 300 characters are refused by the file system after the grid's first hour."""
+    """`seed=../../etc` is a path, and the file system would refuse 300 characters after the grid's first hour."""
     assert make_name("nb", {"path": "../a b/ü", "x": 2e-3, "flag": True, "none": None, "list": [16, 32]}) == (
         "nb-path=.._a_b_-x=0.002-flag=true-none=none-list=16,32"
     )
@@ -200,7 +200,7 @@ def test_names_are_safe_and_short() -> None:
 
 
 def test_papermill_reads_the_parameters_as_they_were_meant(tmp_path: Path) -> None:
-    """papermill reads YAML 1.1: 1e-06 is a text to it, and `no` is False."""
+    """papermill reads YAML 1.1, where 1e-06 is a string and `no` is False."""
     from papermill.iorw import read_yaml_file
 
     given = {"a": 1e-6, "b": "1e-6", "c": "no", "d": True, "e": None, "f": 2e-3, "g": "true", "h": [1, 2], "i": "ü: #"}
@@ -229,7 +229,7 @@ def test_a_kernels_ports_are_free_and_outside_the_systems_own_range(
 
 
 def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions of papermill have waited for ever for a kernel that was killed, and the batch with them."""
+    """Some versions of papermill wait forever for a killed kernel, and the batch with them."""
     monkeypatch.setattr("rloo_kit.batch.process.KERNEL_GONE_S", 0.1)
     code = (
         "import subprocess, sys, time\n"
@@ -249,7 +249,8 @@ def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeyp
 
 
 def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With JPY_SESSION_NAME of the notebook around it, a run's last cell takes itself for one of a Jupyter server."""
+    """With the JPY_SESSION_NAME of the surrounding notebook, a run's last cell would take its kernel for one of a
+    Jupyter server."""
     monkeypatch.setenv("JPY_SESSION_NAME", "mine.ipynb")
     monkeypatch.delenv("RLOO_KIT_MEMORY")  # of the tests themselves
     code = "import os; print(sorted(name for name in os.environ if name[:3] in ('JPY', 'RLO')))"
@@ -259,7 +260,7 @@ def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, mo
 
 
 def test_what_was_told_to_be_ignored_stays_ignored() -> None:
-    """`nohup rloo-kit batch ... &` has to live on after the terminal is closed."""
+    """`nohup rloo-kit batch ... &` has to survive the end of the terminal."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     try:
@@ -277,7 +278,7 @@ def test_what_was_told_to_be_ignored_stays_ignored() -> None:
 
 
 def leave_batch(batch: Batch, *states: str) -> None:
-    """What a batch leaves that came to an end with these states."""
+    """The folder of a finished batch with these states."""
     with BatchDir.create(batch) as place:
         for status, state in zip(place.statuses.values(), states, strict=True):
             status.state = state
@@ -286,7 +287,7 @@ def leave_batch(batch: Batch, *states: str) -> None:
 
 
 def test_resume_does_what_is_not_done(folder: Path) -> None:
-    """A run whose status says `running` has no process any more: the folder's lock is free."""
+    """A run whose status says `running` has no process any more if the folder's lock is free."""
     states = ["done", "failed", "killed", "interrupted", "running", "waiting"]
     batch = load(folder, grid={"seed": [1, 2, 3, 4, 5, 6]})
     leave_batch(batch, *states)
@@ -301,7 +302,7 @@ def test_resume_does_what_is_not_done(folder: Path) -> None:
 
 
 def test_a_run_that_has_changed_is_refused_by_name(folder: Path) -> None:
-    """Half of the runs with the old number of steps and half with the new one, in one table."""
+    """One table must not mix runs with the old and the new number of steps."""
     leave_batch(load(folder, grid={"seed": [1, 2]}, parameters={"size": 3}), "done", "failed")
     changed = load(folder, grid={"seed": [1, 2]}, parameters={"size": 4})
     with pytest.raises(ConfigError, match=r"plain-seed=1: size was 3, is 4\nplain-seed=2: size was 3, is 4\n.*--over"):
@@ -311,7 +312,8 @@ def test_a_run_that_has_changed_is_refused_by_name(folder: Path) -> None:
 
 
 def test_a_folder_in_use_or_of_something_else_is_refused(folder: Path) -> None:
-    """Two batches in one folder overwrite each other's statuses; a batch in a folder of results deletes them."""
+    """Two batches in one folder would overwrite each other's statuses; a batch in a folder of results would delete
+    them."""
     batch = load(folder, grid={"seed": [1]})
     with pytest.raises(RunNotFoundError, match="without --resume"):
         BatchDir.create(batch, resume=True)
@@ -329,7 +331,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(folder: Path) -> None:
 
 
 def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> None:
-    """--overwrite must not be `rm -rf`: notes that somebody keeps next to the runs stay."""
+    """--overwrite must not be `rm -rf`: notes that a user keeps next to the runs stay."""
     batch = load(folder, grid={"seed": [1, 2]})
     leave_batch(batch, "done", "failed")
     place = batch.folder
@@ -354,7 +356,7 @@ def evaluation(accuracy: float, thinking: float) -> dict:
 
 @pytest.fixture
 def compared(folder: Path) -> BatchDir:
-    """Two runs done, one failed with hostile words, one waiting."""
+    """Two finished runs, one that failed with a hostile error text, one waiting."""
     batch = load(folder, notebook="trains.ipynb", grid={"seed": [1, 2, 3, 4]})
     with BatchDir.create(batch) as place:
         for status, accuracy in zip(list(place.statuses.values())[:2], (0.25, 0.75), strict=True):
@@ -375,7 +377,7 @@ def compared(folder: Path) -> BatchDir:
 
 
 def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that reads the wrong file shows the numbers of before training as those of after."""
+    """A table that reads the wrong file would show the figures before training as those after."""
     monkeypatch.setenv("COLUMNS", "120")
     rows = collect_rows(compared)
     assert [row["parameters.seed"] for row in rows] == [1, 2, 3, 4]
@@ -407,7 +409,7 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monk
 def test_the_comparison_follows_the_terminal(
     compared: BatchDir, monkeypatch: pytest.MonkeyPatch, columns: int, has_interval: bool
 ) -> None:
-    """At 80 columns a table of 130 wrapped in every line; a figure that is cut in two is read as another one."""
+    """At 80 columns every line of a table of 130 wrapped, and a number split over two lines is misread."""
     monkeypatch.setenv("COLUMNS", str(columns))
     text = render_text(make_text_table(compared))
     assert max(map(len, text.splitlines())) <= columns
@@ -415,7 +417,7 @@ def test_the_comparison_follows_the_terminal(
 
 
 def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:
-    """An error's text comes from a notebook's data: it is shown, not run; and the page opens without a network."""
+    """An error's text may come from a notebook's data: it is shown, not run; and the page opens without a network."""
     html = write_comparison(compared)[0].read_text(encoding="utf-8")
     assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
     assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", html)
@@ -423,7 +425,7 @@ def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:
 
 
 def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> None:
-    """A notebook that trains nothing has a comparison too, and so has a batch in which nothing ran."""
+    """A notebook that does not train has a comparison too, and so has a batch in which nothing ran."""
     with BatchDir.create(load(folder, grid={"seed": [1, 2]})) as place:
         html = write_comparison(place)[0].read_text(encoding="utf-8")
         assert "<svg" not in html and "2 runs: 2 waiting" in html
@@ -433,7 +435,8 @@ def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> 
 
 
 def test_lines_outside_a_terminal(compared: BatchDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """A log of a batch of a night is read in the morning: one line for each change, why it failed, where its log is."""
+    """The log of a night's batch is read in the morning: one line per change, with the reason of a failure and its
+    log."""
     with BatchDisplay(compared) as display:
         for status in list(compared.statuses.values())[1:3]:
             display.report(status)
@@ -445,7 +448,8 @@ def test_lines_outside_a_terminal(compared: BatchDir, capsys: pytest.CaptureFixt
 
 
 def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path) -> None:
-    """`rloo-kit batch ... | head` and a closed terminal: the first line that could not be written ended the night."""
+    """With `rloo-kit batch ... | head` or a closed terminal, the first line that could not be written ended the
+    batch."""
     load(folder, grid={"seed": [1]})
     code = f"""
 from rloo_kit.batch.file import load_batch
@@ -473,7 +477,7 @@ def call(*words: object) -> tuple[int, str, str]:
 
 
 def test_refusals_have_an_exit_code_of_their_own(folder: Path) -> None:
-    """With 2 for a refusal a script takes a mistyped option for two failed runs, and resumes for ever."""
+    """With 2 for a refusal, a script would take a mistyped option for two failed runs and resume forever."""
     batch = load(folder, grid={"seed": [1]})
     file = folder / "configs" / "b.yaml"
     for words, message in (
@@ -555,7 +559,7 @@ def test_a_file_that_is_no_notebook_is_named(content: str, folder: Path) -> None
     ],
 )
 def test_the_error_of_a_torn_notebook(cells: object, error: str | None, tmp_path: Path) -> None:
-    """The reason of a failed run was hidden by an AttributeError of its reader, which ended the whole batch."""
+    """An AttributeError in the reader hid the reason of a failed run and ended the whole batch."""
     path = tmp_path / "notebook.ipynb"
     path.write_text(json.dumps({"nbformat": 4, "cells": cells}))
     assert find_error(path) == error
@@ -566,7 +570,7 @@ def test_the_error_of_a_torn_notebook(cells: object, error: str | None, tmp_path
     ["", "[1]", "{", '{"name": 1, "notebook": [], "state": "done"}', '{"name": "x", "notebook": "y", "state": "dead"}'],
 )
 def test_a_damaged_status_counts_as_none(content: str, folder: Path) -> None:
-    """A torn status.json of one run, or a batch.json that is a list, ended `--resume` of the other runs."""
+    """A truncated status.json of one run, or a batch.json that is a list, ended `--resume` of the other runs."""
     batch = load(folder, grid={"seed": [1, 2]})
     leave_batch(batch, "done", "done")
     (batch.folder / batch.runs[0].name / "status.json").write_text(content)
@@ -578,7 +582,7 @@ def test_a_damaged_status_counts_as_none(content: str, folder: Path) -> None:
 
 
 def test_a_grid_has_an_end(folder: Path) -> None:
-    """Nine lists of nine values are 387 million runs: the list of them filled the memory."""
+    """Nine lists of nine values are 387 million runs, and their list exhausted memory."""
     grid = {f"p{number}": list(range(9)) for number in range(9)}
     assert "387,420,489 runs; a batch has at most 1,000" in refusal(folder, grid=grid)
 

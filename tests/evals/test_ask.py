@@ -1,4 +1,4 @@
-"""Questions to a trained model: what it reads, what is printed of its answer, the base, budgets, the dialogue."""
+"""Questions to a trained model: what it reads, what is printed, the base model, budgets, the dialogue."""
 
 import json
 import os
@@ -37,7 +37,7 @@ eval: {{temperature: 0.7, answer_budget: 4}}
 
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory, make_tiny_model, tiny_tokenizer) -> Path:
-    """Random weights large enough that every prompt gets its own answer; ends and tags are unlikely."""
+    """Random weights, large enough that every prompt gets its own answer; end tokens and tags are unlikely."""
     folder = tmp_path_factory.mktemp("base")
     model = make_tiny_model(initializer_range=0.3)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def base_folder(tmp_path_factory, make_tiny_model, tiny_tokenizer) -> Path:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, base_folder) -> Path:
-    """A run that has saved an adapter, which is not the identity; of a model that thinks in random bytes."""
+    """A run with a saved adapter that is not the identity, of a model that thinks in random bytes."""
     output = tmp_path_factory.mktemp("outputs")
     file = output / "tiny.yaml"
     file.write_text(CONFIG.format(output=output, model=base_folder))
@@ -77,7 +77,7 @@ PROMPT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2=<|im_en
 
 @pytest.mark.parametrize("engine", ["native", "generate"])
 def test_the_model_reads_what_it_was_trained_on(run_folder, engine):
-    """Without the system prompt or the template of the run the model is asked something it has never seen."""
+    """Without the run's system prompt or template, the model is asked something it has never seen."""
     run, policy = load_trained(run_folder, f"rollout.engine={engine}")
     pieces: list[tuple[str, str]] = []
     given = ask(run, policy, "1+2=", seed=5, stream=lambda *piece: pieces.append(piece))
@@ -94,7 +94,7 @@ def test_the_model_reads_what_it_was_trained_on(run_folder, engine):
 
 
 def test_a_budget_closes_the_thinking(trained):
-    """A model that never stops thinking is asked for its answer; the forced token is no text of the model's."""
+    """A model that never stops thinking is made to answer; the forced token is not part of its text."""
     run, policy = trained
     given = ask(run, policy, "1+2=", budget=3, stream=False)
     assert (given.thinking_tokens, given.forced, given.closed) == (3, True, True)
@@ -118,7 +118,8 @@ def test_an_empty_system_prompt_is_none(trained):
 
 
 def test_the_base_is_the_model_without_its_adapter(trained, capsys):
-    """Compared with itself an untrained run would look like one that changed nothing; the adapter is back after."""
+    """Compared with itself, a trained run would look as if it had changed nothing; the adapter is active again
+    afterwards."""
     run, policy = trained
     given = ask(run, policy, "1+2=", base=True, temperature=0)
     plain = ask(run, policy, "1+2=", temperature=0, stream=False)
@@ -144,7 +145,7 @@ def test_what_cannot_be_asked_is_said(trained):
 
 
 def test_control_characters_of_a_model_stay_symbols(trained, capsys, monkeypatch):
-    """A random model writes the bytes of escape sequences, which would recolour or clear the terminal."""
+    """A random model writes bytes of escape sequences, which would recolour or clear the terminal."""
     run, policy = trained
     escape = policy.tokenizer("\x1b[2Jx")["input_ids"]
     found = type(sampled(run, policy, PROMPT))(0, [*escape, 260, *escape], "", False, len(escape))
@@ -158,8 +159,8 @@ def test_control_characters_of_a_model_stay_symbols(trained, capsys, monkeypatch
 
 
 def test_folders_of_weights_are_asked_like_their_run(run_folder, trained, tmp_path):
-    """`ask` works on what `export` writes: an adapter, and a merged model, with the run's configuration with them,
-    found above them, or without."""
+    """`ask` works on the output of `export`, an adapter or a merged model: with the run's configuration inside, found
+    above, or without it."""
     run, policy = trained
     wanted = ask(run, policy, "1+2=", temperature=0, stream=False)
     assert ask(*load_trained(run_folder / "adapter"), "1+2=", temperature=0, stream=False).thinking == wanted.thinking
@@ -179,7 +180,7 @@ def test_folders_of_weights_are_asked_like_their_run(run_folder, trained, tmp_pa
 
 
 def test_a_run_that_trained_all_weights_has_its_base_loaded(tmp_path, base_folder):
-    """Its policy has no adapter to switch off, so the base would have been the trained model."""
+    """Its policy has no adapter to disable, so the trained model would have answered as the base."""
     file = tmp_path / "whole.yaml"
     file.write_text(CONFIG.format(output=tmp_path, model=base_folder).replace("{r: 2, alpha: 4}", "null"))
     run = load_config(file)
@@ -199,7 +200,7 @@ def test_a_run_that_trained_all_weights_has_its_base_loaded(tmp_path, base_folde
 
 
 class Recorded:
-    """Answers with what it was asked."""
+    """Returns what it was asked."""
 
     single = ""
 
@@ -219,7 +220,7 @@ def options(**more):
 
 
 def test_turns_are_kept_without_their_thinking(capsys):
-    """A thought in the prompt is something that no template puts there; an empty turn is refused by the templates."""
+    """No template puts earlier thinking into the prompt, and templates refuse an empty turn."""
     asked = Recorded()
     dialogue = Dialogue(asked, options(), history=True)
     for line in ("one", "silent", "", "/base", "/budget 5", "two", "/reset", "/budget", "three"):
@@ -236,7 +237,7 @@ def test_turns_are_kept_without_their_thinking(capsys):
 
 
 def test_the_oldest_turns_make_room(capsys):
-    """A dialogue ended in an error about positions as soon as it was long."""
+    """A long dialogue ended in an error about positions."""
     asked = Recorded(room=250)
     dialogue = Dialogue(asked, options(), history=True)
     for number in range(8):
@@ -249,7 +250,7 @@ def test_the_oldest_turns_make_room(capsys):
 
 
 def test_history_is_rendered_by_the_template(trained):
-    """The turns before are in the prompt as the template has them."""
+    """Earlier turns are in the prompt as the template renders them."""
     run, policy = trained
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     given = ask(run, policy, [*messages, {"role": "user", "content": "3"}], stream=False)
@@ -270,7 +271,7 @@ def command(*words):
 
 @pytest.mark.slow
 def test_json_is_alone_on_stdout(run_folder):
-    """A line of a library between two objects breaks whatever reads them."""
+    """A library's line between two objects breaks any program that reads them."""
     words = command(run_folder, "1+2=", "3+4=", "--json", "--base", "--budget", "2", "--temperature", "0")
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -284,7 +285,7 @@ def test_json_is_alone_on_stdout(run_folder):
 
 @pytest.mark.slow
 def test_a_question_comes_through_a_pipe(run_folder):
-    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is no question."""
+    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is not a question."""
     done = subprocess.run(command(run_folder, "--json"), input="1+2=\n", capture_output=True, text=True, timeout=120)
     assert json.loads(done.stdout)["question"] == "1+2=", done.stderr
     empty = subprocess.run(command(run_folder), input="\n", capture_output=True, text=True, timeout=120)
@@ -292,7 +293,7 @@ def test_a_question_comes_through_a_pipe(run_folder):
 
 
 class Terminal:
-    """A process at its own terminal."""
+    """A process with its own terminal."""
 
     def __init__(self, words, columns=80):
         import fcntl
@@ -310,7 +311,7 @@ class Terminal:
         self.text, self.read = "", 0
 
     def wait_for(self, text):
-        """What comes next, up to and including `text`."""
+        """The output up to and including `text`."""
         deadline = time.monotonic() + 120
         while text not in self.text[self.read :]:
             assert time.monotonic() < deadline, self.text

@@ -1,4 +1,4 @@
-"""The difficulty cache: pass rates measured once, kept on disk, and the prompts that are trained on because of them."""
+"""The difficulty cache: pass rates measured once and kept on disk, and the prompts selected by them."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ THINK_END, TURN_END, SEVEN, EIGHT = 260, 258, 22, 23
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own."""
+    """A cache for the test alone."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "difficulty"
 
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The prompts of each call that sampled; the answers are those of ANSWERS instead of the model's."""
+    """The prompts of each call that sampled; the answers come from ANSWERS, not from the model."""
     calls: list[list[str]] = []
 
     def generate(policy: Any, prompts: list[str], *, num_samples: int, on_batch: Any, **_: Any) -> list[Completion]:
@@ -88,7 +88,7 @@ RIGHT = {"0": 0, "1": 1, "2": 2, "3": 4, "4": 3, "5": 4}  # of 4 completions; th
 
 
 def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, capsys):
-    """Half of a batch of groups without a learning signal is half of a run's time for nothing."""
+    """If half of the groups have no learning signal, half of the run's time is wasted."""
     dataset = make_dataset(["7"] * 7)
     chosen = select_prompts(make_run(), policy, dataset, folder)
     assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 4)]
@@ -103,7 +103,7 @@ def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, cap
 
 
 def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
-    """The rows of another task have no gold answer; as never solved they would all be skipped."""
+    """Rows of another task have no reference answer; counted as never solved, all of them would be skipped."""
     dataset = make_dataset(["7", None, "7", None, "7"])
     chosen = select_prompts(make_run(), policy, dataset, folder)
     assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 3, 4)]
@@ -112,7 +112,7 @@ def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
 
 
 def test_pass_rates_are_the_runs_own_right_answers(policy):
-    """Judged otherwise than evaluation judges, prompts are skipped that the run would have learnt from."""
+    """With another judge than evaluation's, prompts would be skipped that the run would have learnt from."""
     dataset = make_dataset(["7"] * 3 + ["8", "9"])
     run = make_run(difficulty_samples=8, rows=1)
     rates, cached = measure_pass_rates(run, policy, dataset["prompt"][:], dataset["answer"][:])
@@ -127,7 +127,7 @@ def test_pass_rates_are_the_runs_own_right_answers(policy):
 
 
 def test_what_was_measured_is_not_measured_again(policy, folder, sampled, cache):
-    """Measuring 1,000 prompts of a 4B model takes longer than the run that it is for."""
+    """Measuring 1,000 prompts with a 4B model can take longer than the run itself."""
     select_prompts(make_run(), policy, make_dataset(["7"] * 7), folder)
     assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
     del sampled[:]
@@ -171,7 +171,7 @@ def test_an_interrupted_measuring_goes_on(policy, folder, sampled, cache, monkey
     ],
 )  # fmt: skip
 def test_other_conditions_are_measured_anew(change, policy, sampled, tmp_path):
-    """A pass rate of another model, limit, judge or right answer is a number about something else."""
+    """A pass rate for another model, limit, judge or right answer does not apply."""
     dataset = make_dataset(["7"] * 3)
     prompts, answers = dataset["prompt"][:], dataset["answer"][:]
     file = tmp_path / "run.yaml"
@@ -188,14 +188,14 @@ def test_other_conditions_are_measured_anew(change, policy, sampled, tmp_path):
 
 
 def test_equal_prompts_are_measured_once(policy, sampled):
-    """A data set that repeats its prompts ten times over must not be sampled ten times over."""
+    """A data set that repeats its prompts ten times must not be sampled ten times."""
     prompts = make_dataset(["7"] * 3)["prompt"][:]
     rates, _ = measure_pass_rates(make_run(), policy, prompts * 2, ["7"] * 6)
     assert sampled == [prompts] and rates == [0.0, 0.25, 0.5] * 2
 
 
 def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
-    """A resume that measures again, or chooses otherwise, goes on in another order of prompts."""
+    """A resume that measures or selects again would continue with another order of prompts."""
     dataset = make_dataset(["7"] * 7)
     first = select_prompts(make_run(), policy, dataset, folder)
     del sampled[:]
@@ -208,7 +208,7 @@ def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
 
 
 def test_too_few_prompts_are_refused_with_the_numbers(policy, folder, sampled):
-    """A run on the two prompts that are left would overfit, one on none would train nothing: both silently."""
+    """A run on the two remaining prompts would overfit, and one on none would train nothing, both silently."""
     with pytest.raises(DataError, match=r"of 2 training .*1 have .* 1 of at .*: 0 are left, and a rollout takes 1"):
         select_prompts(make_run(), policy, make_dataset(["7"] * 7).select([0, 3]), folder)
     assert not (folder / "prompts.json").exists()
@@ -226,7 +226,7 @@ def test_without_answers_nothing_can_be_measured(policy, folder):
 
 
 def test_a_cache_on_a_file_is_said(tmp_path, monkeypatch):
-    """A traceback out of the middle of a measuring does not say which variable moves the cache."""
+    """A traceback during the measurement does not say which variable moves the cache."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
     with pytest.raises(SetupError, match=r"file.*RLOO_KIT_CACHE.*difficulty_samples=0"):
@@ -234,7 +234,8 @@ def test_a_cache_on_a_file_is_said(tmp_path, monkeypatch):
 
 
 def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_model):
-    """An adapter that is still the identity has a random half, another one with each seed: the policy is the same."""
+    """An adapter that is still the identity has a random half that differs with each seed, but the policy is the
+    same."""
 
     def adapted(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -250,7 +251,7 @@ def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_mod
 
 
 def test_training_takes_the_chosen_prompts(tmp_path, tiny_folder, sampled, monkeypatch):
-    """Through `train`: what was skipped is never sampled in training, and a resume goes on with the same prompts."""
+    """Through `train`: skipped prompts are never sampled in training, and a resume continues with the same prompts."""
     rows = [{"prompt": f"{n}+1=", "answer": "7"} for n in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = tmp_path / "run.yaml"

@@ -38,7 +38,7 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
 
 @pytest.fixture
 def make_run() -> Callable[..., RunConfig]:
-    """`make_run(rewards=..., **eval)`: completions of 6 tokens at most."""
+    """`make_run(rewards=..., **eval)`: completions of at most 6 tokens."""
 
     def build(rewards: list[dict[str, Any]] | None = None, family: str = "auto", **values: Any) -> RunConfig:
         return RunConfig(
@@ -58,7 +58,8 @@ def make_dataset(answers: list[str | None] | None = None) -> Any:
 
 
 def digits_policy(make_policy: Callable[..., Any], family: str = "thinking") -> Any:
-    """Writes digits, now and then a closing tag or an end; the instruct one has a template that opens nothing."""
+    """Writes digits, sometimes a closing tag or an end token; the instruct one has a template that opens no
+    thinking."""
     bias = dict.fromkeys(range(15, 25), 10.0) | {THINK_END: 11.0 if family == "thinking" else -100.0, TURN_END: 10.0}
     policy = make_policy(family, bias, initializer_range=0.4)
     if family == "instruct":
@@ -68,7 +69,7 @@ def digits_policy(make_policy: Callable[..., Any], family: str = "thinking") -> 
 
 
 def answers_of(policy: Any, **options: Any) -> list[str]:
-    """What the policy itself answers, to be used as gold answers: right by construction."""
+    """The policy's own answers, used as right answers, so that they are right by construction."""
     options = {"max_completion_length": 6, "seed": 0} | options
     completions = generate_completions(policy, make_dataset()["prompt"][:], **options)
     opened = policy.family == "thinking"
@@ -76,8 +77,8 @@ def answers_of(policy: Any, **options: Any) -> list[str]:
 
 
 def test_accuracy_counts_the_right_answers(make_run, make_policy):
-    """The gold answers are the policy's own for some prompts and impossible ones for the others, so the accuracy is
-    known exactly; sampled and greedy completions are judged apart."""
+    """The right answers are the policy's own for some prompts and impossible ones for the others, so the accuracy is
+    known exactly; sampled and greedy completions are judged separately."""
     policy = digits_policy(make_policy, "instruct")
     sampled, greedy = answers_of(policy), answers_of(policy, temperature=0)
     for own in (sampled, greedy):
@@ -96,8 +97,8 @@ def test_accuracy_counts_the_right_answers(make_run, make_policy):
 
 
 def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
-    """Of two tasks in one file only one has gold answers: counted as wrong, the other's rows held accuracy below one
-    half for ever. Every accuracy is over the rows with an answer, and the table says how many those are."""
+    """Of two tasks in one file only one has right answers. Counted as wrong, the other's rows kept accuracy below one
+    half. Every accuracy is over the rows with an answer, and the table gives their number."""
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
     options = {"num_samples": 2, "pass_at_k": [2], "thinking_budgets": [2], "answer_budget": 3, "num_completions": 2}
@@ -120,7 +121,7 @@ def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
 
 
 def test_only_full_marks_count(make_run, make_policy):
-    """Rewards pay for form as well; accuracy is the share of answers that are right, whatever the weights are."""
+    """Rewards also pay for form; accuracy is the share of right answers, whatever the weights are."""
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
     rewards = [{"name": "length_reward"}, {"name": "answer_reward", "weight": 0.1}]
@@ -130,7 +131,8 @@ def test_only_full_marks_count(make_run, make_policy):
 
 
 def test_judged_with_the_runs_own_parameters(make_run, make_policy):
-    """The run looks for the last number, the evaluation compared whole answers: training rose, accuracy stayed at 0."""
+    """The run's reward looks for the last number, but the evaluation compared whole answers: training improved and
+    accuracy stayed at 0."""
     seven, equals = 22, 28  # ids of the bytes "7" and "="
     policy = make_policy(bias={seven: 9.0, equals: 9.0, THINK_END: 9.0, TURN_END: 9.0})
     gold = ["7"] * NUM_PROMPTS
@@ -141,7 +143,7 @@ def test_judged_with_the_runs_own_parameters(make_run, make_policy):
 
 
 def test_model_that_never_thinks(make_run, make_policy):
-    """For an instruct model the whole completion is the answer, and a share of closed thinking says nothing."""
+    """For an instruct model the whole completion is the answer, and a closed share would be meaningless."""
     policy = digits_policy(make_policy, "instruct")
     gold = answers_of(policy, num_samples=4)[::4]
     measured = evaluate(make_run(num_samples=4, greedy=False), policy, make_dataset([text or "0" for text in gold]))
@@ -153,7 +155,7 @@ def test_model_that_never_thinks(make_run, make_policy):
 
 
 def test_without_answers_accuracy_is_none(make_run, make_policy):
-    """A run on prompts without answers is a run too; an accuracy of 0 would be a lie."""
+    """A run on prompts without answers is valid; an accuracy of 0 would be wrong."""
     run = make_run([{"name": "thinking_reward"}], thinking_budgets=[2], pass_at_k=[1])
     measured = evaluate(run, digits_policy(make_policy), make_dataset())
     assert (measured.accuracy, measured.greedy_accuracy, measured.pass_at_k) == (None, None, {})
@@ -163,7 +165,7 @@ def test_without_answers_accuracy_is_none(make_run, make_policy):
 
 
 def test_answers_that_cannot_be_judged(make_run, make_policy, monkeypatch):
-    """math-verify can give up on an answer: that is not right, and it is said how often it happened."""
+    """math-verify can give up on an answer: that is not right, and the number of such cases is reported."""
 
     def unsure(**batch: Any) -> list[float | None]:
         return [float("nan"), None, 1.0] * (len(batch["completions"]) // 3)
@@ -175,7 +177,7 @@ def test_answers_that_cannot_be_judged(make_run, make_policy, monkeypatch):
 
 
 def test_shares_and_lengths(make_run, make_policy):
-    """The same numbers counted by hand from the same completions."""
+    """The same numbers, counted by hand from the same completions."""
     policy = digits_policy(make_policy)
     run = make_run(num_samples=3, greedy=False)
     measured = evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS))
@@ -203,7 +205,7 @@ def test_pass_at_k(make_run, make_policy):
 
 
 def test_accuracy_at_thinking_budgets(make_run, make_policy):
-    """A model that never closes its thinking answers only when it is closed for it."""
+    """A model that never closes its thinking answers only if its thinking is closed for it."""
     seven = 22
     policy = make_policy(bias={seven: 100.0, THINK_END: -1000.0})
     run = make_run(thinking_budgets=[1, 4], answer_budget=1)
@@ -221,7 +223,8 @@ def test_accuracy_at_thinking_budgets(make_run, make_policy):
 
 
 def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
-    """One accuracy at a budget hides whether it is the cut-off thoughts that are wrong. The same numbers by hand."""
+    """A single accuracy at a budget hides whether the closed completions are the wrong ones. The same numbers by
+    hand."""
     policy = digits_policy(make_policy)
     options: dict[str, Any] = {"max_completion_length": 6, "thinking_budget": 2, "answer_budget": 3}
     found = generate_completions(policy, make_dataset()["prompt"][:], **options)
@@ -251,14 +254,14 @@ def test_budgets_need_a_model_that_thinks(make_run, make_policy):
 
 
 def test_num_prompts_takes_the_first(make_run, make_policy):
-    """An evaluation of 5 prompts before and 5 others after is no comparison."""
+    """An evaluation of 5 prompts before and 5 others after is not a comparison."""
     measured = evaluate(make_run(num_prompts=5, num_completions=99), make_policy(), make_dataset(["1"] * NUM_PROMPTS))
     assert measured.num_prompts == 5 == len(measured.samples)
     assert evaluate(make_run(num_prompts=99), make_policy(), make_dataset()).num_prompts == NUM_PROMPTS
 
 
 def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch):
-    """Ten of a thousand prompts were all that one could read of an evaluation; a file of 100 MB would be no better."""
+    """Only ten of a thousand prompts could be read in an evaluation; a file of 100 MB would be no better."""
     dataset = make_dataset(["1"] * NUM_PROMPTS)
     whole = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
     assert len(whole.samples) == 2 and len(whole.more_samples) == NUM_PROMPTS - 2
@@ -273,15 +276,15 @@ def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch
 
 @pytest.mark.parametrize("engine", ["auto", "native", "generate"])
 def test_a_local_engine_of_training_evaluates(engine, make_run, make_policy):
-    """One that only the trainer could reach ended a run at its first evaluation."""
+    """An engine that only the trainer could reach ended a run at its first evaluation."""
     run = make_run(greedy=False)
     run.rollout.engine = engine
     assert evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS)).accuracy is not None
 
 
 def test_evaluation_never_swaps_the_engine(make_run, make_policy):
-    """A run that trains through vLLM was evaluated through `generate`, an hour instead of a minute; here the policy has
-    no adapter to hand over, and that is said instead. tests/with_vllm evaluates through vLLM."""
+    """A run that trains through vLLM was evaluated through `generate`, an hour instead of a minute. Here the policy has
+    no adapter to send, which the error says. tests/with_vllm evaluates through vLLM."""
     run = make_run(greedy=False)
     run.rollout.engine = "vllm"
     with pytest.raises(BackendError, match="rollout.engine is server or vllm, .* train an adapter"):
@@ -289,7 +292,7 @@ def test_evaluation_never_swaps_the_engine(make_run, make_policy):
 
 
 def test_same_seed_same_evaluation(make_run, make_policy):
-    """Two evaluations of one policy must not differ by luck; and training's random state is left alone."""
+    """Two evaluations of one policy must not differ by chance, and must not change training's random state."""
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
     state = torch.get_rng_state()
@@ -300,8 +303,8 @@ def test_same_seed_same_evaluation(make_run, make_policy):
 
 
 def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
-    """Two hundred prompts of a 4B model take many minutes; a silent one looked hung and was killed. A quick one is
-    quiet."""
+    """Two hundred prompts of a 4B model take many minutes; a silent evaluation looked hung and was killed. A short one
+    prints nothing."""
     policy = digits_policy(make_policy)
     evaluate(make_run(), policy, make_dataset(["1"] * NUM_PROMPTS))
     assert capsys.readouterr().out == ""
@@ -312,14 +315,14 @@ def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
 
 
 def test_temperature_zero_is_greedy_already(make_run, make_policy):
-    """The same completions are not made twice."""
+    """The same completions are not sampled twice."""
     policy = digits_policy(make_policy)
     measured = evaluate(make_run(temperature=0), policy, make_dataset(["1"] * NUM_PROMPTS))
     assert (measured.greedy_accuracy, measured.greedy_per_prompt) == (measured.accuracy, measured.per_prompt)
 
 
 def test_nothing_to_evaluate_on(make_run, make_policy):
-    """Without held-out prompts an average over nothing was a division by zero."""
+    """Without held-out prompts, the mean was a division by zero."""
     with pytest.raises(DataError, match="no held-out prompts to evaluate on; set data.test_size above 0"):
         evaluate(make_run(), make_policy(), make_dataset().select([]))
     with pytest.raises(DataError, match=r"no column 'prompt' \(found: question\)"):
@@ -327,7 +330,7 @@ def test_nothing_to_evaluate_on(make_run, make_policy):
 
 
 def test_samples_are_split_at_the_tag_that_is_judged(make_run, make_policy):
-    """The answer that is shown has to be the one that is judged: what follows the last closing tag, by ids."""
+    """The answer that is shown has to be the one that is judged: the text after the last closing tag, by ids."""
     policy = digits_policy(make_policy)
     measured = evaluate(make_run(greedy=False), policy, make_dataset(["1"] * NUM_PROMPTS))
     found = generate_completions(policy, make_dataset()["prompt"][:], max_completion_length=6, seed=0)
@@ -346,8 +349,8 @@ REWARDS = [{"name": "length_reward", "weight": 0.5}, {"name": "thinking_reward",
 
 
 def test_held_out_reward_is_that_of_training(make_run, make_policy):
-    """A run with custom rewards had "no accuracy to compare". The same numbers by hand: weighted sum and each
-    reward, a mean over prompts; accuracy is left out without answers."""
+    """A run with custom rewards had "no accuracy to compare". The same numbers by hand: weighted sum and each reward,
+    as means over prompts; no accuracy without answers."""
     run, policy = make_run(REWARDS, num_samples=4), digits_policy(make_policy)
     found = evaluate(run, policy, make_dataset())
     completions = generate_completions(
@@ -369,7 +372,8 @@ def test_held_out_reward_is_that_of_training(make_run, make_policy):
 
 
 def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
-    """A reward that reads a column, the forced flag or the trainer's state failed in evaluation and in no rollout."""
+    """A reward that reads a column, the forced flag or the trainer's state failed in evaluation but not in a
+    rollout."""
     calls = []
 
     def watching(prompts, completions, completion_ids, **columns):
@@ -396,7 +400,7 @@ def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
 
 
 def test_a_reward_that_fails_leaves_its_samples_out(make_run, make_policy, capsys):
-    """A failed reward is no reward of 0: it would look like a policy that got worse. None does not apply."""
+    """A failed reward is not a reward of 0, which would look like a worse policy. None means that it does not apply."""
 
     def sometimes(completion_ids, level, **_):
         if 3 in level:
@@ -418,7 +422,7 @@ def test_a_reward_that_fails_leaves_its_samples_out(make_run, make_policy, capsy
 
 
 def test_a_reward_file_that_is_gone_leaves_the_accuracy(make_run, make_policy, capsys):
-    """`rloo-kit eval` of an old run needs its answers alone; its own reward's file may be on another machine."""
+    """`rloo-kit eval` of an old run needs only its answers; its reward file may be on another machine."""
     run = make_run([{"name": "no_such_module_here:brevity"}])
     found = evaluate(run, digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
     assert found.accuracy is not None and found.reward is None
@@ -426,7 +430,7 @@ def test_a_reward_file_that_is_gone_leaves_the_accuracy(make_run, make_policy, c
 
 
 def test_evaluations_from_before_there_were_rewards(make_run, make_policy):
-    """before.json of a run that began with an older version is half of its report."""
+    """The before.json of a run that an older version started is half of its report."""
     found = evaluate(make_run(), digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS)).to_dict()
     old = {name: value for name, value in found.items() if not name.startswith("reward")}
     read = Evaluation.from_dict(old)
@@ -448,7 +452,7 @@ def measured(shares: list[float], digest: str = "x", greedy: list[float] | None 
 
 
 def test_compare_pairs_the_same_prompts():
-    """Paired where it can be, and it says which it was; whether the intervals are apart is the claim of the demo."""
+    """Paired if possible, and the result says which it was; the demo claims that the intervals do not overlap."""
     before, after = measured([1.0] * 50 + [0.0] * 50), measured([1.0] * 60 + [0.0] * 40)
     paired = compare(before, after)
     assert paired.paired and paired.difference == pytest.approx(0.1) and paired.low > 0 and paired.apart is False
@@ -461,7 +465,7 @@ def test_compare_pairs_the_same_prompts():
 
 
 def test_compare_greedy_and_none():
-    """Greedy accuracy is compared for itself; where there are no answers there is nothing to compare."""
+    """Greedy accuracy is compared separately; without answers there is nothing to compare."""
     found = compare(measured([0.0, 1.0], greedy=[1.0, 1.0]), measured([1.0, 1.0], greedy=[0.0, 1.0]))
     assert (found.difference, found.greedy_difference) == (0.5, -0.5)
     assert "greedy -0.500 [" in str(found)

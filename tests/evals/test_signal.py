@@ -1,4 +1,5 @@
-"""Whether RLOO has a signal: prompts with right and wrong completions, counted on a policy whose odds are known."""
+"""Whether RLOO has a signal: prompts with right and wrong completions, counted for a policy with known
+probabilities."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from tests.evals.test_difficulty import cache, make_dataset, make_run, policy  #
     ],
 )
 def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
-    """A prompt that is always solved gives as little as one that never is; the mean pass rate alone says neither."""
+    """A prompt that is always solved gives as little signal as one that never is; the mean pass rate alone shows
+    neither."""
     signal = Signal(rates, 8)
     assert signal.verdict == verdict and word in str(signal)
     assert signal.num_mixed == sum(rate not in (0.0, 1.0) for rate in rates)
@@ -27,7 +29,8 @@ def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
 
 
 def test_it_samples_as_rloo_does(policy: Any) -> None:  # noqa: F811
-    """7 and 8 are answered now and then: right sometimes where one of them is the answer, else never."""
+    """The policy sometimes answers 7 or 8, so a prompt is sometimes solved if one of them is the answer, and else
+    never."""
     run = make_run(difficulty_samples=0)
     run.rloo.per_device_train_batch_size = 64
     run.rloo.num_generations = 64

@@ -1,4 +1,4 @@
-"""Places to break, and the table of what was broken."""
+"""Run folders to damage, and the fault table."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def place(tmp_path, tiny_folder):
 
 @pytest.fixture
 def record():
-    """`record(fault, place, code, seen, kept)`: a row of the fault table, where one is being made."""
+    """`record(fault, place, code, seen, kept)`: adds a row to the fault table, if one is being made."""
 
     def write(fault: str, place: Place, code: int, seen: str, kept: str) -> None:
         if name := os.environ.get(TABLE_VARIABLE):

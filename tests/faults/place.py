@@ -1,4 +1,4 @@
-"""A folder in which the real command line trains a tiny model, and what a user finds there afterwards."""
+"""A folder in which the real command line trains a tiny model, and its results."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def by_text(completion_ids, **_):
 
 
 class Place:
-    """`folder` with a config, prompts and its own reward module; `start` and `run` call `rloo-kit` there."""
+    """`folder` with a config, prompts and a reward module; `start` and `run` call `rloo-kit` in it."""
 
     def __init__(self, folder: Path, model: Path, evaluate: bool = False, output: Path | None = None):
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class Place:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, found, process: subprocess.Popen, what: str, limit_s: float = 120.0) -> None:
-        """Return when `found()` is true; fails where the process ends before."""
+        """Return when `found()` is true; fail if the process ends first."""
         deadline = time.monotonic() + limit_s
         while not found():
             assert process.poll() is None, f"it ended before {what}:\n{self.printed()[-3000:]}"
@@ -102,11 +102,11 @@ class Place:
         return sorted(int(path.name.split("-")[1]) for path in self.run_folder.glob("checkpoints/checkpoint-*"))
 
     def errors(self) -> list[str]:
-        """The lines that the command ended with, as a user sees them."""
+        """The last lines of the command, as a user sees them."""
         return [line for line in self.printed().splitlines() if line.startswith(("rloo-kit: ", "WARNING: "))]
 
     def result(self) -> tuple[list, list, dict]:
-        """Metrics and rollouts without clocks, and the adapter's tensors."""
+        """Metrics and rollouts without times, and the adapter's tensors."""
         from rloo_kit.runs.run_dir import RunDir
 
         run_dir = RunDir(self.run_folder)
@@ -115,7 +115,7 @@ class Place:
         return metrics, rollouts, load_file(self.run_folder / "adapter" / "adapter_model.safetensors")
 
     def copy(self, name: str) -> "Place":
-        """The folder as it is, elsewhere, its files pointing there."""
+        """A copy of the folder elsewhere, with its files pointing there."""
         other = object.__new__(Place)
         other.folder = self.folder.with_name(name)
         shutil.copytree(self.folder, other.folder)
@@ -126,7 +126,7 @@ class Place:
 
 
 def assert_equal(found: tuple, expected: tuple) -> None:
-    """Two results agree to the last bit."""
+    """Check that two results are equal to the bit."""
     metrics, rollouts, weights = found
     assert metrics == expected[0] and rollouts == expected[1]
     assert weights.keys() == expected[2].keys()
@@ -134,5 +134,5 @@ def assert_equal(found: tuple, expected: tuple) -> None:
 
 
 def mask(text: str, place: Place) -> str:
-    """`text` without what differs from machine to machine."""
+    """`text` without anything that differs between machines."""
     return re.sub(r"\b[0-9a-f]{12}\b", "ID", text.replace(f"{place.folder}/", "").replace(str(place.folder), "."))

@@ -1,4 +1,4 @@
-"""Run the tests of faults and write what they recorded into docs/runs.md: the fault, what the user sees, what is kept.
+"""Run the fault tests and write their records into docs/runs.md: the fault, what the user sees, what is kept.
 
 python tests/faults/table.py
 """

@@ -1,4 +1,4 @@
-"""Run folders damaged at random, through the whole commands: no traceback, and one clear line with exit code 2.
+"""Randomly damaged run folders through whole commands: no traceback, but one clear line and exit code 2.
 
 RLOO_KIT_DAMAGED sets the number of folders (20; the long run is 500).
 """
@@ -37,7 +37,7 @@ def reference(tmp_path_factory, tiny_folder):
 
 
 def set_one(value, generator):
-    """`value` with one of the values inside it replaced."""
+    """`value` with one of its inner values replaced."""
     if isinstance(value, dict) and value and generator.random() < 0.9:
         key = generator.choice(list(value))
         return {k: set_one(v, generator) if k == key else v for k, v in value.items()}
@@ -48,7 +48,7 @@ def set_one(value, generator):
 
 
 def damage(path: Path, generator: random.Random) -> str:
-    """Damage one file in one of many ways; returns which."""
+    """Damage one file in one of many ways; returns a description."""
     data = path.read_bytes()
     way = generator.choice(
         ["text", "cut", "zero", "flip", "delete", "folder", "link", "value", "value", "value", "line"]
@@ -80,7 +80,7 @@ def damage(path: Path, generator: random.Random) -> str:
 
 
 def call(command: str, place: Place) -> tuple[int, str]:
-    """Exit code and error text of a command in this process; anything but a clean exit is raised."""
+    """Exit code and error text of a command in this process; anything but a clean exit raises."""
     run = str(place.run_folder)
     words = {"report": ["report", run], "show": ["show", run], "show two": ["show", run, run, "--json"],
              "show completions": ["show", run, "--completions", "3"],
@@ -97,7 +97,7 @@ COMMANDS = ("train", "report", "show", "show completions", "show two")
 
 
 def test_no_damaged_folder_ends_in_a_traceback(reference, tmp_path, monkeypatch, record_property):
-    """230 of 700 damaged folders did with --resume, and 63 of 200 with report."""
+    """230 of 700 damaged folders ended in a traceback with --resume, and 63 of 200 with report."""
     monkeypatch.chdir(tmp_path)
     names = sorted(
         str(path.relative_to(reference.run_folder)) for path in reference.run_folder.rglob("*")

@@ -1,4 +1,4 @@
-"""What befalls a run from outside, on the real command line: killed, hung up, its disk full, its files damaged.
+"""External faults on the real command line: kills, signals, a full disk, damaged files.
 
 RLOO_KIT_KILLS sets the number of random kills (2; the long run is 25); `python tests/faults/table.py` writes the fault
 table from these tests.
@@ -32,7 +32,7 @@ def reference(tmp_path_factory, tiny_folder):
 
 
 def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(place, reference, record):
-    """SIGKILL at any moment, also while a checkpoint is written and while a killed run is resumed."""
+    """SIGKILL at any moment, including during a checkpoint and during the resume of a killed run."""
     generator, words, resumed, kills = random.Random(0), [], "", []
     (place.folder / "slow").write_text("0.3")
     while len(kills) < KILLS:
@@ -58,7 +58,7 @@ def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(place, refere
     if place.status().get("state") != "finished":
         assert place.run("--resume") == 0, place.printed()
     assert_equal(place.result(), reference.result())
-    record("SIGKILL, at any moment", place, -9, resumed, "everything up to the last checkpoint; the rest is done again")
+    record("SIGKILL, at any moment", place, -9, resumed, "everything up to the last checkpoint; later steps run again")
 
 
 def test_every_file_of_a_real_checkpoint_counts(reference, record):
@@ -83,11 +83,11 @@ def test_every_file_of_a_real_checkpoint_counts(reference, record):
     assert place.run("--resume") == 0, place.printed()
     assert_equal(place.result(), reference.result())
     record("a file of the newest checkpoint truncated, zeroed, deleted or changed by one bit", place, 0,
-           place.errors()[0], "the damaged checkpoint under another name; the one before it is used")  # fmt: skip
+           place.errors()[0], "the damaged checkpoint, renamed; the run resumes from the one before it")  # fmt: skip
 
 
 def test_an_emptied_status_is_rebuilt(reference, record):
-    """A torn write, or a full disk."""
+    """A write that was cut off, or a full disk, can leave status.json empty."""
     place = reference.copy("emptied")
     (place.run_folder / "status.json").write_bytes(b"")
     assert place.run("rloo.learning_rate=0.1") == 2 and place.checkpoints() == reference.checkpoints()
@@ -96,7 +96,7 @@ def test_an_emptied_status_is_rebuilt(reference, record):
 
 
 def test_the_same_command_after_a_failure_deletes_nothing(place, record):
-    """With metrics logged every 10th step a run that failed at step 6 counted as one that never began."""
+    """With metrics logged every 10th step, a run that failed at step 6 counted as not started."""
     (place.folder / "raise_at").write_text("6")
     words = ("rloo.logging_steps=10", "run.reward_failure_steps=1", "run.max_reward_failure_share=0.1")
     assert place.run(*words) == 2, place.printed()
@@ -110,7 +110,7 @@ def test_the_same_command_after_a_failure_deletes_nothing(place, record):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_while_it_trains_ends_with_a_checkpoint(place, record, name):
-    """SIGHUP killed the run on the spot, without a checkpoint."""
+    """SIGHUP killed the run at once, without a checkpoint."""
     (place.folder / "slow").write_text("0.3")
     process = place.start("rloo.save_steps=100")
     place.wait_for(place.at_step(2), process, "step 2")
@@ -120,12 +120,14 @@ def test_a_signal_while_it_trains_ends_with_a_checkpoint(place, record, name):
     assert status["state"] == "interrupted" and "--resume" in status["resume"]
     assert place.checkpoints() == [status["step"]]
     kept = f"checkpoint of step {status['step']}"
-    seen = "" if name == "SIGHUP" else place.printed().strip().splitlines()[-1]
-    record(f"{name} while it trains", place, 130, seen or f"state: interrupted, {kept}", kept)
+    said = [line for line in place.printed().splitlines() if line.startswith("interrupted at step")]
+    assert said or name == "SIGHUP"  # its terminal may be gone
+    seen = f"state: interrupted, {kept}" if name == "SIGHUP" else said[0]
+    record(f"{name} while it trains", place, 130, seen, kept)
 
 
 def test_an_ssh_session_that_drops_leaves_a_checkpoint(place, record):
-    """The terminal goes away with the session: every line that is printed from then on raises in Python."""
+    """The terminal closes with the session, and every later print raises in Python."""
     (place.folder / "slow").write_text("0.3")
     master, slave = pty.openpty()
     process = place.start("rloo.save_steps=100", stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
@@ -155,7 +157,7 @@ def _drain(master):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_during_an_evaluation_leaves_no_stale_status(tmp_path, tiny_folder, record, name):
-    """`status.json` said "running" for ever."""
+    """`status.json` said "running" forever."""
     place = Place(tmp_path / "work", tiny_folder, evaluate=True)
     process = place.start("eval.num_samples=32")
     place.wait_for(lambda: "data:" in place.printed(), process, "the data")
@@ -168,7 +170,7 @@ def test_a_signal_during_an_evaluation_leaves_no_stale_status(tmp_path, tiny_fol
 
 
 def test_a_run_whose_folder_is_removed_says_so_and_keeps_the_rest(place, reference, record):
-    """It ended with exit code 0, not a word, and nothing."""
+    """Such a run ended silently with exit code 0 and had kept nothing."""
     (place.folder / "slow").write_text("0.3")
     process = place.start("rloo.save_steps=100")
     place.wait_for(place.at_step(3), process, "step 3")
@@ -181,7 +183,7 @@ def test_a_run_whose_folder_is_removed_says_so_and_keeps_the_rest(place, referen
     assert_equal((metrics, expected[1], weights), expected)
     assert rollouts == [row for row in expected[1] if row["step"] >= rollouts[0]["step"]]
     record("the run's folder is removed while it trains", place, 0, place.errors()[0],
-           "all but the completions before and earlier checkpoints; a checkpoint is saved at once")  # fmt: skip
+           "everything except earlier completions and checkpoints; a checkpoint is saved at once")  # fmt: skip
 
 
 FEW = "rloo.save_total_limit=1"  # checkpoints would fit: what fills the disk are the rollouts
@@ -189,10 +191,10 @@ FEW = "rloo.save_total_limit=1"  # checkpoints would fit: what fills the disk ar
 
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0,
-    reason="this system lets no user mount a small disk of their own (unshare -rm)",
+    reason="this system does not let users mount a small disk (unshare -rm)",
 )
 def test_a_full_disk_ends_in_one_line(place, reference, record, tmp_path):
-    """A traceback, and a status that said "running". The disk is a real one of 260 KiB."""
+    """It ended in a traceback, and the status stayed "running". The test uses a real disk of 260 KiB."""
     disk = place.output
     disk.mkdir()
     kept = tmp_path / "kept"
@@ -218,7 +220,7 @@ def test_a_full_disk_ends_in_one_line(place, reference, record, tmp_path):
 
 
 def test_time_saves_a_checkpoint_too(place):
-    """The default of `rloo.save_steps`, 500, loses a night."""
+    """The default `rloo.save_steps`, 500, can lose a night of training."""
     (place.folder / "slow").write_text("0.3")
     assert place.run("rloo.save_steps=100", "run.save_every_minutes=0.01", "rloo.save_total_limit=null") == 0
     assert len(place.checkpoints()) >= 4

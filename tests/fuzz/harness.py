@@ -1,6 +1,7 @@
-"""Runs one surface of the kit against many bad inputs: each may succeed or be refused in words, and nothing else.
+"""Runs one surface of the kit on many bad inputs; each may only succeed or be refused with a message.
 
-A refusal is a `RlooKitError` whose message is short, printable text. `run.py` counts, the tests stop at the first.
+A refusal is an `RlooKitError` whose message is short, printable text. `run.py` counts; the tests stop at the first
+failure.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ HANGS_AFTER_S = 60.0  # a case takes milliseconds; a bomb of aliases took minute
 
 @dataclass(frozen=True)
 class Surface:
-    """What is attacked: `attack(case, folder)` hands one of `cases` to the kit; `folder` is its to write into.
-    `prepare` loads what takes long, before the clock of the first case runs."""
+    """An attacked surface: `attack(case, folder)` passes one of `cases` to the kit and may write into `folder`.
+    `prepare` does slow loading before the clock of the first case starts."""
 
     name: str
     cases: SearchStrategy[Any]
@@ -41,7 +42,7 @@ class Surface:
 @dataclass
 class Tally:
     """The outcome of many cases. `failures`: what went wrong and where, with the number of cases; `unclear`: those
-    among them that were refused, but not in words that can be read."""
+    among them that were refused with an unreadable message."""
 
     surface: str
     cases: int = 0
@@ -52,12 +53,12 @@ class Tally:
 
     @property
     def tracebacks(self) -> int:
-        """Cases that ended in another exception than a refusal, or did not end."""
+        """Number of cases that ended in another exception than a refusal, or did not end."""
         return sum(self.failures.values()) - self.unclear
 
 
 class Hang(BaseException):
-    """A case that does not end; no handler of the kit may catch it."""
+    """Raised for a case that does not end; no handler in the kit may catch it."""
 
 
 @contextlib.contextmanager
@@ -77,7 +78,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def judge(surface: Surface, case: Any, folder: Path) -> tuple[bool, str | None]:
-    """Whether `case` was refused, and what is wrong with how the kit took it (None: nothing)."""
+    """Whether `case` was refused, and what is wrong with the kit's reaction (None: nothing)."""
     here = os.getcwd()
     try:
         with time_limit(HANGS_AFTER_S), warnings.catch_warnings():
@@ -97,7 +98,7 @@ def judge(surface: Surface, case: Any, folder: Path) -> tuple[bool, str | None]:
 
 
 def judge_message(error: RlooKitError) -> str | None:
-    """What is wrong with the text of a refusal; None: nothing."""
+    """What is wrong with a refusal's text; None: nothing."""
     try:
         text = str(error)
         text.encode()
@@ -113,7 +114,7 @@ def judge_message(error: RlooKitError) -> str | None:
 
 
 def show(case: Any) -> str:
-    """A case, short enough to be read."""
+    """A case, shortened for reading."""
     try:
         text = repr(case)
     except Exception as error:  # huge integers have no repr
@@ -125,7 +126,7 @@ _QUICK: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_c
 
 
 def check(surface: Surface) -> None:
-    """Fail at the first case (shrunk) that the kit takes badly; the same cases at each call."""
+    """Fail at the first case (shrunk) that the kit handles badly; every call uses the same cases."""
 
     surface.prepare()
     found: list[str] = []
@@ -148,7 +149,7 @@ def check(surface: Surface) -> None:
 
 
 def count(surface: Surface, cases: int, start: int = 0) -> Tally:
-    """The outcome of so many cases, other ones for each `start`."""
+    """The outcome of this many cases; each `start` gives other cases."""
     surface.prepare()
     tally = Tally(surface.name)
 

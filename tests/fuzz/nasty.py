@@ -1,4 +1,4 @@
-"""Bad input that every surface shares: texts, values, YAML, paths; and how a good text becomes a bad one."""
+"""Bad input shared by all surfaces: texts, values, YAML, paths, and ways to corrupt good text."""
 
 import dataclasses
 import datetime
@@ -34,7 +34,7 @@ PATHS = [
 
 
 def bomb(levels: int = 9, wide: int = 9, merge: bool = False) -> str:
-    """A few hundred bytes of YAML that stand for wide ** levels values."""
+    """A few hundred bytes of YAML that expand to wide ** levels values."""
     lines = ["a0: &a0 {k: 1}" if merge else "a0: &a0 [x, x]"]
     for level in range(1, levels + 1):
         names = ", ".join([f"*a{level - 1}"] * wide)
@@ -76,14 +76,14 @@ DOCUMENTS = [
 
 
 class Odd:
-    """An object that no format knows."""
+    """An object that no format supports."""
 
     def __repr__(self) -> str:
         return "<Odd>"
 
 
 class Rude:
-    """An object whose repr, text, length and truth raise."""
+    """An object whose repr, str, length and truth value raise."""
 
     def _refuse(self, *_: object) -> Any:
         raise ValueError("rude")
@@ -92,30 +92,30 @@ class Rude:
 
 
 class TextSubclass(str):
-    """As numpy's and others' texts."""
+    """A str subclass, like numpy's."""
 
 
 class DictSubclass(dict[Any, Any]):
-    """As a row of some data libraries."""
+    """A dict subclass, like the rows of some data libraries."""
 
 
 @dataclasses.dataclass
 class Record:
-    """A row that is no dict."""
+    """A row that is not a dict."""
 
     prompt: str = "1+1="
     answer: str = "2"
 
 
 def cyclic_list() -> list[Any]:
-    """A list that holds itself."""
+    """A list that contains itself."""
     items: list[Any] = [1]
     items.append(items)
     return items
 
 
 def cyclic_dict() -> dict[str, Any]:
-    """A mapping that holds itself."""
+    """A mapping that contains itself."""
     items: dict[str, Any] = {"a": 1}
     items["self"] = items
     return items
@@ -143,7 +143,7 @@ PYTHON_VALUES: list[Any] = [
 
 
 def texts() -> st.SearchStrategy[str]:
-    """Known bad texts, and arbitrary ones (lone surrogates and control characters included)."""
+    """Known bad texts, and arbitrary ones (including lone surrogates and control characters)."""
     return st.one_of(st.sampled_from(TEXTS), st.text(st.characters(), max_size=8), st.sampled_from(CHARACTERS))
 
 
@@ -158,7 +158,7 @@ def values() -> st.SearchStrategy[Any]:
 
 
 def json_values() -> st.SearchStrategy[Any]:
-    """What a JSON file can hold."""
+    """Anything that a JSON file can contain."""
     single = st.one_of(st.sampled_from([one for one in PLAIN_VALUES if one != 10**5000]), texts(), st.floats())
     return st.recursive(
         single, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts(), inner, max_size=3), max_leaves=4
@@ -166,7 +166,7 @@ def json_values() -> st.SearchStrategy[Any]:
 
 
 def snippets() -> st.SearchStrategy[str]:
-    """A YAML value that is known to be bad, or any text in its place."""
+    """A known bad YAML value, or any text instead."""
     return st.one_of(st.sampled_from(SNIPPETS), texts())
 
 

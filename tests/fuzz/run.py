@@ -1,6 +1,7 @@
-"""Counts what bad input does to each surface of the kit: cases, refusals in words, tracebacks.
+"""Counts what bad input does to each surface of the kit: cases, refusals with a message, tracebacks.
 
-`python tests/fuzz/run.py --cases 10000` is the long run; `--only YAML rows` picks, `--seed 1` makes other cases.
+`python tests/fuzz/run.py --cases 10000` is the long run; `--only YAML rows` selects surfaces, `--seed 1` gives other
+cases.
 """
 
 import argparse

@@ -66,5 +66,5 @@ SURFACE = Surface("batch files", cases, attack)
 
 
 def test_a_batch_file_is_read_or_refused_in_words() -> None:
-    """A batch is started in the evening; a traceback in place of the key at fault costs the night."""
+    """A batch is started in the evening; a traceback instead of the faulty key costs the night."""
     check(SURFACE)

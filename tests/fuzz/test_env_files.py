@@ -39,5 +39,5 @@ SURFACE = Surface("environment files", cases, attack)
 
 
 def test_an_environment_file_is_read_or_refused_in_words() -> None:
-    """A NUL in a value is no text that a process may have in its environment: os.environ raised ValueError."""
+    """A process's environment cannot contain a NUL: os.environ raised ValueError."""
     check(SURFACE)

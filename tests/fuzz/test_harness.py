@@ -37,7 +37,7 @@ def refuse(text: str) -> Any:
     ],
 )
 def test_what_counts_as_a_failure(attack: Any, refused: bool, wrong: str | None, tmp_path: Path) -> None:
-    """A harness that finds nothing wrong with anything gives a table of zeros."""
+    """A harness that never finds a fault would print a table of zeros."""
     found = judge(surface(attack), 1, tmp_path)
     assert found[0] == refused and (found[1] is None) == (wrong is None) and (wrong or "") in (found[1] or "")
     tally = count(surface(attack), 4)
@@ -49,13 +49,13 @@ def test_what_counts_as_a_failure(attack: Any, refused: bool, wrong: str | None,
 
 
 def test_a_case_that_does_not_end_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A bomb of aliases raised nothing at all."""
+    """A bomb of YAML aliases raised nothing at all."""
     monkeypatch.setattr(harness, "HANGS_AFTER_S", 0.2)
     assert "hangs" in str(judge(surface(lambda case: time.sleep(60)), 1, tmp_path)[1])
 
 
 def test_the_table() -> None:
-    """One command gives the counts of every surface, and fails where there is a traceback."""
+    """One command prints the counts of every surface, and fails if there is a traceback."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "fuzz" / "run.py"), "--cases", "20", "--only", "YAML", "overrides"],
         capture_output=True, text=True, timeout=120,

@@ -1,4 +1,4 @@
-"""Notebooks: read for their parameters before a batch, and for their error after it."""
+"""Notebooks, read for their parameters before a batch and for their error after it."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ BROKEN = [
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a value of JSON, as the keys that lead to it."""
+    """Every position in a JSON value, as the keys that lead to it."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -93,5 +93,6 @@ SURFACE = Surface("notebooks", notebooks(), attack)
 
 
 def test_a_notebook_is_read_or_refused_in_words() -> None:
-    """`metadata: []` in one cell ended the reading of a batch; a torn executed notebook hid why the run had failed."""
+    """`metadata: []` in one cell made a batch fail to read the notebook; a truncated executed notebook hid why its run
+    had failed."""
     check(SURFACE)

@@ -58,5 +58,5 @@ SURFACE = Surface("overrides", cases, attack)
 
 
 def test_an_override_is_read_or_refused_in_words() -> None:
-    """`²=1` is a digit to `isdecimal`'s neighbours and none to `int`; each key is somebody's typing error."""
+    """`²` passes `isdigit` but not `int`; any key can be mistyped."""
     check(SURFACE)

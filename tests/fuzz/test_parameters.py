@@ -41,5 +41,5 @@ SURFACE = Surface("parameters", cases, attack)
 
 
 def test_parameters_are_read_or_refused_in_words() -> None:
-    """A variable of a notebook is whatever its user put there: an array, a long text, a function."""
+    """A notebook variable can be anything: an array, a long text, a function."""
     check(SURFACE)

@@ -1,4 +1,4 @@
-"""Paths: what is given as a file is a folder, a pipe, a device, locked, too long, or no name of a file at all."""
+"""Paths: what should be a file is a folder, a pipe, a device, locked, too long, or not a valid file name."""
 
 import os
 from collections.abc import Callable
@@ -72,5 +72,6 @@ SURFACE = Surface("paths", cases, attack, tiny.prepare)
 
 
 def test_a_path_leads_to_a_file_or_is_refused_in_words() -> None:
-    """A name of 300 characters raised OSError, one with a NUL ValueError, a pipe without a writer waited for ever."""
+    """A name of 300 characters raised OSError, one with a NUL ValueError, and a pipe without a writer blocked
+    forever."""
     check(SURFACE)

@@ -63,7 +63,7 @@ Case = tuple[tuple[str, bytes], dict[str, Any], tuple[str, bytes] | None, str, l
 
 
 def attack(case: Case, folder: Path) -> None:
-    """One file, or a second one: mixed in, or as the test source."""
+    """One file, or a second one that is mixed in or is the test source."""
     (name, given), options, second, use, names = case
     (folder / name).write_bytes(given)
     source = str(folder / name)
@@ -83,5 +83,5 @@ SURFACE = Surface("row files", cases, attack, tiny.prepare)
 
 
 def test_files_of_rows_are_read_or_refused_in_words() -> None:
-    """Real files have lines that were cut, columns that change their type, and bytes of another encoding."""
+    """Real files have truncated lines, columns that change their type, and bytes in another encoding."""
     check(SURFACE)

@@ -1,4 +1,4 @@
-"""YAML of a run's file: `load_config`."""
+"""YAML of a run's config: `load_config`."""
 
 from pathlib import Path
 
@@ -52,5 +52,6 @@ SURFACE = Surface("YAML", mutated_yaml([SMALL, SMALL, OLD, *SHIPPED[:3]]), attac
 
 
 def test_a_run_file_is_read_or_refused_in_words() -> None:
-    """`!!timestamp x`, `!!bool x` and a long hexadecimal number ended in tracebacks; 316 bytes of aliases never did."""
+    """`!!timestamp x`, `!!bool x` and a long hexadecimal number ended in tracebacks; 316 bytes of aliases never
+    ended."""
     check(SURFACE)

@@ -1,4 +1,4 @@
-"""The tokenizer and the run that the surfaces of data share; the same tiny tokenizer as the fixtures'."""
+"""The tokenizer and run shared by the data surfaces; the same tiny tokenizer as in the fixtures."""
 
 import contextlib
 import functools
@@ -12,13 +12,14 @@ from tests.conftest import make_tiny_tokenizer
 
 @functools.cache
 def tokenizer() -> Any:
-    """One for all cases."""
+    """A shared tokenizer for all cases."""
     return make_tiny_tokenizer()
 
 
 @functools.cache
 def prepare() -> None:
-    """Load torch and TRL, without a word in a table of counts; `datasets` shows no progress bars."""
+    """Load torch and TRL silently, so that nothing appears in the table of counts; disables the progress bars of
+    `datasets`."""
     from rloo_kit._stack import load_stack
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -1,5 +1,5 @@
-"""The rules of a run's health: over recorded runs that failed and that were healthy, over rows for each rule, and what
-is done with several findings at once."""
+"""Health rules: recorded failing and healthy runs, made-up rows for each rule, and the handling of several findings at
+once."""
 
 import json
 import math
@@ -33,7 +33,7 @@ TIED = WELL | {"frac_score_zero_std": 1.0, "frac_reward_zero_std": 1.0, "reward"
 
 
 def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the steps 1, 2, 3, ..."""
+    """The rows with steps 1, 2, 3, ..."""
     return [{"step": step} | row for step, row in enumerate(rows, 1)]
 
 
@@ -48,7 +48,7 @@ def look(rows: list[dict[str, Any]], **context: Any) -> list[Finding]:
 
 
 def names(findings: list[Finding]) -> list[tuple[str, int, int]]:
-    """Rule, first step, step at which it was found."""
+    """Rule, first step, and step at which it was found."""
     return [(one.rule, one.since, one.step) for one in findings]
 
 
@@ -57,8 +57,8 @@ def names(findings: list[Finding]) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("path", SERIES, ids=lambda path: path.stem)
 def test_recorded_runs(path: Path) -> None:
-    """Runs of the embedded model that were made to fail, each by its name within 20 steps of the fault, and healthy
-    ones, silent to the end: a policy that a learning rate of 0.3 had destroyed got the advice to use other prompts."""
+    """Runs of the embedded model that were made to fail are each found by name within 20 steps of the fault, and
+    healthy ones stay silent: a policy destroyed by a learning rate of 0.3 got the advice to use other prompts."""
     head, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     config = load_config(ROOT / "configs" / f"{head['config']}.yaml", *head["overrides"])
     watch = HealthWatch(Context.of(config))
@@ -72,7 +72,7 @@ def test_recorded_runs(path: Path) -> None:
 
 
 def test_there_is_a_series_for_what_was_run() -> None:
-    """A loop over an empty folder passes."""
+    """A loop over an empty folder would pass."""
     rules = [json.loads(path.open(encoding="utf-8").readline())["rule"] for path in SERIES]
     assert len([rule for rule in rules if rule]) >= 10 and rules.count("") >= 5
     assert len({rule for rule in rules if rule}) == len([rule for rule in rules if rule])
@@ -82,7 +82,7 @@ def test_there_is_a_series_for_what_was_run() -> None:
 
 
 def drift(name: str, begin: float, end: float, steps: int = 24, **more: Any) -> list[dict[str, Any]]:
-    """Healthy rows in which one metric goes from one value to another, with a little noise."""
+    """Healthy rows in which one metric moves from one value to another, with a little noise."""
     values = (begin + (end - begin) * step / (steps - 1) for step in range(steps))
     return [WELL | more | {name: value * (1 + 0.01 * (place % 3))} for place, value in enumerate(values)]
 
@@ -118,7 +118,8 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
 
 
 def test_equal_groups_are_a_signal_without_a_baseline() -> None:
-    """Plain REINFORCE and REINFORCE++ tell a solved group from a failed one; health.no_signal=stop ended such a run."""
+    """Plain REINFORCE and REINFORCE++ distinguish a solved group from a failed one, but health.no_signal=stop ended
+    such a run."""
     rows = [WELL | {"frac_score_zero_std": 1.0}] * 5
     assert [one.rule for one in look(rows)] == ["no_signal"] and look(rows, baseline="none") == []
     assert [one.rule for one in look([WELL | {"reward_std": 0.0}] * 5, baseline="none")] == ["no_signal"]
@@ -136,7 +137,7 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
 
 
 def test_every_rule_has_its_key_and_its_case() -> None:
-    """A rule without a key can be neither stopped by nor switched off; one without a case may be dead."""
+    """A rule without a key cannot be set to stop or off; one without a test case may never fire."""
     rules = [rule.name for rule in RULES]
     assert sorted(rules) == sorted(set(HealthSection.model_fields) - {"no_signal_steps"})
     assert set(rules) == {case[0] for case in CASES} | {"reward_hacking"}
@@ -155,7 +156,7 @@ def hacked(truth: str, steps: int = 24) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("truth", ["rewards/answer_reward/mean", "eval/accuracy"])
 def test_a_reward_that_is_gamed(truth: str) -> None:
-    """The reward rose for a whole night and the model answered nothing any more."""
+    """The reward rose for a whole night while the model stopped answering."""
     (found,) = look(hacked(truth))
     assert found.rule == "reward_hacking" and "mine rose" in found.evidence and "--order best" in found.fix
     falling = [row | {"reward": 1 - row["reward"]} for row in hacked(truth)]
@@ -163,7 +164,7 @@ def test_a_reward_that_is_gamed(truth: str) -> None:
 
 
 def test_a_trade_that_is_meant_is_none() -> None:
-    """A penalty on length falls when longer thoughts find more answers."""
+    """A length penalty falls when longer thinking finds more answers; that is intended."""
     rows = drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})
     rows = [
         row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n, "reward": 0.4 + 0.01 * n} for n, row in enumerate(rows)
@@ -187,7 +188,7 @@ def test_two_tied_batches_now_and_then_are_ordinary() -> None:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_task_that_was_learnt_to_its_end_is_no_fault(counted: bool) -> None:
-    """Groups tie, the entropy falls and the gradient vanishes because there is nothing left to learn."""
+    """Groups tie, entropy falls and the gradient vanishes because nothing is left to learn."""
     rows = drift("reward", 0.2, 0.95, 20)
     rows += [TIED | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.004}] * 15
     if counted:
@@ -202,21 +203,21 @@ def test_what_was_solved_from_the_start_says_so() -> None:
 
 
 def test_thoughts_may_grow_and_shrink_where_more_answers_are_right() -> None:
-    """Longer thoughts are what reinforcement of a thinking model often is."""
+    """Longer thinking is often what reinforcement of a thinking model brings."""
     for end in (180.0, 20.0):
         rows = drift("completions/mean_length", 60, end)
         assert look([row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n} for n, row in enumerate(rows)]) == []
 
 
 def test_off_policy_the_ratio_may_be_clipped() -> None:
-    """With num_iterations above 1 clipping is what the ratio is for."""
+    """With num_iterations above 1 the ratio is meant to be clipped."""
     rows = [{"step": 1, "clip_ratio/region_mean": 0.1}] * 4
     assert look(rows, num_iterations=2) == []
     assert judge(rows)[0].level == "alarming" and judge(rows, on_policy=False) == []
 
 
 def test_values_that_are_no_numbers_decide_nothing() -> None:
-    """NaN is null in the file; a rule that reads it as 0 fires in one of the two."""
+    """NaN is null in the file, so a rule that reads it as 0 fires either live or from the file, but not both."""
     odd = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
     assert look([odd] * 10) == [] and look([dict.fromkeys(odd)] * 10) == []
     assert look([WELL | {"kl/spread_ratio": value} for value in (math.nan, None, math.inf)] * 4) == []
@@ -226,13 +227,13 @@ def test_values_that_are_no_numbers_decide_nothing() -> None:
 
 
 def test_the_zero_gradient_does_not_repeat_the_tied_groups() -> None:
-    """One fault, two warnings, each with other advice."""
+    """One fault gave two warnings with different advice."""
     (found,) = look([TIED] * 5)
     assert found.rule == "no_signal" and found.explains == ["zero_gradient"]
 
 
 def test_the_published_recipe_is_truncation_alone() -> None:
-    """128 tokens, -1.0 without </think>: what has to change is the limit, not the reward."""
+    """128 tokens, and -1.0 without </think>: the limit has to change, not the reward."""
     row = TIED | {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0}
     (found,) = look([row | {"rewards/answer_reward/mean": 0.0}] * 6)
     assert found.rule == "truncation" and "rloo.max_completion_length (currently 128)" in found.fix
@@ -241,8 +242,8 @@ def test_the_published_recipe_is_truncation_alone() -> None:
 
 
 def test_a_broken_policy_is_not_called_hard_prompts() -> None:
-    """A learning rate of 0.3: KL 8.8, entropy 5.7, reward from 0.34 to 0. The advice was `rloo.beta` and prompts that
-    are solved sometimes."""
+    """At a learning rate of 0.3 (KL 8.8, entropy 5.7, reward from 0.34 to 0) the advice was `rloo.beta` and prompts
+    that are solved sometimes."""
     broken = WELL | GONE | {"kl": 8.8, "entropy": 5.7, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0}
     rows = [WELL | {"reward": 0.34, "kl": 0.0}] * 9 + [WELL | {"reward": 0.3, "grad_norm": 8.0}] + [broken] * 12
     (found,) = look(rows, patience=5)
@@ -253,7 +254,7 @@ def test_a_broken_policy_is_not_called_hard_prompts() -> None:
 
 
 def test_failed_rewards_are_not_rewards_of_none() -> None:
-    """Everything failed was "every reward returned None"; everything None was "the same reward"."""
+    """Failing rewards were reported as "every reward returned None", and rewards of None as "the same reward"."""
     row = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
     assert [one.rule for one in look([row | {"rewards/failed_ratio": 1.0}] * 6)] == ["reward_failures"]
     (found,) = look([row] * 6)
@@ -261,7 +262,8 @@ def test_failed_rewards_are_not_rewards_of_none() -> None:
 
 
 def test_the_first_in_time_is_the_cause() -> None:
-    """The same two signs: a limit that is too short leaves thoughts open; thoughts that never close meet the limit."""
+    """A limit that is too short leaves thinking open, and thinking that never closes reaches the limit: the signs are
+    the same."""
     limit = [WELL] * 6 + [WELL | {"completions/clipped_ratio": 0.9}] * 6
     limit += [WELL | {"completions/clipped_ratio": 0.9, "thinking/closed_ratio": 0.1}] * 9
     assert [one.rule for one in look(limit)] == ["truncation"]
@@ -271,7 +273,7 @@ def test_the_first_in_time_is_the_cause() -> None:
 
 
 def test_a_cause_long_past_explains_nothing() -> None:
-    """The rewards failed at the start; that groups tie forty steps later has another reason."""
+    """Rewards that failed at the start do not explain groups that tie forty steps later."""
     rows = [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5
     assert [one.rule for one in look(rows)] == ["reward_failures", "no_signal"]
 
@@ -280,7 +282,7 @@ def test_a_cause_long_past_explains_nothing() -> None:
 
 
 def test_a_finding_is_reported_once() -> None:
-    """One line a step buries the run's own lines."""
+    """A line per step would bury the run's own output."""
     watch = HealthWatch(make_context())
     assert [len(watch.observe(row)) for row in number([TIED] * 6 + [WELL] * 3 + [TIED] * 6)] == [0, 0, 1] + [0] * 12
     (found,) = watch.findings
@@ -288,28 +290,29 @@ def test_a_finding_is_reported_once() -> None:
 
 
 def test_steps_that_reuse_a_rollout_count_with_it() -> None:
-    """With num_iterations=2 every second row holds no rewards; it used to end the row, so nothing was ever found."""
+    """With num_iterations=2 every second row has no rewards; such rows used to break the series, so nothing was ever
+    found."""
     reused = {"grad_norm": 0.2, "loss": 0.0}
     assert names(look([TIED | reused, reused] * 3, patience=4)) == [("no_signal", 1, 4)]
     assert look([WELL, reused] * 5, patience=1) == []
 
 
 def test_a_logged_row_stands_for_the_steps_since_the_last_one() -> None:
-    """With logging_steps=10 five steps without signal are less than one row."""
+    """With logging_steps=10, five steps without signal are less than one row."""
     watch = HealthWatch(make_context(patience=20, logging_steps=10))
     assert watch.observe({"step": 10} | TIED) == []
     assert names(watch.observe({"step": 20} | TIED)) == [("no_signal", 1, 20)]
 
 
 def test_held_out_accuracy_may_have_a_row_of_its_own() -> None:
-    """It is measured between two steps; counted as a step it would make five tied ones of three."""
+    """It is measured between two steps; counted as a step, it would turn three tied steps into five."""
     rows = [row for step in range(1, 5) for row in ({"step": step} | TIED, {"step": step, "eval/accuracy": 0.1})]
     assert examine(rows[:8], make_context(patience=5)) == []
     assert names(examine([*rows, {"step": 5} | TIED], make_context(patience=5))) == [("no_signal", 1, 5)]
 
 
 def test_a_run_that_is_resumed_does_not_find_it_a_second_time() -> None:
-    """The counts began at 0 after each resume, and an old finding was printed as news."""
+    """The counts restarted at 0 after each resume, and an old finding was printed as a new one."""
     rows = number([WELL] * 4 + [TIED] * 8)
     whole = HealthWatch(make_context())
     for row in rows:
@@ -321,8 +324,8 @@ def test_a_run_that_is_resumed_does_not_find_it_a_second_time() -> None:
 
 
 def test_what_stops_a_run_and_what_does_not() -> None:
-    """`stop` of no_signal is `run.stop_when_no_signal`: also where truncation is the cause, which the message names; a
-    run that goes on after it was stopped is wanted so."""
+    """`stop` for no_signal equals `run.stop_when_no_signal`, also if truncation is the cause, which the message names.
+    A run that is resumed after it was stopped is meant to continue."""
     row = TIED | {"completions/clipped_ratio": 1.0}
     rows, context = number([row] * 8), make_context({"no_signal": "stop"})
     watch = HealthWatch(context)
@@ -356,14 +359,14 @@ LEVELS += [("completions/repeated_ratio", 0.4, "watch", "rollouts.jsonl")]
 
 @pytest.mark.parametrize(("metric", "value", "level", "key"), LEVELS)
 def test_levels_at_the_limits(metric: str, value: float, level: str, key: str) -> None:
-    """A limit that is off by its own value calls a healthy run alarming."""
+    """A limit that includes its own value would call a healthy run alarming."""
     threshold = BY_NAME[metric]
     assert threshold.level(value) == level
     assert key in threshold.action(value) and bool(threshold.action(value)) == (level != "healthy")
 
 
 def test_means_are_over_the_last_rows_that_have_a_number() -> None:
-    """One odd step is no alarm; a NaN or a row of a reused rollout, which has no such metric, must not count as 0."""
+    """One odd step is not an alarm; a NaN, or a row of a reused rollout without the metric, must not count as 0."""
     rows = [{"kl": 9.0}] * 5 + [{"kl": 0.1}] * (LAST_ROWS - 3) + [{"kl": math.nan}, {"kl": None}, {"loss": 0.0}]
     (found,) = judge(rows)
     assert (found.metric, found.level) == ("kl", "healthy") and found.value == pytest.approx(0.1)
@@ -383,7 +386,7 @@ def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
 
 
 def test_the_page_of_metrics_has_the_same_limits() -> None:
-    """Two tables of limits drift apart."""
+    """The limits are in two places, which would diverge."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     for one in THRESHOLDS:
         row = next(line for line in text.splitlines() if re.match(rf"\| [^|]*`{one.metrics[0]}`", line))
@@ -393,6 +396,6 @@ def test_the_page_of_metrics_has_the_same_limits() -> None:
 
 
 def test_the_page_of_runs_has_every_rule() -> None:
-    """A warning that no page explains is looked up in the source, or not."""
+    """A warning that no page explains has to be looked up in the source."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     assert [rule.name for rule in RULES if f"| `{rule.name}` |" not in text] == []

@@ -1,4 +1,4 @@
-"""The curves of a report: which are drawn, that none is cut, and that a long run costs linear work."""
+"""The curves of a report: which are drawn, that none is clipped, and that a long run takes linear time."""
 
 import math
 import random
@@ -19,7 +19,7 @@ def titles(html: str) -> list[str]:
 
 
 def rows(steps: int, **values: Any) -> list[dict[str, Any]]:
-    """Metrics whose values are numbers, or functions of the step."""
+    """Metrics whose values are numbers or functions of the step."""
     return [
         {"step": step} | {name.replace("__", "/"): one(step) if callable(one) else one for name, one in values.items()}
         for step in range(1, steps + 1)
@@ -27,7 +27,7 @@ def rows(steps: int, **values: Any) -> list[dict[str, Any]]:
 
 
 def test_moving_mean_is_the_naive_one() -> None:
-    """It was computed again for each of 50,000 rows: 179 s for a report."""
+    """It was recomputed for each of 50,000 rows: 179 s for a report."""
     source = random.Random(0)
     for size, window in ((1, 5), (7, 5), (60, 6), (300, 30)):
         values = [source.uniform(-1, 1) * 10 ** source.randint(-6, 6) for _ in range(size)]
@@ -38,13 +38,13 @@ def test_moving_mean_is_the_naive_one() -> None:
 
 
 def test_a_spike_leaves_no_trace_in_the_moving_mean() -> None:
-    """A running sum that has taken in 1e16 and given it back has lost everything below 1."""
+    """A running sum that has added and subtracted 1e16 has lost everything below 1."""
     found = moving_mean([0.1] * 10 + [1e16] + [0.1] * 20, 5)
     assert found[-1] == pytest.approx(0.1, rel=1e-12)
 
 
 def test_a_long_run_is_drawn_with_few_points() -> None:
-    """Every row was a point of every panel: the report of a run of 50,000 steps had tens of MB."""
+    """Every row was a point in every panel, and the report of a run of 50,000 steps had tens of MB."""
     metrics = rows(50_000, reward=lambda step: math.sin(step / 900), grad_norm=lambda step: 1.0 + step % 7)
     html = draw_curves_of(metrics, [])
     assert titles(html) == ["Reward, weighted sum", "Gradient norm"] and len(html) < 60_000
@@ -56,7 +56,7 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
 
 
 def test_panels_that_say_nothing_are_named_instead() -> None:
-    """A healthy report had nine panels, four of them flat lines, and the reward twice."""
+    """The report of a healthy run had nine panels, four of them flat lines, and the reward twice."""
     values = {"reward": lambda step: step / 10, "rewards__answer_reward__mean": lambda step: step / 10}
     metrics = rows(9, **values, kl=0.0, thinking__closed_ratio=lambda step: 0.99 + step / 1000, entropy=0.25)
     html = draw_curves_of(metrics, [])
@@ -67,7 +67,7 @@ def test_panels_that_say_nothing_are_named_instead() -> None:
 
 
 def test_a_flat_panel_is_drawn_where_it_is_the_finding() -> None:
-    """A reward that stood at 0 is what the reader has to see."""
+    """A reward that stays at 0 is what the reader has to see."""
     finding = Finding("cold_start", 5, 1, 9, "0 % right", "too hard", "easier prompts", "alarming")
     metrics = rows(9, reward=0.0, rewards__answer_reward__mean=0.0, kl=0.0)
     html = draw_curves_of(metrics, [finding])
@@ -76,7 +76,7 @@ def test_a_flat_panel_is_drawn_where_it_is_the_finding() -> None:
 
 
 def test_every_reward_has_its_panel() -> None:
-    """With two rewards the sum hides which of them moved."""
+    """With two rewards, the sum hides which of them changed."""
     parts = {"rewards__a__mean": lambda step: step / 10, "rewards__b__mean": lambda step: 1 - step / 10}
     metrics = rows(9, reward=lambda step: 2 * step, **parts, frac_score_zero_std=lambda step: step / 10)
     html = draw_curves_of(metrics, [], names=["b", "a"])
@@ -89,7 +89,7 @@ def test_every_reward_has_its_panel() -> None:
 
 @pytest.mark.parametrize("values", [[0.0, 1.0], [3.0, 3.0], [-5.0, 1e-9], [1e12, 2e12], [0.5], [-1e150, 1e150]])
 def test_no_point_is_cut_by_an_axis(values: list[float]) -> None:
-    """A share of exactly 1 was half a dot above the frame."""
+    """The dot of a share of exactly 1 was half outside the frame."""
     drawing = draw_chart(Chart("x", {"": [Point(step, value) for step, value in enumerate(values)]}, dots=True))
     width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)[0])
     dots = re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)" r="([\d.]+)"', drawing)
@@ -105,7 +105,7 @@ def test_the_drawing_is_the_same_each_time_and_escaped() -> None:
 
 
 def test_held_out_points_are_before_during_and_after() -> None:
-    """Held-out accuracy is the curve that counts, and was drawn without the two largest measurements."""
+    """Held-out accuracy is the curve that counts, but was drawn without the two largest evaluations."""
     before, after = (
         Evaluation("", 100, 1, 1.0, 64, accuracy=value, low=value - 0.1, high=value + 0.1) for value in (0.2, 0.8)
     )
@@ -117,7 +117,7 @@ def test_held_out_points_are_before_during_and_after() -> None:
 
 
 def test_accuracy_against_the_thinking_budget() -> None:
-    """Budgets were rows of a table, which shows no curve."""
+    """Budgets were rows of a table, without a curve."""
     entry = {"low": 0.1, "high": 0.4, "forced_share": 0.5}
     one = Evaluation("", 100, 1, 1.0, 64, accuracy=0.9, low=0.8, high=1.0)
     one.budgets = [{"budget": 2048, "accuracy": 0.5, **entry}, {"budget": 512, "accuracy": 0.2, **entry}]
@@ -127,7 +127,7 @@ def test_accuracy_against_the_thinking_budget() -> None:
 
 
 def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
-    """With logging_steps=5 a row stands for five rollouts."""
+    """With logging_steps=5, a row covers five rollouts."""
     metrics = [
         {"step": step, "completions/mean_length": 10.0, "episode": 8 * step, "step_time": 2.0} for step in (5, 10, 12)
     ]

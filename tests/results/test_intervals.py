@@ -43,14 +43,14 @@ def test_unpaired_difference_as_published(
 
 
 def test_one_completion_a_prompt_is_wilsons() -> None:
-    """The clustered interval with one completion a prompt has to be the plain one, not nearly so."""
+    """With one completion per prompt, the clustered interval has to equal the plain one exactly."""
     for right in range(8):
         shares = [1.0] * right + [0.0] * (7 - right)
         assert clustered(shares, 1) == pytest.approx(wilson(right / 7, 7), abs=1e-12)
 
 
 def test_completions_of_a_prompt_are_no_independent_trials() -> None:
-    """100 prompts x 8 completions that all agree are 100 observations: counted as 800, the interval was too narrow."""
+    """100 prompts x 8 completions that all agree are 100 observations; counted as 800, the interval was too narrow."""
     agreeing = clustered([1.0] * 30 + [0.0] * 70, 8)
     assert agreeing == pytest.approx(wilson(0.3, 100), abs=1e-12)
     assert clustered([0.25] * 100, 8) == wilson(0.25, 100)  # no spread at all: as cautious as can be
@@ -61,7 +61,7 @@ def test_completions_of_a_prompt_are_no_independent_trials() -> None:
 
 
 def test_clustered_interval_covers() -> None:
-    """95 % has to be 95 %: simulated runs of prompts of different difficulty, 4 completions each."""
+    """A 95 % interval has to cover 95 %: simulated runs on prompts of different difficulty, 4 completions each."""
     rng = random.Random(1)
     hits = 0
     for _ in range(1500):
@@ -88,7 +88,7 @@ def test_paired_difference_is_bonett_and_prices() -> None:
 
 
 def test_no_change_on_few_prompts_is_not_certainty() -> None:
-    """Ten prompts unchanged prove little: a standard error of 0 gave the interval [0, 0]."""
+    """Ten unchanged prompts prove little, but a standard error of 0 gave the interval [0, 0]."""
     estimate = paired_difference([1.0] * 10, [1.0] * 10)
     assert estimate.value == 0 and estimate.low < -0.1 and estimate.high > 0.1
     everything = paired_difference([0.0] * 10, [1.0] * 10)
@@ -96,15 +96,15 @@ def test_no_change_on_few_prompts_is_not_certainty() -> None:
 
 
 def test_t_quantile_as_tabulated() -> None:
-    """Few prompts have heavy tails: 1.96 for 4 prompts covers the truth in 86 % only."""
+    """With few prompts the tails are heavy: 1.96 with 4 prompts covers the truth in only 86 %."""
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 63: 1.998, 1000: 1.962}
     for freedom, value in table.items():
         assert t_quantile(freedom) == pytest.approx(value, rel=2e-3), freedom
 
 
 def test_interval_of_a_mean_reward() -> None:
-    """Rewards have no bounds, so Wilson's does not apply: Student's over prompts. 0 and 1 keep Wilson's, which has a
-    width where all prompts earn the same; one prompt has no interval."""
+    """Rewards have no bounds, so Wilson's interval does not apply: Student's t over prompts. Rewards of 0 and 1 keep
+    Wilson's, which has a width even if all prompts earn the same. One prompt has no interval."""
     values = [0.5, -1.0, 2.0, 3.5]
     found = mean_of_prompts(values, 1)
     spread = math.sqrt(sum((value - 1.25) ** 2 for value in values) / 3 / 4)
@@ -117,7 +117,8 @@ def test_interval_of_a_mean_reward() -> None:
 
 
 def test_interval_of_a_mean_reward_covers() -> None:
-    """95 % has to be 95 %: rewards in grades, skewed, 20 prompts of different difficulty with 4 completions each."""
+    """A 95 % interval has to cover 95 %: graded, skewed rewards on 20 prompts of different difficulty, 4 completions
+    each."""
     rng = random.Random(2)
     hits = 0
     for _ in range(1500):
@@ -131,7 +132,7 @@ def test_interval_of_a_mean_reward_covers() -> None:
 
 
 def test_pass_at_k_is_the_mean_over_all_draws() -> None:
-    """1 - (1 - c/n)^k is biased: the estimate has to be the share of all k-subsets that hold a right completion."""
+    """1 - (1 - c/n)^k is biased: the estimate has to be the share of all k-subsets that contain a right completion."""
     for num, right, k in itertools.product((1, 4, 6), range(7), (1, 2, 4, 6)):
         if right <= num and k <= num:
             draws = list(itertools.combinations([True] * right + [False] * (num - right), k))

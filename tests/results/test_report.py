@@ -1,6 +1,5 @@
-"""The report as a file: what it says, what it leaves out, and that nothing of a model or a config becomes markup.
-
-How it looks and behaves is in test_report_in_browser.py."""
+"""The report file: its content, what it omits, and that nothing from a model or a config becomes markup. Its look and
+behaviour are tested in test_report_in_browser.py."""
 
 import json
 import re
@@ -52,7 +51,7 @@ def make_metrics(steps: int) -> list[dict[str, Any]]:
 
 
 def make_rollout(step: int, number: int, **changes: Any) -> dict[str, Any]:
-    """A row of rollouts.jsonl: four completions a group, two groups a step."""
+    """A row of rollouts.jsonl: four completions per group, two groups per step."""
     reward = float((step + number) % 2)
     row = {"step": step, "group": number // 4 + 1, "prompt": f"<|im_start|>user\n{step}+{number // 4}=<|im_end|>\n"}
     row |= {"completion": f"sum {number}</think>\n\n{number}", "answer_start": len(f"sum {number}</think>")}
@@ -74,7 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def finished(run: RunConfig) -> Any:
-    """What `train` returns for a run of 30 steps, with some of its files in place."""
+    """The result of `train` for a run of 30 steps, with some of its files in place."""
     folder = run.folder
     (folder / "adapter").mkdir(parents=True)
     (folder / "config.yaml").write_text("x")
@@ -91,7 +90,7 @@ def finished(run: RunConfig) -> Any:
 
 @pytest.fixture
 def result(finished: Any) -> Any:
-    """The same with two steps logged: fewer drawings."""
+    """The same with two logged steps, and so fewer charts."""
     rows = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}]
     return replace(finished, metrics=rows, findings=[])
 
@@ -119,12 +118,12 @@ def embedded(page: str) -> Any:
 
 
 def words(page: str) -> str:
-    """What a reader sees without the script, in one line."""
+    """The text that a reader sees without the script, on one line."""
     return " ".join(" ".join(text for tag, text in Page(page).texts if tag not in ("script", "style")).split())
 
 
 def test_report_holds_everything(written: str, run: RunConfig, evaluations: tuple[Evaluation, Evaluation]) -> None:
-    """What a reader looks for: what came out, the numbers, the settings, curves, tables, configuration, files."""
+    """The outcome, the numbers, the settings, curves, tables, configuration and files."""
     before, after = evaluations
     page, text = Page(written), words(written)
     assert "2026-01-02 my <run> learnt Accuracy rose from 20 % to 60 % (+40 points" in text
@@ -156,7 +155,7 @@ def test_what_made_the_run_and_what_it_cost(run: RunConfig, result: Any, evaluat
 
 
 def test_what_was_wrong_stands_in_the_report(written: str, run: RunConfig, result: Any) -> None:
-    """A run whose reward stood at 0.000 for all of its steps had a report of curves and a folder's name."""
+    """A run whose reward stayed at 0.000 had a report with curves and a folder name, and no explanation."""
     text = words(written)
     assert "repetition alarming 8 to 12 31 % of the <tokens> circles read rollouts.jsonl" in text
     assert "truncation alarming 16 90 % cut off; consequences: no signal too short raise it" in text
@@ -170,7 +169,7 @@ def test_what_was_wrong_stands_in_the_report(written: str, run: RunConfig, resul
 def test_the_evaluations_are_kept_beside_the_report(
     run: RunConfig, result: Any, evaluations: tuple[Evaluation, Evaluation]
 ) -> None:
-    """A notebook kept no before.json, so `rloo-kit report` lost its accuracies and a batch had none to compare."""
+    """A notebook stored no before.json, so `rloo-kit report` lost its accuracies and a batch had none to compare."""
     page = write_report(run, result, *evaluations).read_text()
     saved = [
         Evaluation.from_dict(json.loads((result.folder / name).read_text())) for name in ("before.json", "after.json")
@@ -180,7 +179,8 @@ def test_the_evaluations_are_kept_beside_the_report(
 
 
 def test_report_is_self_contained(written: str) -> None:
-    """Sent by mail or opened from a file server it has to look the same: nothing is fetched, one script may run."""
+    """Sent by mail or opened from a file server it has to look the same: nothing is fetched, and only one script may
+    run."""
     page = Page(written)
     assert not {"link", "iframe", "img", "object"} & set(page.tags) and page.tags.count("script") == 2
     assert not page.values("src") and "@import" not in written and "url(" not in written
@@ -190,7 +190,7 @@ def test_report_is_self_contained(written: str) -> None:
 
 
 def test_nothing_of_a_model_becomes_markup(run: RunConfig, result: Any) -> None:
-    """A model in training writes anything: a closing tag in a completion once swallowed the rest of the page."""
+    """A model in training can write anything: a closing tag in a completion once swallowed the rest of the page."""
     hostile = {"prompt": HOSTILE, "thinking": HOSTILE, "answer": HOSTILE, "gold": HOSTILE}
     before = make_evaluation("before", 1, [make_sample(1, False, **hostile)])
     after = make_evaluation("after", 1, [make_sample(1, None, **hostile | {"answer": ""})])
@@ -218,7 +218,7 @@ def test_nothing_of_a_model_becomes_markup(run: RunConfig, result: Any) -> None:
 
 
 def test_supervised_training_is_called_by_its_name(run: RunConfig, result: Any) -> None:
-    """The report of outputs/NAME-sft was headed "RLOO run", with the K and the learning rate of another training."""
+    """The report of outputs/NAME-sft was headed "RLOO run", with the K and learning rate of another training."""
     result.method = "sft"
     run.sft.learning_rate = 0.00321
     shown = words(write_report(run, result).read_text(encoding="utf-8")).partition("Configuration")[0]
@@ -235,7 +235,7 @@ def test_report_without_evaluations(run: RunConfig, result: Any) -> None:
 
 
 def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) -> None:
-    """Evaluated before only (the run failed later), or on prompts without answers."""
+    """Evaluated only before training (the run failed later), or on prompts without answers."""
     only = Evaluation("before", 5, 2, 1.0, 64, samples=[make_sample(1, None, gold=None, thinking="", closed=False)])
     text = write_report(run, result, only).read_text("utf-8")
     assert "not measured: no answer column" in words(text) and "2 completions each" in words(text)
@@ -245,14 +245,14 @@ def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) 
 
 
 def with_reward(label: str, values: list[float], **single: list[float]) -> Evaluation:
-    """An evaluation without answers: `values` are the weighted sum of each prompt, `single` those of each reward."""
+    """An evaluation without answers: `values` are each prompt's weighted sum, `single` those of each reward."""
     found = Evaluation(label, len(values), 1, 1.0, 64, prompts_digest="x")
     found.take_rewards([[value] for value in values], {name: [[v] for v in one] for name, one in single.items()})
     return found
 
 
 def test_report_of_a_run_with_rewards_of_its_own(run: RunConfig, result: Any) -> None:
-    """It said that there was no accuracy to compare, and showed nothing of what had been trained for."""
+    """The report said that there was no accuracy to compare, and did not show the trained rewards."""
     before = with_reward("before", [0.0, 1.5, 3.0, 2.0], brevity=[0.0, 1.0, 1.0, 2.0], form=[0.0, 0.5, 2.0, 0.0])
     after = with_reward("after", [1.0, 2.5, 3.5, 2.0], brevity=[1.0, 2.0, 1.5, 3.0], form=[0.0, 0.5, 2.0, 0.0])
     shown = words(write_report(run, result, before, after).read_text("utf-8"))
@@ -262,7 +262,7 @@ def test_report_of_a_run_with_rewards_of_its_own(run: RunConfig, result: Any) ->
 
 
 def test_report_shows_the_evaluations_during_training(run: RunConfig, result: Any) -> None:
-    """Which step adapter/ is of was in no file that people read; a damaged row is left out."""
+    """No readable file said which step adapter/ is from. A damaged row is left out."""
     from rloo_kit.runs.run_dir import RunDir
 
     rows = []
@@ -286,7 +286,7 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
 
 
 def test_drawings_follow_the_page(written: str) -> None:
-    """Black axes on a dark page are invisible, and a drawing without words is nothing to a screen reader."""
+    """Black axes on a dark page are invisible, and a screen reader cannot read a chart without a description."""
     drawings = re.findall(r"<svg viewBox.*?</svg>", written, flags=re.DOTALL)
     assert len(drawings) == 11
     for drawing in drawings:

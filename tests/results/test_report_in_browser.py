@@ -1,8 +1,6 @@
-"""The report as people meet it: in headless Chromium, in both colours, wide and narrow, by mouse, keyboard and reader.
-
-Debian's `chromium` is looked for on the PATH; axe-core in the folder that AXE_CORE names, into which it was
-installed (`npm install axe-core`), or in node_modules/ of the checkout.
-"""
+"""The report in headless Chromium: both colour schemes, wide and narrow, with mouse, keyboard and screen reader.
+Debian's `chromium` is looked up on the PATH; axe-core in the folder that AXE_CORE names, into which it was installed
+(`npm install axe-core`), or in node_modules/ of the checkout."""
 
 import json
 import os
@@ -43,7 +41,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run with everything a page can have: findings, budgets, forced and hostile texts, a very long word."""
+    """A report of a run with everything a page can have: findings, budgets, forced and hostile texts, a very long
+    word."""
     run = RunConfig(
         run={"name": "a-run-" + "long" * 20, "output_dir": str(tmp_path_factory.mktemp("outputs"))},
         model={"name": "embedded/thinking"},
@@ -72,7 +71,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[(WIDE, False), (WIDE, True), (NARROW, False), (NARROW, True)], ids=str)
 def page(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Browser:
-    """The report, opened at a width in light or dark."""
+    """The report, opened at a given width in light or dark."""
     width, dark = request.param
     browser.view(width, dark=dark)
     browser.open(report)
@@ -100,7 +99,7 @@ def choose(browser: Browser, place: str, label: str, value: str) -> None:
 
 
 def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) -> None:
-    """The policy of the page forbids them, so a slip would be a message on the console."""
+    """The page's policy forbids requests, so an attempt would be a message on the console."""
     assert page.messages == [] and page.requests == [report.as_uri()]
     assert page.run("document.documentElement.scrollWidth") <= page.run("innerWidth"), "it scrolls sideways"
     assert count(page, "#prompt-browser article") == 4 and count(page, "#rollout-browser article") == 4
@@ -108,7 +107,7 @@ def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) 
 
 
 def test_nothing_is_fetched_even_if_something_tried(browser: Browser, report: Path) -> None:
-    """The policy is what holds, not the absence of links."""
+    """The policy guarantees this, not the absence of links."""
     browser.view(WIDE)
     browser.open(report)
     refused = browser.run("fetch('https://example.org/').then(() => 'fetched', () => 'refused')")
@@ -126,7 +125,7 @@ def test_axe_finds_nothing_serious(page: Browser) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [NARROW, WIDE])
 def test_the_comparison_of_runs_is_as_readable(browser: Browser, report: Path, width: int, dark: bool) -> None:
-    """Eight colours on two grounds, a table wider than a telephone."""
+    """Eight colours on two backgrounds, and a table wider than a phone."""
     folder = report.parent
     (folder / "config.yaml").write_text((ROOT / "configs" / "arithmetic_thinking.yaml").read_text())
     (folder / "status.json").write_text('{"state": "finished", "step": 30, "max_steps": 30}')
@@ -153,7 +152,7 @@ def violations(page: Browser) -> list[tuple[str, str, list[str]]]:
 
 
 def test_prompts_are_filtered_regressions_first(browser: Browser, report: Path) -> None:
-    """What broke is what one has to read."""
+    """Prompts that broke are what a reader has to see first."""
     browser.view(WIDE)
     browser.open(report)
     assert text_of(browser, "#prompt-browser article").startswith("broken")
@@ -191,7 +190,7 @@ def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, 
 
 
 def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None:
-    """Tab goes to every control, Enter opens a fold, and what has the focus is seen."""
+    """Tab reaches every control, Enter opens a fold, and the focus is visible."""
     browser.view(NARROW)
     browser.open(report)
     kinds: set[str] = set()
@@ -213,7 +212,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None
 
 
 def test_more_is_shown_and_the_focus_stays(browser: Browser, report: Path) -> None:
-    """A button that vanishes under the focus throws a keyboard's reader back to the top."""
+    """A focused button that vanishes sends a keyboard user back to the top."""
     browser.view(WIDE)
     browser.open(report)
     browser.run("document.querySelector('#prompt-browser .more').click()")
@@ -223,7 +222,7 @@ def test_more_is_shown_and_the_focus_stays(browser: Browser, report: Path) -> No
 
 
 def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -> None:
-    """A mail reader's preview runs none: verdict, numbers, curves and tables stand in the file itself."""
+    """A mail preview runs no scripts: verdict, numbers, curves and tables are in the file itself."""
     browser.view(WIDE)
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
@@ -236,7 +235,7 @@ def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -
 
 
 def test_on_paper_it_is_the_result_in_dark_ink(browser: Browser, report: Path) -> None:
-    """A dark page printed as it is takes a cartridge, and controls do nothing on paper."""
+    """Printing a dark page as is wastes ink, and controls do nothing on paper."""
     browser.view(WIDE, dark=True, media="print")
     browser.open(report)
     try:
@@ -247,7 +246,7 @@ def test_on_paper_it_is_the_result_in_dark_ink(browser: Browser, report: Path) -
 
 
 def test_a_hundred_thousand_rollouts_open(browser: Browser, tmp_path: Path) -> None:
-    """`benchmarks/report_pictures.py --load` says how fast; here that the page is bounded and works."""
+    """The page is bounded and works; `benchmarks/report_pictures.py --load` measures how fast."""
     run = RunConfig(
         run={"name": "large", "output_dir": str(tmp_path)},
         model={"name": "embedded/thinking"},

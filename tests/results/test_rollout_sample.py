@@ -1,4 +1,4 @@
-"""Which rollouts a report shows: by a stated rule, in one pass, with bounded size, whatever the rows are like."""
+"""Which rollouts a report shows: by a stated rule, in one pass, with bounded size, for any rows."""
 
 import json
 from collections import Counter
@@ -24,13 +24,13 @@ def test_a_small_run_is_shown_whole() -> None:
 
 
 def test_few_steps_of_many_rollouts_are_shown_whole() -> None:
-    """Ten steps are the least only where there are ten."""
+    """Ten steps are the minimum only if there are ten."""
     assert len(sample_rollouts(make_rows(1, 1000), 1).rows) == 1000
     assert len(sample_rollouts(make_rows(5, 200), 5).rows) == 1000
 
 
 def test_a_large_run_is_sampled_by_the_rule() -> None:
-    """Whole groups of the first, the last and evenly spaced steps; what is telling of the others."""
+    """Whole groups of the first, the last and evenly spaced steps, and the most informative of the others."""
     found = sample_rollouts(make_rows(100, 200), 100)
     whole = [row for row in found.rows if "whole" in row["marks"]]
     groups = Counter((row["step"], row["group"]) for row in whole)
@@ -41,7 +41,7 @@ def test_a_large_run_is_sampled_by_the_rule() -> None:
 
 
 def test_the_last_step_is_shown_where_the_run_ended_early() -> None:
-    """With a rollout every fourth step the last one has another number than the run's."""
+    """With a rollout every fourth step, the last rollout's step differs from the run's last step."""
     rows = [make_rollout(step, number) for step in range(1, 400, 4) for number in range(200)]
     found = sample_rollouts(rows, 400)
     assert found.steps[0] == 1 and found.steps[-1] == 397 and found.steps == sorted(set(found.steps))
@@ -60,7 +60,7 @@ def test_what_is_telling_is_kept_from_any_step() -> None:
 
 
 def test_regressed_is_less_than_the_prompt_earned_before() -> None:
-    """What was learnt and is lost again shows in no mean over other prompts."""
+    """A skill that was learnt and lost again does not show in a mean over other prompts."""
     rewards = {1: [1.0, 1.0, 0.0, 1.0], 2: [1.0, 0.0, 0.0, 0.0], 3: [1.0, 0.0, 1.0, 0.0]}
     rows = [
         make_rollout(step, n, prompt="p", reward=one)
@@ -82,7 +82,7 @@ def test_texts_are_cut_to_what_a_page_may_hold() -> None:
 
 
 def test_thinking_is_split_where_the_ids_say() -> None:
-    """A text that spells </think> in ordinary tokens is no closed thought."""
+    """A text that spells </think> in ordinary tokens has not closed its thinking."""
     text = "I write </think> and go on</think>\n\n42"
     rows = [
         make_rollout(1, 0, completion=text, answer_start=text.rindex("</think>") + 8),
@@ -100,7 +100,7 @@ def test_thinking_is_split_where_the_ids_say() -> None:
 
 
 def test_rows_of_older_runs_are_split_by_what_they_have() -> None:
-    """They have neither a group nor offsets: the ids say how many tags the text has."""
+    """They have neither a group nor offsets; the ids give the number of tags in the text."""
     old = [
         {name: value for name, value in row.items() if name not in ("group", "answer_start", "forced_chars")}
         for row in make_rows(2, 8)
@@ -113,7 +113,7 @@ def test_rows_of_older_runs_are_split_by_what_they_have() -> None:
 
 
 def test_damaged_rows_and_messages_are_no_trouble() -> None:
-    """A disk that filled up, or prompts as TRL has messages."""
+    """Rows cut off by a full disk, and prompts that are messages, as TRL has them."""
     messages = [{"role": "user", "content": "1+1="}]
     rows = [
         {"step": 1},
@@ -151,7 +151,7 @@ def test_changes_are_counted_over_all_prompts_and_regressions_come_first() -> No
 
 
 def test_prompts_without_an_answer_are_in_no_kind() -> None:
-    """Only prompts with an answer have a share, so that places in the two lists differ."""
+    """Only prompts with an answer have a share, so indices in the two lists differ."""
     before, after = make_sides([0, 1], [1, 1], samples=2)
     for one in (before, after):
         one.num_prompts, one.num_judged = 3, 2

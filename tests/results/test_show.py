@@ -1,4 +1,4 @@
-"""`rloo-kit show`: a run, its completions, several runs; in the terminal and as JSON, as people and agents call it."""
+"""`rloo-kit show`: a run, its completions, several runs; in the terminal and as JSON."""
 
 import json
 import re
@@ -24,7 +24,7 @@ HEALTHY = {
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """`make_run(rows, state="finished", overrides=())`: a folder as RunDir leaves it, with those rows of metrics."""
+    """`make_run(rows, state="finished", overrides=())`: a folder as RunDir writes it, with those rows of metrics."""
 
     def build(rows: list[dict[str, Any]], state: str = "finished", overrides: tuple[str, ...] = ()) -> Path:
         words = (f"run.output_dir={tmp_path}", "run.name=made", *overrides)
@@ -58,20 +58,20 @@ def call_json(*words: Any) -> tuple[int, Any]:
 
 
 def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path]) -> None:
-    """A level that is always alarming is soon not read."""
+    """A level that is always alarming is soon ignored."""
     code, found = call_json(make_run(make_rows()))
     assert code == 0 and found["level"] == "healthy" and found["actions"] == found["health"] == []
 
 
 def test_ties_are_those_before_the_penalty(make_run: Callable[..., Path]) -> None:
-    """With beta above 0 the other share stays at 0, and the curve was left out as flat."""
+    """With beta above 0 the other share stays at 0, and the curve was omitted as flat."""
     rows = [{"step": n, **HEALTHY, "frac_score_zero_std": n / 12, "frac_reward_zero_std": 0.0} for n in range(1, 13)]
     _, printed, _ = call(make_run(rows))
     assert re.search(r"groups without signal +\S+ +8\.3% +100\.0%", printed)
 
 
 def test_brackets_in_a_name_are_shown(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """`sweep[a]` and `sweep[b]` were both `sweep`: brackets are rich's markup."""
+    """`sweep[a]` and `sweep[b]` were both shown as `sweep`, because brackets are rich's markup."""
     made = make_run(make_rows())
     folders = [shutil.copytree(made, tmp_path / f"sweep[{letter}]:smile:") for letter in "ab"]
     _, printed, _ = call(*folders)
@@ -130,7 +130,7 @@ def test_off_policy_a_clipped_ratio_is_no_bug(make_run: Callable[..., Path]) -> 
 
 
 def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> None:
-    """An agent that polls has to tell them apart."""
+    """An agent that polls has to distinguish them."""
     code, found = call_json(make_run([], "running"))
     assert code == 0 and found["state"] == "running" and found["level"] is None
     folder = make_run(make_rows(), "failed", ("run.name=second",))
@@ -180,7 +180,7 @@ def make_row(completion: str, ids: list[int], **changes: Any) -> dict[str, Any]:
 
 
 def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) -> None:
-    """A text that spells the closing tag in ordinary tokens has not closed its thinking, and cannot be cut at it."""
+    """A text that spells the closing tag in ordinary tokens has not closed its thinking, and cannot be split there."""
     folder = make_run(make_rows(1))
     rows = [
         make_row("one</think>2", [64, 260, 17, 258]),
@@ -224,7 +224,8 @@ def test_completions_by_order_and_step(make_run: Callable[..., Path]) -> None:
 
 
 def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callable[..., Path]) -> None:
-    """Four thoughts of ten thousand tokens fill an agent's context; an escape sequence rules a terminal."""
+    """Four completions with ten thousand tokens of thinking fill an agent's context; an escape sequence can control a
+    terminal."""
     folder = make_run(make_rows(1))
     RunDir(folder).append_jsonl("rollouts.jsonl", [make_row("\x1b[31m" + "x" * 5000, [64])])
     _, found = call_json(folder, "--completions", "1", "--max-chars", "100")
@@ -239,7 +240,7 @@ def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callab
 
 
 def write_evaluation(folder: Path, right: int, digest: str = "same", name: str = "after", **changes: Any) -> None:
-    """after.json with `right` of 100 prompts right."""
+    """Write after.json with `right` of 100 prompts right."""
     shares = [1.0] * right + [0.0] * (100 - right)
     found = Evaluation("after", 100, 1, 1.0, 48, right / 100, right / 100 - 0.1, right / 100 + 0.1)
     found.prompts_digest, found.per_prompt = digest, shares
@@ -257,7 +258,7 @@ def write_evaluation(folder: Path, right: int, digest: str = "same", name: str =
     ],
 )
 def test_two_runs_are_compared(right: int, words: str, make_run: Callable[..., Path]) -> None:
-    """A difference is said with its interval and with the keys that made it; one within the interval is none."""
+    """A difference is given with its interval and the keys that differ; one within the interval counts as none."""
     a = make_run(make_rows())
     b = make_run(make_rows(), "finished", ("run.name=b", "rloo.learning_rate=0.01", "model.lora.r=8"))
     write_evaluation(a, 50)
@@ -273,7 +274,7 @@ def test_two_runs_are_compared(right: int, words: str, make_run: Callable[..., P
 
 
 def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None:
-    """Comparing rewards of training instead would compare prompts."""
+    """Comparing training rewards instead would compare prompts."""
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
     write_evaluation(a, 50)
     assert "b cannot be compared with made: one was not evaluated" in call_json(a, b)[1]["sentence"]

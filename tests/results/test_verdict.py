@@ -1,4 +1,4 @@
-"""The verdict: a run that learnt nothing never ends looking like a success; one that learnt says by how much."""
+"""The verdict: a run that learnt nothing never looks like a success, and one that learnt says by how much."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
 
 
 def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> None:
-    """Sampled accuracy alone also rises where the sampler only got colder: "from 24 % to 94 %" was no evidence."""
+    """Sampled accuracy alone also rises if sampling only got sharper: "from 24 % to 94 %" was no evidence."""
 
     def side(right: int, greedy: int, thinking: float) -> Evaluation:
         shares = [1.0] * greedy + [0.0] * (COUNT - greedy)
@@ -93,7 +93,7 @@ def test_a_run_without_signal_never_looks_like_a_success(run: RunConfig, rule: s
 
 
 def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) -> None:
-    """Three steps are too few for health's rule, and "train longer" would be bad advice."""
+    """Three steps are too few for the health rule, and "train longer" would be bad advice."""
     tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
     verdict = judge_run(run, result(run, steps=3, metrics=tied), evaluation(0), evaluation(0))
     assert verdict.kind == "no signal" and "rloo-kit sft" in verdict.next
@@ -103,7 +103,7 @@ def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) ->
 
 
 def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
-    """The limit of an accuracy was held against a reward too, which may be any number."""
+    """The limit for an accuracy was applied to a reward too, which may be any number."""
     tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
     no_answers = evaluation(0, accuracy=None, low=None, high=None, per_prompt=None, num_judged=0)
     for reward in (0.5, 5.0):
@@ -116,7 +116,7 @@ def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
 
 
 def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None:
-    """With logging_steps 5 and 62 steps every alarm was over, and the run only "not evaluated"."""
+    """With logging_steps 5 and 62 steps every alarm counted as over, and the run only as "not evaluated"."""
     rows = [{"step": step} for step in range(5, 61, 5)]
     verdict = judge_run(run, result(run, finding("truncation", last=60), steps=62, metrics=rows))
     assert verdict.kind == "no signal" and verdict.next == "change rloo.key."
@@ -125,7 +125,7 @@ def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None
 
 
 def test_a_run_that_still_trains_is_not_judged_as_ended(run: RunConfig) -> None:
-    """The advice was to go on with --resume, and after one step with tied groups that it had no signal."""
+    """The advice was to continue with --resume, and after one step with tied groups that there was no signal."""
     tied = [{"step": 1, "frac_score_zero_std": 1.0}]
     for changes in ({"steps": 0}, {"steps": 1, "metrics": tied}):
         verdict = judge_run(run, result(run, stopped="running", **changes), evaluation(88))

@@ -1,4 +1,4 @@
-"""The page that compares runs: every run's curve, interval and report, safe and linear in the steps."""
+"""The page that compares runs: every run's curve, interval and report, safe and linear in the number of steps."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """Without the links a comparison is a dead end, and a curve without a name belongs to no run."""
+    """Without links a comparison is a dead end, and a curve without a name cannot be attributed to a run."""
     runs = [make_run("first", 40), make_run("<b>other</b>".replace("/", "_"), 80, 30, "rloo.learning_rate=0.01")]
     (runs[1] / "report.html").write_text("a report")
     page = write_comparison_page(compare_runs(runs), tmp_path / "pages" / "comparison.html")
@@ -57,14 +57,14 @@ def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> Non
 
 
 def test_a_long_run_is_drawn_with_few_points(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """A page of 50,000 points a curve takes seconds to open."""
+    """A page with 50,000 points per curve takes seconds to open."""
     runs = [make_run("long", 40, 5_000), make_run("short", 40, 30)]
     page = write_comparison_page(compare_runs(runs), tmp_path / "comparison.html")
     assert page.stat().st_size < 150_000
 
 
 def test_a_run_without_evaluations_keeps_the_colours(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """The table numbered all runs and the charts those with points, so that one run had two colours."""
+    """The table numbered all runs, the charts only those with points, so one run had two colours."""
     runs = [make_run(name, right) for name, right in (("a", 40), ("b", 60), ("c", 80))]
     for when in ("before", "after"):
         (runs[0] / f"{when}.json").unlink()
@@ -79,7 +79,7 @@ def test_a_run_without_evaluations_keeps_the_colours(make_run: Callable[..., Pat
 def test_evaluations_during_training_are_drawn_without_the_others(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """An interrupted run has no evaluation after, and its best one was lost from the curve."""
+    """An interrupted run has no evaluation after training, and its best one was missing from the curve."""
     folder = make_run("a", 40)
     run_dir = RunDir(folder)
     for when in ("before", "after"):
@@ -103,7 +103,7 @@ def test_evaluations_during_training_are_drawn_without_the_others(
 
 
 def test_the_lead_is_over_the_prompts_with_answers(make_run: Callable[..., Path]) -> None:
-    """It said 1,000 prompts where 40 had an answer to compare."""
+    """The sentence said 1,000 prompts when only 40 had an answer."""
     runs = [make_run("a", 40), make_run("b", 80)]
     for folder in runs:
         found = json.loads((folder / "after.json").read_text())

@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted, and which stay."""
+"""Which checkpoints are deleted and which stay."""
 
 import os
 
@@ -11,7 +11,7 @@ RUN = "0123456789ab"
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(step, run, at)`: a published checkpoint whose manifest is `at` seconds old in the clock of files."""
+    """`write(step, run, at)`: a published checkpoint whose manifest has file time `at`, in seconds."""
 
     def build(step, run=RUN, at=0):
         staged = tmp_path / "unfinished" / f"checkpoint-{step}"
@@ -31,7 +31,7 @@ def steps(folder, run=RUN):
 
 
 def test_the_newest_stay_and_nothing_of_others_goes(tmp_path, write):
-    """A checkpoint-99999 from elsewhere counted as the newest, and the run's own were deleted for it."""
+    """A foreign checkpoint-99999 counted as the newest, and the run's own checkpoints were deleted because of it."""
     for step in (1, 2, 10, 9):
         write(step)
     write(99999, run="ba9876543210")
@@ -47,7 +47,7 @@ def test_the_newest_stay_and_nothing_of_others_goes(tmp_path, write):
 
 
 def test_without_a_run_the_last_one_written_stays(tmp_path, write):
-    """A second training in one output_dir: its own checkpoint-2 was deleted, an old checkpoint-4 stayed."""
+    """A second training in one output_dir deleted its own checkpoint-2 and kept an old checkpoint-4."""
     write(4, run="", at=100)
     write(2, run="", at=200)
     prune(tmp_path, 1, "", needed=(2,))
@@ -55,7 +55,7 @@ def test_without_a_run_the_last_one_written_stays(tmp_path, write):
 
 
 def test_a_checkpoint_reads_back_as_it_was_sealed(write):
-    """A name with two dots in it made a checkpoint unreadable."""
+    """A file name with two dots made a checkpoint unreadable."""
     found = read_checkpoint(write(3))
     assert found.step == 3 and found.run == RUN and found.find_damage() == ""
     assert sorted(found.files) == ["optimizer.pt", "state..1"]

@@ -1,4 +1,4 @@
-"""Files in one piece, the revision of a checkout, and what the end of a kernel asks for: saves and open runs."""
+"""Atomic file writes, the git revision of a checkout, and what ending a kernel needs: running saves and open runs."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_save_that_fails_is_over_and_did_not_save(tmp_path: Path) -> None:
-    """A full disk would otherwise keep the kernel for ever, or be named as the place of the adapter."""
+    """A full disk would otherwise keep the kernel alive forever, or be reported as the adapter's location."""
     with pytest.raises(OSError, match="full"), saving(tmp_path / "adapter"):
         raise OSError("the disk is full")
     assert wait_for_saves(0) and saved_paths() == []
@@ -36,7 +36,7 @@ def test_what_is_saved_again_is_named_once_and_last(tmp_path: Path, monkeypatch:
 
 
 def test_a_run_whose_thread_died_is_not_open(tmp_path: Path) -> None:
-    """It is no longer trained, and it kept the kernel."""
+    """It is no longer training, but it kept the kernel alive."""
     kept = []
     thread = threading.Thread(target=lambda: kept.append(RunDir.create(Run(tmp_path / "two"))))
     thread.start()
@@ -46,7 +46,7 @@ def test_a_run_whose_thread_died_is_not_open(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_is_not_open(tmp_path: Path) -> None:
-    """The traceback of a failed cell keeps the run's folder alive; it is over all the same."""
+    """The traceback of a failed cell keeps the run's folder object alive, although the run is over."""
     with pytest.raises(ValueError, match="reward"), RunDir.create(Run(tmp_path / "one")) as opened:
         assert run_dir.open_runs() == [opened.folder]
         raise ValueError("a reward failed")
@@ -54,7 +54,7 @@ def test_a_run_that_failed_is_not_open(tmp_path: Path) -> None:
 
 
 def test_files_are_replaced_in_one_piece(tmp_path: Path) -> None:
-    """A poller that reads half a status.json takes a healthy run for a broken one."""
+    """A poller that reads half of a status.json would report a healthy run as broken."""
     path = tmp_path / "status.json"
     texts = [json.dumps({"step": n, "pad": "x" * 50_000}) for n in range(2)]
     write_text(path, texts[0])
@@ -74,7 +74,7 @@ def test_files_are_replaced_in_one_piece(tmp_path: Path) -> None:
 
 
 def test_git_revision_is_that_of_the_checkout_that_tracks_the_file(tmp_path: Path) -> None:
-    """Installed into an environment inside some other repository, the kit would have recorded that one's revision."""
+    """Installed in an environment inside another repository, the kit recorded that repository's revision."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
     subprocess.run([*git, "init", "-q"], check=True)
     tracked, untracked = tmp_path / "a.py", tmp_path / "b.py"

@@ -1,4 +1,4 @@
-"""A run's completions in several files: what is read back after any number of them, after a cut, and after SIGKILL."""
+"""A run's completions in several files: what is read back after many parts, after a cut, and after SIGKILL."""
 
 import gzip
 import multiprocessing
@@ -45,7 +45,7 @@ def write(folder: Path, last: int, first: int = 1, **options: Any) -> Rollouts:
 
 @pytest.mark.usefixtures("small")
 def test_older_steps_are_compressed_and_read_in_order(tmp_path: Path) -> None:
-    """276 MB of completions in one file, and 5 GB by the morning."""
+    """A single file had grown to 276 MB, and would have been 5 GB after a night."""
     assert list(read_rollouts(tmp_path)) == [] == read_step(tmp_path) == read_step(tmp_path / "missing", 1)
     write(tmp_path, 5)
     write(tmp_path, 10, first=6)  # a resumed run
@@ -73,7 +73,7 @@ def test_a_step_stays_in_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_cut_at_any_step_leaves_what_was_written_up_to_it(tmp_path: Path) -> None:
-    """A resumed run repeats what came after its checkpoint."""
+    """A resumed run repeats everything after its checkpoint."""
     for step in range(13):
         folder = tmp_path / str(step)
         folder.mkdir()
@@ -89,7 +89,7 @@ def test_a_cut_at_any_step_leaves_what_was_written_up_to_it(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("small")
 def test_the_oldest_are_deleted_above_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`run.rollouts_gib`: a run of a week must not fill the disk; that it deletes is said, once."""
+    """`run.rollouts_gib`: a run of a week must not fill the disk; the deletion is reported once."""
     write(tmp_path, 200, keep_gib=8000 / 2**30)
     kept = list(read_rollouts(tmp_path))
     assert kept == every(kept[0]["step"], 200) and kept[0]["step"] > 100
@@ -102,7 +102,7 @@ def test_the_oldest_are_deleted_above_the_limit(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.usefixtures("small")
 def test_of_a_damaged_part_the_rest_is_read(tmp_path: Path) -> None:
-    """One flipped bit in a part of 64 MiB must not hide the other parts, nor end a resume."""
+    """One flipped bit in a part of 64 MiB must not hide the other parts or stop a resume."""
     write(tmp_path, 11)
     part = tmp_path / "rollouts-00000006.jsonl.gz"
     part.write_bytes(part.read_bytes()[:-60])
@@ -117,7 +117,7 @@ def test_of_a_damaged_part_the_rest_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_part_that_cannot_be_compressed_stays_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk without room for the compressed copy ends no run as long as rows can be added."""
+    """A disk without room for the compressed copy must not end a run while rows can still be appended."""
     whole = os.fsync
 
     def full(file: int) -> None:
@@ -134,7 +134,7 @@ def test_a_part_that_cannot_be_compressed_stays_plain(tmp_path: Path, monkeypatc
 
 
 def test_a_reader_follows_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rollouts.jsonl` becomes a part while it is being read: no row is lost or comes twice."""
+    """`rollouts.jsonl` becomes a part while it is being read: no row is lost or read twice."""
     monkeypatch.setattr(rollouts, "FILE_BYTES", 800)
     for _ in range(20):
         reader = read_rollouts(tmp_path)
@@ -151,7 +151,8 @@ def test_a_reader_follows_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def die_after(changes: int, work: Callable[[], object]) -> bool:
-    """Do `work` in a process that kills itself after so many changes of a file or its name; whether it came to that."""
+    """Run `work` in a process that kills itself after a number of file changes or renames; returns whether it was
+    killed."""
     left = [changes]
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +181,7 @@ def die_after(changes: int, work: Callable[[], object]) -> bool:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("cut_at", [None, 9, 5, 3, 0])
 def test_sigkill_anywhere_loses_and_doubles_no_row(tmp_path: Path, cut_at: int | None) -> None:
-    """Killed before each rename, deletion, write and sync of writing or of a cut; then read, then resumed."""
+    """Killed before each rename, deletion, write and sync of a write or cut; then read, then resumed."""
     changes, seen = 0, set()
     while True:
         folder = tmp_path / str(changes)
@@ -213,7 +214,7 @@ def test_sigkill_anywhere_loses_and_doubles_no_row(tmp_path: Path, cut_at: int |
 
 
 def test_any_number_of_rows_takes_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut, a step and all rows of 40 MB in files of 2 MB, within a tenth of it."""
+    """A cut, a step and all rows of 40 MB in files of 2 MB take memory within 10 % of each other."""
     monkeypatch.setattr(rollouts, "FILE_BYTES", 2 * 2**20)
     monkeypatch.setattr(rollouts, "LEVEL", 1)
     tracemalloc.start()

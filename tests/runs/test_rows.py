@@ -1,4 +1,5 @@
-"""The one reader and writer of a run's JSONL files: lines that are no rows, torn ends, and cuts from the end."""
+"""The reader and writer of a run's JSONL files: lines that are not rows, lines that were cut off, and cuts from the
+end."""
 
 import gzip
 import json
@@ -38,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("line", NO_ROWS.values(), ids=NO_ROWS)
 def test_a_line_that_is_no_row_is_passed_over(path: Path, line: bytes) -> None:
-    """A line torn inside a Chinese character blocked every resume, and a line `123` ended in a traceback."""
+    """A line cut off inside a Chinese character blocked every resume, and a line `123` ended in a traceback."""
     path.write_bytes(b'{"step": 1}\n' + line + b'{"step": 3}\r\n')
     assert list(read_rows(path)) == [{"step": 1}, {"step": 3}]
     assert list(read_backwards(path)) == [{"step": 3}, {"step": 1}]
@@ -50,7 +51,7 @@ def test_a_line_that_is_no_row_is_passed_over(path: Path, line: bytes) -> None:
 
 
 def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path) -> None:
-    """A folder or a pipe where the file should be, a name that is too long, a compressed file that is none."""
+    """A folder or a pipe instead of the file, a name that is too long, a compressed file that is not one."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text.gz").write_bytes(b'{"step": 1}\n')
     for name in ("missing", ".", "pipe", "x" * 5000, "nul\0"):
@@ -59,7 +60,7 @@ def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path) -> None:
 
 
 def test_a_damaged_compressed_file_has_the_rows_before_the_damage(tmp_path: Path) -> None:
-    """A bit that flipped in the last megabyte must not hide the hundreds before it."""
+    """A flipped bit in the last megabyte must not hide the hundreds of megabytes before it."""
     path = tmp_path / "x.jsonl.gz"
     generator = random.Random(0)
     written = [{"step": step, "noise": generator.random()} for step in range(20_000)]
@@ -73,7 +74,8 @@ def test_a_damaged_compressed_file_has_the_rows_before_the_damage(tmp_path: Path
 
 
 def test_rows_are_written_as_json_for_every_reader(path: Path) -> None:
-    """NaN is no JSON, and UTF-8 has no lone surrogate: `json.dumps(..., ensure_ascii=False)` raised on encoding it."""
+    """NaN is not JSON, and UTF-8 cannot encode a lone surrogate: `json.dumps(..., ensure_ascii=False)` raised on
+    encoding."""
     texts = ["数 é", "\ud83d", "\\\ud83d", "\0\n\u2028", "\ude00 x"]
     append_rows(path, [{"kl": math.nan, "most": math.inf}, {"texts": texts}])
     append_rows(path, [])
@@ -84,7 +86,7 @@ def test_rows_are_written_as_json_for_every_reader(path: Path) -> None:
 
 
 def test_a_file_is_read_in_bounded_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """276 MB of rollouts took 1.6 GB to read, and one line without an end would take the file's size."""
+    """276 MB of rollouts took 1.6 GB to read, and one line without an end would take as much as the file."""
     monkeypatch.setattr(rows, "LONGEST_ROW", 2**16)
     row = json.dumps({"step": 1, "text": "x" * 1000}).encode() + b"\n"
     with open(path, "wb") as file:
@@ -102,7 +104,7 @@ def test_a_file_is_read_in_bounded_memory(path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("tail", [b"", b'{"step": 4, "rew', b'{"step": 4}', '{"text": "数'.encode()[:-1], b"\0" * 999])
 def test_a_cut_drops_later_steps_and_a_torn_tail(path: Path, tail: bytes) -> None:
-    """What the resumed run repeats would stand there twice."""
+    """Otherwise the steps that a resumed run repeats are in the file twice."""
     kept = b'{"step": 1}\n123\n{"no": "step"}\n{"step": "2"}\n{"step": 2}\n{"step": 2}\n'
     path.write_bytes(kept + b'{"step": 3}\n[1]\n{"step": 3}\n' + tail)
     node = path.stat().st_ino
@@ -126,7 +128,7 @@ def test_a_cut_keeps_a_last_row_that_only_lacks_its_newline(path: Path) -> None:
 
 
 def test_a_cut_reads_no_more_than_it_drops(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume after a night read every completion of the night."""
+    """A resume after a night read every completion of that night."""
     append_rows(path, ({"step": step, "text": "x" * 100} for step in range(1, 5001)))
     parse, parsed = rows.parse_row, []
     monkeypatch.setattr(rows, "parse_row", lambda line: parsed.append(line) or parse(line))
@@ -136,7 +138,7 @@ def test_a_cut_reads_no_more_than_it_drops(path: Path, monkeypatch: pytest.Monke
 
 
 def test_cuts_equal_a_filter_of_all_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that end at, before and behind the edge of a block, in files whose steps never decrease."""
+    """Lines that end on, before and after the edge of a block, in files whose steps never decrease."""
     monkeypatch.setattr(rows, "BLOCK", 64)
     for seed in range(300):
         generator = random.Random(seed)

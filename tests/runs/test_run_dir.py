@@ -49,7 +49,7 @@ def run(tmp_path):
 
 
 def with_checkpoint(run, step, run_id=None):
-    """A sealed checkpoint as training leaves it, of the run in the folder unless another id is given."""
+    """A sealed checkpoint as training writes it, for the run in the folder unless another id is given."""
     folder = run.folder / "checkpoints" / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     for name in CHECKPOINT_FILES:
@@ -60,7 +60,7 @@ def with_checkpoint(run, step, run_id=None):
 
 
 def begin(run, step=0):
-    """The run in its folder, at `step`, with two checkpoints before it if there is one."""
+    """Start a run in its folder at `step`, with two earlier checkpoints if there is a step."""
     with RunDir.create(run) as run_dir:
         if step:
             for one in (step - 1, step):
@@ -77,7 +77,7 @@ def contents(folder):
 
 
 def test_a_new_folder_records_what_the_run_is(run):
-    """A result whose configuration and versions are not written into its folder cannot be repeated."""
+    """A result cannot be reproduced if its configuration and versions are not in its folder."""
     with RunDir.create(run) as run_dir:
         assert run_dir.status()["state"] == "running"
     text = (run.folder / "config.yaml").read_text()
@@ -89,7 +89,7 @@ def test_a_new_folder_records_what_the_run_is(run):
 
 
 def test_the_commands_that_are_kept_have_no_passwords(run):
-    """They were hidden in the command that made the run, and stood in the one that resumes it."""
+    """Passwords were hidden in the command that made the run, but not in the one that resumes it."""
     words = "rloo-kit train x.yaml rollout.server_url=http://me:s3cret@host:1"
     with pytest.raises(RuntimeError), RunDir.create(run) as run_dir:
         run_dir.resume_command = f"{words} --resume"
@@ -102,7 +102,7 @@ def test_the_commands_that_are_kept_have_no_passwords(run):
 
 @pytest.mark.parametrize("state", ["running", "finished", "interrupted", "failed"])
 def test_a_run_that_is_there_is_refused(run, state):
-    """Whatever state a run is in, only a flag may touch it."""
+    """Whatever state a run is in, only a flag may overwrite or resume it."""
     with RunDir.create(run) as run_dir:
         run_dir.set_status(state, step=7)
     with pytest.raises(RunExistsError, match=f"{state} at step 7.*--resume.*--overwrite.*run.name=") as error:
@@ -111,7 +111,7 @@ def test_a_run_that_is_there_is_refused(run, state):
 
 
 def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(run):
-    """A mistyped model name once had to be corrected twice: in the command, and with --overwrite."""
+    """A mistyped model name had to be fixed twice: in the command, and with --overwrite."""
     with pytest.raises(ValueError, match="no such model"), RunDir.create(run):
         raise ValueError("no such model")
     with RunDir.create(run) as run_dir:
@@ -121,8 +121,8 @@ def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(run):
 @pytest.mark.parametrize("state", ["failed", "running"])
 @pytest.mark.parametrize("left", ["checkpoints", "metrics", "rollouts"])
 def test_what_a_run_has_trained_is_never_taken_without_a_flag(run, left, state):
-    """A run "never began" by `status.step`, written at logged steps only: with rloo.logging_steps=10, a failure at step
-    6 and the same command again deleted checkpoints 1 to 5."""
+    """Whether a run had started was read from `status.step`, which is written at logged steps only. With
+    rloo.logging_steps=10, a failure at step 6 and the same command again deleted checkpoints 1 to 5."""
     with RunDir.create(run) as run_dir:
         run_dir.set_status(state, step=0)
         if left != "checkpoints":
@@ -137,7 +137,7 @@ def test_what_a_run_has_trained_is_never_taken_without_a_flag(run, left, state):
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"state": 3}', "\x00" * 40])
 def test_a_lost_status_is_read_from_the_newest_checkpoint(run, text):
-    """An emptied status.json made the folder free: a new start was accepted in it, and --resume later said "finished
+    """An emptied status.json made the folder look free: a new start was accepted, and a later --resume said "finished
     already (step 6)" and returned the old adapter as the new one."""
     old = begin(run, step=6)
     (run.folder / "status.json").write_text(text)
@@ -165,7 +165,7 @@ def test_only_what_carries_the_runs_id_is_resumed(run):
 @pytest.mark.parametrize("name", ["config.yaml", "versions.json", "status.json"])
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", "\udcff"])
 def test_a_run_with_a_damaged_file_is_resumed(run, name, text):
-    """The checkpoints have all that a resume needs: the configuration, the number of processes and the id."""
+    """The checkpoints have everything a resume needs: the configuration, the number of processes and the id."""
     old = begin(run, step=4)
     if text is None:
         (run.folder / name).unlink()
@@ -199,8 +199,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*CHECKPOINT_FILES, MANIFEST])
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(run, name, way, capsys):
-    """Each of these ended in a traceback, or was not noticed: without its scheduler file a run went on at the peak of
-    its learning rate."""
+    """Each of these ended in a traceback or went unnoticed: without its scheduler file a run continued at its peak
+    learning rate."""
     begin(run, step=6)
     newest = run.folder / "checkpoints" / "checkpoint-6"
     WAYS[way](newest / name)
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(run, name, way,
 
 
 def test_without_a_whole_checkpoint_nothing_is_started_over(run):
-    """Starting again from step 0 under --resume would drop the metrics of a night."""
+    """Restarting from step 0 under --resume would drop a night of metrics."""
     begin(run, step=6)
     for step in (5, 6):
         truncate(run.folder / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt")
@@ -223,7 +223,7 @@ def test_without_a_whole_checkpoint_nothing_is_started_over(run):
 
 
 def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
-    """Notes that somebody keeps in a run's folder are not the kit's to delete."""
+    """--overwrite must not delete notes that a user keeps in a run's folder."""
     with RunDir.create(run) as first:
         first.append_jsonl("metrics.jsonl", [{"step": 1}])
         first.write_json("before.json", {})
@@ -236,7 +236,8 @@ def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
 
 
 def test_overwrite_leaves_what_others_keep_among_the_checkpoints(run, tmp_path):
-    """Two runs whose checkpoints/ were links to one large disk, with a thesis on it: --overwrite of one emptied it."""
+    """The checkpoints/ of two runs were links to one large disk with other files on it, and --overwrite of one emptied
+    it."""
     begin(run, step=2)
     (run.folder / "checkpoints").rename(tmp_path / "large")
     (run.folder / "checkpoints").symlink_to(tmp_path / "large")
@@ -247,7 +248,7 @@ def test_overwrite_leaves_what_others_keep_among_the_checkpoints(run, tmp_path):
 
 
 def test_checkpoints_that_are_gone_are_not_an_empty_start(run, tmp_path):
-    """A disk that was not mounted: --resume emptied the metrics and the completions, and began at step 0."""
+    """With an unmounted disk, --resume emptied the metrics and completions and started at step 0."""
     begin(run, step=2)
     with RunDir.create(run, resume=True) as run_dir:
         run_dir.set_status("finished", saved=2)
@@ -267,8 +268,8 @@ def test_checkpoints_that_are_gone_are_not_an_empty_start(run, tmp_path):
 
 
 def test_a_run_whose_place_was_taken_writes_no_more(run):
-    """Its folder was moved away and another run begun there: rows went into that one's files, and its status became
-    the first one's failure."""
+    """A run's folder was moved away and another run started in its place: rows of the first went into the second's
+    files, and its failure overwrote the second's status."""
     with RunDir.create(run) as first:
         first.append_jsonl("metrics.jsonl", [{"step": 1}])
         run.folder.rename(run.folder.with_name("moved"))
@@ -286,7 +287,8 @@ def test_a_run_whose_place_was_taken_writes_no_more(run):
 
 
 def test_what_a_killed_start_left_is_in_nobodys_way(run):
-    """SIGKILL while config.yaml was first written: neither a start nor --resume nor --overwrite took the folder."""
+    """After SIGKILL during the first write of config.yaml, neither a start nor --resume nor --overwrite accepted the
+    folder."""
     run.folder.mkdir(parents=True)
     (run.folder / ".config.yaml.4711.tmp").write_text("half of i")
     (run.folder / ".lock").touch()
@@ -294,7 +296,7 @@ def test_what_a_killed_start_left_is_in_nobodys_way(run):
 
 
 def test_files_that_the_run_could_not_write_are_refused(run):
-    """A link for adapter/ was replaced by a folder, and the link's target kept old weights; a pipe hung."""
+    """A link at adapter/ was replaced by a folder, and the link's target kept old weights; a pipe hung the run."""
     begin(run, step=2)
     os.mkfifo(run.folder / "rollouts.jsonl")
     with pytest.raises(SetupError, match="rollouts.jsonl is not a regular file"):
@@ -310,7 +312,7 @@ def test_files_that_the_run_could_not_write_are_refused(run):
 
 
 def test_damaged_checkpoints_are_all_kept(run):
-    """The second one of a step deleted the first; a folder named checkpoint-² was a traceback."""
+    """A second damaged checkpoint of a step deleted the first; a folder named checkpoint-² ended in a traceback."""
     begin(run, step=6)
     (run.folder / "checkpoints" / "checkpoint-²").mkdir()
     for name in ("damaged-6", "damaged-6-2"):
@@ -323,7 +325,8 @@ def test_damaged_checkpoints_are_all_kept(run):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_does_not_hold_the_lock(run):
-    """A loader's worker outlived a killed run: the folder was "being written by another process", a dead one."""
+    """A data loader's worker outlived a killed run, and its folder was "being written by another process", which was
+    dead."""
     reader, writer = os.pipe()
     begun, begins = os.pipe()
     run_dir = RunDir.create(run)
@@ -342,7 +345,7 @@ def test_a_forked_child_does_not_hold_the_lock(run):
 
 
 def test_overwrite_takes_only_a_folder_that_the_kit_marked(run):
-    """Any folder with a status.json that has a `state` was taken for a run's, and its checkpoints/ was deleted."""
+    """Any folder with a status.json that has a `state` counted as a run's, and its checkpoints/ was deleted."""
     (run.folder / "checkpoints").mkdir(parents=True)
     (run.folder / "checkpoints" / "resnet.pt").write_text("weeks of work")
     (run.folder / "status.json").write_text('{"state": "finished"}')
@@ -354,7 +357,7 @@ def test_overwrite_takes_only_a_folder_that_the_kit_marked(run):
 
 
 def test_a_folder_that_is_removed_is_made_again(run, capsys):
-    """A run whose folder somebody had cleaned away went on for hours, ended with exit code 0 and had kept nothing."""
+    """A run whose folder was deleted trained for hours, ended with exit code 0 and had kept nothing."""
     with RunDir.create(run) as run_dir:
         shutil.rmtree(run.folder)
         run_dir.append_jsonl("rollouts.jsonl", [{"step": 1}])
@@ -375,7 +378,7 @@ def test_a_folder_that_is_removed_is_made_again(run, capsys):
 
 
 def test_a_full_disk_is_said_in_a_line(run):
-    """It was a traceback, and the status stayed "running". The limit on a file's size is one that a test can set."""
+    """It ended in a traceback, and the status stayed "running". A test can set a limit on file size."""
     begin(run, step=3)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.raises(SetupError, match="disk is full.*checkpoint of step 3.*free some space.*resume=True"):
@@ -389,7 +392,7 @@ def test_a_full_disk_is_said_in_a_line(run):
 
 
 def test_a_folder_that_is_no_run_is_not_written_into(run):
-    """run.output_dir=/home with run.name=me would have made a home folder into a run's."""
+    """run.output_dir=/home with run.name=me would have turned a home folder into a run's."""
     run.folder.mkdir(parents=True)
     (run.folder / "thesis.tex").write_text("...")
     for flags in ({}, {"overwrite": True}):
@@ -398,7 +401,7 @@ def test_a_folder_that_is_no_run_is_not_written_into(run):
 
 
 def test_resume_needs_a_run(run):
-    """A mistyped name with --resume would start from zero and look like going on."""
+    """A mistyped name with --resume would start from step 0 and look like a resume."""
     with pytest.raises(RunNotFoundError, match="start it without --resume"):
         RunDir.create(run, resume=True)
     with pytest.raises(ConfigError, match="--resume and --overwrite"):
@@ -418,7 +421,7 @@ def test_resume_needs_a_run(run):
     ],
 )
 def test_resume_refuses_what_would_train_something_else(run, section, change, message):
-    """Two halves of two experiments under one name; more steps, or another way of printing, are no other experiment."""
+    """A run must not be two halves of two experiments; more steps or another way of printing are allowed."""
     RunDir.create(run).close()
     run.sections = SECTIONS | {section: SECTIONS[section] | change}
     if message is None:
@@ -429,7 +432,8 @@ def test_resume_refuses_what_would_train_something_else(run, section, change, me
 
 
 def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
-    """After an update of the kit every run of before was refused, `rloo.delta: None then, ...`, for keys it had not."""
+    """After an update of the kit every earlier run was refused with `rloo.delta: None then, ...`, for keys it did not
+    have."""
     from rloo_kit.config.resume import refuse_changes
     from rloo_kit.config.run import RunConfig
 
@@ -451,14 +455,14 @@ def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
 
 
 def test_changed_rewards_are_named_by_their_place():
-    """A list of rewards printed twice in full leaves finding the difference to the reader."""
+    """Two full lists of rewards leave finding the difference to the reader."""
     saved = {"rewards": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": 1.0}]}
     now = {"rewards": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": 2.0}, {"name": "c"}]}
     assert changed_keys(saved, now) == {"rewards.1.weight": (1.0, 2.0), "rewards.2.name": (None, "c")}
 
 
 def test_two_processes_never_write_one_run(run):
-    """Two jobs with one name, each truncating the other's metrics."""
+    """Two jobs with one name would each truncate the other's metrics."""
     with RunDir.create(run):
         code = f"""
 from tests.runs.test_run_dir import Run
@@ -478,7 +482,7 @@ except Exception as error:
 
 @pytest.mark.parametrize(("error", "state"), [(ValueError("bad"), "failed"), (KeyboardInterrupt(), "interrupted")])
 def test_how_a_run_ended_is_recorded(run, error, state):
-    """A run that died stays "running" for anyone who polls its status."""
+    """A run that died would stay "running" for anyone who polls its status."""
     with pytest.raises(type(error)), RunDir.create(run) as run_dir:
         run_dir.resume_command = "rloo-kit train x.yaml --resume"
         raise error
@@ -490,7 +494,7 @@ def test_how_a_run_ended_is_recorded(run, error, state):
 
 
 def test_json_has_no_nan(run):
-    """Python writes NaN, which no other reader of JSON takes."""
+    """Python writes NaN, which other JSON readers reject."""
     with RunDir.create(run) as run_dir:
         run_dir.append_jsonl("metrics.jsonl", [{"step": 1, "kl": math.nan, "list": [math.inf, 1.0]}])
         text = (run.folder / "metrics.jsonl").read_text()
@@ -498,7 +502,7 @@ def test_json_has_no_nan(run):
 
 
 def test_rewind_drops_the_evaluations_that_will_be_made_again(run):
-    """A best evaluation of step 4 in a run that went back to step 2 decided what its adapter was."""
+    """A best evaluation of step 4, in a run that went back to step 2, decided which weights the adapter had."""
     with RunDir.create(run) as run_dir:
         for name, step in (("later", 4), ("same", 2)):
             run_dir.replace_jsonl("evaluations.jsonl", [{"step": number} for number in (0, 2, 4)])
@@ -512,7 +516,7 @@ def test_rewind_drops_the_evaluations_that_will_be_made_again(run):
 
 
 def test_rewind_drops_what_will_be_done_again(run):
-    """A resumed run whose metrics hold some steps twice draws a curve that goes back in time."""
+    """A resumed run whose metrics have some steps twice draws a curve that goes back in time."""
     with RunDir.create(run) as run_dir:
         run_dir.append_jsonl("metrics.jsonl", [{"step": n, "run": run_dir.id} for n in (1, 2, 3)])
         run_dir.append_jsonl("rollouts.jsonl", [{"step": n} for n in (1, 1, 2, 2, 3, 3)])
@@ -527,7 +531,7 @@ def test_rewind_drops_what_will_be_done_again(run):
 
 @pytest.mark.parametrize(("name", "reason"), [("a_file/x", "Not a directory"), ("y" * 300, "File name too long")])
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, reason):
-    """A read-only disk, a file in the way or a name that is too long ended in a traceback of pathlib."""
+    """A read-only disk, a file in the way or a name that is too long ended in a pathlib traceback."""
     (tmp_path / "a_file").touch()
     with pytest.raises(SetupError, match=f"{re.escape(str(tmp_path / name))}.*{reason}.*run.output_dir=.*run.name="):
         RunDir.create(Run(tmp_path / name))
@@ -544,7 +548,7 @@ rloo: {{max_steps: 3, max_completion_length: 64}}
 
 @pytest.fixture
 def own_family(tmp_path, monkeypatch):
-    """A configuration whose task family is a file next to it, and elsewhere to be used from."""
+    """A configuration whose task family is a file next to it, in another folder than the working one."""
     family, config = tmp_path / "cfg" / "fam" / "backward.py", tmp_path / "cfg" / "own.yaml"
     family.parent.mkdir(parents=True)
     family.write_bytes("# \xe4\r\n".encode("latin-1"))
@@ -556,7 +560,7 @@ def own_family(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", ["the config", "the working directory"])
 def test_a_run_keeps_its_task_family(own_family, tmp_path, monkeypatch, place):
-    """`train` found the file in the config's folder, and `ask` and `export` of the run's folder did not."""
+    """`train` found the file in the config's folder, but `ask` and `export` of the run's folder did not."""
     config, family = own_family
     if place != "the config":
         monkeypatch.chdir(config.parent)
@@ -575,7 +579,7 @@ def test_a_run_keeps_its_task_family(own_family, tmp_path, monkeypatch, place):
 
 
 def test_a_run_goes_on_with_the_task_family_that_it_began_with(own_family):
-    """Another content is another base model; nothing was trained on it."""
+    """Other file content means another base model, which the checkpoint was not trained on."""
     config, family = own_family
     folder = RunDir.create(load_config(config)).folder
     RunDir.create(load_config(config), resume=True).close()
@@ -593,7 +597,7 @@ def test_a_run_goes_on_with_the_task_family_that_it_began_with(own_family):
 
 
 def test_two_task_families_of_one_name_are_refused(own_family, tmp_path):
-    """The folder keeps a family under its file's name, so one would take the place of the other."""
+    """The folder stores a family under its file name, so one would replace the other."""
     (tmp_path / "backward.py").write_text("# another")
     words = ("model.name=embedded/untaught", "data.source=embedded/fam/backward.py", "sft.source=embedded/backward.py")
     with pytest.raises(ConfigError, match=r"two .*task families .*called backward.py.*: rename one"):
