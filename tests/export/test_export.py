@@ -194,7 +194,7 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
     assert f"vllm serve {folder} --max-model-len 128 --reasoning-parser qwen3" in done.stdout
     assert record["certificate"]["run"] == {"id": "a1", "state": "finished", "weights_of_step": 40}
     again = CliRunner().invoke(app, words)
-    assert again.exit_code == 2 and "--overwrite replaces it" in again.output
+    assert again.exit_code == 2 and "replace it with --overwrite" in again.output
     (folder / "old").write_text("")
     assert CliRunner().invoke(app, [*words, "--overwrite"]).exit_code == 0 and not (folder / "old").exists()
     private = [str(run), str(run.parent), os.path.expanduser("~")]

@@ -228,7 +228,7 @@ def test_a_temperature_that_vllm_raises_is_refused(policy):
         ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern.*rollout.engine=generate"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern.*rollout.engine=generate"),
         ({"r": 4, "init_lora_weights": "gaussian"}, None),
-        ({"r": 32}, "vLLM does not take the adapter.*rank"),
+        ({"r": 32}, "vLLM cannot load the adapter.*rank"),
         ({"use_dora": True}, "uses DoRA.*use_dora=False"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save.*rollout.engine=generate"),
         ({"init_lora_weights": "pissa"}, "initialised by pissa.*init_lora_weights=True"),
