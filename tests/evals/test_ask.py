@@ -343,7 +343,7 @@ def test_a_dialogue_at_a_terminal(run_folder):
         assert "3 of thinking" in shown and "closed by the budget" in shown
         terminal.wait_for("\n> ")
         terminal.send("<think>\n")
-        assert "rloo-kit: the user message holds" in terminal.wait_for("\n> ")
+        assert "rloo-kit: the user message contains" in terminal.wait_for("\n> ")
         terminal.send("\x04")
         assert terminal.process.wait(60) == 0
     finally:

@@ -252,4 +252,4 @@ def test_the_command(tiny_folder):
     assert parts == [("rollout", "plain", 4, 128), ("rollout", "int8", 4, 128), ("training", None, 8, 128)]
     for one in found["measured"]:
         assert one["error"] is None and 0.2 < one["measured_gib"] < 2 and one["computed_gib"] > 0.5
-    assert "random weights of the shape" in done.stderr and "computed and measured" in done.stderr
+    assert "random weights of the shape" in done.stderr and "computed vs. measured" in done.stderr
