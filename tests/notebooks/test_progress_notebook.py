@@ -124,7 +124,7 @@ def test_training_says_where_it_is(ran: tuple[Any, str]) -> None:
     assert steps[0].startswith("step 1/3") and steps[-1].startswith("step 3/3") and set(steps) <= set(log.splitlines())
     assert [line for line in shown if "Completions" in line] == ["Completions of step 1", "Completions of step 2"]
     assert "Completions of step 2" in log
-    assert any(line.startswith("building embedded/thinking, once; kept in ") for line in printed(notebook, BUILD))
+    assert any(line.startswith("building embedded/thinking, once; cached in ") for line in printed(notebook, BUILD))
     assert any(line.startswith("│ accuracy, temperature 1") for line in printed(notebook, BEFORE))
     assert printed(notebook, AFTER)[-1].startswith("accuracy ")
 

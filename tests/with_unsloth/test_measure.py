@@ -30,7 +30,7 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
     one = kept["paged_attention_K"][:filled]
     assert (one == one[:1]).all() and not (kept["paged_attention_K"][filled] == one[0]).all()
     assert not [name for name in vars(attention) if name.startswith("paged")], "a rollout's cache is held in training"
-    with pytest.raises(BackendError, match="rollout.cache is int8, but Unsloth decodes from 16-bit buffers"):
+    with pytest.raises(BackendError, match="rollout.cache is int8, but Unsloth decodes from its own 16-bit buffers"):
         measure_rollout(policy, run, rows=2, tokens=100, cache="int8")
 
 
