@@ -250,6 +250,8 @@ class Evaluation:
         if self.reward is not None and self.reward != self.accuracy:
             parts.append(f"reward {with_interval(self.reward, self.reward_low, self.reward_high)}")
         parts += [f"pass@{k} {value:.3f}" for k, value in sorted(self.pass_at_k.items())]
+        budgets = [(entry["budget"], entry["accuracy"]) for entry in self.budgets if entry["accuracy"] is not None]
+        parts += [f"{accuracy:.3f} at {budget} tokens of thinking" for budget, accuracy in budgets]
         if self.mean_thinking_tokens is not None:
             parts.append(f"thinking {self.mean_thinking_tokens:.0f} tokens")
         parts.append(f"{self.truncated_share:.0%} truncated")
