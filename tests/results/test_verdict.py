@@ -220,3 +220,10 @@ def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> No
         assert "verdict" not in RunDir(run.folder).status(), "it trains on"
         record_verdict(run.folder, verdict)
         assert "verdict" not in RunDir(run.folder).status()
+
+
+def test_the_line_of_an_evaluation_names_each_thinking_budget() -> None:
+    """When the line replaced the table in a run's output, the accuracies at thinking budgets were gone."""
+    budgets = [{"budget": 8, "accuracy": 0.5}, {"budget": 4, "accuracy": None}]
+    line = Evaluation("after", 1000, 1, 1.0, 48, pass_at_k={4: 0.75}, budgets=budgets).describe()
+    assert line == "Evaluation after: pass@4 0.750, 0.500 at 8 tokens of thinking, 0% truncated; 1,000 held-out prompts"
