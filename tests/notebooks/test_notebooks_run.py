@@ -130,7 +130,8 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     assert name in EMBEDDED or "think>" not in asked, asked
     if name not in EMBEDDED:  # those ask the small model what only a large one can answer
         thinking = r"thinking:\n(\d[\d+]*=\d+\n)+answer:\n" if "thinking" in name else ""
-        assert re.match(rf"Question: .+\n{thinking}\d+\n\(", asked), asked  # a number, with nothing of the thinking left in it
+        # A number, with nothing of the thinking left in it.
+        assert re.match(rf"Question: .+\n{thinking}\d+\n\(", asked), asked
     assert re.match("(learnt|no evidence|no signal|broken|gamed): ", text_of(output, "kit.judge_run("))
 
 
