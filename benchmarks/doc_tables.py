@@ -21,7 +21,7 @@ from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value
 PAGES = (
     *(
         ROOT / "docs" / name
-        for name in ("benchmarks.md", "data.md", "embedded.md", "plan.md", "export.md", "relatives.md")
+        for name in ("benchmarks.md", "compare.md", "data.md", "embedded.md", "export.md", "plan.md", "relatives.md")
     ),
     ROOT / "README.md",
 )
@@ -241,6 +241,7 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "relatives-picture": (relatives.picture_lines, "relatives.json"),
     "relatives-arms": (relatives.arms_table, "relatives.json"),
     "relatives-differences": (relatives.differences_table, "relatives.json"),
+    "relatives-grpo": (relatives.grpo_table, "relatives.json"),
     "learning-rates": (rates_table, "learning_rates.json"),
     "health": (health_table, "health_runs.json"),
     "rewards": (rewards_table, "rewards.json"),

@@ -164,6 +164,12 @@ def differences_table(result: dict[str, Any]) -> list[str]:
     return table(head, rows)
 
 
+def grpo_table(result: dict[str, Any]) -> list[str]:
+    """relatives.json: the rows of `differences_table` for the accuracy of the two GRPO arms."""
+    rows = [row for row in result["differences"] if row["arm"] in ("grpo", "dapo") and row["measure"] == "accuracy"]
+    return differences_table({"differences": rows})
+
+
 def _judge(row: dict[str, Any]) -> str:
     """A difference in words."""
     if row["is_significant"] is None:

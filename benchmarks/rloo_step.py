@@ -1,6 +1,6 @@
 """Our step vs. stock TRL's, in one process, alternating step by step; figures go to `results/rloo_step.json`.
 
-    python benchmarks/rloo_step.py                        # the rows that the project promises (about 20 minutes)
+    python benchmarks/rloo_step.py                        # the rows that the project promises (15 to 20 minutes)
     python benchmarks/rloo_step.py --full                 # and every other K, vocabulary, checkpointing and beta
     python benchmarks/rloo_step.py --only training --repeats 5
     python benchmarks/rloo_step.py --write-table          # only put the figures into docs/benchmarks.md
