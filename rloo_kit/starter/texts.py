@@ -78,6 +78,7 @@ def make_header(settings: Settings, plan: VramPlan) -> str:
 # {settings.model}
 # on {settings.table.source}; written by rloo-kit init
 #
+# Check:   rloo-kit preflight {settings.file}
 # Run:     rloo-kit train {settings.file}
 # Keys:    rloo-kit config {settings.file} prints every key, defaults included
 # Reward:  {settings.module}.py, yours to edit
