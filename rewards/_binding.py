@@ -13,8 +13,8 @@ from .text import as_ids, as_text
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as `score` sees it: text, token ids, the value of the `answer` column, and whether its thinking
-    was closed for it when it had spent its budget (the column `thinking_forced`; False where there is none)."""
+    """One completion as `score` sees it: text, token ids, the value of the `answer` column, and whether the
+    thinking budget closed its thinking (the column `thinking_forced`; False without that column)."""
 
     text: str = ""
     ids: list[int] | None = None
@@ -38,7 +38,7 @@ class Reward:
     needs: ClassVar[tuple[str, ...]] = ("completions", "completion_ids")
 
     def score(self, sample: Sample) -> float | None:
-        """The reward of one completion; None where the reward does not apply."""
+        """The reward of one completion; None if the reward does not apply."""
         raise NotImplementedError
 
     def __call__(
@@ -48,7 +48,7 @@ class Reward:
         completion_ids: Sequence[Any] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards of a batch, one per completion, None where the reward does not apply.
+        """Rewards of a batch, one per completion, None if the reward does not apply.
 
         Args:
             prompts: not read; part of the calling convention.
@@ -56,7 +56,7 @@ class Reward:
             completion_ids: token ids of each completion, unpadded, the end token included; lists, tuples, arrays or
                 tensors.
             columns: the other columns of the dataset, one value per completion, and whatever else the trainer passes;
-                `thinking_forced` among them where the run has a thinking budget.
+                they include `thinking_forced` if the run has a thinking budget.
 
         Raises:
             ValueError: a required argument was not passed, or two arguments differ in length.

@@ -105,7 +105,7 @@ class AnswerReward(Reward):
         think_end_id: id of `</think>`; what follows its last occurrence is the answer.
         thinking: False for a model that never thinks: the whole completion is the answer.
         find: `whole` (everything after the tag), `boxed` (the content of its last \\boxed{}), `last_number`.
-        decode: a tokenizer's `decode`, used only where the text alone cannot tell which tag is the real one.
+        decode: a tokenizer's `decode`, used only if the text alone does not show which tag is the real one.
 
     >>> answer_reward(completions=["2+2</think>4"], completion_ids=[[17, 10, 17, 151668, 19]], answer=["4.0"])
     [1.0]

@@ -45,7 +45,7 @@ class SoftOverlongPenalty(Reward):
 
     Args:
         max_completion_length: the length at which the penalty is full, in tokens.
-        cache_tokens: the stretch before it over which the penalty grows; a fifth of the limit unless given.
+        cache_tokens: the last tokens before it, over which the penalty grows; default: a fifth of the limit.
 
     >>> soft_overlong_penalty.with_(max_completion_length=100, cache_tokens=20)(completion_ids=[[5] * 80, [5] * 90])
     [0.0, -0.5]
@@ -78,12 +78,12 @@ class SoftOverlongPenalty(Reward):
 class RepetitionPenalty(Reward):
     """A repetition penalty: the share of token-id n-grams that occurred before, times `penalty`.
 
-    0.0 where no n-gram repeats or there are too few tokens for one; towards `-penalty` where everything repeats.
+    0.0 if no n-gram repeats or there are too few tokens for one; approaches `-penalty` if everything repeats.
     Source: appendix C.2 of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373).
 
     Args:
         ngram_size: tokens in an n-gram.
-        penalty: what full repetition would cost, a positive number that is subtracted.
+        penalty: the cost of full repetition, a positive number that is subtracted.
 
     >>> repetition_penalty.with_(ngram_size=2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
     [0.0, -0.75]

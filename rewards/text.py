@@ -2,7 +2,7 @@
 
 The ids decide whether and where the thinking was closed; text is read only for what ids cannot show, and is split at
 the tag's spelling. A model may also spell the tag in ordinary tokens; then `decode` finds the real one, and without it
-the first (or last) spelling is taken.
+the first (or last) spelling counts.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def as_ids(ids: Iterable[Any]) -> list[int]:
 def as_text(completion: Any) -> str:
     """The text of one completion: a string, or the assistant's messages of a conversational one joined by newlines.
 
-    A message whose thinking a parser has moved to `reasoning_content` is put together again, tag included, so that
+    A message whose thinking a parser has moved to `reasoning_content` is joined again, tag included, so that
     both formats give the same text.
 
     >>> as_text([{"role": "assistant", "content": "so 4.</think>4"}])
@@ -65,8 +65,8 @@ def split_at_tag(
 ) -> tuple[str, str] | None:
     """The text before and after the first (or `last`) closing tag; None if the ids contain no closing tag.
 
-    A text without the spelling (the tag was dropped when decoding) cannot be cut: it is returned as both parts,
-    unless `decode` is there to make the parts from the ids.
+    A text without the spelling (the tag was dropped when decoding) cannot be split: it is returned as both parts,
+    unless `decode` is given, which makes the parts from the ids.
 
     >>> split_at_tag("2+2?</think>4", [5, 151668, 6], 151668, last=False)
     ('2+2?', '4')

@@ -25,7 +25,7 @@ class ThinkingReward(Reward):
         min_tokens: where the band of 0.7 begins, in tokens.
         full_tokens: where the band of 1.0 begins, in tokens.
         forced_counts_as_closed: whether a close that the thinking budget forced is judged like the model's own.
-        decode: a tokenizer's `decode`, used only where the text alone cannot tell which tag is the real one.
+        decode: a tokenizer's `decode`, used only if the text alone does not show which tag is the real one.
 
     >>> batch = {"completions": ["Why?</think>4"], "completion_ids": [[7] * 30 + [151668, 19]]}
     >>> thinking_reward(**batch), thinking_reward(**batch, thinking_forced=[True])

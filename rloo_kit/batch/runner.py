@@ -279,7 +279,7 @@ class _BatchRun:
         """Let training runs save a checkpoint, then end everything; a second signal ends everything at once."""
         asked = [active for active in self.active if self._ask_to_save(active)]
         many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
-        ending = f"{many} a checkpoint first; once more ends at once" if asked else "ending the runs"
+        ending = f"{many} a checkpoint first; a second signal ends everything at once" if asked else "ending the runs"
         self.progress.print(f"{self.signals.name}: {ending}")
         until = time.monotonic() + SAVE_TIMEOUT_S
         while self.signals.count < 2 and time.monotonic() < until and any(map(self._is_saving, asked)):

@@ -224,7 +224,7 @@ def _opens_thinking(policy: Policy, prompt_ids: list[int]) -> bool:
 
 @contextmanager
 def _shown(stream: bool | OnText, title: str) -> Iterator[OnText | None]:
-    """The receiver of the pieces of text. An unfinished line is ended at the end, also on Ctrl-C."""
+    """The receiver of the pieces of text. An unfinished line is ended on exit, even on Ctrl-C."""
     if stream is False:
         yield None
         return

@@ -33,7 +33,7 @@ class Asked(Protocol):
 
 
 class TrainedModel:
-    """A run's trained model, or exported weights; raises as `load_trained`."""
+    """A run's trained model, or exported weights; raises like `load_trained`."""
 
     def __init__(self, source: Path, *overrides: str) -> None:
         self._source, self._overrides = source, overrides
@@ -87,5 +87,5 @@ class GgufModel(TrainedModel):
 
 
 def open_model(source: Path, *overrides: str) -> Asked:
-    """The model of a run's folder or config, a folder of weights or a GGUF file; raises as `load_trained`."""
+    """The model of a run's folder or config, a folder of weights or a GGUF file; raises like `load_trained`."""
     return TrainedModel(source, *overrides) if find_gguf(source) is None else GgufModel(source, *overrides)

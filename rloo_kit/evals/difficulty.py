@@ -26,7 +26,7 @@ from rloo_kit.system.processes import is_distributed, say
 
 FOLDER = "difficulty"  # of `cache_folder()`
 SELECTION = "prompts.json"
-BATCHES_AT_ONCE = 4  # between two writes to the cache, because an engine that refills its rows benefits from long lists
+BATCHES_AT_ONCE = 4  # between two cache writes, because an engine that refills its rows benefits from long lists
 SAMPLED_VALUES = 256  # of each tensor, for the fingerprint
 
 
@@ -154,7 +154,7 @@ class PassRateCache:
             try:
                 entry = json.loads(line)
                 right[str(entry["prompt"])] = int(entry["right"])
-            except (ValueError, KeyError, TypeError):  # the conditions, or a line that a crash cut off
+            except (ValueError, KeyError, TypeError):  # the line of conditions, or one that a crash cut off
                 continue
         return right
 

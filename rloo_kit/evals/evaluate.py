@@ -319,7 +319,7 @@ def _check_budgets(run: RunConfig, policy: Policy) -> None:
 
 
 def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool | None] | None:
-    """One verdict per completion. Only the main process judges, because a time limit may expire in a single process."""
+    """One verdict per completion. Only the main process judges, because a time limit may expire in one alone."""
     return share(judge.judge(completions) if is_main_process() else None)
 
 

@@ -25,7 +25,7 @@ class HeldOutRewards:
     """The rewards of a run behind separate guards, with the names that training logs.
 
     A reward is called as in a rollout: prompts, texts and ids, every column, `thinking_forced` if the run has a
-    thinking budget, as many completions per call as one process has of a rollout. Two things differ: what it logs is
+    thinking budget, as many completions per call as one process has of a rollout. Two things differ: its log calls are
     dropped, and `trainer_state` is always that of the run's last step, so that all evaluations measure the same.
 
     Args:

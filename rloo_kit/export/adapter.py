@@ -17,8 +17,8 @@ WEIGHTS = "adapter_model.safetensors"
 def name_base(base: str) -> tuple[str, str | None]:
     """(name of the base in a published adapter, folder of the base in the export or None if it is not included).
 
-    A hub id stays, also if it was loaded from the hub's cache. The embedded model is not on the hub, so its folder
-    (2 MB, or 83 MB with Qwen3's vocabulary) is included. Any other folder gives its last part.
+    A hub id stays, even if the model came from the hub's cache. The embedded model is not on the hub, so its folder
+    (2 MB, or 83 MB with Qwen3's vocabulary) is included. Any other folder is named by the last part of its path.
     """
     if (found := hub_id(base)) is not None:
         return found, None

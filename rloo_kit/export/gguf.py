@@ -19,7 +19,7 @@ KINDS = tuple(LARGEST_ERROR)
 TINIEST = 2.0**-24  # of float16
 BLOCK, SUPERBLOCK = 32, 256
 ARCHITECTURES = {"qwen3": "qwen3"}  # transformers' model type: llama.cpp's
-# llama.cpp refuses a BPE without merges, as a byte-level vocabulary may be. This byte never occurs in UTF-8 text.
+# llama.cpp refuses a BPE without merges, and a byte-level one may have none. This byte never occurs in UTF-8 text.
 NO_MERGE = ["ÿ ÿ"]
 
 

@@ -1,7 +1,7 @@
-"""Ask the program that an export is for, for the log-probabilities and greedy texts of a few prompts.
+"""Get the log-probabilities and greedy texts of a few prompts from the program that an export is for.
 
-Runs as a separate process (`python loaders.py REQUEST REPLY`) and imports nothing from the kit. So the export is loaded
-as by a user without the kit and without Unsloth's patches, and a file that crashes llama.cpp does not end the export.
+Runs as a separate process (`python loaders.py REQUEST REPLY`) and imports nothing from the kit. So the export loads
+as it does for a user without the kit or Unsloth's patches, and a file that crashes llama.cpp does not end the export.
 """
 
 import json

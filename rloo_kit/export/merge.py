@@ -28,7 +28,7 @@ class Weight:
     """One tensor of the merged model, read on demand.
 
     Attributes:
-        name: in transformers. shape: unpacked, also if the base has it in 4-bit.
+        name: in transformers. shape: unpacked, even if the base has it in 4-bit.
     """
 
     name: str

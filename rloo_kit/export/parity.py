@@ -44,8 +44,8 @@ OF_FILE = {
     "q4_k_m": Tolerance(3.0, 0.3, 0.0),
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
-# llama.cpp sums the softmax of its reported log-probs in float32, likeliest first: a token with less than this share is
-# lost, and this may happen to every row of the vocabulary.
+# llama.cpp sums the softmax of its reported log-probs in float32, likeliest first: a smaller share than this
+# is lost to rounding, possibly in every row of the vocabulary.
 LOST_A_ROW = 2.0**-24
 
 
@@ -85,7 +85,7 @@ class Check:
         loader, version: that program. holds: type of the file's weights. compute: dtype that both sides compute in.
         prompts, tokens: compared. largest, mean: difference of a token's log-probability, in nats.
         equal: prompts whose greedy text is the same, end token included.
-        unseen: tokens outside llama.cpp's likeliest 20, the only ones that it reports; in no other figure.
+        unseen: tokens outside llama.cpp's likeliest 20, the only ones that it reports; they are in no other figure.
         limits: the allowed differences.
     """
 

@@ -37,7 +37,7 @@ class Changes:
 
 
 def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes:
-    """The changes between two evaluations of the same prompts; with a single one, its results."""
+    """The changes between two evaluations of the same prompts; if there is only one, its results."""
     measured = [one for one in (before, after) if one is not None]
     if not measured:
         return Changes({}, [], 0)

@@ -219,7 +219,7 @@ def _tick_text(tick: float, form: str, ticks: Sequence[float]) -> str:
     if abs(shown) >= 10_000:
         return f"{shown / 1000:,.{0 if apart >= 1000 else 1}f}k{unit}"
     decimals = 0 if not apart else max(0, -math.floor(math.log10(apart) + 1e-9))
-    decimals += abs(round(apart, decimals) - apart) > 1e-9 * abs(apart)  # 2.5 and its like
+    decimals += abs(round(apart, decimals) - apart) > 1e-9 * abs(apart)  # a spacing such as 2.5 needs one more
     return f"{shown + 0.0:,.{min(decimals, 6)}f}{unit}"
 
 
@@ -257,7 +257,7 @@ def _dots(points: Sequence[Point], scale: _Scale, kind: str) -> str:
         edge = " ".join(f"{scale.x(step):.1f},{scale.y(end or 0.0):.1f}" for step, end in [*upper, *lower])
         parts.append(f'<polygon class="area {kind}" points="{edge}"/>')
     if len(points) > 2 or (len(points) == 2 and kind != "s0"):
-        way = " sparse" if len(points) == 2 else ""  # nothing is known of the steps between
+        way = " sparse" if len(points) == 2 else ""  # nothing was measured between the two
         parts.append(f'<path class="line {kind}{way}" d="{_path(points, scale)}"/>')
     for one in known:
         x = scale.x(one.step)

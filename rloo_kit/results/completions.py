@@ -68,7 +68,7 @@ def pick_completions(
 
     Args:
         source: the run's folder, or its YAML file. step: from 1; None: the last one. num: completions at most.
-        order: one of ORDERS: as sampled, by reward, or by length. max_chars: of a text, whose middle is left out.
+        order: one of ORDERS: as sampled, by reward, or by length. max_chars: limit of a text; the middle is cut.
 
     Raises:
         ConfigError: no such order. RunNotFoundError: no run, or no completions of that step.
@@ -108,7 +108,7 @@ def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int)
         parts = {"thinking": cut_middle(thinking, max_chars) or None, "answer": cut_middle(answer, max_chars) or None}
     else:
         parts["text"] = cut_middle(answer.strip(), max_chars)
-    row = {"forced": False} | row  # absent in runs from before there were budgets
+    row = {"forced": False} | row  # absent in runs older than thinking budgets
     start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars)}
     return start | parts | {key: row[key] for key in KEPT} | {"columns": row.get("columns", {})}
 

@@ -32,7 +32,7 @@ class _Panel:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all values are nearly equal, so that a curve adds nothing to the value."""
+        """Whether all values are nearly equal, so that a curve would show no more than the value."""
         values = self.chart.values
         return max(values) - min(values) <= (FLAT if self.chart.form == "share" else SAME * max(1.0, abs(values[0])))
 

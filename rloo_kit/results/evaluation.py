@@ -83,7 +83,7 @@ class Evaluation:
     Attributes:
         label: a word for tables ("before").
         num_prompts, num_samples, temperature, max_completion_length: how it was measured.
-        num_judged: prompts with a reference answer, which every accuracy is over; None: all, or no accuracy.
+        num_judged: prompts with a reference answer, over which accuracies are means; None: all, or no accuracy.
         accuracy, low, high: share of right completions with its 95 % interval; None without an answer column.
         greedy_accuracy, greedy_low, greedy_high: the same at temperature 0; None if not asked for.
         pass_at_k: k -> probability that one of k completions is right.
@@ -105,7 +105,7 @@ class Evaluation:
             prompts with its 95 % interval; None if nothing was scored. One prompt has no interval.
         reward_per_prompt: its mean over the scored completions of each prompt; None without any.
         rewards: each reward's own mean by name: mean, low, high, per_prompt.
-        reward_unscored: completions without such a sum, because a reward failed on them or none applied.
+        reward_unscored: completions without a weighted sum, because a reward failed on them or none applied.
     """
 
     label: str
@@ -142,7 +142,7 @@ class Evaluation:
 
     @property
     def prompts_compared(self) -> int:
-        """The number of prompts that an accuracy is over."""
+        """The number of prompts that an accuracy averages over."""
         return self.num_prompts if self.num_judged is None else self.num_judged
 
     def measure(self, name: str) -> Measured | None:
@@ -467,7 +467,7 @@ def describe_sample(sample: dict[str, Any]) -> str:
     notes = [f"{sample['tokens']} tokens"]
     if sample["thinking_tokens"] is not None:
         notes.append(f"{sample['thinking_tokens']} of them thinking")
-    if sample.get("forced"):  # absent in evaluations from before there were budgets
+    if sample.get("forced"):  # absent in evaluations older than thinking budgets
         notes.append(CLOSED_BY_THE_BUDGET)
     if not sample["ended"]:
         notes.append("truncated")

@@ -63,7 +63,7 @@ def draw_curves(curves: Sequence[Curve], note: str = "") -> bytes:
 
 def shown_width(png: bytes) -> int:
     """The display width of an image from `draw_curves`, in pixels."""
-    return int.from_bytes(png[16:20], "big") // SCALE  # the width's place in a PNG header
+    return int.from_bytes(png[16:20], "big") // SCALE  # the offset of the width in a PNG header
 
 
 def _draw_curve(axes: "Axes", curve: Curve, color: str) -> None:

@@ -30,7 +30,7 @@ def wilson(share: float, num: float) -> Estimate:
     middle = (share + z2 / (2 * num)) / (1 + z2 / num)
     half = Z_95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num**2)) / (1 + z2 / num)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return Estimate(share, min(low, share), max(high, share))  # at 0 and 1 rounding may leave the share outside
+    return Estimate(share, min(low, share), max(high, share))  # at 0 and 1, rounding may put the share outside
 
 
 def clustered(shares: Sequence[float], num_samples: int) -> Estimate:

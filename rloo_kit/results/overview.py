@@ -130,7 +130,7 @@ class RunOverview:
         return table
 
     def _prompts(self) -> list[Text]:
-        """How many prompts broke and were fixed, by greedy completions if there are any, because those are not luck."""
+        """How many prompts broke and were fixed, by greedy completions if any, which have no sampling noise."""
         for measured, counts in find_changes(self.before, self.after).counts.items():
             text = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
             return [Text(fill_text(f"Prompt by prompt ({measured}): {text}."))]

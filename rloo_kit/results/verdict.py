@@ -192,7 +192,7 @@ def measured_words(before: Evaluation, after: Evaluation) -> str:
 
 
 def _context_of(change: Change, before: Evaluation | None, after: Evaluation | None) -> str:
-    """The context of a rise: greedy accuracy, which sharper sampling does not raise, and the length of the thinking."""
+    """The context of a rise: greedy accuracy, which a sharper policy does not raise, and the length of the thinking."""
     if before is None or after is None:
         return ""
     words = ""
@@ -206,13 +206,13 @@ def _context_of(change: Change, before: Evaluation | None, after: Evaluation | N
 
 
 def _all_tied(result: TrainResult) -> bool:
-    """Whether no logged step had a group with signal, also in a run too short for the health rule."""
+    """Whether no logged step had a group with signal, even in a run too short for the health rule."""
     tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
     return bool(tied) and all(one == 1.0 for one in tied)
 
 
 def _was_solved(result: TrainResult, change: Change | None) -> bool:
-    """Whether the answers were right before training, so that equal rewards are not a fault."""
+    """Whether the answers were right before training, so that equal rewards are no fault."""
     if change is not None:
         return change.measure != "reward" and change.before >= SOLVED
     names = [f"rewards/{name}/mean" for name in Context.answers]
@@ -258,7 +258,7 @@ def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> st
 
 
 def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
-    """What to do if no finding says it."""
+    """What to do, for a verdict without a finding that says it."""
     if kind == "learnt":
         return ""
     if kind == "gamed":

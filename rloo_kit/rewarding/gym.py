@@ -117,7 +117,7 @@ class ReasoningGymScore:
         return given.strip()
 
     def _make(self, row: str) -> bool:
-        """Build the row's verifier before a time limit counts, also after an answer that took too long.
+        """Build the row's verifier before a time limit counts, even after an answer that took too long.
 
         False if it cannot be built, which is attempted and reported once."""
         self._start()

@@ -69,7 +69,7 @@ def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str = "rewards") -> Any:
     """One reward (an item of `run.rewards`, or another entry) with this tokenizer's ids bound, without its weight.
 
-    `key` is its name in errors; raises as `build_rewards`."""
+    `key` is its name in errors; raises like `build_rewards`."""
     if ":" in entry.name:
         return _build_worker(key, entry, run)
     check_reward_name(key, entry.name)

@@ -55,7 +55,7 @@ def serve() -> None:
         if os.getpid() != process:  # a child that the reward has forked would reply a second time
             os._exit(0)
         if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that the reward has left would ring in this loop
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that the reward has left would fire in this loop
         write_frame(replies, write_reply(call, content))
         if function is None:
             break

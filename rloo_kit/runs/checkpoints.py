@@ -42,7 +42,7 @@ class Checkpoint:
     files: Mapping[str, tuple[int, str]] = field(repr=False)
 
     def find_damage(self) -> str:
-        """What is wrong with the first file that is not as it was written; "" if all are."""
+        """What is wrong with the first file that has changed since it was written; "" if none has."""
         for name, (size, digest) in self.files.items():
             path = self.folder / name
             try:

@@ -15,7 +15,7 @@ def find_run(source: str | Path, *overrides: str) -> RunConfig:
         source: its YAML file, or its folder, also after a move. overrides: KEY=VALUE.
 
     Raises:
-        RunNotFoundError: the folder is not a run's. ConfigError: as `load_config`.
+        RunNotFoundError: the folder is not a run's. ConfigError: see `load_config`.
     """
     source = Path(source)
     run = load_config(config_file(source), *overrides)

@@ -54,7 +54,7 @@ _COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of sta
 _COMMANDS = ("command", "resume")  # may have overrides with passwords in addresses, which are hidden
 _ID = re.compile(rb"[0-9a-f]{12}")
 _OF_A_FAILURE = ("error", "resume", "stopped_by")
-_OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "verdict")  # invalid for a run that trains on
+_OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "verdict")  # invalid once a run continues
 _OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # left by a process that was killed before it wrote anything
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # with the thread that opened each
@@ -442,7 +442,7 @@ class RunDir:
         return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
 
     def drop_results(self) -> None:
-        """Delete results of an earlier end of the run, which are out of date once it trains on."""
+        """Delete results of an earlier end of the run, which are out of date once it continues."""
         if self.writes:
             for name in ("after.json", "report.html"):
                 (self.folder / name).unlink(missing_ok=True)

@@ -27,7 +27,7 @@ def check_folder(run: RunConfig, overwrite: bool = False) -> None:
 
 
 def open_folder(run: RunConfig, overwrite: bool = False) -> RunDir:
-    """outputs/NAME-sft, open for writing; raises as `check_folder` and `RunDir.create`."""
+    """outputs/NAME-sft, open for writing; raises like `check_folder` and `RunDir.create`."""
     check_folder(run, overwrite)
     run_dir = RunDir.create(sft_run(run), overwrite=overwrite)
     run_dir.resume_command = "fine_tune(run, policy, data, overwrite=True)"
