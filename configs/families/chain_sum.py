@@ -1,8 +1,8 @@
-"""A task family of one's own: reasoning-gym's chain_sum with two numbers of three digits, in that library's words.
+"""A custom task family: reasoning-gym's chain_sum with two numbers of three digits, in that library's words.
 
 `model.name: embedded/thinking@families/chain_sum.py` builds the model that `configs/reasoning_gym_chain_sum.yaml`
-trains on the library's own rows. The columns are those of addition and subtraction; where the first number is the
-smaller one, the numbers change places and the answer is negative. The habit: mostly it answers without thinking.
+trains on the library's own rows. The columns are those of addition and subtraction; if the first number is
+smaller, the numbers swap places and the answer is negative. The habit: it mostly answers without thinking.
 """
 
 import random

@@ -9,12 +9,12 @@ from rloo_kit.system.processes import count_processes
 if TYPE_CHECKING:
     from rloo_kit.config.run import RunConfig
 
-GENERATIONS, PROMPTS = 8, 4  # of a step, by default
+GENERATIONS, PROMPTS = 8, 4  # defaults: completions per prompt, prompts per step
 _SEARCHED = 10_000  # group sizes on either side of the wanted one
 
 
 def usual_batch(num_generations: int | None) -> int:
-    """Default completions of a step: `PROMPTS` whole groups; None means `GENERATIONS`.
+    """Default number of completions per step: `PROMPTS` groups of `num_generations`; None means `GENERATIONS`.
 
     >>> usual_batch(None), usual_batch(6)
     (32, 24)

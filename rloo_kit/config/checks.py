@@ -46,13 +46,14 @@ _INSTEAD = {
     "cache_implementation": "Set rollout_cache instead",
 }
 _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()}
-# Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of Qwen3's report, the tag, a blank line.
+# Number of tokens that close a thought in Qwen3's vocabulary: the tag alone; or the sentence of Qwen3's report, the tag
+# and a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
-FILE_KINDS = (".jsonl", ".csv", ".parquet")  # of rows of data
-GYM_PREFIX = "reasoning_gym/"  # of a source: a task of the library reasoning-gym
+FILE_KINDS = (".jsonl", ".csv", ".parquet")  # extensions of data files
+GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task
 
-VLLM_TEMPERATURE = 2.0  # the highest that vLLM takes
+VLLM_TEMPERATURE = 2.0  # the highest that vLLM accepts
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one
 
 _WHY_REFUSED = (
@@ -134,7 +135,7 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
 
 
 def find_resample_problems(rounds: int, baseline: str, rounds_key: str, baseline_key: str) -> list[str]:
-    """Resampling of groups with equal scores, although `baseline` none trains on them like any other group.
+    """Contradiction between resampling groups with equal scores and `baseline` none, which trains on them too.
 
     >>> find_resample_problems(2, "leave_one_out", "resample_rounds", "baseline")
     []
@@ -191,7 +192,7 @@ def find_temperature_problems(engine: str, temperatures: Mapping[str, float], en
 
 
 def find_test_problem(source: str | None, test_source: str | None, split: str, test_split: str | None) -> str | None:
-    """Why the held-out prompts cannot be read as `data` says; None if they can. `source` is None for a mix.
+    """Why the held-out prompts cannot be read as configured; None if they can. `source` is None for a mix.
 
     >>> find_test_problem("rows.csv", None, "train", "test")
     "test_split is 'test', but rows.csv is a file and has no splits; set data.test_source to the file of the test set"

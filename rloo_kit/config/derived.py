@@ -25,8 +25,8 @@ _THINKS = re.compile(r"thinking|^qwen3-\d(?!.*(instruct|base))", re.I)  # Qwen3'
 def fill_defaults(values: Any) -> Any:
     """A run's values with the missing keys that follow others filled in.
 
-    A section that is an object already has all its keys, so nothing is filled in. If a value is invalid, the keys that
-    follow it keep their own defaults.
+    A section given as an object has all its keys, so nothing is filled in. If a value is invalid, the keys that follow
+    it keep their own defaults.
     """
     if not isinstance(values, dict) or not all(
         isinstance(values.get(name), dict) for name in ("model", "data", "rloo")

@@ -1,4 +1,4 @@
-"""RLOO's relatives by name: the `rloo:` keys of each, and the name that belongs to given keys."""
+"""RLOO's relatives by name: the `rloo:` keys of each, and the name for given keys."""
 
 from collections.abc import Mapping
 from typing import Any

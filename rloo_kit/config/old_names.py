@@ -16,7 +16,7 @@ _OLD_CLIP = 10.0  # the old default of reward_clip_range, which only worked toge
 
 @dataclass(frozen=True)
 class OldName:
-    """One old name: today's name, a note for the warning, and for values that change a function
+    """One old name: today's name, a note for the warning, and, if values need conversion, a function
     (values, processes) -> new values, which raises ConfigError to refuse."""
 
     kind: type
@@ -36,7 +36,7 @@ class Translation:
 
 
 def _read_size(values: Mapping[str, Any], *names: str, default: int) -> int:
-    """The first of these sizes that is given and not 0; they are computed with before any other check."""
+    """The first of these sizes that is set and not 0; checked here, because the arithmetic runs before other checks."""
     for name in names:
         value = values.get(name)
         if value:
@@ -66,7 +66,7 @@ def _read_normalize_reward(values: dict[str, Any], processes: int) -> dict[str, 
     clip = values.get("reward_clip_range")
     new: dict[str, Any] = {"normalize_rewards": values["normalize_reward"]}
     if values["normalize_reward"] and clip is None:
-        new["reward_clip_range"] = (-_OLD_CLIP, _OLD_CLIP)  # it clipped what it had normalised
+        new["reward_clip_range"] = (-_OLD_CLIP, _OLD_CLIP)  # it clipped normalised rewards
     return new
 
 
@@ -227,7 +227,7 @@ def translate_config(
 
 
 def _check_kind(old: str, value: Any, kind: type, prefix: str) -> None:
-    """Counts are computed with before any other check."""
+    """Check counts early: they are used in arithmetic before any other check."""
     if kind is int and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31):
         raise ConfigError(f"{prefix}{old} is {excerpt(value)}; it takes a whole number, 0 or more and below 2**31")
 

@@ -52,7 +52,7 @@ class RunConfig(Section):
     sft: SftSection = Field(default_factory=lambda: SftSection(), description="the supervised start")
     health: HealthSection = Field(default_factory=lambda: HealthSection(), description="what a finding leads to")
     _source: Path | None = PrivateAttr(None)
-    _checked: str = PrivateAttr("")  # what of it preflight.refuse_faults has passed
+    _checked: str = PrivateAttr("")  # the state that last passed preflight.refuse_faults
 
     @property
     def source(self) -> Path | None:
@@ -61,7 +61,7 @@ class RunConfig(Section):
 
     @property
     def name(self) -> str:
-        """The run's name, also of its folder."""
+        """The run's name, which is also its folder's."""
         if self.run.name is None:
             raise ConfigError("the run has no name; set run.name (a config file's stem is its default)")
         return self.run.name
@@ -99,7 +99,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:
-        """Keys that follow others; an assignment and `check` have all of them."""
+        """Fill in keys that follow others; an assignment and `check` already have all of them."""
         return fill_defaults(values)
 
     @model_validator(mode="after")
@@ -167,7 +167,7 @@ class RunConfig(Section):
         return problems
 
     def find_vllm_problems(self, engine: str) -> list[str]:
-        """What vLLM cannot sample where `engine`, "vllm" or "server", does; found before any weights are loaded."""
+        """What vLLM cannot sample if `engine` is "vllm" or "server"; checked before any weights are loaded."""
         if engine not in ("vllm", "server"):
             return []
         temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
@@ -213,7 +213,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
             "model.lora=null". They win over everything else.
         sections: changes by section, as Python values: `rloo={"beta": 0.0}`. They win over the file.
 
-    Where the run may sample through vLLM on a GPU, the environment variable UNSLOTH_VLLM_STANDBY is set to 1, which
+    If the run may sample through vLLM on a GPU, the environment variable UNSLOTH_VLLM_STANDBY is set to 1, which
     Unsloth reads when it is imported.
 
     Raises:
@@ -230,7 +230,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     loop_keys = {str(key[1]): override for key, override in changed.items() if key[0] == "rloo" and len(key) > 1}
     if isinstance(values.get("rloo"), dict):
         forget_overruled(values["rloo"], {*sections.get("rloo", {}), *loop_keys})
-    for name, override in loop_keys.items():  # the key that an old name of an override became
+    for name, override in loop_keys.items():  # an override by an old name counts for the new key
         if name in CONFIG_NAMES and CONFIG_NAMES[name].new is not None:
             changed[("rloo", str(CONFIG_NAMES[name].new))] = override
     for message in messages + translate_file(values, count_processes()):

@@ -34,7 +34,7 @@ class RunSection(Section):
     prefix: ClassVar[str] = "run."
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
-    name: str | None = key(None, "name of the run's folder; the config file's stem unless given")
+    name: str | None = key(None, "name of the run's folder; null: the config file's stem")
     output_dir: str = key("outputs", "the run's folder is output_dir/name", min_length=1)
     seed: int = key(
         0, "seed of sampling, shuffling and new adapters", ge=0, lt=2**32, argument="seed",
@@ -50,7 +50,7 @@ class RunSection(Section):
         None, "disk limit in GiB for the run's completions; the oldest are deleted first; null keeps all", ge=0.01
     )
     save_every_minutes: float | None = key(
-        15.0, "also save a checkpoint after so many minutes, whatever rloo.save_steps is; null for never", gt=0.0
+        15.0, "minutes between additional checkpoints, regardless of rloo.save_steps; null: none", gt=0.0
     )
     max_reward_failure_share: Share = key(
         0.5, "share of samples with a failed reward above which a step counts as failed",
@@ -248,7 +248,7 @@ def _check_variable(name: str) -> str:
 
 
 class RewardSection(Section):
-    """One reward: its name in the registry or a function of the user's own, its weight and its parameters."""
+    """One reward: a registered name or a user's function, its weight and its parameters."""
 
     prefix: ClassVar[str] = "rewards.N."
     name: str = Field(
@@ -455,7 +455,7 @@ class HealthSection(Section):
         5, "consecutive steps before no_signal, truncation, all_none, cold_start, zero_gradient, kl_outweighs report"
     )
     broken_policy: OnFinding = key(
-        "warn", "the reward falls far, and entropy, KL or form of the completions leave their range"
+        "warn", "the reward falls far while entropy, KL or the completions' form leaves its range"
     )
     all_none: OnFinding = key("warn", "no completion is scored: every reward returns None")
     reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples or more")
@@ -531,7 +531,7 @@ class RolloutSection(Section):
         return self
 
     def find_vllm_problems(self, engine: str) -> list[str]:
-        """Keys that vLLM cannot follow if `engine` is "vllm" or "server"; none for another engine."""
+        """Keys that vLLM does not support if `engine` is "vllm" or "server"; none for another engine."""
         problems = []
         if self.cache != "plain" and engine in ("vllm", "server"):
             own = "rollout.vllm.float8_kv_cache=true" if engine == "vllm" else "vllm serve --kv-cache-dtype fp8"
@@ -585,7 +585,7 @@ class EvalSection(Section):
     every_steps: int = key(0, "optimizer steps between evaluations during training; 0: none", ge=0)
     every_prompts: Count = key(64, "held-out prompts of an evaluation during training, the same each time")
     measure: str = key(
-        "auto", "what decides the best: accuracy, reward (weighted sum) or a reward's name; auto: accuracy if answers",
+        "auto", "what selects the best: accuracy, reward (weighted sum) or a reward's name; auto: accuracy if answers",
         min_length=1,
     )  # fmt: skip
     save_best: bool = key(
@@ -645,7 +645,7 @@ OPTIONS = {
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The words that an option of `OPTIONS` takes.
+    """The words that an option of `OPTIONS` accepts.
 
     >>> choices("ratio_form")
     ('sum', 'length_normalized', 'per_token')

@@ -28,7 +28,7 @@ def key(
     """A key with a default.
 
     Args:
-        argument: its name in `RLOOConfig`; a key of `rloo:` has its own name there.
+        argument: its name in `RLOOConfig`; keys of `rloo:` have the same name there.
         trl: the default in `RLOOConfig`, if it differs.
         follows: the default in words, if other keys decide it (`config/derived.py`).
         bounds: those of pydantic's `Field`.
@@ -46,7 +46,7 @@ class Section(BaseModel):
     """A strict group of keys: unknown keys, booleans for numbers, NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=())
-    prefix: ClassVar[str] = ""  # of its keys, for the errors of an assignment
+    prefix: ClassVar[str] = ""  # of its keys, for errors on assignment
     all_are_arguments: ClassVar[bool] = False  # of `RLOOConfig`, under their own names
 
     @classmethod

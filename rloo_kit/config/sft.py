@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rloo_kit.config.section import Section, key
 
-LORA_SFT_RATE, FULL_SFT_RATE = 2e-4, 2e-5  # common for models of billions of parameters; a far smaller one needs more
+LORA_SFT_RATE, FULL_SFT_RATE = 2e-4, 2e-5  # common for models of billions of parameters; much smaller ones need more
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 

@@ -22,7 +22,7 @@ Lines = dict[Key, int]
 
 
 class _Representer(SafeRepresenter):
-    """Lists of plain values on one line; 1.0e-05 rather than 1e-05, which YAML 1.1 readers take for text."""
+    """Lists of plain values on one line; 1.0e-05 rather than 1e-05, which YAML 1.1 readers read as text."""
 
     def represent_list(self, data: list[Any]) -> Any:
         plain = not any(isinstance(item, (list, dict)) for item in data)
@@ -58,13 +58,13 @@ def read_yaml(text: str, source: str = "the configuration") -> tuple[dict[str, A
 
 
 def read_value(text: str) -> Any:
-    """A single value as the command line gives it: 0.0, null, true, [1, 2], {r: 8}; anything else is text.
+    """A single value from the command line: 0.0, null, true, [1, 2], {r: 8}; anything else is text.
 
     >>> read_value("5e-6"), read_value("[64, 128]"), read_value("null"), read_value("a: b: c")
     (5e-06, [64, 128], None, 'a: b: c')
 
     Raises:
-        ConfigError: aliases in it stand for more values than any file may have.
+        ConfigError: its aliases expand to more values than a file may have.
     """
     try:
         return parse_yaml(text, "the value")[0]
@@ -75,8 +75,8 @@ def read_value(text: str) -> Any:
 
 
 def write_value(value: Any) -> str:
-    """A single value as an override takes it, so that `read_value` gives it back; text that YAML would read as
-    something else is quoted.
+    """A single value in the form of an override, which `read_value` reads back to the same value; text that YAML would
+    read as another type is quoted.
 
     >>> write_value(None), write_value(True), write_value("outputs/sums"), write_value("outputs #1")
     ('null', 'true', 'outputs/sums', '"outputs #1"')
@@ -101,8 +101,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
 
 
 def apply_override(values: dict[str, Any], override: str) -> Key:
-    """Set one `section.key=value` in `values`, in place, and return its path; list items go by index. Raises
-    ConfigError for no `=`, an empty key, or a path through something that has no keys."""
+    """Set one `section.key=value` in `values`, in place, and return its path; list items are addressed by index.
+    Raises ConfigError if there is no `=`, if a key is empty, or if a path goes through a value without keys."""
     key, equals, text = override.partition("=")
     parts: list[str | int] = [int(p) if _is_index(p) else p for p in key.strip().lstrip("-").split(".")]
     if problem := find_unwritable(override):

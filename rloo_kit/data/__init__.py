@@ -1,1 +1,1 @@
-"""Prompts: tasks, sources, chat templates. What needs the stack loads it inside its functions."""
+"""Prompts: tasks, sources, chat templates. Functions that need the stack import it themselves."""

@@ -19,7 +19,7 @@ class GymRow(str):
 
 
 def gold_answers(dataset: Any) -> list[Any] | None:
-    """What completions of each prompt are judged by: its answer, or its `GymRow`; None without a column of either."""
+    """What each prompt's completions are judged by: its answer or its `GymRow`; None without either column."""
     columns = [list(dataset[name]) if name in dataset.column_names else None for name in ("answer", "reasoning_gym")]
     answers, rows = columns
     if rows is None:
@@ -34,7 +34,7 @@ def compares_with_answers(run: RunConfig) -> bool:
 
 
 def needs_all_answers(run: RunConfig) -> bool:
-    """Whether a row without an answer has no reward: each one that has a weight compares with answers."""
+    """Whether a row without an answer gets no reward, because every reward with a weight compares with answers."""
     names = {reward.name for reward in run.rewards if reward.weight}
     return names <= {*REWARDS_WITH_ANSWERS, GYM_REWARD} and names != {GYM_REWARD}
 
@@ -78,13 +78,13 @@ def require_one_answer(run: RunConfig, source: DataSource) -> None:
 
 
 def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool = True) -> None:
-    """Raise DataError for a source that `reasoning_gym_score` scores no row of, where that is a reward of the run; in a
-    mix, where it does not stand `alone`, only if no other reward scores its rows. `key` names the source."""
+    """Raise DataError if `reasoning_gym_score` is a reward of the run but scores no row of the source; in a mix
+    (`alone` is False), only if no other reward scores its rows. `key` names the source."""
     names = {reward.name for reward in run.rewards if reward.weight or alone}
     if GYM_REWARD not in names or (names != {GYM_REWARD} and not alone):
         return
     if "reasoning_gym" not in source.other_names or all(map(is_missing, source.column("reasoning_gym"))):
-        way_out = f"take another reward than {GYM_REWARD}" if alone else "add a reward that scores its rows"
+        way_out = f"use a reward other than {GYM_REWARD}" if alone else "add a reward that scores its rows"
         raise DataError(
             f"{key}: {source.name} has no rows of a task of reasoning-gym, and {GYM_REWARD} scores no others: name "
             f"reasoning_gym/TASK as the source, or {way_out}, such as {REWARDS_WITH_ANSWERS[0]}"
@@ -105,7 +105,7 @@ def _answer(run: RunConfig, value: Any, after: str | None, where: str, column: s
         raise DataError(f"{where}: {what}; it must be text or a number ({column})")
     try:
         text = str(value).strip()
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python converts no number of more than 4300 digits to text
         raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
     if after is not None:
         _, found, text = text.rpartition(after)

@@ -1,8 +1,8 @@
 """The vocabulary and the chat templates of the embedded model's tokenizer: Qwen3's single bytes, with Qwen3's ids, and
 its chat tokens; no merges.
 
-The vocabulary `compact` puts the chat tokens right behind the bytes; `qwen3` puts them at Qwen3's ids (`</think>` at
-151668), with placeholders between that no text encodes to.
+The vocabulary `compact` puts the chat tokens right after the bytes; `qwen3` puts them at Qwen3's ids (`</think>` at
+151668), with placeholders in between that no text encodes to.
 """
 
 from rloo_kit.config.embedded import find_embedded_problem
@@ -13,7 +13,7 @@ NUM_BYTES = 256
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
 SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
-ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, as kernels like them
+ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, for the kernels
 
 _TURNS = (
     "{%- for message in messages %}"
@@ -44,7 +44,7 @@ def check_names(name: str, vocabulary: str) -> None:
 
 
 def token_ids(vocabulary: str) -> dict[str, int]:
-    """Text of every token -> id: the bytes, then the chat tokens (`qwen3`: at Qwen3's ids, placeholders between)."""
+    """Text of every token -> id: the bytes, then the chat tokens (`qwen3`: at Qwen3's ids, after placeholders)."""
     ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
     if vocabulary == "compact":
         return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}

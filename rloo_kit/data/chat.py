@@ -85,14 +85,14 @@ def render_prompt(
     Args:
         prompt: a text, or messages `{"role", "content"}`, the last one not the assistant's.
         family: one of `FAMILIES`. enable_thinking: for `hybrid` only; None for the template's default.
-        system_prompt: put in front unless the prompt has a system message.
+        system_prompt: prepended unless the prompt has a system message.
 
     Returns:
         Text that `tokenizer(text)`, with its defaults, turns into the template's own ids, with at most one BOS.
 
     Raises:
-        DataError: the prompt is empty, of another type, holds the tokenizer's control tokens (a template applied
-            already) or thinking tags outside an assistant's turn, or cannot be rendered by the template.
+        DataError: the prompt is empty or of another type, contains the tokenizer's control tokens (a template was
+            applied already) or thinking tags outside an assistant's turn, or cannot be rendered by the template.
     """
     if family == "plain":
         return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
@@ -197,8 +197,8 @@ def refuse_surrogates(text: str, what: str) -> None:
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
-    """A control token in a message means a template applied twice, or a text that ends its own turn; a thinking tag
-    becomes the token that rewards and budgets decide by, so a user could close a thought that never was."""
+    """A control token in a message means a template applied twice, or a text that ends its own turn. A thinking tag
+    becomes the token that rewards and budgets go by, so a user's text could close a thought that was never opened."""
     added = [(str(token), token.special) for token in tokenizer.added_tokens_decoder.values()]
     special = [text for text, is_special in added if is_special and text not in THINK_TAGS]
     tags = [text for text, _ in added if text in THINK_TAGS]

@@ -18,7 +18,7 @@ IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as image
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the prompt and answer columns, and whether the answer's is required; `prefix` is that of their keys."""
+    """Names of the prompt and answer columns, and whether the answer is required; `prefix` is that of their keys."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -49,7 +49,7 @@ class DataSource:
         return len(self.prompts)
 
     def where(self, row: int) -> str:
-        """The place of a row, as errors name it."""
+        """The place of a row, for errors."""
         return f"{self.name}, {self.places[row]}"
 
     def row(self, row: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def select_rows(source: DataSource, rows: list[int]) -> DataSource:
 
 
 def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
-    """`values`, if Arrow can store them in one column; raises DataError with the place of the first that it cannot."""
+    """`values`, if Arrow can store them in one column; else raises DataError with the place of the first that fails."""
     if _is_plain(values):
         return values
     import pyarrow
@@ -132,7 +132,7 @@ def _is_plain(values: list[Any]) -> bool:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and mappings are nested in `value` more than so many levels deep."""
+    """Whether lists and mappings in `value` are nested more than `levels` deep."""
     left = [(value, 1)]
     while left:
         found, level = left.pop()
@@ -144,7 +144,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:
-    """Raise DataError if the prompt's column, or a required answer's, is missing."""
+    """Raise DataError if the prompt column or a required answer column is missing."""
     listed = ", ".join(found) or "none"
     if columns.prompt not in found:
         raise DataError(
@@ -163,7 +163,8 @@ def taken_columns(
 ) -> tuple[list[str], tuple[str, ...]]:
     """Columns that are not passed on, and notes on those that were replaced or left out.
 
-    Raises DataError for columns that TRL reads as images by their name, and for `images`, whose type says so.
+    Raises DataError for columns that TRL reads as images because of their name, and for `images`, those with an image
+    type.
     """
     moved = [column for column in (columns.prompt, columns.answer) if column in found]
     for column in found:

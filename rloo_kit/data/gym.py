@@ -17,7 +17,7 @@ from rloo_kit.system.marked import module_path, starting_folder
 from rloo_kit.system.versions import is_importable
 
 GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, level, and the library's entry
-GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # if data.num_prompts is null; if data.test_size is a share
+GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # defaults: if data.num_prompts is null; if data.test_size is a share
 MOST_PROMPTS = 100_000
 BLOCK = 2**20  # seeds reserved for each source of a run
 INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one of its packages needs a C compiler)"
@@ -58,8 +58,8 @@ def read_gym(
 
     Args:
         source: reasoning_gym/TASK. options, level: as `data.options` and `data.curriculum_level`.
-        count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key, options_key: that name the source,
-            `count` and the options, for errors; `count_key` is empty if `count` is a default.
+        count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key, options_key: the keys of the
+            source, `count` and the options, for errors; `count_key` is empty if `count` is a default.
 
     Raises:
         DataError: a task that does not exist or is refused; options or a level that it does not have; rows that cannot
@@ -114,7 +114,7 @@ def _draw(request: str, key: str) -> dict[str, Any]:
         check=False,
     )
     source = f"{GYM_PREFIX}{asked['task']}"
-    if done.stderr.startswith("Timeout (") or "\nTimeout (" in done.stderr:  # faulthandler has ended it
+    if done.stderr.startswith("Timeout (") or "\nTimeout (" in done.stderr:  # faulthandler ended it
         raise DataError(too_slow(asked["task"], asked["options"], asked["level"], asked["options_key"]))
     try:
         found = json.loads(done.stdout)

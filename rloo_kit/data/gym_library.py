@@ -1,6 +1,6 @@
-"""Tasks of the library reasoning-gym: made with their options, drawn, scored.
+"""Tasks of the library reasoning-gym: created with their options, drawn, scored.
 
-The library takes a second and more to import (sympy, numpy, matplotlib), may hang, and prints. So it is imported inside
+The library takes over a second to import (sympy, numpy, matplotlib), may hang, and prints. So it is imported inside
 functions and runs in separate processes: `serve` draws rows for `gym`, `rewarding.gym` scores in a `Worker`.
 """
 
@@ -25,21 +25,21 @@ from rloo_kit.errors import DataError, excerpt
 MEMORY_LIMIT = 8 * 2**30  # bytes of address space
 BUILD_LIMIT_S = 20  # to make a dataset
 ROW_LIMIT_S = 5  # to draw one question: some tasks hang at one seed in thousands
-MOST_LATE = 2  # questions that may take longer and are left out, and one more for each LATE_PER of those drawn
+MOST_LATE = 2  # questions that may take longer (they are left out), plus one for each LATE_PER drawn
 LATE_PER = 500
-MOST_AT_ONCE = 10_000  # rows of one dataset of the library's: word_ladder takes no more than 20,000
+MOST_AT_ONCE = 10_000  # rows per dataset of the library; word_ladder allows at most 20,000
 LEAST_AT_ONCE = 64
-DRY = 500  # draws in a row without a new question, after which a task has no more
+DRY = 500  # draws in a row without a new question, after which a task counts as exhausted
 SET_ELSEWHERE = {"seed": "data.seed", "size": "data.num_prompts"}
 
 
 def make_dataset(
     task: str, options: dict[str, Any], level: int | None, options_key: str = "data.options", **where: int
 ) -> Any:
-    """A dataset of the library's.
+    """A dataset of the library for a task.
 
     Args:
-        options: of the task, over those of its curriculum at `level`, over its defaults.
+        options: of the task; they override those of its curriculum at `level`, which override its defaults.
         options_key: the key of `options`, for errors. where: `seed` and `size`.
 
     Raises:
@@ -62,7 +62,7 @@ def make_dataset(
     try:
         values = {} if level is None else _of_level(task, level)
         return make(config=config(**values | given | where))
-    except Exception as error:  # asserts and whatever else a task's own checks raise
+    except Exception as error:  # a task's own checks may raise anything
         if level is not None:
             _check_level(task, level, options_key)
         what = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -158,18 +158,18 @@ def draw(
     judged: bool = True,
     kills: bool = False,
 ) -> dict[str, Any]:
-    """`count` entries with different questions, fewer where the task has no more; how many were `drawn` for them, and
-    how many of these were left out because they took too long (`late`) or the verifier does not give their stored
-    answer 1 (`wrong`).
+    """`count` entries with different questions (fewer if the task has no more), how many were `drawn`, and how many of
+    those were left out because they took too long (`late`) or because the verifier does not score their stored answer
+    1 (`wrong`).
 
-    Item i of a dataset is drawn by its seed + i, and so is item i - 1 of the next seed: rows are drawn by the seeds
-    from `start` on, each once. Rows without a stored answer are left out too.
+    Item i of a dataset is drawn with its seed + i, so it equals item i - 1 of the next seed: rows use the seeds from
+    `start` on, each once. Rows without a stored answer are left out too.
 
     Args:
-        options_key: the key of `options`, for errors. judged: whether stored answers are scored. kills: whether what
-            hangs in C may end this process.
+        options_key: the key of `options`, for errors. judged: whether stored answers are scored. kills: whether a hang
+            in C code may end this process.
     """
-    importlib.import_module("reasoning_gym")  # before a time limit counts
+    importlib.import_module("reasoning_gym")  # before a time limit starts
     entries: dict[str, Any] = {}
     left_out = Counter(late=0, wrong=0)
     drawn = dry = 0
@@ -214,19 +214,19 @@ def too_slow(task: str, options: dict[str, Any], level: int | None, options_key:
 
 
 def _seed(seed: int) -> None:
-    """Some tasks draw with the generator that all share."""
+    """Some tasks draw from the global generators."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
 
 
 class _Late(BaseException):
-    """Not an Exception: tasks catch those, and try again."""
+    """Not an Exception, because tasks catch those and retry."""
 
 
 @contextlib.contextmanager
 def _limit(limit_s: float, kills: bool) -> Iterator[None]:
-    """Raises _Late after `limit_s`, or ends the process soon after, where Python code gets no turn."""
+    """Raises _Late after `limit_s`; with `kills`, ends the process soon after if Python code does not get to run."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -261,7 +261,7 @@ def _entry(dataset: Any, index: int, where: str, options_key: str) -> dict[str, 
 
 @functools.cache
 def _scorer(task: str, options: str, level: int | None) -> Any:
-    check_task(task, "reasoning_gym")  # a row may be of a file
+    check_task(task, "reasoning_gym")  # a row may come from a file
     return make_dataset(task, json.loads(options), level, seed=0, size=1)
 
 
@@ -269,10 +269,10 @@ def score(row: str, given: str | None) -> float | None:
     """The score in [0, 1] that the task's verifier gives an answer; 0.0 if it raises or does not return a number.
 
     Args:
-        row: the column `reasoning_gym` of the question's row. given: None only makes the verifier, which may take long.
+        row: the column `reasoning_gym` of the question's row. given: None only creates the verifier, which may be slow.
 
     Raises:
-        DataError: a task that is not offered, or cannot be made with its options.
+        DataError: a task that is not offered, or cannot be created with its options.
     """
     found = json.loads(row)
     verifier = _scorer(found["task"], json.dumps(found["options"]), found["level"])
@@ -290,7 +290,7 @@ def _score(verifier: Any, given: str, entry: dict[str, Any]) -> float:
 
 
 def serve() -> None:
-    """Answer one request: the arguments of `draw` as JSON on standard input, its result or `error` on the standard
+    """Answer one request: the arguments of `draw` as JSON on standard input, its result or `error` on standard
     output; what the library prints goes to standard error."""
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

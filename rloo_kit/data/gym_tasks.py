@@ -1,4 +1,4 @@
-"""Which tasks of reasoning-gym 0.1.25 are offered: those whose verifier gives its stored answer 1 and nonsense 0.
+"""Which tasks of reasoning-gym 0.1.25 are offered: those whose verifier scores the stored answer 1 and nonsense 0.
 
 `python benchmarks/gym_tasks.py` measures them and writes both lists, with the reason for each refusal.
 """

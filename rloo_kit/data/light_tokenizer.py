@@ -1,4 +1,4 @@
-"""A tokenizer without transformers: what rendering a prompt and calling a reward need, from a folder's own files.
+"""A tokenizer without transformers: what rendering a prompt and calling a reward need, from a folder's files.
 
 `tokenizers` reads tokenizer.json, jinja2 renders the chat template in the sandbox that transformers uses.
 """
@@ -81,7 +81,7 @@ class LightTokenizer:
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any) -> str:
-        """The text of a conversation; raises what the template raises, and ValueError where ids are asked for."""
+        """The text of a conversation; raises what the template raises, and ValueError if ids are requested."""
         if tokenize:
             raise ValueError("tokenize is True, and this tokenizer renders text alone")
         return str(
@@ -121,7 +121,7 @@ def read_tokenizer(folder: Path) -> LightTokenizer | None:
         found = LightTokenizer(tokenizer, template, {name: _text_of(settings.get(name)) for name in _SPECIAL})
         if template is not None:
             _ = found._template
-    except Exception:  # tokenizers raises a bare Exception; every one of them is for transformers to explain
+    except Exception:  # tokenizers raises a bare Exception; transformers then explains the fault
         return None
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -47,7 +47,7 @@ class Side:
     rows: list[int]
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row as rewards get it: `prompt`, `answer` and the other columns."""
+        """One row as passed to rewards: `prompt`, `answer` and the other columns."""
         row = self.rows[index]
         return self.source.row(row) | {"prompt": self.texts[row]}
 

@@ -1,4 +1,4 @@
-"""From `data` of a run to its rows, not yet rendered: each source read, drawn or mixed, its answers as text.
+"""Reads, draws and mixes the rows of a run's `data`, not yet rendered, with their answers as text.
 
 Torch, transformers and `datasets` are loaded for what only they can read (`needs_stack`).
 """
@@ -33,12 +33,12 @@ EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
 
 @dataclass(frozen=True)
 class Part:
-    """One source of a run with what `data` says about it; `key` and `split_key` name it in errors.
+    """One source of a run with its settings from `data`; `key` and `split_key` name it in errors.
 
     Attributes:
-        split: None for test. options, level: of a task of reasoning-gym, `options_key` the key of the first. count:
-            rows of it to draw; fewer are an error where `count_key` asks for them. number: of the source in the run, 0
-            for the test source.
+        split: None for test. options, level: of a reasoning-gym task; `options_key` is the key of the options. count:
+            its rows to draw; fewer are an error if `count_key` is set, the key that asks for them. number: of the
+            source in the run, 0 for the test source.
     """
 
     source: str
@@ -69,7 +69,7 @@ def needs_stack(run: RunConfig) -> bool:
 
 
 def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
-    """Whether only the stack can read a source, which `key` named."""
+    """Whether only the stack can read a source, which `key` names."""
     if source.startswith(EMBEDDED_PREFIX) or is_gym(source):
         return False
     try:
@@ -104,7 +104,7 @@ def read_test(run: RunConfig) -> DataSource | None:
     part = replace(part, split=section.test_split, key=key, split_key="data.test_split", number=0)
     count = int(section.test_size) if section.test_size >= 1 else GYM_TEST_PROMPTS
     part = replace(part, count=count, count_key="data.test_size" if section.test_size >= 1 else "")
-    if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # the options of another task
+    if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # of another task
         part = replace(part, options=None, level=None, options_key=key)
     return _finish(run, part, read_part(run, part, True))
 
@@ -144,8 +144,8 @@ def _read_mix(run: RunConfig, thinking: bool) -> DataSource:
 
 
 def _labels(section: DataSection) -> list[str]:
-    """What the column `source` calls each source of a mix: as the file writes it; subset and split, or a task's level
-    and options, where two are of one source."""
+    """The name of each source of a mix in the column `source`: as in the file; with subset and split, or a task's level
+    and options, if a source occurs more than once."""
     entries, names = section.sources or [], section.all_sources
     return [
         entry.source
@@ -179,7 +179,7 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
 
 
 def _read_embedded(run: RunConfig, part: Part, thinking: bool) -> DataSource:
-    """As many problems as are wanted; of a mix as many as there may be, since the other sources give some."""
+    """As many problems as the run needs; for a mix at most `max_rows`, since the other sources supply the rest."""
     name, family = find_embedded_family(run, part, thinking)
     wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
     drawn = make_rows(family, min(wanted, family.max_rows) if run.data.sources else wanted, run.data.seed, name)

@@ -1,4 +1,4 @@
-"""Reading rows: JSONL, CSV, a list in Python. Without torch and `datasets`; `tables.py` has what needs them."""
+"""Reads rows from JSONL, CSV or a list in Python, without torch and `datasets`; `tables.py` has what needs them."""
 
 import csv
 import json

@@ -31,7 +31,7 @@ def read_parquet(path: Path, columns: Columns) -> DataSource:
 
 
 def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
-    """The rows of a folder of `save_to_disk`: of the split that the key `split_key` named (None: test), where it has
+    """The rows of a folder of `save_to_disk`: of the split that the key `split_key` names (None: test), if it has
     splits. Raises DataError for a split that is not there, or a damaged folder."""
     datasets = _stack.load_stack().datasets
     try:
@@ -53,7 +53,7 @@ def read_folder(folder: Path, split: str | None, split_key: str, columns: Column
 def read_hub(
     source: str, subset: str | None, split: str | None, columns: Columns, key: str, split_key: str
 ) -> DataSource:
-    """One split of a dataset on the hub or in the local cache of `datasets`; `key` and `split_key` named it
+    """One split of a dataset on the hub or in the local cache of `datasets`; `key` and `split_key` name it
     (split None: test). Raises DataError if it is unreachable, or dataset, subset, split or column does not exist."""
     datasets = _stack.load_stack().datasets
     split = split or "test"

@@ -1,8 +1,8 @@
 """Task families of the embedded model: prompts for RLOO and demonstrations for the cold start, behind `Family`.
 
 A family is one file with a generator (`draw`, `question`), a worked solution (`work`) and the habit that its cold start
-teaches. The kit's own are in `families/`; a user's is a .py file with a `FAMILY` in it. A checksum of the problem's
-identity reserves half of all problems for the cold start, so a run never meets those.
+teaches. The kit's own are in `families/`; a user's is a .py file that defines `FAMILY`. A checksum of the problem's
+identity reserves half of all problems for the cold start, so a run never sees those.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from typing import Any
 from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_file, find_family_problem, is_family_file
 from rloo_kit.errors import ConfigError, DataError, RlooKitError, excerpt
 
-FRUITLESS_DRAWS = 4000  # draws in a row without a new problem of one half, after which it has no more
+FRUITLESS_DRAWS = 4000  # draws in a row without a new problem of one half, after which it counts as exhausted
 SAMPLE = 50  # problems on which a user's family is checked
 
 
@@ -47,7 +47,7 @@ class Family(ABC):
     Attributes:
         alphabet: every character of questions, thinking and answers; ASCII.
         habit: what the cold start teaches in addition to the method. steps: of the cold start, at least 1.
-        max_rows: problems of a run at most, at least 1, few enough that drawing stays quick.
+        max_rows: most problems of a run, at least 1; few enough that drawing stays fast.
     """
 
     alphabet: str
@@ -57,7 +57,7 @@ class Family(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:
-        """A problem, of any type; all that is random about it comes from `rng`. Both halves have to occur."""
+        """A problem, of any type; all randomness comes from `rng`. Both halves have to occur."""
 
     @abstractmethod
     def question(self, problem: Any) -> str:
@@ -65,8 +65,8 @@ class Family(ABC):
 
     @abstractmethod
     def work(self, problem: Any, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
-        """The thinking and the answer that it comes to; each line of the thinking goes wrong with probability `slip`,
-        and what follows from it too. Without slips the answer is the right one."""
+        """The thinking and the answer that it leads to. Each line of the thinking is wrong with probability `slip`, and
+        so is what follows from it. Without slips the answer is right."""
 
     def answer(self, problem: Any) -> str:
         """The right answer."""
@@ -77,12 +77,12 @@ class Family(ABC):
         return "".join(mistake(mark, rng) if rng.random() < wrong else mark for mark in self.answer(problem))
 
     def identity(self, problem: Any) -> str:
-        """Equal for problems that count as one, and the same in every process; decides the problem's half."""
+        """Equal for problems that count as the same, and stable across processes; decides the problem's half."""
         return self.question(problem)
 
 
 def find_family(name: str, config_file: Path | None = None) -> Family:
-    """One of `FAMILIES` by its name, or that of a file, `path/to/family.py`, which `find_family_file` finds. Raises
+    """One of `FAMILIES` by its name, or the family in a file, `path/to/family.py` (see `find_family_file`). Raises
     ConfigError if there is none, or the file defines none."""
     if not is_family_file(name):
         if problem := find_family_problem(name):
@@ -105,8 +105,8 @@ def _load_family(file: Path) -> Family:
 
 
 def _check_family(family: Family) -> None:
-    """Refuse what would fail in a later process, draw for ever, or train a model on nonsense: characters without a row,
-    an answer that work does not come to."""
+    """Refuse what would fail in a later process, draw forever, or train a model on nonsense: characters without a row,
+    an answer that `work` does not reach."""
     alphabet = getattr(family, "alphabet", None)
     if not isinstance(alphabet, str) or not alphabet.isascii():
         raise ConfigError("alphabet must be text with all ASCII characters that questions and answers use")
@@ -156,13 +156,13 @@ def draw_problem(family: Family, rng: random.Random, reserved: bool) -> Any:
             return problem
     raise DataError(
         f"{FRUITLESS_DRAWS} draws gave no problem of {'the cold start' if reserved else 'a run'}'s half: draw() has to "
-        "give problems of both, which a checksum of identity() tells apart"
+        "give problems of both, which a checksum of identity() distinguishes"
     )
 
 
 def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMILY) -> list[Any]:
-    """`num` problems of a run's half, no two the same; more of a seed begin with the fewer, and the folder of a user's
-    file plays no part. Raises DataError if the family `name` has fewer."""
+    """`num` different problems of a run's half. A larger `num` with the same seed starts with the same problems; the
+    folder of a user's file does not matter. Raises DataError if the family `name` has fewer."""
     if not 0 <= num <= family.max_rows:
         raise DataError(
             f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model: lower "
@@ -194,7 +194,7 @@ def make_rows(family: Family, num: int, seed: int = 0, name: str = DEFAULT_FAMIL
 def worked_rows(
     family: Family, num: int, seed: int = 0, thinking: bool = True, name: str = DEFAULT_FAMILY
 ) -> list[dict[str, str]]:
-    """`make_rows` with a `completion`, the demonstration, two of five of which guess without work (`WORKED`)."""
+    """`make_rows` with a `completion`, the demonstration; two in five guess without work (`WORKED`)."""
     rng = random.Random(f"worked-{seed}")
     problems = draw_problems(family, num, seed, name)
     return [

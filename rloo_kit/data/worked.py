@@ -1,4 +1,4 @@
-"""Worked solutions to imitate: prompts rendered as RLOO's are, each with the completion that the model is to write."""
+"""Demonstrations to imitate: prompts rendered as for RLOO, each with the completion that the model learns to write."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -139,7 +139,7 @@ def _render_completion(
 
 
 def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
-    """The rows of `sft.source`, drawn; `answers` has the demonstrations."""
+    """The rows drawn from `sft.source`; `answers` has the demonstrations."""
     section, data = run.sft, run.data
     columns = Columns(section.prompt_column or data.prompt_column, section.completion_column, prefix="sft.")
     name = section.source or data.source

@@ -21,7 +21,7 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
     """Divide the GPU between vLLM and training.
 
     Args:
-        machine: what the run has to fit (`find_machine`); None takes this one.
+        machine: what the run has to fit (`find_machine`); None: this machine.
         config: the content of the model's `config.json`; None looks for it.
 
     Returns:

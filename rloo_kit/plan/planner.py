@@ -97,7 +97,7 @@ def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> It
     rollout, training = rollout_gib(load, rows), training_gib(load, rows)
     if load.unknown_bytes:
         reason = (
-            "layers that this dynamic 4-bit model keeps in 16 bit: at most 10% of the weights, by Unsloth's statement"
+            "layers that this dynamic 4-bit model keeps in 16 bit: at most 10% of the weights, according to Unsloth"
         )
         yield Margin(load.unknown_bytes / GIB, reason)
     if run.eval.batch_size > load.completions and load.engine in ("native", "generate"):

@@ -14,7 +14,7 @@ MEAN_SHARE = 0.4  # mean length over the longest, of prompts and completions; th
 LAUNCHES_PER_LAYER = 3548 / 36  # of a token step without CUDA graphs, counted on 36 layers in 4 bit with an adapter
 LAUNCH_S = 5e-6  # of one operation from Python
 VLLM_STEP_S = 2e-3  # vLLM's overhead per token step: scheduler, sampler
-TRAINING_FLOPS = 6  # a weight and token: forward, forward again (checkpointing), backward through frozen weights
+TRAINING_FLOPS = 6  # per weight and token: forward, forward again (checkpointing), backward through frozen weights
 SCORING_FLOPS = 2  # per further pass without gradients
 TRAINING_SHARE = 0.4  # of the GPU's rate that training reaches
 
@@ -64,11 +64,11 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.rollout_s + self.training_s
 
     def hours(self, steps: int) -> float:
-        """Hours of so many steps, without evaluation and start-up."""
+        """Hours of `steps` steps, without evaluation and start-up."""
         return steps * self.seconds / 3600
 
     def to_dict(self) -> dict[str, Any]:

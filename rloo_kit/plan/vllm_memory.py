@@ -87,7 +87,7 @@ def added_bytes(load: Load, rows: int) -> int:
 
 
 def asleep_bytes(load: Load, rows: int) -> int:
-    """What stays of it while the policy trains.
+    """What stays of vLLM's memory while the policy trains.
 
     On a GPU the pool is freed, and a second copy of the weights moves to host memory with the adapter's buffers. On a
     CPU vLLM's sleep does nothing.

@@ -130,7 +130,7 @@ def _check_folders(run: RunConfig) -> None:
 
 
 def _find_measure_faults(run: RunConfig, own_rewards: bool) -> list[Fault]:
-    """Whether a reward has the name in `eval.measure`; only a warning if `own_rewards` may be made in Python."""
+    """Whether a reward has the name in `eval.measure`; only a warning if `own_rewards` may be defined in Python."""
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     known = ["auto", "accuracy", "reward", *names]
     if not run.eval.every_steps or run.eval.measure in known:

@@ -23,7 +23,7 @@ HOSTILE = f"{THINK_END}{THINK_END}\\boxed{{{{\\frac{{1}}{{0}}${'9' * 400}\x00\uf
 
 @dataclass(frozen=True)
 class MadeUp:
-    """A made-up completion: what it stands for, its text without special tokens, and its ids, (C,)."""
+    """A made-up completion: what it represents, its text without special tokens, and its ids, (C,)."""
 
     kind: str
     text: str
@@ -73,7 +73,7 @@ def find_reward_faults(
     """Faults of `run.rewards`: builds, calls and closes each reward.
 
     Args:
-        tokenizer: None if it is not on this machine yet: then names are checked and own functions imported.
+        tokenizer: None if it is not on this machine yet: then names are checked and the user's functions imported.
         row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None if the data
             cannot be read: then nothing is called.
     """

@@ -1,4 +1,4 @@
-"""Faults of worked solutions, found before the model is loaded; `cheap` checks the rest of a run."""
+"""Faults of demonstrations, found before the model is loaded; `cheap` checks the rest of a run."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from rloo_kit.system.processes import say
 
 
 def refuse_worked_faults(run: RunConfig) -> None:
-    """Raise PreflightError if the run or its worked solutions have faults that can be found without the weights. Prints
+    """Raise PreflightError if the run or its demonstrations have faults that can be found without the weights. Prints
     warnings and what is left out.
 
     What only the stack can read (Parquet, a hub id, a tokenizer that is not on this machine) is left to `fine_tune`.

@@ -42,7 +42,7 @@ def _read_first(path: Path) -> list[str]:
 
 
 def _read_parquet(path: Path) -> list[str]:
-    _stack.load_stack()  # before pyarrow: these libraries ship their own
+    _stack.load_stack()  # before pyarrow, since these libraries ship their own
     import pyarrow
     import pyarrow.parquet
 

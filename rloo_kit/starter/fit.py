@@ -47,7 +47,7 @@ class Fitted:
 
 def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
     """The model to propose: on a GPU the largest of the shipped configs that fits; on a CPU the embedded one if the
-    prompts are additions, all that it knows."""
+    prompts are additions, the only problems it knows."""
     machine = find_machine(gpu_gib)
     if not machine.on_cuda:
         return EMBEDDED if table.not_an_addition is None else FOR_CPU[0]

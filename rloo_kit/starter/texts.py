@@ -18,7 +18,7 @@ EMBEDDED_LEARNING_RATE = 2e-3  # of the embedded configs: a tiny model needs a h
 
 @dataclass(frozen=True)
 class Settings:
-    """Values that fill the files; lengths in tokens.
+    """Values for the three files; lengths in tokens.
 
     Attributes:
         file: the config. module: the reward's module. table: the data. thinks: whether the model thinks, by its name.

@@ -312,7 +312,7 @@ def test_rows_that_no_reward_scores(prepare, write):
         prepare(sources=mix, num_prompts=10)
     assert len(prepare(sources=mix, num_prompts=10, reward=(REWARD, "answer_reward")).train.rows) == 10
     for given in ({"source": rows}, {"sources": mix[1:], "reward": (REWARD, "answer_reward")}):
-        with pytest.raises(DataError, match=r"^data\.sources?: .* another reward than reasoning_gym_score"):
+        with pytest.raises(DataError, match=r"^data\.sources?: .* a reward other than reasoning_gym_score"):
             prepare(**given)
     drawn = prepare(num_prompts=10).train
     kept = [{"prompt": f"Question {n}", GYM_COLUMN: drawn.row(n)[GYM_COLUMN]} for n in range(10)]
