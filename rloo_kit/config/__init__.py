@@ -1,1 +1,1 @@
-"""A run's configuration: the schema, what is checked, how YAML is read, old names. Never torch."""
+"""A run's configuration: the schema, what is checked, how YAML is read, old names. Never imports torch."""

@@ -25,8 +25,9 @@ from rloo_kit.preflight.result import Measures
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system.memory import is_out_of_memory
 
-MOVED_LEAST, MOVED_MOST = 0.05, 0.5  # share of weights with a gradient: below is an error, a warning
-DECODED = 16  # tokens after full caches
+# Share of the weights with a gradient that move: below the first an error, below the second a warning.
+MOVED_LEAST, MOVED_MOST = 0.05, 0.5
+DECODED = 16  # tokens to decode after full caches
 STEPS, STEPS_FP16 = 2, 12  # in float16 the first steps are skipped while the loss scale falls
 SAMPLED = 2**20  # values per tensor, to find the rate at which it would move
 SMALLER = 0.8  # share of the computed peak that a fix after an out-of-memory error has to reach
@@ -113,7 +114,7 @@ def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], 
     plan = plan_vram(run, config=policy.model.config.to_dict(), engine=engine)
     measures.usable_gib = plan.machine.usable_gib
     found = StepsFound(FirstSteps(weights))
-    if not plan.machine.on_cuda and plan.headroom_gib < 0:  # a CPU does not refuse: other programs would be killed
+    if not plan.machine.on_cuda and plan.headroom_gib < 0:  # no error on a CPU: the system kills programs
         found.faults.append(Fault("memory", f"{_too_much(plan)}; the step was not run. {_changes(run, plan, policy)}"))
         return found
     found.rows = 0 if engine in FOREIGN else plan.rows

@@ -66,7 +66,7 @@ class Peak:
         else:
             if self._settled:
                 trim_heap()
-            if self._settled or resident_gib() is not None:  # without /proc a requested figure raises
+            if self._settled or resident_gib() is not None:  # if settled, ResidentPeak raises without /proc
                 self._watch = ResidentPeak()
         self._started = time.monotonic()
         return self
@@ -90,7 +90,7 @@ def measure_rollout(
     """Decode the last tokens of `rows` completions of `tokens` tokens each, prompt included.
 
     Args:
-        run: gives engine, cache and temperature. rows: completions at once. tokens: more than `decoded`.
+        run: provides engine, cache and temperature. rows: completions at once. tokens: more than `decoded`.
         cache: overrides `run.rollout.cache`. decoded: tokens to decode after full caches, 1 or more.
 
     Raises:
@@ -132,7 +132,7 @@ def _decode_ends(engine: Any, rows: int, tokens: int, decoded: int) -> None:
     """Decode the last `decoded` tokens of `rows` rows, after full caches."""
     if tokens <= decoded:
         raise BackendError(f"rows of {tokens} tokens were requested; set more than the {decoded} that are decoded")
-    prompts = [[row % 200 + 1] * (tokens - decoded) for row in range(rows)]  # unlike, as those of groups are not
+    prompts = [[row % 200 + 1] * (tokens - decoded) for row in range(rows)]  # different, unlike those of a group
     lengths = {len(ids) for ids in engine.sample(prompts, Limits(decoded)).completion_ids}
     if lengths != {decoded}:
         raise BackendError(f"rows of {sorted(lengths)} tokens came back instead of {decoded}")
@@ -215,7 +215,7 @@ def _take_steps(
     steps: int = 2,
 ) -> None:
     """Optimizer steps on the engine's completions; they change nothing but the trained weights. Warm-up, masks and the
-    sampler's correction are off: under them made-up completions would get no gradient."""
+    sampler correction are off: with them made-up completions would get no gradient."""
     generations, rows = rows_of_a_pass(load)
     prompts = load_stack().datasets.Dataset.from_list(
         [{"prompt": "0" * load.prompt_tokens}] * (2 * rows // generations)

@@ -73,7 +73,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
 
 
 def _announce(run: RunConfig, data: Data) -> str:
-    """What is about to be sampled: few groups with a signal make the probe draw again (`is_unsure`)."""
+    """What is about to be sampled; the probe draws again if few groups have a signal (`is_unsure`)."""
     generations = run.rloo.num_generations
     first, most = (len(draw_rows(run, data.train, times)) // generations for times in (1, WIDER))
     wider = f" ({most} prompts if few groups have a signal)" if most > first else ""
@@ -97,7 +97,7 @@ def _measure(
     faults: list[Fault],
     measures: Measures,
 ) -> None:
-    """Fill `measures` with what was measured, and `faults` with what follows from it."""
+    """Fill `measures` with the measurements, and `faults` with the faults that they show."""
     known, probe = len(faults), None
     with catching("data", faults):
         check_prompts(run, len(data.train))

@@ -28,7 +28,7 @@ TRUNCATED, CLOSED = 0.95, 0.05  # least share cut off, largest share closed: the
 LONG_TOKENS = 4096  # limit of the search for a length that the thinking fits into
 ROOM = 1.25  # factor on the longest of a few completions
 # Mean gap between sampler and trainer, nats per token. Rounding alone gives about 1e-6 in float32, 0.002 in float16 and
-# 0.01 in bfloat16 and 4 bit (docs/metrics.md); ten times that or more is another policy. Also for the KL at the start.
+# 0.01 in bfloat16 and 4 bit (docs/metrics.md); ten times that or more means two policies. Also for the KL at the start.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 FEW, MANY = 0.25, 0.3  # warning: at most this share of groups with a signal, above this share cut off
 NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
@@ -197,7 +197,7 @@ def _find_silence(probe: Probe, measures: Measures) -> Fault:
 
 
 def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures) -> str:
-    """The published recipe's fault, with a length that this model's thinking fits into."""
+    """The fault of the published recipe, with a length that this model's thinking fits into."""
     limit, batch = run.rloo.max_completion_length, probe.batch
     earned, cut = batch.judged.raw_scores.nanmedian().item(), sum(batch.judged.completions.truncated)
     nearly = "nearly " if measures.signal else ""
@@ -223,7 +223,7 @@ def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: Ro
     sampler, first = trainer.rloo.sampler, batch.judged.completions.rows[:: batch.group_size]
     prompt = max(map(len, batch.prompts))
     positions = _positions(policy)
-    if policy.backend == "unsloth" or sampler.engine.name in FOREIGN:  # their tables end where the run's length does
+    if policy.backend == "unsloth" or sampler.engine.name in FOREIGN:  # their position tables end at the run's length
         positions = min(positions, run.model.max_seq_length)
     longest = min(positions - prompt, LONG_TOKENS)
     if longest <= run.rloo.max_completion_length:

@@ -44,7 +44,7 @@ def save_random_checkpoint(run: RunConfig, folder: str | Path) -> Path:
 def save_random_model(
     shape: ModelShape, folder: str | Path, kind: str = "thinking", positions: int = POSITIONS, **values: Any
 ) -> Path:
-    """The same for a shape; `kind` of tokenizer, further `values` of the config."""
+    """The same for a shape; `kind` is the tokenizer's, `values` are further keys of the config."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = 2 * shape.num_weights, shutil.disk_usage(folder).free

@@ -1,1 +1,1 @@
-"""The VRAM plan: GiB by part, rows of a rollout, headroom. Never torch."""
+"""The VRAM plan: GiB by part, rows of a rollout, headroom. Never imports torch."""

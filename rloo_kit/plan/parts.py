@@ -192,8 +192,8 @@ def host_cache_bytes(load: Load, rows: int) -> int:
 def decoding_bytes(load: Load, rows: int) -> int:
     """Keys and values of one layer while it attends, copied for each query head by attention with a mask.
 
-    With as many key heads as query heads, the memory to grow one layer's keys. Plus both once more if they come from 8
-    bits or from host memory.
+    With as many key heads as query heads, the memory to grow one layer's keys. Plus keys and values once more if they
+    come from an 8-bit cache or from host memory.
     """
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size

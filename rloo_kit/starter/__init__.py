@@ -1,1 +1,1 @@
-"""A first run on your own data: a config that fits this machine, a reward and its test. Never torch."""
+"""A first run on your own data: a config that fits this machine, a reward and its test. Never imports torch."""
