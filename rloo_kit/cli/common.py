@@ -69,7 +69,7 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
 
 
 def _name_process() -> str:
-    """The name in front of an error. Other processes than the main one wait first: if the main one exits with the same
+    """The name in front of an error. Processes other than the main one wait first: if the main one exits with the same
     error, the launcher ends the others, and the error is printed once."""
     if is_main_process():
         return "rloo-kit"
@@ -113,7 +113,7 @@ def with_warnings_as_lines(read: "Callable[..., RunConfig]", *arguments: Any) ->
 
 
 def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
-    """`read_config` of a run's config file or of its folder, also after the folder was moved."""
+    """`read_config` of a run's config file or of its folder, even if the folder was moved."""
     from rloo_kit.runs.find import config_file, place_run
 
     run = read_config(config_file(source), overrides)

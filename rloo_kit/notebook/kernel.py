@@ -56,7 +56,7 @@ def release_memory(verbose: bool = True) -> Released | None:
         GPU memory if torch has used a GPU, else the process's resident memory; None on systems without /proc.
     """
     torch = sys.modules.get("torch")
-    cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None  # more calls open a context
+    cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None  # any other call opens a context
     before = _held_gib(cuda)
     clear_last_error()
     gc.collect()

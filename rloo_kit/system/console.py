@@ -26,7 +26,7 @@ NARROWEST = 40  # columns that tables are laid out for
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
 # A model may write control characters; pages and terminals get the symbols that picture them.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-_PICTURED |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)  # the second set (0x9b begins a sequence like ESC [) has none
+_PICTURED |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)  # C1 controls (0x9b starts a sequence like ESC [) have no symbol
 _SECRET_OF_URL = re.compile(r"//\S*[@?#]\S*")
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook bar
@@ -60,10 +60,10 @@ def set_up_progress() -> str:
 
 
 class TextBar(_TqdmBar):
-    """In front of tqdm's bar: unchanged in a terminal; elsewhere a line every `INTERVAL_S`, and a last one after those.
+    """tqdm's bar: unchanged in a terminal; elsewhere a line every `INTERVAL_S`, and a last one after those.
 
     In a kernel the lines go to stdout, because JupyterLab shows stderr as an error, and `disable=None` (off outside a
-    terminal, as the hub's downloads have it) does not hold.
+    terminal; hub downloads set it) does not apply.
     """
 
     _is_lines = False
@@ -126,7 +126,7 @@ def columns() -> int:
 
 
 def fill_text(text: str) -> str:
-    """A paragraph in lines of at most `columns()`; what follows the first is indented by two more."""
+    """A paragraph wrapped at `columns()`; lines after the first are indented by two more."""
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.fill(
         text, columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
@@ -134,8 +134,8 @@ def fill_text(text: str) -> str:
 
 
 def render_text(renderable: Any, width: int | None = None) -> str:
-    """What rich renders, as plain lines without colour, at most `width` columns (None: `columns()`) and no blanks at
-    their ends."""
+    """A rich renderable as plain lines of at most `width` columns (None: `columns()`), without colour or trailing
+    blanks."""
     file = io.StringIO()
     width = width or columns()
     options: dict[str, Any] = {"file": file, "color_system": None, "force_terminal": False, "force_jupyter": False}
@@ -144,13 +144,13 @@ def render_text(renderable: Any, width: int | None = None) -> str:
 
 
 def print_table(renderable: Any) -> None:
-    """Print what rich renders, coloured in a terminal only. FORCE_COLOR of a kernel would make any file a terminal."""
+    """Print a rich renderable, coloured only in a terminal; a kernel's FORCE_COLOR would make rich colour any file."""
     if sys.stdout.isatty():
         Console(force_jupyter=False, width=columns(), markup=False, emoji=False).print(renderable)
     else:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = render_text(renderable) + "\n"
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))  # a frame must not end a run
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))  # a table's frame must not crash a run
     sys.stdout.flush()
 
 

@@ -102,7 +102,7 @@ def check_installation(root: Path | None = None) -> Report:
 
 
 def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
-    """The environment; if set-up refuses, that finding and what is known of the environment."""
+    """The environment; if set-up refuses, what is known of it, with the refusal as a finding."""
     try:
         return prepare_environment(root=root), []
     except (ConfigError, SetupError) as error:
@@ -111,7 +111,7 @@ def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
         return prepare_environment("transformers", root), refused  # the backend was the obstacle
     except (ConfigError, SetupError):
         os.environ.pop("TQDM_NOTEBOOK", None)
-        with tempfile.TemporaryDirectory() as nowhere:  # .env was, or a value in it
+        with tempfile.TemporaryDirectory() as nowhere:  # .env was the obstacle, or a value in it
             settled = prepare_environment("transformers", Path(nowhere))
         settled.root, settled.env_file = None, "left out, see set-up below"
         return settled, refused
@@ -222,7 +222,7 @@ def _bitsandbytes() -> Check:
 
 def _gpu_memory(settled: Environment) -> Check:
     gpu = settled.gpu
-    assert gpu is not None  # the caller asks only with a GPU
+    assert gpu is not None  # only called with a GPU
     own = os.getpid()
     holders = find_holders(gpu)
     named = [
@@ -277,7 +277,7 @@ def _kernel_spec() -> Check:
 
 
 def _hub() -> Check:
-    """Whether the model hub answers; being offline is no failure, the embedded model needs no network."""
+    """Whether the model hub answers; being offline is no failure, because the embedded model needs no network."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return Check("hub", "ok", f"offline by choice ({name}); models come from the cache or a folder")
@@ -287,7 +287,7 @@ def _hub() -> Check:
         host = urlsplit(address).hostname or host  # the host alone: an endpoint can carry a password
         with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_TIMEOUT_S):
             return Check("hub", "ok", f"{host} is reachable")
-    except urllib.error.HTTPError as answer:  # an answer all the same
+    except urllib.error.HTTPError as answer:  # the hub did answer
         return Check("hub", "ok", f"{host} is reachable (status {answer.code})")
     except (OSError, ValueError, HTTPException) as error:
         found = f"{host} is not reachable ({type(error).__name__})"

@@ -47,7 +47,7 @@ def _is_marker(path: Path) -> bool:
 
 
 def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_KEYS) -> EnvFile:
-    """Load `.env` of the project's root into `os.environ`; a variable that is set and not empty already stays.
+    """Load `.env` of the project's root into `os.environ`; a variable that is already set and not empty stays.
 
     Args:
         root: the folder that contains `.env`; None finds it (`find_root`).
@@ -71,7 +71,7 @@ def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_K
             except ValueError:  # by name only if it looks like one, see below
                 what = name if _PLAIN_NAME.fullmatch(name) else "a variable"
                 raise SetupError(
-                    f"{report.path}: {what} holds a NUL or half a character, which no environment takes; write it again"
+                    f"{report.path}: {what} contains a NUL or half a character, which no environment takes: rewrite it"
                 ) from None
     # Only what looks like a name is reported: a broken multi-line secret leaves scraps of itself as names.
     empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
@@ -105,7 +105,7 @@ def huggingface_home() -> Path:
 
 
 def find_token() -> str:
-    """Where a Hugging Face token was found: in the environment, in the login's file, or nowhere. Never the token."""
+    """Where a Hugging Face token was found: in the environment, in the login's file, or nowhere; never the token."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if os.environ.get(name, "").strip():
             return f"found ({name})"

@@ -1,4 +1,4 @@
-"""The environment of a run, settled once and before torch: keys, GPU, precision, backend, progress bars, caches.
+"""The environment of a run, settled once, before torch loads: keys, GPU, precision, backend, progress bars, caches.
 
 `_stack.setup_environment()` is the public call; modules that need the outcome call `current()`.
 """
@@ -118,7 +118,7 @@ def render_rows(rows: Sequence[tuple[str, str]], title: str) -> str:
 
 
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
-    """Precision and the reason: bf16 where the GPU has it in hardware, fp16 on older GPUs, fp32 without one."""
+    """Precision and the reason: bf16 if the GPU has it in hardware, fp16 on older GPUs, fp32 without one."""
     if gpu is None:
         return "fp32", "no NVIDIA GPU is used"
     if gpu.capability >= BF16_CAPABILITY:
@@ -128,7 +128,7 @@ def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
 
 
 def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[str, str]:
-    """Backend and the reason. `requested` other than "auto" beats RLOO_KIT_BACKEND, and that beats what is found.
+    """Backend and the reason. `requested` overrides RLOO_KIT_BACKEND unless "auto"; both override what is found.
 
     Unsloth is the backend of one GPU, transformers that of a run with several processes.
 
@@ -212,7 +212,7 @@ def prepare_standby(engine: str, backend: str) -> None:
 
 
 def _move_unsloth_cache() -> str:
-    """Point UNSLOTH_COMPILE_LOCATION at the user's cache: Unsloth writes into the working folder otherwise.
+    """Point UNSLOTH_COMPILE_LOCATION at the user's cache; by default Unsloth writes into the working folder.
 
     One folder for each set of versions, because its files are generated from the sources of TRL and transformers.
     """
@@ -223,7 +223,7 @@ def _move_unsloth_cache() -> str:
 
 
 def _usable_gpu(gpus: Gpus) -> tuple[Gpu | None, str]:
-    """The GPU that torch can use, and the reason for none."""
+    """The GPU that torch can use, and the reason if there is none."""
     if gpus.gpu is not None and is_cpu_torch():
         version = installed_version("torch")
         return None, f"{gpus.gpu.name} is there, but torch {version} is a CPU build; install a CUDA build of torch"
@@ -231,7 +231,7 @@ def _usable_gpu(gpus: Gpus) -> tuple[Gpu | None, str]:
 
 
 def _set_mixed_precision(value: str) -> list[str]:
-    """Make ACCELERATE_MIXED_PRECISION agree: accelerate reads it unchecked, and it beats `bf16=False`."""
+    """Make ACCELERATE_MIXED_PRECISION agree: accelerate reads it unchecked, and it overrides `bf16=False`."""
     before = os.environ.get("ACCELERATE_MIXED_PRECISION")
     os.environ["ACCELERATE_MIXED_PRECISION"] = value
     if before in (None, "", value):
@@ -261,7 +261,7 @@ def prepare_environment(
     progress = set_up_progress()
     notes = env_file.notes + _set_mixed_precision(PRECISIONS[precision][1])
     if chosen == "transformers" and sys.modules.get("unsloth") is not None:
-        notes.append("Unsloth is imported in this process, and its patches hold: restart the kernel to go without it")
+        notes.append("Unsloth is imported in this process, and its patches stay: restart the kernel to run without it")
     _requested = requested
     _current = Environment(
         backend=chosen,

@@ -1,6 +1,6 @@
 """NVIDIA GPUs as the driver reports them through NVML: no torch, no CUDA context, a few milliseconds.
 
-Of a MIG slice the own memory is read where CUDA_VISIBLE_DEVICES names the slice.
+For a MIG slice that CUDA_VISIBLE_DEVICES names, the slice's own memory is read.
 """
 
 import os
@@ -99,7 +99,7 @@ def _visible_handles(nvml: Any) -> list[Any]:
 
 
 def _own(handles: list[Any]) -> Any:
-    """The device of this process: of the visible ones that of LOCAL_RANK, else the first."""
+    """The device of this process: the visible one at index LOCAL_RANK, else the first."""
     rank = os.environ.get("LOCAL_RANK", "")
     return handles[int(rank)] if rank.isdigit() and int(rank) < len(handles) else handles[0]
 

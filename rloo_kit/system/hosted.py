@@ -12,7 +12,7 @@ from pathlib import Path
 from rloo_kit.errors import SetupError
 from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, TESTED_PYTHON, in_range, installed_version
 
-PREINSTALLED_STAYS = ("torch", "torchvision", "torchaudio", "triton")  # one build of CUDA: they change together or not
+PREINSTALLED_STAYS = ("torch", "torchvision", "torchaudio", "triton")  # one CUDA build: all change or none
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Place:
 
     @property
     def is_service(self) -> bool:
-        """Whether Python and torch are preinstalled by others: Colab and Kaggle."""
+        """Whether Python and torch come preinstalled: Colab and Kaggle."""
         return self.name in ("Colab", "Kaggle")
 
 
 def find_place(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Place | None:
-    """Colab, Kaggle or WSL2 by their marks, else None.
+    """Colab, Kaggle or WSL2, recognised by their variables and files; else None.
 
     Args:
         environ: the environment's variables.
-        root: where `/proc`, `/dev` and `/usr` are.
+        root: the folder with `/proc`, `/dev` and `/usr`.
     """
     if environ.get("KAGGLE_KERNEL_RUN_TYPE"):
         return Place(

@@ -1,6 +1,6 @@
 """Files that a user wrote: text of a bounded size, YAML 1.2 (`5e-6` is a number, `no` is text) with bounded aliases.
 
-Whatever is wrong with one is a ConfigError with its line.
+Any fault in one raises a ConfigError with its line.
 """
 
 import os
@@ -16,7 +16,7 @@ from ruamel.yaml.scanner import Scanner, ScannerError
 from rloo_kit.errors import ConfigError, excerpt
 
 MOST_BYTES = 1_000_000  # of a YAML file; those of the kit have a few hundred
-DEEPEST = 100  # levels of [ and {; ruamel takes seconds for thousands, and then Python's stack ends
+DEEPEST = 100  # levels of [ and {; for thousands ruamel takes seconds, then overflows Python's stack
 MOST_NODES = 100_000  # values and keys of a YAML text, each counted as often as its aliases repeat it
 HANDED_OVER = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # pipes that the shell has opened: <(command), command |
 _TAG = "tag:yaml.org,2002:"
@@ -27,14 +27,14 @@ class TooManyNodes(ConfigError):
 
 
 class Constructor(SafeConstructor):
-    """Plain values only: dates are text; binary data, sets and pairs are refused, and so is what no file, table or
-    terminal takes."""
+    """Plain values only: dates are text; binary data, sets and pairs are refused, and so is text that no file, table
+    or terminal can take."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            # ruamel checks no value that has a tag: `!!bool x` is a KeyError, `!!int ''` an IndexError.
+            # ruamel does not check a tagged value: `!!bool x` is a KeyError, `!!int ''` an IndexError.
             what = f"{error} ({node.tag})" if isinstance(error, ValueError) else f"the value does not fit {node.tag}"
             raise ConstructorError(None, None, what, node.start_mark) from None
         if isinstance(value, int) and value.bit_length() > 64:
@@ -46,7 +46,7 @@ class Constructor(SafeConstructor):
 
 
 class BoundedScanner(Scanner):
-    """Refuses brackets within brackets, thousands of times."""
+    """Refuses brackets nested deeper than `DEEPEST` levels."""
 
     def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
         if len(self.flow_context) >= DEEPEST:
@@ -61,7 +61,7 @@ for _name in ("binary", "set", "omap", "pairs"):
 
 
 def find_unwritable(text: str) -> str | None:
-    """What in `text` no file name and no UTF-8 file can hold, in words; None: nothing.
+    """What in `text` no file name and no UTF-8 file can contain, in words; None if nothing.
 
     >>> find_unwritable("a\\0"), find_unwritable("é")
     ('a NUL character', None)
@@ -76,7 +76,7 @@ def find_unwritable(text: str) -> str | None:
 
 
 def expand_user(path: str, key: str) -> Path:
-    """`path` with the folder of a user in place of `~`; ConfigError, which names `key`, where there is no such user."""
+    """`path` with `~` expanded; raises ConfigError, which names `key`, if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -86,7 +86,7 @@ def expand_user(path: str, key: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file at `path`; False too for what no file can be called, or in a locked folder."""
+    """Whether there is a regular file at `path`; False for an impossible name, too, or in a locked folder."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
     Raises:
         FileNotFoundError: there is nothing at `path`.
-        ConfigError: a folder, a device, another pipe (which may wait for its writer for ever), no permission, no
+        ConfigError: a folder, a device, another pipe (whose writer may never come), no permission, no
             possible name, more than `most_bytes`, or not UTF-8.
     """
     try:
@@ -171,8 +171,8 @@ def _compose(yaml: YAML, text: str) -> Node | None:
 
 
 def _count_nodes(node: Node, counted: dict[int, int]) -> int:
-    """The nodes at and below `node`, repeated ones each time. Raises RecursionError if a node contains itself,
-    ConstructorError for a key that is no scalar."""
+    """The nodes at and below `node`; a repeated one counts each time. Raises RecursionError if a node contains itself,
+    ConstructorError for a key that is not a scalar."""
     number = counted.get(id(node))
     if number is not None:
         if not number:

@@ -23,7 +23,7 @@ _BOOT = "import sys; sys.path[:] = sys.argv[3:]; from rloo_kit.system.marked imp
 
 def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
     """Kill every process whose environment is `wanted`, and what they start meanwhile; returns the ids of those that
-    would not end in time, because they hang in the system. This process is never one of them."""
+    would not end in time, because they hang in a system call. This process is never one of them."""
     until = time.monotonic() + END_TIMEOUT_S
     while True:
         found = [process for process in psutil.process_iter() if _is_wanted(process, wanted)]
@@ -89,7 +89,7 @@ def module_path() -> list[str]:
 
 
 def starting_folder() -> str | None:
-    """For another Python process, which does not start in a folder that was deleted; None for this process's."""
+    """The working folder for another Python process, which cannot start in a deleted one; None: this process's."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -98,10 +98,10 @@ def starting_folder() -> str | None:
 
 
 class Watchdog:
-    """A small process that kills what is marked `mark=value` once this process is gone.
+    """A small process that kills everything marked `mark=value` once this process is gone.
 
     Args:
-        environment: the watchdog's own; it must not hold the mark, nor one by which somebody else may end it too early.
+        environment: the watchdog's own; it must not contain the mark, nor another one that could end it too early.
     """
 
     def __init__(self, mark: str, value: str, environment: Mapping[str, str]) -> None:
@@ -129,8 +129,8 @@ class Watchdog:
 
 
 def watch(pipe: IO[bytes]) -> None:
-    """Wait until the other process is gone and the system closes its end of `pipe`; kill what is marked as the command
-    line says."""
+    """Wait until the other process is gone and the system closes its end of `pipe`; then kill the processes
+    with the mark that the command line names."""
     mark, value = sys.argv[1:3]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -78,9 +78,9 @@ class ResidentPeak:
 def return_large_blocks() -> None:
     """Have the C heap return blocks of LARGE_BLOCK bytes as soon as they are free; only glibc can.
 
-    It raises its own threshold up to 32 MiB as such blocks are freed, and its heap then hardly reuses torch's aligned
+    Left alone, it raises its threshold up to 32 MiB as such blocks are freed, and then hardly reuses torch's aligned
     blocks (https://sourceware.org/bugzilla/show_bug.cgi?id=14581): training on a CPU took up to 1 GiB more than its
-    tensors. A threshold of the user's (MALLOC_MMAP_THRESHOLD_) stays.
+    tensors. A threshold set by the user (MALLOC_MMAP_THRESHOLD_) stays.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         return

@@ -23,7 +23,7 @@ SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_S = 3600  # after Ctrl-C the run finishes its step and saves; torch's 30 s are less than a long rollout
 ACCELERATE = "accelerate.commands.launch"
 REFUSED, INTERRUPTED = 2, 130
-_REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process")  # torch's log of what is known
+_REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process")  # torch's log lines that add nothing
 
 
 def count_processes() -> int:
@@ -37,7 +37,7 @@ def process_index() -> int:
     WORLD_SIZE."""
     index, count = _read(RANK, 0), count_processes()
     if index >= count:
-        raise ConfigError(f"the environment's {RANK} is {index} and {WORLD_SIZE} {count}; a rank is below the number")
+        raise ConfigError(f"the environment's {RANK} is {index} and {WORLD_SIZE} {count}; it must be below that number")
     return index
 
 
@@ -113,7 +113,7 @@ def resume_words() -> list[str]:
 
 
 def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]:
-    """The settings of a launch file of accelerate, with `processes` in place of the file's number.
+    """The settings in an accelerate launch file, with `processes` in place of the file's number.
 
     Raises:
         ConfigError: it cannot be read, is no launch file, starts no run of several processes, or a launcher started
@@ -125,7 +125,7 @@ def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]
         why = f"this process was started by a launcher already ({by_launcher[0]} is set)"
         raise ConfigError(f"--launch {file}: {why}: leave --launch out")
     try:
-        settings, _ = parse_yaml(read_text(file), f"--launch {file}", version=(1, 1))  # accelerate reads it so
+        settings, _ = parse_yaml(read_text(file), f"--launch {file}", version=(1, 1))  # as accelerate reads it
     except FileNotFoundError:
         near = get_close_matches(file.name, [path.name for path in file.parent.glob("*.yaml")], 1)
         meant = f"did you mean {file.parent / near[0]}?" if near else "the kit's own are in configs/accelerate"
@@ -149,7 +149,7 @@ def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]
 
 
 def _refuse_too_few_gpus(file: Path, here: int, machines: int, settings: Mapping[str, Any]) -> None:
-    """`here` processes start on this machine, one a GPU, unless they are to use the CPU."""
+    """Raise ConfigError if this machine has too few GPUs for `here` processes, one a GPU, unless they use the CPU."""
     gpus = find_gpus()
     if settings.get("use_cpu") or here <= gpus.count:
         return
@@ -167,7 +167,7 @@ def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:
     The first in `codes` is the reason, unless it is one of those that the launcher then ends (SIGTERM).
 
     Args:
-        codes: in the order in which the launcher found them; what follows may have lost the connection to the first.
+        codes: in the order in which the launcher found them; later ones may have lost the connection to the first.
 
     >>> exit_code({0: 2, 1: -15})
     (2, '')
@@ -180,7 +180,7 @@ def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:
     if code > 0:
         known = code in (REFUSED, INTERRUPTED)
         return code, "" if known else f"process {rank} of the run ended with exit code {code}; its error is above"
-    cause = " (by the system, where its memory has run out)" if code == -signal.SIGKILL else ""
+    cause = " (by the system, if memory ran out)" if code == -signal.SIGKILL else ""
     return 128 - code, f"process {rank} of the run was killed by {signal.Signals(-code).name}{cause}"
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def keep_random_numbers() -> Iterator[None]:
-    """A block after which Python's random numbers, and numpy's if it is loaded, go on as if it had not run."""
+    """A block after which Python's random numbers, and numpy's if it is loaded, continue as if it had not run."""
     numpy = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

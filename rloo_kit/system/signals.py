@@ -1,4 +1,4 @@
-"""The signals that end a run: Ctrl-C, SIGTERM, and SIGHUP, which comes when a terminal or an ssh session goes away."""
+"""The signals that end a run: Ctrl-C, SIGTERM, and SIGHUP, which is sent when a terminal or an ssh session closes."""
 
 import os
 import signal
@@ -16,10 +16,10 @@ FROM_OUTSIDE = tuple(number for number in ENDING if number != signal.SIGINT)  # 
 
 @contextmanager
 def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call `handler(number)` for each of the signals while the block runs, in the main thread; elsewhere nothing.
+    """Call `handler(number)` for each of the signals while the block runs. Does nothing outside the main thread.
 
-    A signal that the process ignores stays ignored (`nohup` ignores SIGHUP). After SIGHUP output goes nowhere: writing
-    to a terminal that is gone raises.
+    A signal that the process ignores stays ignored (`nohup` ignores SIGHUP). After SIGHUP output is discarded, because
+    writing to a closed terminal raises.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -41,8 +41,8 @@ def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Signals that come while the block runs are handled after it, so that no exception of theirs leaves its code half
-    done; in the main thread, elsewhere nothing."""
+    """Signals that arrive while the block runs are handled after it, so that none interrupts its code halfway. Does
+    nothing outside the main thread."""
     held: list[signal.Signals] = []
     try:
         with handle_signals(ENDING, held.append):

