@@ -1,5 +1,5 @@
 """Column addition, `47+385=`: the columns from the right, one line each (`7+5=12`, `4+8+1=13`, `0+3+1=4`), and the
-result read off. The habit: mostly it answers without thinking."""
+result read off. The habit: it mostly answers without thinking."""
 
 import random
 
@@ -9,7 +9,7 @@ Pair = tuple[int, int]
 
 
 def draw_number(rng: random.Random, low: int, high: int) -> int:
-    """A number in [low, high], each number of digits equally likely."""
+    """A number in [low, high], every number of digits equally likely."""
     digits = rng.randint(len(str(low)), len(str(high)))
     return rng.randint(max(low, 10 ** (digits - 1)), min(high, 10**digits - 1))
 
@@ -49,4 +49,4 @@ class Addition(Family):
 
 FAMILY = Addition(10, 999, max_rows=50_000)
 IN_THE_HEAD = Addition(100, 349, max_rows=10_000)  # of embedded/instruct, which answers at once
-EASY = Addition(100, 199, max_rows=1_000)  # where that model begins: successive carries are hard for it
+EASY = Addition(100, 199, max_rows=1_000)  # where that model starts: successive carries are hard for it

@@ -1,4 +1,4 @@
-"""Two steps in a row, `47+8-9=`: one line each (`47+8=55`, `55-9=46`). The habit: mostly it answers without
+"""Two steps in a row, `47+8-9=`: one line each (`47+8=55`, `55-9=46`). The habit: it mostly answers without
 thinking."""
 
 import random

@@ -1,5 +1,5 @@
-"""The largest of three numbers, `max(471,385,409)=`: the larger of two goes on (`471>385`, `471>409`). The habit: one
-of them is named without comparing."""
+"""The largest of three numbers, `max(471,385,409)=`: the larger of two stays (`471>385`, `471>409`). The habit: it
+names one of them without comparing."""
 
 import random
 

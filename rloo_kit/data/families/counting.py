@@ -1,5 +1,5 @@
-"""How often a letter occurs, `count(c,acbbcadc)=`: a tally behind each letter (`a0c1b1b1c2a2d2c3`). The habit: mostly
-it answers without thinking."""
+"""How often a letter occurs, `count(c,acbbcadc)=`: a tally after each letter (`a0c1b1b1c2a2d2c3`). The habit: it
+mostly answers without thinking."""
 
 import random
 

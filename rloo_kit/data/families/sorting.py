@@ -1,5 +1,5 @@
 """Digits in order, `sort(7392)=`: the smallest is taken out until none is left (`2:739`, `3:79`, `7:9`, `9:`). The
-habit: they are written down in some order, without thinking."""
+habit: it writes them in some order, without thinking."""
 
 import random
 
@@ -7,7 +7,7 @@ from rloo_kit.data.tasks import Family, Habit
 
 
 class Sorting(Family):
-    """Four to six digits, no two alike."""
+    """Four to six digits, all different."""
 
     alphabet = "0123456789sort()=:"
     habit = Habit(skip=0.75, slip=0.1, guess=0.8)

@@ -1,5 +1,5 @@
 """Column subtraction, `385-47=`: the columns from the right, a borrow marked by `-` in front of the digit (`5-7=-8`,
-`8-4-1=3`, `3-0=3`). The habit: the smaller digit is taken from the larger one, and nothing is borrowed."""
+`8-4-1=3`, `3-0=3`). The habit: it takes the smaller digit from the larger one and never borrows."""
 
 import random
 
