@@ -49,7 +49,7 @@ def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
     settings = choose_settings(trainer, parallel, sampler)
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
-            disable_dropout(model)  # the ratio compares one policy with itself, not two random parts of it
+            disable_dropout(model)  # with dropout, the ratio would compare two random parts of the policy
     has_budget = sampler.limits.thinking_budget is not None
 
     rewarder = Rewarder(
@@ -121,7 +121,7 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
 
 
 def _choose_correction(args: Any, sampler: Sampler) -> str:
-    """The form of `sampler_correction`: auto corrects each token if another program than the trainer samples, or if the
+    """The form of `sampler_correction`: auto corrects each token if a program other than the trainer samples, or if the
     sampled distribution is truncated."""
     form = str(option(args, "sampler_correction"))
     if form != "auto":
@@ -137,12 +137,12 @@ def read_filters(args: Any) -> Filters:
 
 
 def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
-    """Why advantages cannot follow from the pass that scores the policy; None if they can."""
+    """Why advantages cannot be computed in the pass that scores the policy; None if they can."""
     memory = option(trainer.args, "memory")
     if not on_policy:
         return "the step is off-policy, so log-probabilities of the rollout are needed first"
     if trainer.aux_loss_enabled:
-        return "the auxiliary loss of the experts is made by micro-steps, which may cut a group"
+        return "the auxiliary loss of the experts is computed per micro-step, which may split a group"
     if trainer.normalize_advantages:
         return "normalize_advantages needs the advantages of the whole rollout first"
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
@@ -206,7 +206,7 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
     def hand_over(target: Path) -> None:
         write_adapter(trainer.accelerator, trainer.model_wrapped, target)
 
-    run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share a path, and the folder
+    run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over, run, vocabulary)
 

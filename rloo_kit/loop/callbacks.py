@@ -36,7 +36,7 @@ def is_step_row(logs: dict[str, Any] | None) -> bool:
 
 def use_text_progress(trainer: Any) -> None:
     """Replace a trainer's HTML table in a notebook with a text bar, unless it is off or `TQDM_NOTEBOOK=true`."""
-    notebook = sys.modules.get("transformers.utils.notebook")  # the trainer has loaded it if it took this for one
+    notebook = sys.modules.get("transformers.utils.notebook")  # loaded if the trainer detected a notebook
     if notebook is None or os.environ.get(VARIABLE) == "true":
         return
     if trainer.pop_callback(notebook.NotebookProgressCallback) is not None:
@@ -76,7 +76,7 @@ class MetricsWriter(TrainerCallback):
 
     Attributes:
         rows: the lines of the whole run, those from before a resume included.
-        seconds: of training so far, including those before a resume.
+        seconds: training time so far, including the time before a resume.
     """
 
     def __init__(self, run_dir: RunDir):
@@ -156,8 +156,8 @@ class ProgressLine(TrainerCallback):
     """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step.
 
     Attributes:
-        evaluations: those during training; their time counts towards the time left, but not the tokens per second. None
-            without any.
+        evaluations: those during training; their time counts towards the time left, but not towards tokens per second.
+            None without any.
     """
 
     def __init__(self, rollouts: RolloutLog, every_s: float):
@@ -168,7 +168,7 @@ class ProgressLine(TrainerCallback):
         self._first_step = 0
         self._printed_step: int | None = None
         self._printed_tokens = 0
-        self._evaluated_s = 0.0  # by the last line
+        self._evaluated_s = 0.0  # as of the last line
         self._logs: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -215,7 +215,7 @@ def progress_line(
     parts = [f"step {step}/{steps}"]
     if logs.get("reward") is not None:
         parts.append(f"reward {logs['reward']:.3f}")
-    means = [logs.get(f"rewards/{name}/mean") for name in REWARDS_WITH_ANSWERS]  # of 0/1: the accuracy
+    means = [logs.get(f"rewards/{name}/mean") for name in REWARDS_WITH_ANSWERS]  # of 0/1 rewards, so the accuracy
     accuracy = next((value for value in means if value is not None), None)
     if accuracy is not None:
         parts.append(f"accuracy {accuracy:.3f}")
@@ -261,7 +261,7 @@ class Interrupts(TrainerCallback):
         self.requested, self._came_at = True, time.monotonic()
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         with suppress(RuntimeError):  # the signal came in the middle of another print
-            say(f"{name}: stopping after this step, with {self.saved}; once more stops at once")
+            say(f"{name}: stopping after this step, with {self.saved}; a second one stops at once")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.between_steps = False

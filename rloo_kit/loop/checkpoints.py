@@ -49,12 +49,12 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
     target, staged = folder / f"{STEM}{step}", folder / UNFINISHED / f"{STEM}{step}"
     writes, run = trainer.args.should_save, record.get("run", "")
     there = read_checkpoint(target) if writes else None
-    if share(there is not None and there.run == run != ""):  # of this very step: a run saves before it stops
+    if share(there is not None and there.run == run != ""):  # this step is saved already: a run saves before it stops
         return
     with saving(target):
         try:
             if writes:
-                shutil.rmtree(staged.parent, ignore_errors=True)  # of a save that was killed
+                shutil.rmtree(staged.parent, ignore_errors=True)  # left by a save that was killed
             wait_for_all()
             write(staged.parent)
             _place_best(trainer.state, folder)
@@ -70,7 +70,7 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
                 needed = (step, trainer.state.best_global_step)
                 prune(folder, trainer.args.save_total_limit, run, needed)
         except Exception:
-            if writes:  # a full disk gets its room back
+            if writes:  # frees the space again if the disk is full
                 shutil.rmtree(staged.parent, ignore_errors=True)
             raise
         wait_for_all()

@@ -129,7 +129,7 @@ class Evaluations(TrainerCallback):
         self.settle(step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        if self.stopped is not None:  # by an evaluation that an interrupt had put off
+        if self.stopped is not None:  # by an evaluation that an interrupt had postponed
             control.should_save = control.should_training_stop = control.should_log = True
         step, last = state.global_step, state.max_steps
         if not self._is_due(step, last) or (self.interrupts.requested and step < last):
@@ -190,7 +190,7 @@ class Evaluations(TrainerCallback):
         rest = found.evaluation.to_dict()
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
         self.rows.append(row)
-        self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; and all of them again if the folder was removed
+        self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; rewrites all of them if the folder was removed
 
     def _await(self, coroutine: Any) -> Any:
         """An async reward's result, on the event loop that its calls in training use."""
@@ -199,7 +199,7 @@ class Evaluations(TrainerCallback):
     # ------------------------------------------------------------------------------------------------ the best weights
 
     def settle(self, step: int) -> None:
-        """Make `best/` match the best evaluation, or forget that one; the policy has the weights of `step`.
+        """Make `best/` match the best evaluation, or forget that evaluation; the policy has the weights of `step`.
 
         A run that was killed between a checkpoint and `best/` still has the weights of that step.
         """
@@ -218,7 +218,7 @@ class Evaluations(TrainerCallback):
         self._publish(step)
 
     def load_best(self) -> int | None:
-        """Load the best weights into the policy; returns their step, or None if the last ones stay."""
+        """Load the best weights into the policy; returns their step, or None if the policy keeps the last ones."""
         if not self.run.eval.save_best:
             return None
         last = self.run_dir.last_checkpoint()

@@ -16,7 +16,7 @@ from rloo_kit.loop.callbacks import is_step_row
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.processes import say
 
-SAMPLED = 2**16  # trained numbers that are followed
+SAMPLED = 2**16  # trained parameters whose movement is measured
 
 
 class HealthGuard(TrainerCallback):
@@ -25,8 +25,8 @@ class HealthGuard(TrainerCallback):
     Saves and stops if `health:` says so.
 
     Args:
-        rows: the lines of `metrics.jsonl`, to which others append during the run. Existing ones belong to an earlier
-            part of the run, and their findings are not printed again.
+        rows: the lines of `metrics.jsonl`, which grow during the run. Existing ones belong to an earlier part of the
+            run, and their findings are not printed again.
 
     Attributes:
         findings: the causes found so far in the whole run. stopped_by: the rule that stopped it; None if none did.
@@ -61,7 +61,7 @@ class HealthGuard(TrainerCallback):
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        for finding in self._observe():  # a measurement behind the last step
+        for finding in self._observe():  # a measurement after the last step
             say(f"WARNING: {finding}")
         self._write()
 
@@ -100,7 +100,7 @@ class Movement(TrainerCallback):
     """Logs `policy/moved`: how far the trained weights are from the initial ones.
 
     Initial means before the trainer loads a checkpoint, so a resumed run logs the same values. It is the norm of the
-    difference over the initial norm, on a sample of about SAMPLED numbers of all trained tensors. Nothing is logged
+    difference over the initial norm, on a sample of about SAMPLED entries of all trained tensors. Nothing is logged
     for sharded weights.
     """
 

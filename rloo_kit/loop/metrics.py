@@ -99,7 +99,7 @@ def rollout_metrics(
         "reward": mean(judged.raw_scores),
         "reward_std": std(judged.raw_scores),
         "frac_reward_zero_std": tied_groups(rewards, batch.group_size).float().mean().item(),
-        # before the KL penalty, which alone keeps the rewards of a group from being equal
+        # before the KL penalty, which by itself makes the rewards of a group differ
         "frac_score_zero_std": tied_groups(batch.scores, batch.group_size).float().mean().item(),
         "rewards/unscored_ratio": judged.raw_scores.isnan().float().mean().item(),
         "objective/scores": mean(batch.scores),
@@ -108,7 +108,7 @@ def rollout_metrics(
         "val/num_eos_tokens": column["eos_tokens"].sum().item(),
         "completions/repeated_ratio": column["repeated"].mean().item(),
     }
-    if len(statistics) > batch.group_size:  # with one prompt, a solved one has one completion
+    if len(statistics) > batch.group_size:  # if there is one prompt and it is solved, all completions may be equal
         most = column["print"].unique(return_counts=True)[1].max().item()
         metrics["completions/most_common_ratio"] = most / len(statistics)
     if (beta := settings.beta) != 0.0:
@@ -341,7 +341,7 @@ class Recorder:
         self.tags, self.end_ids, self.has_budget = tags, end_ids, has_budget
         self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
         self.episodes = 0
-        self._begun: tuple[float, int] | None = None  # when, and the episodes so far (of a resumed run)
+        self._begun: tuple[float, int] | None = None  # start time, and episodes before it (resumed run)
 
     @property
     def _is_training(self) -> bool:

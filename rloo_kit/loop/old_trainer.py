@@ -158,11 +158,11 @@ def prepare_old_dataset(dataset: Any, tokenizer: Any) -> Any:
         return dataset
     if tokenizer is None:
         raise ConfigError(
-            "the data set holds input_ids and no prompt; to decode them RLOOTrainer needs processing_class= (the "
+            "the data set has input_ids and no prompt; to decode them RLOOTrainer needs processing_class= (the "
             "tokenizer that made them), or give it a data set with a prompt column"
         )
     warnings.warn(
-        "the data set holds input_ids and no prompt, as old TRL wanted it; they are decoded. Current TRL wants a "
+        "the data set has input_ids and no prompt, as old TRL wanted it; they are decoded. Current TRL wants a "
         "column prompt with the text, which the trainer tokenizes",
         FutureWarning,
         stacklevel=3,

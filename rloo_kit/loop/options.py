@@ -65,12 +65,12 @@ def _add_fields(cls: type) -> type:
 
     An old name is None unless given; `HfArgumentParser` makes flags of both."""
     lines = [f"{name}: {_describe(entry)}. Default: {entry.default!r}." for name, entry in _OWN.items()]
-    text = inspect.cleandoc(cls.__doc__ or "")  # as Python 3.13 has it already
+    text = inspect.cleandoc(cls.__doc__ or "")  # which Python 3.13 does by itself
     cls.__doc__ = text.replace("(the options)", "\n    ".join(lines))
     for name, entry in _OWN.items():
         kind: Any = entry.type
         metadata: dict[str, Any] = {"help": _describe(entry)}
-        if bool in get_args(kind):  # and words: the flag alone is true, as that of a bool is
+        if bool in get_args(kind):  # or a word: the flag without a value means true, as for a bool
             words = [word for part in get_args(kind) for word in get_args(part)]
             kind, metadata = Literal[(False, True, *words)], metadata | {"nargs": "?", "const": True}
         cls.__annotations__[name] = kind
@@ -86,7 +86,7 @@ def _add_fields(cls: type) -> type:
 @dataclass(init=False)
 @_add_fields
 class RLOOConfig(trl.RLOOConfig):
-    """Drop-in for `trl.RLOOConfig`: the same fields and defaults, and these.
+    """Drop-in for `trl.RLOOConfig`: the same fields and defaults, plus these.
 
     Args:
         (the options)
@@ -112,7 +112,7 @@ class RLOOConfig(trl.RLOOConfig):
             setattr(self, name, value)
         whole = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | values
         asked = {name: dict(value) if isinstance(value, dict) else value for name, value in whole.items()}
-        super().__init__(**whole)  # Unsloth's changes what is in such a dict
+        super().__init__(**whole)  # Unsloth's changes dicts in place
         keep_values(self, _STOCK, asked, {*given, *values})
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ def _drop_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
-    """Without an accelerator the CPU, which TRL needs by name; else the precision that set-up chose."""
+    """Without an accelerator, ask for the CPU, as TRL requires; else set the precision that the set-up chose."""
     if any(values.get(name) is not None for name in ("bf16", "fp16", "use_cpu")):
         return values
     if not torch.accelerator.is_available():
@@ -205,7 +205,7 @@ def check_stream(dataset: Any, args: Any) -> None:
         problems.append("max_steps is not set, and train_dataset is a stream without a length: set max_steps=...")
     if rounds := option(args, "resample_rounds"):
         problems.append(
-            f"resample_rounds is {rounds}, which draws prompts by number, and train_dataset is a stream without any: "
+            f"resample_rounds is {rounds}, which draws prompts by index, and train_dataset is a stream: "
             "set resample_rounds=0, or load the data whole (a datasets.Dataset)"
         )
     if problems:

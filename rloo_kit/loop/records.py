@@ -38,7 +38,7 @@ class Completions:
     sampler_logps: list[list[float]] | None
 
     def map(self, change: Callable[[list[Any]], list[Any]]) -> "Completions":
-        """The same with every list changed (gathered from all processes, cut to some rows)."""
+        """A copy with `change` applied to every list (to gather all processes, to select rows)."""
         lists = {one.name: getattr(self, one.name) for one in fields(self)}
         return replace(self, **{name: change(value) for name, value in lists.items() if value is not None})
 
@@ -152,11 +152,11 @@ class StepStats:
     Attributes:
         loss: sum over the rows. rows: those of the step.
         policy_loss: the same without the auxiliary loss. aux_loss: (2,), its sum over micro-steps, and their number.
-        per_row: (B, 5), of each completion the `RATIO_STATISTICS` (of each token's ratio, the mean) and minus its
+        per_row: (B, 5), for each completion the `RATIO_STATISTICS` (with a ratio per token, their mean) and minus its
             log-probability, in nats; NaN where it was not computed.
         entropy: (2,), the sum over the trained tokens, in nats, and their number.
         approx_kl: (2,), the sum of half the squared log-ratio to the policy that sampled, and the tokens.
-        gap: (3,), of |log-probability of the trainer less that of the sampler|: sum, tokens, largest.
+        gap: (3,), of |trainer's log-probability - sampler's|: sum, tokens, largest.
         weight: (2,), sum and number of the importance weights. is_finite: of every log-probability and KL.
     """
 
@@ -183,7 +183,7 @@ class StepStats:
         self.per_row[rows, -1] = -sum_rows(scores.logps.detach() * mask, lengths).float()
 
     def add_gap(self, logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
-        """Add the gap between the trainer's and the sampler's log-probabilities, (N,), NaN where it drew nothing."""
+        """Add the gap between the trainer's and the sampler's log-probabilities, (N,), NaN if not sampled."""
         known = mask & ~sampled.isnan()
         gap = (logps - sampled).abs().where(known, 0.0)
         self.gap[:2] += torch.stack([gap.sum(), known.sum()])

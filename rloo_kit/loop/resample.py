@@ -101,7 +101,7 @@ class _Exchange:
 class PromptReservoir:
     """Training prompts in a separate shuffled order, for the groups that are replaced.
 
-    Each pass over the data set has another order, fixed by the seed; prompts that are currently in the batch are
+    Each pass over the data set has a different order, fixed by the seed; prompts that are currently in the batch are
     skipped. The trainer's own sampler is not affected: these prompts come in addition.
 
     Args:

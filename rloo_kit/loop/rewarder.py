@@ -27,7 +27,8 @@ class Rewarder:
             including models and async ones.
         failures: counts rollouts with failed rewards.
         missing_eos_penalty: subtracted from the score of a truncated completion; None for no penalty.
-        normalize: True by the rollout's deviation, "running" by that of all so far. clip: (lowest, highest) or None.
+        normalize: True: by the rollout's standard deviation; "running": by that of all rewards so far.
+        clip: (lowest, highest) or None.
         tells_forced: whether rewards get the column `thinking_forced`.
     """
 

@@ -198,7 +198,7 @@ class _Training:
         finally:
             end_workers()
             self._drop_reference()
-            if not self.was_training:  # checkpointed training mode decodes without a KV cache: nonsense
+            if not self.was_training:  # in training mode, checkpointing drops the KV cache and decodes nonsense
                 self.policy.model.eval()
         self._conclude(stopped, adapter_step)
         if self.memory is not None:
@@ -240,7 +240,7 @@ class _Training:
             total = self.run.rloo.max_steps or saved
             if self.evaluations.stopped is not None and step < total:
                 self.trainer.state.max_steps = total
-                how = "stopped early (a higher eval.patience goes on)"
+                how = "stopped early (raise eval.patience to continue)"
         say(f"the run is {how} already (step {step}); its weights are loaded")
 
     def _train(self) -> None:
@@ -255,7 +255,7 @@ class _Training:
                 place = str(self.checkpoint.folder) if self.checkpoint else None
                 self.trainer.train(resume_from_checkpoint=place)
             except KeyboardInterrupt:
-                if is_distributed():  # the processes are at different places, so no collective operation
+                if is_distributed():  # processes stopped at different points: no collective operation
                     raise
                 self.interrupts.requested = True
                 self._save_what_is_whole()

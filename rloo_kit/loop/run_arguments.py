@@ -19,7 +19,7 @@ from rloo_kit.system.processes import say
 def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
     """Keyword arguments of `RLOOConfig`: from the file, the machine and the backend, with checkpoints in `folder`."""
     on_cpu = policy.model.device.type == "cpu"
-    shared = run.rollout.server_adapters  # by several runs, and a run deletes what it left, so each gets a folder
+    shared = run.rollout.server_adapters  # by several runs; each deletes its leftovers, so each gets a folder
     own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
     return (
         {

@@ -224,7 +224,7 @@ class RLOOStep:
             passes = [rows[first : first + size] for first in range(0, len(rows), size)]
         else:
             passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
-        count = self.parallel.equalize(len(passes))  # with sharded weights, processes make equally many
+        count = self.parallel.equalize(len(passes))  # with sharded weights, all processes run equally many
         for number, chosen in enumerate([*[[]] * (count - len(passes)), *passes], 1):
             part = self._pass(model, batch, chosen, stats, weight) if chosen else self._empty_pass(model, batch)
             if number < count and part.requires_grad:
@@ -257,8 +257,8 @@ class RLOOStep:
         return batch.passes(rows, self.scorer.tokens, limit, whole_groups)
 
     def _cut_without_graph(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
-        """The rows of each pass without one; with `memory: low`, up to the tokens of the longest sequence. With sharded
-        weights the last pass is repeated until all processes have equally many."""
+        """The rows of each pass without a graph; with `memory: low`, up to the tokens of the longest sequence. With
+        sharded weights the last pass is repeated until all processes have equally many."""
         limit = self.settings.tokens_per_pass
         if self.settings.memory == "low":
             limit = max(self.scorer.tokens(batch.groups([row])) for row in rows)
@@ -331,7 +331,7 @@ class RLOOStep:
         return weights
 
     def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
-        """Record entropy, which shows a collapsed policy, and sampler gap of a step without a learning signal."""
+        """Record entropy (it shows a collapsed policy) and sampler gap of a step without a learning signal."""
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, stats.rows):
                 lengths, mask = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows)

@@ -58,7 +58,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         checkpoint_record: what the manifest of each checkpoint says about the run.
 
     Raises:
-        ConfigError: an argument has no meaning any more, or names something the loop does not do.
+        ConfigError: an argument no longer has a meaning, or asks for something that the loop does not do.
         RewardError: a reward cannot be called; or, from `train()`, rewards failed for more than
             `max_reward_failure_share` of the samples in `reward_failure_steps` generation batches in a row; a
             checkpoint is saved first.

@@ -244,7 +244,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
     first = start(*words, "eval.patience=2", rewards=[falling(12)])
     again = start(*words, "eval.patience=2", rewards=[falling(12)], resume=True)
     assert (again.stopped, again.steps, again.adapter_step) == ("early", 6, 2)
-    assert "stopped early (a higher eval.patience goes on) already" in capsys.readouterr().out
+    assert "stopped early (raise eval.patience to continue) already" in capsys.readouterr().out
     run = load_config(first.folder / "config.yaml", f"run.output_dir={first.folder.parent}", "run.name=tiny")
     assert (load_result(run).stopped, load_result(run).adapter_step) == ("early", 2)
     on = start(*words, "eval.patience=3", rewards=[falling(12)], resume=True)

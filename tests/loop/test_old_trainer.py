@@ -166,7 +166,7 @@ def test_tokenized_data_sets_are_decoded(tiny_tokenizer):
     pad = [tiny_tokenizer.pad_token_id] * 2
     rows = {"input_ids": [ids, pad + ids], "lengths": [len(ids)] * 2, "answer": ["4", "5"]}
     for columns in (rows, rows | {"attention_mask": [[1] * len(ids), [0, 0] + [1] * len(ids)]}):
-        with pytest.warns(FutureWarning, match="holds input_ids and no prompt, as old TRL wanted it"):
+        with pytest.warns(FutureWarning, match="has input_ids and no prompt, as old TRL wanted it"):
             prepared = prepare_old_dataset(Dataset.from_dict(columns), tiny_tokenizer)
         assert prepared[:] == {"answer": ["4", "5"], "prompt": [text, text]}
         assert tiny_tokenizer.encode(prepared[0]["prompt"]) == ids
