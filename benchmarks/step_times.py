@@ -79,10 +79,11 @@ def times_table(_result: Any = None) -> list[str]:
 
 
 def hours_table(_result: Any = None) -> list[str]:
-    """Of Qwen3-4B-Thinking's configs, the hours only: for the README."""
+    """Of Qwen3-4B-Thinking's configs, the lengths and hours only: for the README."""
     rows = [line.strip("| ").split(" | ") for line in times_table() if "thinking_" in line]
-    head = ["GPU", "config", f"hours, {STEPS} steps", "with vLLM"]
-    return table(head, [[row[1], row[0], row[4], row[7]] for row in rows])
+    longest = [f"{load_config(CONFIGS / row[0].strip('`')).rloo.max_completion_length:,}" for row in rows]
+    head = ["GPU", "config", "tokens a completion, at most", f"hours, {STEPS} steps", "with vLLM"]
+    return table(head, [[row[1], row[0], tokens, row[4], row[7]] for row, tokens in zip(rows, longest, strict=True)])
 
 
 def gpus_table(_result: Any = None) -> list[str]:

@@ -124,7 +124,7 @@ def preflight(
     overrides: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")] = False,
 ) -> None:
-    """Check in about a minute whether a run can learn: GO, or NO-GO with every problem and exit code 1."""
+    """Check whether a run can learn, in about a rollout's time: GO, or NO-GO with every problem and exit code 1."""
     with exit_codes():
         run = read_config(file, overrides)
         with redirect_stdout(sys.stderr) if json else nullcontext():

@@ -40,7 +40,7 @@ class RunSection(Section):
         0, "seed of sampling, shuffling and new adapters", ge=0, lt=2**32, argument="seed",
         trl=TrlDefault(42, "every seed of a file defaults to 0"),
     )  # fmt: skip
-    preflight: bool = key(False, "measure the loaded run for about a minute before training; NO-GO stops it")
+    preflight: bool = key(False, "before training, measure whether the loaded run can learn; NO-GO stops it")
     evaluate: bool = key(True, "measure held-out accuracy before and after training")
     report: bool = key(True, "write report.html at the end")
     progress_every_s: float = key(5.0, "seconds between progress lines", ge=0.0)

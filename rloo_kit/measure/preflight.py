@@ -48,7 +48,7 @@ from rloo_kit.system.random_numbers import keep_random_numbers
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:
-    """Check in about a minute whether a run can learn as configured: GO, or NO-GO with every problem.
+    """Check whether a run can learn as configured, in about the time of a rollout: GO, or NO-GO with every problem.
 
     Samples and judges a few groups of training prompts as the run does and takes optimizer steps at full length. Then
     restores weights, random numbers and files. With several processes, only the checks that need no model run.

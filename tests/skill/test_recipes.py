@@ -33,8 +33,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_file_takes_the_place_of_gsm8k(folder, tiny_tokenizer):
-    line = shlex.split(read_block("bash", "data.source=problems.jsonl"))
-    assert line[:2] == ["rloo-kit", "train"]
+    check, line = map(shlex.split, read_block("bash", "data.source=problems.jsonl").splitlines())
+    assert (check[1], line[1]) == ("preflight", "train") and check[2:] == line[2:]
     run = load_config(ROOT / line[2], *line[3:])
     data = load_data(run, tiny_tokenizer)
     assert data.test[0]["answer"] == PROBLEM["answer"].partition("#### ")[2]
@@ -45,6 +45,7 @@ def test_a_file_takes_the_place_of_gsm8k(folder, tiny_tokenizer):
     [
         ('easy</think>{"name": "Ada", "age": 36}', 1.0),
         ('easy</think>\n```json\n{"name": "Ada", "age": 36}\n```', 1.0),
+        ('easy</think>Here it is: {"name": "Ada", "age": 36}. Anything else?', 1.0),
         ('easy</think>{"name": "Ada", "age": "36"}', 0.5),
         ('easy</think>{"city": "London"}', 0.1),
         ("easy</think>[36]", 0.0),
