@@ -1,9 +1,9 @@
-"""From rewards to advantages: `make_advantages`, what it is made of, and the running moments of `normalize_rewards`.
+"""From rewards to advantages: `make_advantages`, its parts, and the running moments of `normalize_rewards`.
 
-NaN marks a completion that is not scored: it leaves its siblings' baseline and has advantage 0.
+NaN marks a completion that is not scored: it is left out of its siblings' baseline and has advantage 0.
 
-Shapes: B completions of this process, A of all processes, K generations a prompt, F reward functions; R completions of
-one call, N their tokens end to end. Sources: RLOO, arXiv 2402.14740; the penalty as k1 in the reward, 2510.01555;
+Shapes: B completions of this process, A of all processes, K per prompt, F reward functions; R completions of one call,
+N their tokens end to end. Sources: RLOO, arXiv 2402.14740; the penalty as k1 in the reward, 2510.01555;
 REINFORCE++, 2501.03262.
 """
 
@@ -15,12 +15,12 @@ import torch
 from rloo_kit.config.schema import BASELINES, KL_FORMS, SCALES
 from rloo_kit.gradient.objective import spread, sum_rows
 
-SCALE_EPSILON = 1e-4  # added to a deviation that divides, as in TRL
+SCALE_EPSILON = 1e-4  # added to a standard deviation before dividing by it, as in TRL
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """The keys of `rloo` by which rewards become advantages; `beta` 0 for no KL penalty."""
+    """The keys of `rloo` that turn rewards into advantages; `beta` 0 for no KL penalty."""
 
     beta: float = 0.0
     kl_form: str = "sum"
@@ -36,13 +36,13 @@ class AdvantageSettings:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What a completion's reward is worth next to its siblings'.
+    """Advantages of a rollout.
 
     Attributes:
-        rewards: (A,), scores less what the whole completion is charged for its KL; NaN where it is not scored.
-        per_row: (A,), of each completion, for the log; the mean over its tokens where each token has its own. 0 for one
+        rewards: (A,), scores minus the KL charge of the whole completion; NaN where it is not scored.
+        per_row: (A,), one per completion, for the log; with `per_token` the mean over its tokens. 0 for a completion
             that is not scored.
-        trained: what the loss multiplies, of this process's rows: (B,), or (N,) with `per_token`. Finite.
+        trained: the advantages in the loss, for this process's rows: (B,), or (N,) with `per_token`. Finite.
         lengths: tokens of this process's rows. per_token: each token has its own advantage.
     """
 
@@ -53,7 +53,7 @@ class Advantages:
     per_token: bool
 
     def of(self, rows: list[int]) -> torch.Tensor:
-        """What the loss multiplies, of some rows: (R,), or (N,) with `per_token`."""
+        """The advantages in the loss, for some rows: (R,), or (N,) with `per_token`."""
         if not self.per_token:
             return self.trained[rows]
         parts = self.trained.split(list(self.lengths))
@@ -74,7 +74,7 @@ def make_advantages(
     gather: Callable[[torch.Tensor], torch.Tensor] = _alone,
     mine: slice = slice(None),
 ) -> Advantages:
-    """The one place where penalty, baseline and normalisation meet.
+    """Advantages from scores and KL: the only place where penalty, baseline and normalisation are combined.
 
     >>> scores, tokens = torch.tensor([1.0, 0.0]), torch.ones(3)
     >>> make_advantages(scores, torch.tensor([0.1, 0.1, 0.4]), tokens, [2, 1], 2, AdvantageSettings(beta=0.5)).trained
@@ -83,10 +83,10 @@ def make_advantages(
     Args:
         scores: (A,), whole groups; NaN where a completion is not scored. group_size: K; with 1 there is no baseline.
         kl: (N,), log-ratio of the policy to the reference, of this process's rows; None without a penalty.
-        mask: (N,), 0 where a token has no part in the loss. lengths: tokens of this process's completions.
-        gather: from a tensor of this process's rows to one of all. mine: where this process's rows lie among all.
+        mask: (N,), 0 for tokens that are left out of the loss. lengths: tokens of this process's completions.
+        gather: turns a tensor of this process's rows into one of all rows. mine: this process's rows among all.
     """
-    # Standardized advantages of each token take their moments over tokens, with a penalty or without (beta 0).
+    # Standardized per-token advantages take their moments over tokens, with a penalty or without (beta 0).
     by_token = settings.kl_form == "per_token" and (kl is not None or settings.normalize_advantages)
     kl = torch.zeros_like(mask, dtype=scores.dtype) if by_token and kl is None else kl
     rewards = scores
@@ -97,7 +97,7 @@ def make_advantages(
     if group_size > 1:
         is_scaled = settings.scale_rewards == "group"
         per_row = subtract_baseline(task if by_token or is_scaled else rewards, group_size, settings.baseline)  # (A,)
-        if is_scaled:  # the task's part alone: a solved group has no deviation but that of its KL
+        if is_scaled:  # only the task's part: in a solved group only the KL varies
             per_row = scale_by_group(per_row, task, group_size)
             if kl is not None and not by_token:
                 per_row = per_row + subtract_baseline(rewards - task, group_size, settings.baseline)
@@ -109,7 +109,7 @@ def make_advantages(
     assert kl is not None
     tokens = spread(per_row[mine], lengths) - settings.beta * kl_to_go(kl, mask, lengths)  # (N,)
     tokens = tokens.masked_fill(~mask.bool(), torch.nan)
-    if settings.normalize_advantages:  # the task's part alone would leave the penalty's scale as it is
+    if settings.normalize_advantages:  # on the sum: normalising only the task's part would not scale the penalty
         moments = merge_moments(gather(find_moments(tokens)[None].to(tokens.device)).cpu())
         tokens = normalize_by(tokens, moments, eps=SCALE_EPSILON)
     trained = zero_unscored(tokens)
@@ -127,18 +127,18 @@ def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> to
 
 
 def zero_unscored(advantages: torch.Tensor) -> torch.Tensor:
-    """0 in place of NaN, whatever the shape: a completion that is not scored does not move the policy."""
+    """Replace NaN by 0, in any shape: a completion that is not scored does not move the policy."""
     return advantages.masked_fill(advantages.isnan(), 0.0)
 
 
 def kl_charge(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form: str) -> torch.Tensor:
-    """What each completion is charged, before beta: (N,), (N,) -> (R,). A KL that is not finite stays so.
+    """The KL charge of each completion, before beta: (N,), (N,) -> (R,). A non-finite KL stays non-finite.
 
     Args:
         kl: log-ratio of the policy to the reference at each token, in nats. mask: 0 where a token is not charged.
         lengths: tokens of each completion, R of them.
-        form: "sum" over the completion (the paper, TRL) and "per_token": its sum. "length_normalized": its mean over
-            the tokens, so that a long thought costs no more than a short one.
+        form: "sum" (the paper, TRL) and "per_token": the sum over the completion. "length_normalized": the mean over
+            its tokens, so that long thinking costs no more than short thinking.
     """
     if form not in KL_FORMS:
         raise ValueError(f"kl_form must be one of {', '.join(KL_FORMS)}, got {form!r}")
@@ -150,7 +150,7 @@ def kl_charge(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form
 
 
 def kl_to_go(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """What is still to be paid from each token on, for `per_token`: (N,), (N,) -> (N,), 0 where masked (arXiv
+    """The KL from each token to the end of its completion, for `per_token`: (N,), (N,) -> (N,), 0 where masked (arXiv
     2501.03262)."""
     kept = mask.bool()
     wide = kl.masked_fill(~kept, 0.0)
@@ -162,8 +162,8 @@ def kl_to_go(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int]) -> to
 def subtract_baseline(rewards: torch.Tensor, num_generations: int, baseline: str) -> torch.Tensor:
     """Reward minus its baseline: (B,) -> (B,); NaN where there is no reward or nothing to compare it with.
 
-    `leave_one_out`: the mean of the scored siblings. `group_mean`: that of all scored completions of the prompt, its
-    own among them, which shrinks every advantage by (K - 1) / K. `none`: 0.
+    `leave_one_out`: the mean of the scored siblings. `group_mean`: the mean of all scored completions of the prompt,
+    its own included, which scales every advantage by (K - 1) / K. `none`: 0.
     """
     if baseline == "leave_one_out":
         return leave_one_out(rewards, num_generations)
@@ -176,10 +176,10 @@ def subtract_baseline(rewards: torch.Tensor, num_generations: int, baseline: str
 
 
 def scale_by_group(values: torch.Tensor, rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Values over the deviation of their group's scored rewards plus SCALE_EPSILON: (B,), (B,) -> (B,); NaN stays.
+    """Values over the standard deviation of their group's scored rewards plus SCALE_EPSILON: (B,), (B,) -> (B,).
 
-    The deviation is the unbiased one, as in TRL's GRPO. A group whose rewards are equal has none, nor has a single
-    scored completion: its values are 0, whatever the baseline.
+    NaN stays NaN. The estimator is the unbiased one, as in TRL's GRPO. Where all rewards of a group are equal, or only
+    one completion is scored, the values are 0, whatever the baseline.
 
     >>> scale_by_group(torch.tensor([0.5, -0.5, 1.0, 1.0]), torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)
     tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
@@ -190,7 +190,7 @@ def scale_by_group(values: torch.Tensor, rewards: torch.Tensor, num_generations:
     deviation = (squares / (scored - 1).clamp(min=1)).sqrt()
     high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
-    is_tied = (high <= low) & ~own.isnan()  # equal but for nothing: the mean of equal numbers may be off by rounding
+    is_tied = (high <= low) & ~own.isnan()  # by comparison: the mean of equal numbers may be off by rounding
     return (own / (deviation + SCALE_EPSILON)).masked_fill(is_tied, 0.0).view(-1)
 
 
@@ -204,7 +204,7 @@ def find_moments(values: torch.Tensor) -> torch.Tensor:
 
 
 def merge_moments(rows: torch.Tensor) -> torch.Tensor:
-    """The moments of several sets together: (sets, 3) -> (3,). Source: Chan, Golub, LeVeque 1979."""
+    """The moments of several sets combined: (sets, 3) -> (3,). Source: Chan, Golub, LeVeque 1979."""
     counts, means, squares = rows.double().unbind(dim=-1)
     total = counts.sum()
     mean = (counts * means).sum() / total.clamp(min=1)
@@ -212,10 +212,10 @@ def merge_moments(rows: torch.Tensor) -> torch.Tensor:
 
 
 def normalize_by(values: torch.Tensor, moments: torch.Tensor, eps: float) -> torch.Tensor:
-    """To mean 0 and standard deviation 1 of the set with these moments; unchanged where it has less than two entries.
+    """Standardize by the moments of a set to mean 0 and standard deviation 1; unchanged if it has fewer than 2 entries.
 
     Args:
-        values: of any shape; NaN stays. moments: (3,), of `find_moments` or `merge_moments`.
+        values: of any shape; NaN stays. moments: (3,), from `find_moments` or `merge_moments`.
     """
     count, mean, squares = moments.tolist()
     if count < 2:
@@ -224,15 +224,15 @@ def normalize_by(values: torch.Tensor, moments: torch.Tensor, eps: float) -> tor
 
 
 def standardize(values: torch.Tensor, eps: float) -> torch.Tensor:
-    """Mean 0 and standard deviation 1 over the entries that are not NaN, whatever the shape."""
+    """Standardize to mean 0 and standard deviation 1 over the entries that are not NaN, in any shape."""
     return normalize_by(values, find_moments(values), eps)
 
 
 class RunningMoments:
-    """Mean and deviation of all rewards so far (`normalize_rewards: running`); its state belongs into a checkpoint.
+    """Mean and standard deviation of all rewards so far (`normalize_rewards: running`), part of a checkpoint's state.
 
-    A rollout's own deviation is a poor estimate where the rollout is small, and changes what a reward is worth from
-    step to step. Nothing is forgotten, so the scale settles.
+    The standard deviation of one small rollout is a poor estimate, and rescales rewards differently at each step.
+    Nothing is forgotten here, so the scale settles.
 
     >>> running = RunningMoments()
     >>> running.update(torch.tensor([0.0, 1.0, torch.nan]))
@@ -247,21 +247,21 @@ class RunningMoments:
         self._moments = torch.zeros(3, dtype=torch.float64)
 
     def update(self, values: torch.Tensor) -> None:
-        """Take the rewards of one rollout, of all processes; NaN (not scored) and infinities are left out."""
+        """Add the rewards of one rollout, from all processes; NaN (not scored) and infinities are left out."""
         finite = values.masked_fill(~values.isfinite(), torch.nan)
         self._moments = merge_moments(torch.stack([self._moments, find_moments(finite)]))
 
     def normalize(self, values: torch.Tensor, eps: float) -> torch.Tensor:
-        """To mean 0 and deviation 1 of all that was taken; unchanged while that is less than two rewards."""
+        """Standardize by all rewards added so far; unchanged while there are fewer than two."""
         return normalize_by(values, self._moments, eps)
 
     def to_dict(self) -> dict[str, float]:
-        """The state, as JSON takes it."""
+        """The state, JSON-serialisable."""
         return dict(zip(("count", "mean", "squares"), self._moments.tolist(), strict=True))
 
     @classmethod
     def from_dict(cls, state: dict[str, float]) -> "RunningMoments":
-        """The one that `to_dict` described."""
+        """Restore from `to_dict`."""
         found = cls()
         found._moments = torch.tensor([state[name] for name in ("count", "mean", "squares")], dtype=torch.float64)
         return found
@@ -277,9 +277,9 @@ def leave_one_out(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 
 
 def tied_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Which groups carry no learning signal, all scored rewards being equal: (B,) -> (prompts,) bool.
+    """Which groups have no learning signal because all scored rewards are equal: (B,) -> (prompts,) bool.
 
-    Wholly unscored groups count as tied. The tolerance is that of `torch.isclose`, as in TRL's metric.
+    A group without a scored completion counts as tied. The tolerance is that of `torch.isclose`, as in TRL's metric.
     """
     grouped = rewards.view(-1, num_generations)
     high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)

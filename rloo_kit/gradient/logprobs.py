@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens through the language-model head, in tiles: never a tensor of tokens x vocabulary.
+"""Log-probabilities of tokens through the language-model head, in tiles: no tokens x vocabulary tensor is built.
 
 Shapes: B rows, H hidden size, V vocabulary, N scored tokens of a pass.
 """
@@ -18,15 +18,15 @@ from rloo_kit.errors import BackendError
 from rloo_kit.gradient.mixture import balance_loss
 
 # Tokens and vocabulary rows of one tile, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 2 MiB of float32.
-# On one thread 151936 rows take a third of the time that they take in tiles of whole rows, which leave the cache.
+# On one thread and with 151936 rows, tiles of the whole vocabulary, which exceed the cache, take three times as long.
 TILE_TOKENS = (1024, 512)
 TILE_VOCABULARY = (8192, 1024)
 
 
 @dataclass
 class TokenScores(ModelOutput):
-    """What a scoring call returns: log-probabilities and entropies of the N scored tokens, in nats, float32; the
-    auxiliary loss of a mixture of experts where it was asked for."""
+    """What a scoring call returns: log-probabilities and entropies of the N scored tokens, in nats, float32, and the
+    auxiliary loss of a mixture of experts, if requested."""
 
     logps: torch.Tensor | None = None  # (N,)
     entropies: torch.Tensor | None = None  # (N,)
@@ -36,9 +36,9 @@ class TokenScores(ModelOutput):
 class _ScoreTokens(torch.autograd.Function):
     """log softmax((h W^T + b) / temperature)[target], tile by tile.
 
-    With a frozen head the backward pass is prepared in the forward one, where the exponentials are at hand: how a
-    log-probability changes with its state, (W[target] - sum of p W) / temperature, is (N, H) and all that is kept. A
-    head that is trained has its logits made again in the backward pass.
+    With a frozen head, the forward pass already computes the derivative of each log-probability with respect to its
+    state, (W[target] - sum of p W) / temperature, because the exponentials are available there. That (N, H) tensor is
+    all that is kept. For a trained head, the backward pass recomputes the logits.
     """
 
     @staticmethod
@@ -82,10 +82,10 @@ def _score_tile(
     need_entropy: bool,
     prepare: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Of a tile's tokens: logps, log norms, entropies (n,), slopes (n, H); the last two empty where not wanted.
+    """logps, log norms and entropies (n,) and slopes (n, H) of a tile's tokens; the last two empty if not requested.
 
-    One pass over the vocabulary: sums of exponentials are kept relative to the largest logit so far. The target's own
-    is kept apart from the rest, so that 1 - p is exact in 16 bits where p is close to 1.
+    One pass over the vocabulary: sums of exponentials are kept relative to the largest logit so far. The target's
+    exponential is kept separate from the rest, so that 1 - p is exact in 16 bits where p is close to 1.
     """
     own = rest = spread = slopes = top = chosen = torch.zeros(len(hidden), device=hidden.device)
     for columns in _column_tiles(weight):
@@ -123,7 +123,7 @@ def _score_tile(
 
 
 def _gradients(ctx: Any, grad_logps: torch.Tensor) -> list[torch.Tensor | None]:
-    """Of states, weight and bias, each None where it is not needed."""
+    """Gradients of states, weight and bias; None for each that is not needed."""
     hidden, weight, bias, targets, log_norms = ctx.saved_tensors
     wanted = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
     sums = [torch.zeros_like(tensor, dtype=torch.float32) if needed else None for tensor, needed in wanted]
@@ -176,7 +176,7 @@ def score_tokens(
     Args:
         hidden: (N, H), the states that predict the targets. weight: (V, H). bias: (V,) or None.
         targets: (N,) token ids. temperature: above 0; the logits are divided by it, as in sampling.
-        need_entropy: without it the second result is None.
+        need_entropy: if False, the second result is None.
 
     Returns:
         logps and entropies (N,), float32, in nats. Only the logps carry a gradient.
@@ -189,13 +189,13 @@ def score_tokens(
 
 
 def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
-    """Let `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,))` return `TokenScores`.
+    """Make `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,))` return `TokenScores`.
 
     `score_positions` are flat positions b * L + t whose hidden state predicts the target. With `token_weights=(B * L,)`
-    the auxiliary loss of a mixture of experts is made too. Any other call is unchanged.
+    the auxiliary loss of a mixture of experts is computed too. Any other call is unchanged.
 
     Raises:
-        BackendError: the head bends its logits (soft-capping), which is not scored here.
+        BackendError: the head transforms its logits non-linearly (soft-capping), which the kit does not score.
     """
     text_config = model.config.get_text_config()
     for key in ("final_logit_softcapping", "output_multiplier"):
@@ -232,7 +232,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
 
 
 def _logit_scale(config: Any) -> float:
-    """What a model's forward multiplies the head's logits by, as Cohere, Falcon-H1, Granite and HyperCLOVA X do."""
+    """The factor that a model's forward applies to its logits, as in Cohere, Falcon-H1, Granite and HyperCLOVA X."""
     divisor = getattr(config, "logits_scaling", None) or 1.0
     scales = [getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier")]
     return math.prod([*scales, divisor if config.model_type == "hyperclovax" else 1 / divisor])
@@ -240,7 +240,7 @@ def _logit_scale(config: Any) -> float:
 
 @contextmanager
 def _scoring_head(head: torch.nn.Module, temperature: float, need_entropy: bool) -> Iterator[None]:
-    """The head scores states in place of computing logits; called as a module, so that a sharded one is gathered."""
+    """Make the head score states instead of computing logits. It is called as a module, so that shards are gathered."""
 
     def forward(self: Any, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return score_tokens(states, self.weight, getattr(self, "bias", None), targets, temperature, need_entropy)

@@ -1,4 +1,4 @@
-"""The auxiliary loss of mixtures of experts, which keeps their load balanced, as TRL adds it to its loss.
+"""The auxiliary load-balancing loss of mixtures of experts, as TRL adds it to its loss.
 
 Shapes: T tokens of a layout, E experts.
 """
@@ -14,7 +14,7 @@ from rloo_kit.gradient.packing import Group
 
 
 def token_weights(groups: Sequence[Group], mask: torch.Tensor, layout: str) -> torch.Tensor:
-    """How often each token of a layout counts: a prompt once for each of its completions, padding not at all.
+    """How often each token of a layout counts: a prompt once per completion, padding not at all.
 
     Args:
         mask: (N,), the completion tokens that count, group by group. layout: as `packing.lay_out` takes it.
@@ -35,7 +35,7 @@ def token_weights(groups: Sequence[Group], mask: torch.Tensor, layout: str) -> t
 
 
 def balance_loss(found: Any, config: Any, weights: torch.Tensor) -> torch.Tensor:
-    """E times the sum, over experts, of the share of tokens that one gets times the mean probability that it has.
+    """E times the sum over experts of (share of tokens routed to the expert) x (its mean router probability).
 
     Args:
         found: what the backbone returned. config: of its text model. weights: (T,), see `token_weights`.

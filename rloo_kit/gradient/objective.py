@@ -1,7 +1,7 @@
 """The clipped policy-gradient objective of a rollout's completions, laid end to end: pure functions on tensors.
 
-Log-probabilities are subtracted token by token and summed in float64; the clip is applied to the ratio's logarithm, so
-a ratio that overflows has a bounded loss and a gradient of 0, not NaN. What is not finite stays so.
+Log-probabilities are subtracted token by token and summed in float64. The clip is applied to the log-ratio, so a ratio
+that overflows has a bounded loss and a gradient of 0, not NaN. Non-finite inputs stay non-finite.
 
 Shapes: R completions, N their tokens end to end, completion after completion.
 """
@@ -19,14 +19,14 @@ RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high", "bounded")
 
 @dataclass(frozen=True)
 class Objective:
-    """How a ratio is made and bounded.
+    """How the importance ratio is computed and bounded.
 
     Attributes:
-        epsilon_low, epsilon_high: the ratio counts from 1 - epsilon_low to 1 + epsilon_high, as in PPO.
-        delta: bound on the ratio where the advantage is negative; None for none.
-        ratio_form: "sum" over the completion, "length_normalized" (that of its mean token) or "per_token".
-        token_mean: with "completion" a row's loss is the mean of its tokens', else their sum; what "batch" divides by
-            is not known from some rows (`loop/step.py`). Other than "none" takes "per_token".
+        epsilon_low, epsilon_high: the ratio is clipped to 1 - epsilon_low and 1 + epsilon_high, as in PPO.
+        delta: upper bound on the ratio where the advantage is negative; None for none.
+        ratio_form: of the log-ratio, its "sum" over the completion, its mean ("length_normalized") or "per_token".
+        token_mean: with "completion" a row's loss is the mean over its tokens, else the sum. "batch" divides later, in
+            `loop/step.py`, which knows all rows. All but "none" require "per_token".
     """
 
     epsilon_low: float = 0.2
@@ -45,14 +45,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class LossParts:
-    """The loss of some completions, and what there is to log about it.
+    """The loss of some completions, and its statistics for the log.
 
     Attributes:
-        per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a trained token. Of
-            each token's ratio, the sum over the completion or, by `token_mean`, their mean.
-        ratio: (R,), without a graph; of each token's, the mean over its completion. 1 without a trained token.
-        clipped_low, clipped_high, bounded: (R,), 1.0 where the bound below, the bound above or `delta` stopped the
-            ratio, else 0.0; of each token's, the share.
+        per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a trained token. With
+            a ratio per token, the sum over the completion's tokens, or their mean (`token_mean`).
+        ratio: (R,), without a graph; with a ratio per token, its mean over the completion. 1 without a trained token.
+        clipped_low, clipped_high, bounded: (R,), 1.0 where the lower bound, the upper bound or `delta` clipped the
+            ratio, else 0.0; with a ratio per token, the share of clipped tokens.
     """
 
     per_row: torch.Tensor
@@ -63,8 +63,8 @@ class LossParts:
 
 
 def choose_ratio_form(ratio_form: str | None, kl_form: str, token_mean: str = "none") -> str:
-    """The form that stands for None: each token's ratio where each token has its own advantage, or where the loss is a
-    mean over tokens; else the sum.
+    """Resolve `ratio_form` None: "per_token" if each token has its own advantage, or if the loss is a mean over tokens;
+    else "sum".
 
     >>> choose_ratio_form(None, "per_token"), choose_ratio_form(None, "sum"), choose_ratio_form("per_token", "sum")
     ('per_token', 'sum', 'per_token')
@@ -91,16 +91,16 @@ def policy_loss(
     Args:
         logps: (N,) under the policy, with a graph. old_logps: (N,) under the policy that sampled, without one.
         lengths: tokens of each of the R completions, 0 allowed.
-        mask: (N,), bool or 0 and 1; tokens with 0 have no part in the ratio, the loss or the gradient.
+        mask: (N,), bool or 0 and 1; tokens with 0 are left out of the ratio, the loss and the gradient.
         advantages: (R,), or (N,) with `per_token`, where (R,) is spread over the tokens. Finite.
-        weights: (N,), constants that the gradient of each token is multiplied with (`sampler_correction`); the ratio
-            that is clipped does not contain them.
+        weights: (N,), constants that multiply the gradient of each token (`sampler_correction`); the clipped ratio does
+            not include them.
 
     Returns:
         `LossParts`. Non-finite log-probabilities give a non-finite loss, which `all_finite` detects.
 
     Raises:
-        ValueError: advantages a token with one ratio for the completion.
+        ValueError: advantages per token, but one ratio per completion.
     """
     kept = mask.bool()
     difference = (logps - old_logps.detach()).masked_fill(~kept, 0.0)  # (N,)
@@ -118,7 +118,7 @@ def policy_loss(
         return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()})
     if advantages.numel() != len(lengths):
         raise ValueError(
-            f"{advantages.numel()} advantages for {len(lengths)} completions: advantages a token need ratio_form="
+            f"{advantages.numel()} advantages for {len(lengths)} completions: per-token advantages need ratio_form="
             f"'per_token', not {settings.ratio_form!r}"
         )
     if weights is not None:  # the same value, its gradient times the weight
@@ -136,7 +136,7 @@ def policy_loss(
 def _bounded_gain(
     log_ratio: torch.Tensor, advantages: torch.Tensor, settings: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Ratio times advantage within the bounds that count for its sign, and what the bounds did; all of one shape."""
+    """Ratio times advantage within the bounds that apply to its sign, and which bounds were hit; all of one shape."""
     low = math.log(1 - settings.epsilon_low) if settings.epsilon_low < 1 else -math.inf
     high = math.log(1 + settings.epsilon_high)
     top = math.inf if settings.delta is None else math.log(settings.delta)
@@ -175,7 +175,7 @@ def all_finite(*tensors: torch.Tensor, mask: torch.Tensor | None = None) -> bool
     (False, True)
 
     Args:
-        tensors: of any shape; of the mask's where there is one.
+        tensors: of any shape; with a mask, of the mask's shape.
         mask: bool or 0 and 1.
     """
     flags = []

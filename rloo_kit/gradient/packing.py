@@ -1,7 +1,7 @@
-"""Completions laid out for one scoring pass, and attention within each of them.
+"""Layouts of completions for one scoring pass, and attention within each of them.
 
 Layouts: shared, one row [prompt, c1 .. cK, next prompt, ...]; repeated, one row [prompt, c1, prompt, c2, ...]; padded,
-a row for each completion, padded on the right (Unsloth's training forward drops the mask of left-padded rows).
+one row per completion, padded on the right (Unsloth's training forward drops the mask of left-padded rows).
 
 Shapes: S sequences (prompt + completion), T tokens of the layout, N scored tokens (all completion tokens).
 """
@@ -24,19 +24,19 @@ try:
 except ImportError:
     _varlen_attention = None
 
-Span = tuple[int, int]  # first token and the one behind the last, in a flat row
+Span = tuple[int, int]  # start and end (exclusive) in a flat row
 
-SPARED_CALL = 32**2  # padded attention scores that cost about as much as one further call (measured, one thread)
+SPARED_CALL = 32**2  # padded attention scores that cost about as much as one more call (measured, one thread)
 NAME = "rloo_packed"
-PLAIN = "sdpa"  # what a call without a plan does, and the only setting that `install` replaces
-KERNEL_OPTIONS = {"scale", "window_size"}  # of torch's attention for varying lengths; younger than it is
-KERNEL_GPU = (8, 0)  # compute capability from which it runs (Ampere)
-KERNEL_TOLERANCE = 0.05  # between it and the buckets, of the size of the values or of a gradient; both are of 16 bits
+PLAIN = "sdpa"  # used by calls without a plan, and the only setting that `install` replaces
+KERNEL_OPTIONS = {"scale", "window_size"}  # of torch's variable-length attention; its first releases lack them
+KERNEL_GPU = (8, 0)  # lowest compute capability that it runs on (Ampere)
+KERNEL_TOLERANCE = 0.05  # relative difference from the buckets, of values and gradients; both are in 16 bits
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and its completions: (P,) token ids, P at least 1, and K times (C_i,), any of them may be empty."""
+    """A prompt and its completions: (P,) token ids, P at least 1, and K times (C_i,), each of which may be empty."""
 
     prompt: torch.Tensor
     completions: list[torch.Tensor]
@@ -48,10 +48,10 @@ class Layout:
 
     Attributes:
         input_ids, position_ids: (1, T) for a packed row, (S, L) for padded ones.
-        score_positions, score_targets: (N,), flat places whose state predicts a completion token, and that token.
-        sequences: of a packed row, the spans that make up each sequence, one after the other: (prompt, completion)
-            where the prompt is shared, a single span otherwise. Empty for padded rows.
-        groups: of a packed row, each prompt's length and its completions'.
+        score_positions, score_targets: (N,), flat indices whose state predicts a completion token, and that token.
+        sequences: the spans that make up each sequence of a packed row, in order: (prompt, completion) where the prompt
+            is shared, a single span otherwise. Empty for padded rows.
+        groups: each prompt's length and those of its completions, for a packed row.
     """
 
     input_ids: torch.Tensor
@@ -138,8 +138,8 @@ def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that attend together: `index` (S * L,) are their tokens' places in the row, row by row, L each. A
-    shorter one is padded with its own last token, which a causal mask hides."""
+    """Sequences that attend in one call: `index` (S * L,) has their tokens' indices in the packed row, L per sequence.
+    A shorter one is padded with its own last token, which the causal mask hides."""
 
     index: torch.Tensor
     rows: int
@@ -148,13 +148,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How a packed row attends: gathered into buckets, each causal in itself, and back.
+    """How a packed row attends: tokens are gathered into buckets, attend causally there, and are scattered back.
 
     Attributes:
-        buckets: all sequences. inverse: (T,), for each token of the row its place in the buckets laid end to end.
-        flat_index: (F,), the sequences end to end without fillers, for attention of varying lengths;
-            boundaries: (S + 1,) int32, where each begins. longest: tokens of the longest.
-        flat_inverse: (T,), for each token of the row its place in `flat_index`.
+        buckets: all sequences. inverse: (T,), index of each token of the row in the buckets laid end to end.
+        flat_index: (F,), the sequences end to end without padding, for variable-length attention.
+        boundaries: (S + 1,) int32, where each sequence begins. longest: tokens of the longest one.
+        flat_inverse: (T,), index of each token of the row in `flat_index`.
     """
 
     buckets: list[Bucket]
@@ -197,7 +197,7 @@ def plan_attention(layout: Layout) -> AttentionPlan:
 
 
 def _inverse(members: list[torch.Tensor], starts: list[int], tokens: int) -> torch.Tensor:
-    """(T,): where each token of the row stands among the members laid out from `starts` on, its first place."""
+    """(T,): index of each token of the row when the members are laid out at `starts`, the first if it has several."""
     inverse = torch.empty(tokens, dtype=torch.long, device=members[0].device)
     for member, start in reversed(list(zip(members, starts, strict=True))):
         inverse[member] = torch.arange(start, start + len(member), device=member.device)
@@ -205,7 +205,7 @@ def _inverse(members: list[torch.Tensor], starts: list[int], tokens: int) -> tor
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Sequences in buckets of similar length: one joins the next longer ones while its filling costs less than a call.
+    """Buckets of sequences of similar length: one joins the longer ones if padding it costs less than a call.
 
     >>> _alike([30, 12, 10, 29])
     [[0, 3, 1, 2]]
@@ -227,8 +227,8 @@ def _alike(lengths: list[int]) -> list[list[int]]:
 
 
 def install(model: torch.nn.Module) -> None:
-    """Let the model's attention take `packing=`; harmless a second time. Raises ValueError, with the reason, if the
-    attention is not looked up by name or is not SDPA."""
+    """Make the model's attention accept `packing=`; a second call changes nothing. Raises ValueError, with the reason,
+    if the attention is not looked up by name or is not SDPA."""
     found = model.config._attn_implementation
     if found == NAME:
         return
@@ -243,7 +243,7 @@ def install(model: torch.nn.Module) -> None:
 
 def keywords(laid: Layout, _layout: str) -> dict[str, Any]:
     """Keywords for a model patched by `install`, in addition to a packed layout's ids. transformers passes a
-    four-dimensional mask on unchanged; this empty one is never read, but without it the model builds T x T."""
+    four-dimensional mask on unchanged. The empty mask is never read, but without it the model builds one of T x T."""
     return {
         "position_ids": laid.position_ids,
         "attention_mask": torch.empty(1, 1, 1, 0, device=laid.input_ids.device),
@@ -305,7 +305,7 @@ def _attend_in_buckets(
 
 
 def _takes_one_call(query: torch.Tensor) -> bool:
-    """Whether torch and the GPU have the kernel for varying lengths; buckets do without it."""
+    """Whether torch and the GPU have the variable-length kernel; buckets do not need it."""
     if _varlen_attention is None or not query.is_cuda or query.dtype.itemsize != 2:
         return False
     return _options(_varlen_attention) >= KERNEL_OPTIONS and (
@@ -321,18 +321,18 @@ def _options(kernel: Any) -> frozenset[str]:
 def _attend_in_one_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scaling: float | None
 ) -> torch.Tensor:
-    """The same with the sequences end to end, none filled up. Not measured: it takes a GPU."""
+    """The same with the sequences end to end, without padding. Not measured: it needs a GPU."""
     parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # a window of (-1, 0) is causal
-    if "enable_gqa" in _options(_varlen_attention):  # a guard that torch 2.11 does not have; the kernel is the same
+    if "enable_gqa" in _options(_varlen_attention):  # torch 2.11 lacks this option; the kernel is the same
         options["enable_gqa"] = query.size(1) != key.size(1)
     return _varlen_attention(*parts, *bounds, **options).index_select(0, plan.flat_inverse)
 
 
 def kernel_fault(query: torch.Tensor, key: torch.Tensor) -> str | None:
-    """Why the kernel for varying lengths is not used for heads like these (T, A, D) and (T, G, D), found out by trying
-    it once, and given as a warning then; None where it serves."""
+    """Why the variable-length kernel is not used for heads like these, (T, A, D) and (T, G, D); None if it works. The
+    first call tests it and warns about a failure."""
     return _try_kernel(_varlen_attention, query.size(1), key.size(1), query.size(2), query.dtype, query.device)
 
 
@@ -340,7 +340,7 @@ def kernel_fault(query: torch.Tensor, key: torch.Tensor) -> str | None:
 def _try_kernel(
     _kernel: Any, heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    # the hooks and modes of a checkpoint around the call are those of its thread
+    # in a thread, because the hooks and modes of a surrounding checkpoint are thread-local
     with ThreadPoolExecutor(1) as thread:
         fault = thread.submit(_compare_with_buckets, heads, key_heads, size, dtype, device).result()
     if fault is not None:
@@ -355,7 +355,7 @@ def _try_kernel(
 def _compare_with_buckets(
     heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What is wrong with the kernel's values or gradients on a tiny random row, or None."""
+    """What is wrong with the kernel's values or gradients on a tiny random row; None if nothing is."""
     ids = torch.zeros(5, dtype=torch.long, device=device)
     plan = plan_attention(lay_out([Group(ids, [ids, ids[:2]])], "shared"))  # T = 12
     generator = torch.Generator().manual_seed(0)
@@ -367,7 +367,7 @@ def _compare_with_buckets(
     try:
         outs = [attend(query, key, value, plan, None) for attend in (_attend_in_one_call, _attend_in_buckets)]
         found, expected = ([out.detach(), *torch.autograd.grad((out * weights).sum(), states)] for out in outs)
-    except Exception as error:  # whatever a torch or a GPU makes of the heads, the buckets are there
+    except Exception as error:  # whatever torch or the GPU raises, fall back to buckets
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     names = ("values", "gradients of queries", "gradients of keys", "gradients of values")
     for name, mine, other in zip(names, found, expected, strict=True):

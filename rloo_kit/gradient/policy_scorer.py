@@ -1,7 +1,7 @@
 """Log-probabilities under the policy and under the reference of its KL penalty.
 
-The reference is a separate model, the adapter "ref", or the base without an adapter. While the policy is still its
-own reference (a fresh adapter, the first step), its pass is skipped.
+The reference is a separate model, the adapter "ref", or the base without an adapter. While the policy still equals it
+(a fresh adapter, the first step), the reference pass is skipped.
 
 Shapes: N completion tokens of a pass, end to end.
 """
@@ -22,7 +22,7 @@ class PolicyScorer:
     """Scores groups under the policy and its reference, in the trainer's precision.
 
     Args:
-        policy: the bare model. scorer: of its completions. parallel: the run's processes.
+        policy: the bare model. scorer: scores its completions. parallel: the run's processes.
         beta: of the KL penalty; 0: no reference.
         reference: "start" of training, or the "base" model without an adapter.
         reference_model: the reference if it is a separate model, else None; it is scored by a scorer like the
@@ -45,11 +45,11 @@ class PolicyScorer:
         self.reference_model = reference_model
         if reference_model is not None:
             self.reference_scorer = Scorer(reference_model, scorer.temperature, scorer.pad_id, scorer.layout)
-        # no process of a sharded model has the tensors to compare
+        # with sharded weights, no process has the tensors to compare
         self._may_be_reference = reference_model is None and parallel.kind != "shards"
 
     def choose_layout(self, groups: list[Group]) -> None:
-        """Before the passes of a rollout, whose groups these are: see `Scorer.choose_layout`."""
+        """Call it with the groups of a rollout before its passes: see `Scorer.choose_layout`."""
         self.scorer.choose_layout(groups)
         if self.reference_model is not None:
             self.reference_scorer.layout = self.scorer.layout
@@ -67,11 +67,11 @@ class PolicyScorer:
             return self.scorer.score(model, groups, need_entropy, balanced)
 
     def reference(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
-        """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""
+        """(N,) under the reference, without a graph; None while the policy equals it, or without a KL penalty."""
         return None if self.beta == 0.0 or self.is_reference() else self.score_reference(model, groups)
 
     def score_reference(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor:
-        """(N,) under the reference, without a graph, also while the policy is its own."""
+        """(N,) under the reference, without a graph, even while the policy equals it."""
         with torch.no_grad(), self.parallel.accelerator.autocast():
             if self.reference_model is not None:
                 return self.reference_scorer.score(self.reference_model, groups, need_entropy=False).logps
@@ -83,7 +83,7 @@ class PolicyScorer:
                 return self.scorer.score(model, groups, need_entropy=False).logps
 
     def is_reference(self) -> bool:
-        """Whether the policy's weights are still those of the reference; asked until they have moved once."""
+        """Whether the policy's weights still equal the reference's; not checked any more once they have moved."""
         if self._may_be_reference:
             self._may_be_reference = same_as_reference(self.policy, self.kind)
         return self._may_be_reference

@@ -1,7 +1,7 @@
-"""Importance weights that correct for a sampler that is another program than the trainer: truncated or masked.
+"""Importance weights, truncated or masked, that correct for a sampler that is not the trainer's own program.
 
 Sampler and trainer compute the same policy with different kernels, quantisation or precision, so the ratio of their
-probabilities is near 1. A ratio far from 1 says that the two disagree about the token or the completion.
+probabilities is near 1. A ratio far from 1 means that the two disagree about the token or the completion.
 
 Sources:
     Truncated: Ionides 2008, "Truncated Importance Sampling".
@@ -32,8 +32,8 @@ def correction_weights(
 ) -> torch.Tensor:
     """Importance weights of the trainer's policy over the sampler's: (N,) -> (N,), without a graph.
 
-    Truncation bounds the variance at the price of a small bias. Masking removes tokens or completions with a ratio out
-    of bounds from the gradient; what is left is not scaled up for it.
+    Truncation bounds the variance at the price of a small bias. Masking removes tokens or completions whose ratio is
+    out of bounds from the gradient, without rescaling the rest.
 
     >>> logps, sampled = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -3.0, torch.nan])
     >>> correction_weights(logps, sampled, torch.ones(3), [3], "token", 0.0, 2.0).tolist()
@@ -46,17 +46,18 @@ def correction_weights(
         sampler_logps: (N,) nats, NaN for tokens that were not sampled (a forced close).
         mask: (N,), bool or 0 and 1, the scored tokens.
         lengths: tokens of each completion, 0 allowed; their sum is N.
-        form: "token", each token's own ratio; "sequence", the product of those of a completion's sampled and scored
-            tokens, for all of its tokens. At most `cap`. With "_mask" a ratio outside [floor, cap] gives weight 0.
+        form: "token": each token's own ratio. "sequence": for all tokens of a completion, the product of the ratios of
+            its sampled and scored tokens. Both are at most `cap`. With "_mask", a ratio outside [floor, cap] gives
+            weight 0.
         floor: 0 or more, below 1; only the masked forms read it.
         cap: 1 or more.
 
     Returns:
-        The weights, 0 to `cap`. With the token forms 1 for a token that is masked or was not sampled; with the sequence
-        forms 1 for a completion without a sampled token. NaN where `logps` is NaN, so that a broken one stays visible.
+        The weights, 0 to `cap`. The token forms give 1 for a token that is masked or was not sampled, the sequence
+        forms 1 for a completion without a sampled token. NaN where `logps` is NaN, so that broken values stay visible.
 
     Raises:
-        ValueError: another form.
+        ValueError: an unknown form.
     """
     if form not in FORMS:
         raise ValueError(f"sampler_correction must be one of {', '.join(FORMS)} here, got {form!r}")

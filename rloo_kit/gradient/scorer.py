@@ -1,7 +1,7 @@
 """Log-probabilities of groups of completions, in the smallest layout that the model computes correctly.
 
-A `Scorer` scores random groups in each layout as the model will train, values and gradients, and uses only what agrees
-with single sequences. Dropout is not switched off here.
+A `Scorer` first scores random groups in each layout, in training mode, and uses only the layouts whose values and
+gradients agree with single sequences. It does not switch off dropout for real passes.
 
 Shapes: G groups of K_g completions, N completion tokens of all of them.
 """
@@ -22,13 +22,13 @@ from rloo_kit.gradient.packing import Group, count_tokens, lay_out
 from rloo_kit.models.policy import packed_keywords
 
 LAYOUTS = ("shared", "repeated", "padded")
-# P and the C_i of the groups of the self-check: 1,024 tokens, several blocks of every attention kernel. Off a GPU 21:
-# Triton's interpreter takes 5 s for 16 and 50 s for 157 (two cores, one layer), and no kernel cuts rows into blocks.
+# P and C_i of the self-check's groups: 1,024 tokens, several blocks of every attention kernel. Without a GPU, 21:
+# Triton's interpreter takes 5 s for 16 and 50 s for 157 (two cores, one layer), and no kernel splits rows into blocks.
 CHECK_LENGTHS = ((200, (300, 0, 140)), (100, (284,)))
 CHECK_LONGEST, CHECK_SHARE_OFF_GPU = 500, 0.0225
-CHECK_LOGITS = 16  # tokens whose logits are made for all of the vocabulary
-SHARED_PAYS = 1.3  # tokens of repeated prompts over those of shared ones, from which Unsloth itself shares them
-WATCHED, LARGEST_WATCHED = 14, 2**24  # trained tensors of the self-check from either end, and elements of one
+CHECK_LOGITS = 16  # tokens whose logits are computed for the whole vocabulary
+SHARED_PAYS = 1.3  # Unsloth's own threshold: tokens with repeated prompts over tokens with shared ones
+WATCHED, LARGEST_WATCHED = 14, 2**24  # self-check: trained tensors from each end, and maximum elements of each
 
 
 Checked = tuple[torch.Tensor, list[torch.Tensor]]  # log-probabilities and gradients
@@ -36,7 +36,7 @@ Checked = tuple[torch.Tensor, list[torch.Tensor]]  # log-probabilities and gradi
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of log-probabilities, in nats, and of the gradient, relative to its size."""
+    """For log-probabilities, in nats (`mean`, `largest`), and for the gradient, relative to its norm."""
 
     mean: float
     largest: float
@@ -48,7 +48,7 @@ TOLERANCE, TOLERANCE_16_BITS = Tolerance(1e-3, 1e-3, 1e-3), Tolerance(0.05, 0.5,
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the N completion tokens, group by group, completion after completion: nats, float32.
+    """Scores of the N completion tokens, group by group, completion after completion: nats, float32.
 
     `logps` carries a gradient where grad is enabled; `entropies` never does and is None unless requested. `aux_loss`
     is the auxiliary loss of a mixture of experts, if requested.
@@ -63,8 +63,8 @@ class Scorer:
     """Scores completions under one model.
 
     Args:
-        model: a causal language model, bare or wrapped (PEFT, DDP). It learns to be called for scores; any other call
-            is unchanged.
+        model: a causal language model, bare or wrapped (PEFT, DDP). It is patched to accept scoring calls; any other
+            call is unchanged.
         temperature: the logits are divided by it, as in sampling. pad_id: a token id that the model knows.
         layout: "auto" checks and chooses; "shared", "repeated" or "padded" takes that one, unchecked.
 
@@ -72,7 +72,7 @@ class Scorer:
         layouts: those that may be used. layout: the one in use. reason: one line, why these.
 
     Raises:
-        BackendError: the head's logits are not plain ones, or `layout` is none of these.
+        BackendError: the head is not plain, or `layout` is unknown.
     """
 
     def __init__(self, model: torch.nn.Module, temperature: float, pad_id: int, layout: str = "auto"):
@@ -100,18 +100,18 @@ class Scorer:
         """Log-probabilities of all completion tokens, in one pass.
 
         Args:
-            model: this scorer's model, however it is wrapped by now, with whichever adapter is on.
-            groups: at least one completion. need_entropy: False spares the entropies (the reference pass).
-            balanced: (N,) bool, the completion tokens that count in the auxiliary loss of a mixture of experts, as all
-                prompts do; None: it is not made.
+            model: this scorer's model, possibly wrapped since, with whichever adapter is active.
+            groups: at least one completion. need_entropy: False skips the entropies (the reference pass).
+            balanced: (N,) bool, the completion tokens that count in the auxiliary loss of a mixture of experts; prompts
+                always count. None: the loss is not computed.
         """
         return self._pass(model, groups, self.layout, need_entropy, balanced)
 
     def choose_layout(self, groups: Sequence[Group]) -> None:
-        """For the passes of a rollout, given whole: prompts are shared where there is a choice and it pays.
+        """Choose the layout for a rollout, given all its groups: prompts are shared if there is a choice and it pays.
 
-        Unsloth attends to shared prompts by flex attention, which is slower than its kernel for sequences end to end;
-        with long completions the prompts are too few of the tokens to make up for it.
+        Unsloth attends to shared prompts by flex attention, which is slower than its kernel for sequences end to end.
+        With long completions, the prompts are too small a share of the tokens to make up for that.
         """
         if {"shared", "repeated"} <= set(self.layouts):
             pays = count_tokens(groups, "repeated") >= SHARED_PAYS * count_tokens(groups, "shared")
@@ -122,8 +122,8 @@ class Scorer:
         return count_tokens(groups, self.layout)
 
     def _choose(self, model: torch.nn.Module) -> tuple[tuple[str, ...], str]:
-        """The layouts that agree with single sequences, the smallest first, and a line with the reason. Where both
-        attend by the same kernels the smallest is enough."""
+        """The layouts that agree with single sequences, the smallest first, and a line with the reason. If both packed
+        layouts use the same kernels, only the smallest is kept."""
         groups = _check_groups(model)
         single = self._check(model, [[one] for one in _singles(groups)], "padded")
         _compare_with_logits(model, groups[0], single[0], self.temperature)
@@ -136,7 +136,7 @@ class Scorer:
         for layout in LAYOUTS[:-1]:
             try:
                 fault = _difference(self._check(model, [groups], layout), single, _tolerance(model))
-            except Exception as error:  # whatever a foreign model makes of the layout, padded rows are there
+            except Exception as error:  # whatever a foreign model raises, fall back to padded rows
                 fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if fault is not None:
                 refused.append(f"{layout} rows: {fault}")
@@ -163,7 +163,7 @@ class Scorer:
             for groups in passes:
                 logps = self._pass(model, groups, layout, need_entropy=False).logps
                 own, weights = weights[: len(logps)].to(logps.device), weights[len(logps) :]
-                if watched:  # by backward: reentrant checkpoints refuse `autograd.grad`
+                if watched:  # backward(), because reentrant checkpoints refuse `autograd.grad`
                     (logps * own).sum().backward()
                 found.append(logps.detach())
             gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in watched]
@@ -192,7 +192,7 @@ class Scorer:
 
 
 def causal_model(model: torch.nn.Module) -> Any:
-    """The causal language model in whatever wraps it (DDP, compilation, PEFT)."""
+    """The causal language model without its wrappers (DDP, compilation, PEFT)."""
     unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
     return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
 
@@ -201,7 +201,7 @@ def causal_model(model: torch.nn.Module) -> Any:
 
 
 def _check_groups(model: torch.nn.Module) -> list[Group]:
-    """`CHECK_LENGTHS`, shorter off a GPU and where the model has fewer positions."""
+    """Groups of `CHECK_LENGTHS`, shorter without a GPU or if the model has fewer positions."""
     device, config = model.get_input_embeddings().weight.device, model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None), getattr(model, "max_seq_length", None)]
     at_most = CHECK_SHARE_OFF_GPU if device.type == "cpu" else 1.0
@@ -252,8 +252,8 @@ def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tens
 
 @contextmanager
 def _quiet(model: torch.nn.Module, trains: bool) -> Iterator[None]:
-    """In training mode (bitsandbytes has no backward pass in the other, on a CPU), without dropout, and without
-    gradient checkpointing if nothing is trained; everything is as before afterwards."""
+    """Training mode (in evaluation mode, bitsandbytes has no backward pass on a CPU) without dropout, and without
+    gradient checkpointing if nothing is trained; everything is restored afterwards."""
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     for module in model.modules():
         settings: dict[str, Any] = {"training": not isinstance(module, torch.nn.Dropout)}
@@ -274,7 +274,7 @@ def _quiet(model: torch.nn.Module, trains: bool) -> Iterator[None]:
 
 @contextmanager
 def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
-    """A block without gradients at its beginning; those from before it are back afterwards."""
+    """A block that starts without gradients; earlier ones are restored afterwards."""
     kept = [(value, value.grad) for value in model.parameters() if value.requires_grad]
     for value, _ in kept:
         value.grad = None
@@ -286,7 +286,7 @@ def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _difference(found: Checked, expected: Checked, tolerance: Tolerance) -> str | None:
-    """What differs by more than the model's precision explains; None where nothing does."""
+    """What differs by more than the model's precision explains; None if nothing does."""
     gap = (found[0] - expected[0]).abs()
     mean, worst = gap.mean().item(), gap.max().item()
     if not (mean <= tolerance.mean and worst <= tolerance.largest):
