@@ -55,7 +55,7 @@ reasoning-gym: $(STAMP) ## add the library reasoning-gym (data.source: reasoning
 	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' || { echo "make reasoning-gym: not installed: $(GYM_NEEDS)" >&2; exit 1; }
 
 demo: $(STAMP) ## build a small model, measure it, train it, measure it again: on the CPU, without a download
-	@HF_HUB_OFFLINE=1 $(BIN)/rloo-kit train configs/arithmetic_thinking.yaml --overwrite
+	@CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/rloo-kit train configs/arithmetic_thinking.yaml --overwrite
 	@echo '  the report:                 outputs/arithmetic_thinking/report.html'
 	@echo '  the same, cell by cell:     jupyter lab notebooks/arithmetic_thinking.ipynb'
 
