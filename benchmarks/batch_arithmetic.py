@@ -1,10 +1,10 @@
-"""What the batch that ships learns: the real command, its comparison; figures go to `results/batch_arithmetic.json`.
+"""What the shipped batch learns, through the real command; figures go to `results/batch_arithmetic.json`.
 
     python benchmarks/batch_arithmetic.py               # six new runs, about a quarter of an hour on two free cores
-    python benchmarks/batch_arithmetic.py --resume      # what is missing or failed; then the figures of all
+    python benchmarks/batch_arithmetic.py --resume      # only missing or failed runs; then the figures of all
 
-The seed of a run decides its adapter, the order of its prompts and its sampling; the model, the problems and their
-split are the same for all six. Left out: the times, which depend on whatever else the machine is doing.
+A run's seed sets its adapter, the order of its prompts and its sampling; the model, the problems and their split are
+the same for all six. Left out: times, which depend on what else the machine is doing.
 """
 
 import argparse

@@ -1,18 +1,18 @@
-"""A decoding step of the native engine with grouped heads, and as transformers attends; `results/decode_step.json`.
+"""A decoding step of the native engine, with grouped heads vs. transformers' attention; `results/decode_step.json`.
 
     python benchmarks/decode_step.py
 
 Two layers in the shape of Qwen3-4B's (32 query heads, 8 key-value heads of 128, hidden size 2560) with random weights
-in bfloat16, 8 rows behind full caches of random keys and values. Both sides take the same step in one process, in turn:
-the cache, the modules and the tokens are the same, and only what attends differs (`ModuleDecoder.groups_heads`). The
-first step of each is discarded; each pair gives a ratio; the median is reported, with the smallest and the
-largest. One thread; the seconds are the processor's. Rows of a rollout differ in length: here they fill half of the
-longest up to all of it (`unequal`), or all of it (`equal`, the K completions of a prompt before one ends).
+in bfloat16, and 8 rows with full caches of random keys and values. Both sides take the same step in turn in one
+process: cache, modules and tokens are the same, and only the attention differs (`ModuleDecoder.groups_heads`). The
+first step of each is discarded. Each pair gives a ratio; the median is reported with the smallest and the largest. One
+thread; seconds are processor time. Rows of a rollout differ in length: here from half of the longest to all of it
+(`unequal`), or all equal (`equal`, the K completions of a prompt before one ends).
 
-How many operations a step dispatches, from the token to the draw, is counted apart: in 36 layers of small sizes with
-4-bit weights and a LoRA adapter on the seven projections. Views are left out. The count does not depend on the sizes.
+The operations that a step dispatches, from the token to the draw, are counted separately: in 36 small layers with
+4-bit weights and a LoRA adapter on the seven projections, without views. The count does not depend on the sizes.
 
-Left out: all layers (the model's other 34 are the same again), a large vocabulary, 4-bit weights, a GPU
+Left out: the model's other 34 layers (the same again), a large vocabulary, 4-bit weights, a GPU
 (`first_hour.py`).
 """
 
@@ -57,7 +57,7 @@ def row_lengths(tokens: int, kind: str) -> list[int]:
 
 
 def fill_cache(shape: dict[str, Any], lengths: list[int]) -> Any:
-    """A cache that holds all of each row but its new token."""
+    """A cache with all tokens of each row except its new one."""
     import torch
 
     from rloo_kit.rollout.kv_cache import SlotCache
@@ -72,7 +72,7 @@ def fill_cache(shape: dict[str, Any], lengths: list[int]) -> Any:
 
 
 def measure(decoder: Any, shape: dict[str, Any], tokens: int, kind: str, repeats: int) -> dict[str, Any]:
-    """Seconds of `repeats` pairs of steps, their ratios, and how far the logits of the two sides are apart."""
+    """Seconds of `repeats` pairs of steps, their ratios, and the difference between the logits of the two sides."""
     import torch
 
     lengths = row_lengths(tokens, kind)
@@ -100,7 +100,7 @@ def measure(decoder: Any, shape: dict[str, Any], tokens: int, kind: str, repeats
 
 
 def count_operations(layers: int = LAYERS) -> dict[str, int]:
-    """Operations of one step with rows of unequal length, 4-bit weights and an adapter, by who attends."""
+    """Operations of one step with rows of unequal length, 4-bit weights and an adapter, by kind of attention."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -147,7 +147,7 @@ def main() -> int:
     """Measure every length, equal and unequal rows, count the operations, and write the results."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of steps after the one that is discarded")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of steps after the discarded one")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of the longest row")
     parser.add_argument("--results", type=Path, default=RESULT)
     options = parser.parse_args()

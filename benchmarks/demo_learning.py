@@ -1,7 +1,7 @@
-"""Does the demo learn? The real command, for several seeds; the figures go to `results/demo_learning.json`.
+"""Does the demo learn? Runs the real command for several seeds; figures go to `results/demo_learning.json`.
 
     python benchmarks/demo_learning.py                          # seeds 0 to 4 of arithmetic_thinking
-    python benchmarks/demo_learning.py --families all --seeds 0 1 2 --jobs 2    # task families, by the same config
+    python benchmarks/demo_learning.py --families all --seeds 0 1 2 --jobs 2    # task families, same config
     python benchmarks/demo_learning.py --config arithmetic_instruct --seeds 0 1 2
 
 A seed sets everything random: the embedded model (weights and demonstrations), the problems and their
@@ -11,7 +11,7 @@ held-out prompts: accuracy at temperature 1 at least 0.50 higher after than befo
 with the sampled one's intervals apart. Exit code 1 if a seed misses it.
 
 Times are wall-clock on a possibly busy machine; the command's share of the processor is recorded with them. Left out:
-the installation that `make demo` begins with.
+the installation at the start of `make demo`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ DEMO, MIN_PROMPTS, MIN_RISE, MIN_GREEDY_RISE = "arithmetic_thinking", 1000, 0.50
 
 
 def run_seed(config: str, family: str, seed: int, output: Path, keep: bool, overrides: list[str]) -> dict[str, Any]:
-    """Train `config` with one seed through the command line and read what it wrote."""
+    """Train `config` with one seed through the command line, and read its output files."""
     name = f"{config}-{family}-{seed}" if family else f"{config}-{seed}"
     command = [str(Path(sys.executable).with_name("rloo-kit")), "train", str(ROOT / "configs" / f"{config}.yaml")]
     words = [f"run.seed={seed}", f"data.seed={seed}", f"model.build_seed={seed}"]
@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=[""], help="task families in place of the config's; or: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    parser.add_argument("--keep", action="store_true", help="do not repeat runs that lie in the output folder")
+    parser.add_argument("--keep", action="store_true", help="do not repeat runs that are in the output folder")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo_learning")
     parser.add_argument(
         "--results", type=Path, help="default: benchmarks/results/demo_learning[_CONFIG|_families].json"

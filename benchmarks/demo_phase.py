@@ -5,10 +5,10 @@
 
 Times only `kit.train` of `configs/arithmetic_thinking.yaml`: no installation, no cold start (the embedded
 model is built once and shared through the cache), no evaluation. Each measurement is a fresh process, the revisions
-take turns, and a pair gives a ratio; the median is reported with the smallest and the largest, of the processor's time
-and of the wall clock. One thread each, as a demo on a busy laptop; `--threads` changes that. Exit code 1 if the
-phase takes more than `--at-most` (0.8) of its time before. `demo_learning.py` measures what it learns; the rewards
-of the last ten steps are reported with the times. Left out: memory.
+take turns, and each pair gives a ratio; the median is reported with the smallest and the largest, for processor time
+and wall clock. One thread each, like a demo on a busy laptop; `--threads` changes that. Exit code 1 if the phase takes
+more than `--at-most` (0.8) of its earlier time. `demo_learning.py` measures what it learns; the rewards of the last
+ten steps are reported with the times. Left out: memory.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RESULT = reporting.RESULTS / "demo_phase.json"
 BEFORE = "d775a6f"  # the last revision whose loop pads
 AT_MOST = 0.8
 
-# Runs in either tree, so it may use only what both have.
+# Runs in either tree, so it uses only what both have.
 PROGRAM = """
 import json, statistics, sys, time
 import rloo_kit as kit
@@ -73,7 +73,7 @@ def measure(before: Path, options: argparse.Namespace) -> dict[str, list[dict[st
             found = train_once(trees[name], options.threads, turn, options.overrides)
             runs[name].append(found)
             print(
-                f"{name}, seed {turn}: {found['cpu_s']:.1f} s of processor, {found['wall_s']:.1f} s of wall clock, "
+                f"{name}, seed {turn}: {found['cpu_s']:.1f} s processor, {found['wall_s']:.1f} s wall clock, "
                 f"reward of the last steps {found['reward_last_steps']:.3f}",
                 flush=True,
             )
@@ -81,18 +81,18 @@ def measure(before: Path, options: argparse.Namespace) -> dict[str, list[dict[st
 
 
 def main() -> int:
-    """Measure and write; the exit code says whether the bar holds."""
+    """Measure and write; the exit code says whether the bar is met."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", default=BEFORE, help="revision to compare with")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--at-most", type=float, default=AT_MOST, help="the bar, share of the time before")
+    parser.add_argument("--at-most", type=float, default=AT_MOST, help="the bar, as a share of the earlier time")
     parser.add_argument("--results", type=Path, default=RESULT)
     parser.add_argument("overrides", nargs="*", help="for example rloo.max_steps=10")
     options = parser.parse_args()
     head = reporting.header("benchmarks/demo_phase.py")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worktree below is removed then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktree below is removed
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "before"
         subprocess.run(["git", "worktree", "add", "--detach", tree, options.before], cwd=reporting.ROOT, check=True)

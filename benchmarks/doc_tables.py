@@ -1,8 +1,8 @@
-"""The tables of docs/benchmarks.md and the README, made from the files in `benchmarks/results`; those of
-docs/plan.md that are computed come from `rloo_kit.plan`.
+"""The tables of docs/benchmarks.md and the README, made from the files in `benchmarks/results`; the
+computed ones of docs/plan.md come from `rloo_kit.plan`.
 
-A table stands in a page between two comments that name it; `write_tables` fills it in, and a test compares, so that no
-figure in a page was typed by hand.
+A page marks a table with two comments that name it. `write_tables` fills it in and a test compares, so that no figure
+in a page is typed by hand.
 """
 
 import json
@@ -28,7 +28,7 @@ PAGES = (
 
 
 def write_tables(pages: tuple[Path, ...] = PAGES, results: Path = RESULTS) -> None:
-    """Put the figures of the results files into the pages."""
+    """Write the figures of the results files into the pages."""
     for page in pages:
         page.write_text(with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8")
     print(f"tables: {', '.join(map(str, pages))}", flush=True)
@@ -38,7 +38,7 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     """A page's text with each `<!-- table: NAME -->` .. `<!-- end -->` filled from the results.
 
     Raises:
-        KeyError: a table that no function makes.
+        KeyError: no function makes this table.
     """
 
     def fill(match: "re.Match[str]") -> str:
@@ -47,7 +47,7 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
         path = results / file
         if not file:  # computed, from no results
             lines = make(None)
-        elif path.suffix != ".json":  # the parts of the first hour: what is missing is named there
+        elif path.suffix != ".json":  # the parts of the first hour, whose tables name what is missing
             lines = make(gpu.read_parts(path))
         else:
             lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
@@ -71,7 +71,7 @@ def step_table(result: dict[str, Any]) -> list[str]:
 
 
 def short_step_table(result: dict[str, Any]) -> list[str]:
-    """rloo_step.json: what was promised, for the README."""
+    """rloo_step.json: the promised rows, for the README."""
     rows = [
         [row["what"], row["workload"], f"`{row['side']}`", step_value(row)]
         for row in result["rows"]
@@ -138,7 +138,7 @@ def learning_table(result: dict[str, Any]) -> list[str]:
 
 
 def kl_mechanism_table(result: dict[str, Any]) -> list[str]:
-    """kl_forms.json: what a token of thinking is worth under each form alone."""
+    """kl_forms.json: the advantage of one more thinking token under each form alone."""
     rows = []
     for probe in result.get("mechanism", []):
         task = probe["task_reward_slope"]
@@ -211,7 +211,7 @@ def rewards_table(result: dict[str, Any]) -> list[str]:
 
 
 def health_table(result: dict[str, Any]) -> list[str]:
-    """health_runs.json: every run, and how many held."""
+    """health_runs.json: every run, and how many passed."""
     rows = []
     for run in result["runs"]:
         others = ", ".join(f"`{name}`" for name in run["others"])

@@ -1,11 +1,11 @@
-"""Certificates of every export: how far each is from the policy in the program that it is for.
+"""Certificates of every export: how far each deviates from the policy, in the program that it is for.
 
     python benchmarks/export_parity.py                              # all but vllm, to results/export_parity.json
     .venv-vllm/bin/python benchmarks/export_parity.py --only vllm   # adds vLLM's rows; make test-vllm makes .venv-vllm
 
 Trains the embedded model three times on this machine (the demo; 20 steps on a 4-bit base; 2 steps with Qwen3's 151,936
-rows), exports each to every target and dtype, 20 held-out prompts each, and writes the table of docs/export.md. Rows of
-targets that are not run stay.
+rows), exports each to every target and dtype, compares on 20 held-out prompts, and writes the table of docs/export.md.
+Rows of targets that are not run stay.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def measure(run: Path, target: str, kind: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     targets = sorted({case[0] for case in CASES})
-    parser.add_argument("--only", choices=targets, action="append", help="this target (several: repeat it)")
+    parser.add_argument("--only", choices=targets, action="append", help="only this target; repeat for several")
     chosen = parser.parse_args().only or [name for name in targets if name != "vllm"]
     reporting.settle()
     old = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.is_file() else []

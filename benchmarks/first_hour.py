@@ -3,14 +3,14 @@
     python benchmarks/first_hour.py --part 1           # smoke and correctness, on Qwen3-0.6B
     python benchmarks/first_hour.py --part 2           # figures: decoding, the training part, whole steps, on Qwen3-4B
     python benchmarks/first_hour.py --part 3           # the shipped configs on simulated GPUs of 8 to 24 GB
-    python benchmarks/first_hour.py --list             # every check, its budget, and what is known of it
+    python benchmarks/first_hour.py --list             # every check, its budget and its state
     python benchmarks/first_hour.py --rehearse         # all parts on the CPU with a tiny model: no measurement
-    make gpu-report                                    # the results into README, docs, config headers, memory plan
+    make gpu-report                                    # results into README, docs, config headers, memory plan
 
-Each part is one command for a machine without a network: models have random weights of true shape and are made there.
-A part has one process per backend, ends by itself, and writes a line of JSON to OUT/partN.jsonl as soon as a figure is
-known; OUT/partN.tar.gz holds that and the logs. If Unsloth does not work, transformers continues. `--only NAME` runs
-single checks and adds their lines to the part's, those outside the hour too (part 0).
+Each part is one command for a machine without a network: models have random weights in their true shapes and are built
+there. A part has one process per backend, ends by itself, and appends a line of JSON to OUT/partN.jsonl as soon as a
+figure is known; OUT/partN.tar.gz contains that file and the logs. If Unsloth does not work, transformers continues.
+`--only NAME` runs single checks, also those outside the hour (part 0), and adds their lines to the part's.
 """
 
 import argparse
@@ -33,17 +33,17 @@ import reporting
 RESULTS = reporting.RESULTS / "gpu"
 REHEARSALS = reporting.ROOT / "outputs" / "rehearsal"
 WORKER = reporting.ROOT / "benchmarks" / "on_gpu" / "worker.py"
-MINUTES, CLOSING_S = 8.0, 12.0  # of a part; kept of them for the archive
-GRACE_S = 20.0  # behind a check's budget: then its process hangs, and is ended
-BETWEEN_S = 60.0  # likewise between two checks
+MINUTES, CLOSING_S = 8.0, 12.0  # of a part; of these, reserved for the archive
+GRACE_S = 20.0  # after a check's budget; then its process counts as hung and is ended
+BETWEEN_S = 60.0  # the same between two checks
 POLL_S = 0.2
 SIZES = {1: ("0.6b",), 2: ("4b",), 3: ("4b",)}
-KEPT_S = {1: 150.0, 2: 150.0}  # of a part's time for the transformers worker
+KEPT_S = {1: 150.0, 2: 150.0}  # of a part's time, reserved for the transformers worker
 
 
 @dataclass
 class Worker:
-    """A process of `on_gpu/worker.py`, when its time is over, and the checks that it has been given."""
+    """A process of `on_gpu/worker.py`, the time at which it must end, and its checks."""
 
     backend: str
     process: "subprocess.Popen[str]"
@@ -57,10 +57,10 @@ class Worker:
             self.process.stdin.write(json.dumps(self.names) + "\n")
             self.process.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended: seen by the caller
+            pass  # it has ended; the caller notices
 
     def end(self) -> None:
-        """End it and all that it started."""
+        """End it and everything it started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, number)
@@ -77,7 +77,7 @@ class PartRun:
 
     Args:
         part: 1 to 3, or 0 for checks of several. names: of the checks. out: folder of the results.
-        minutes: of the part. adds: to the results that are there, in the place of earlier ones of these checks.
+        minutes: of the part. adds: to existing results, replacing earlier ones of these checks.
     """
 
     def __init__(
@@ -101,22 +101,22 @@ class PartRun:
         self._read = 0
         self._heard = self.started  # when a worker last wrote
         self._ready: set[str] = set()
-        self._current: tuple[str, float] | None = None  # the check that runs, and when it has to have ended
+        self._current: tuple[str, float] | None = None  # the running check, and its deadline
         self._ended: dict[str, str] = {}
         self._workers: list[Worker] = []
 
     def run(self, header: dict[str, Any], without_unsloth: str) -> int:
-        """Run the part; the exit code is 1 where a check failed.
+        """Run the part; the exit code is 1 if a check failed.
 
         Args:
-            without_unsloth: why its worker is not started; empty where it is.
+            without_unsloth: why its worker is not started; empty if it is.
         """
         from on_gpu.checks import append
 
         self.lines.parent.mkdir(parents=True, exist_ok=True)
         if self._adds:
             with self.lines.open("a", encoding="utf-8") as file:
-                file.write("\n")  # behind a line that was cut off
+                file.write("\n")  # after a line that was cut off
             self._read = self.lines.stat().st_size
         else:
             self.lines.unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class PartRun:
     def _run_workers(self, log: Any, without_unsloth: str) -> None:
         maker = self._start("transformers", log, makes=True)
         stands_in = all(check.stand_in for name, check in self.checks.items() if check.backend == "transformers")
-        plain = None if stands_in else self._start("transformers", log)  # its imports run during the other's work
+        plain = None if stands_in else self._start("transformers", log)  # it imports while the other works
         unsloth = None
         if without_unsloth:
             self._note(f"Unsloth is left out: {without_unsloth}")
@@ -161,7 +161,7 @@ class PartRun:
                 self._carry_through(unsloth, self._names("unsloth"), log)
             by_unsloth = any(name.startswith("unsloth/") and state == "passed" for name, state in self._ended.items())
             if not by_unsloth:
-                self._note("Unsloth passed no check: transformers goes on in its place")
+                self._note("Unsloth passed no check: transformers takes its place")
         names = [name for name in self._names("transformers") if not self._is_spared(name)]
         if names:
             plain = plain or self._start("transformers", log)
@@ -177,7 +177,7 @@ class PartRun:
         return [name for name, check in self.checks.items() if check.backend == backend]
 
     def _start(self, backend: str, log: Any, makes: bool = False) -> Worker:
-        """A process that imports its libraries and waits; `makes`: it makes the checkpoints first."""
+        """A process that imports its libraries and waits; `makes`: it builds the checkpoints first."""
         ends = self.ends - (KEPT_S.get(self.part, 0.0) if backend == "unsloth" and not self.rehearsed else 0.0)
         python = unsloth_python() if self.rehearsed and backend == "unsloth" else sys.executable
         command = [str(python), "-u", str(WORKER), "--backend", backend]
@@ -208,7 +208,7 @@ class PartRun:
         return True
 
     def _carry_through(self, worker: Worker, names: list[str], log: Any) -> None:
-        """Until each of them has ended; a process that died or hangs is replaced by one for the rest."""
+        """Wait until each check has ended; a process that died or hangs is replaced by one for the rest."""
         while True:
             self._heard, known = time.time(), len(self._ended)
             worker.go(names)
@@ -268,7 +268,7 @@ class PartRun:
 
 
 def unsloth_python() -> str | None:
-    """The interpreter that rehearses Unsloth: this one where Unsloth is installed, else that of `make test-unsloth`."""
+    """The interpreter that rehearses Unsloth: this one if Unsloth is installed, else that of `make test-unsloth`."""
     chosen = os.environ.get("RLOO_KIT_UNSLOTH_PYTHON") or str(reporting.ROOT / ".venv-unsloth" / "bin" / "python")
     if find_spec("unsloth") is not None:
         return sys.executable
@@ -276,7 +276,7 @@ def unsloth_python() -> str | None:
 
 
 def why_without_unsloth(out: Path, rehearsed: bool) -> str:
-    """Why a part leaves Unsloth out; empty where it does not. Part 1 on the same GPU has the last word."""
+    """Why a part leaves Unsloth out; empty if it does not. The outcome of part 1 on the same GPU decides."""
     from on_gpu.checks import read_part
 
     if rehearsed:
@@ -306,7 +306,7 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def list_all(out: Path) -> None:
-    """Print every check with what is known of it."""
+    """Print every check with its state and budget."""
     from on_gpu.checks import PARTS, list_checks, read_part
 
     parts = {number: read_part(out / f"part{number}.jsonl") for number in PARTS}
@@ -337,7 +337,7 @@ def choose(options: argparse.Namespace) -> list[tuple[int, list[str]]]:
 
 
 def refuse_another_gpu(path: Path, gpu: str) -> None:
-    """End where single checks would be added to what another GPU measured."""
+    """Exit if single checks would be added to another GPU's measurements."""
     from on_gpu.checks import read_part
 
     part = read_part(path)
@@ -350,14 +350,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--part", type=int, choices=(1, 2, 3))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks, as --list names them; added to OUT")
     parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results/gpu)")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of a part, all included (%(default)g)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of a part, everything included (%(default)g)")
     parser.add_argument("--list", action="store_true", help="name the checks and end")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; results under outputs/rehearsal")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """The exit code is 1 where a check failed, 2 where there is no GPU."""
+    """The exit code is 1 if a check failed, 2 without a GPU."""
     reporting.settle()
     options = parse()
     out = (options.out or (REHEARSALS if options.rehearse else RESULTS)).resolve()

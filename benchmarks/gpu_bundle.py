@@ -1,4 +1,4 @@
-"""Packs what a machine with torch for CUDA and without a network lacks: the kit's other packages, and the kit itself.
+"""Packs what a machine with CUDA torch but no network lacks: the kit's other packages, and the kit itself.
 
     make gpu-bundle                        writes .gpu-bundle/, for Python 3.12 and CUDA 13.0
     make gpu-bundle HAVE=packages.txt      without what that machine has (its `pip list --format=freeze`), and only that
@@ -40,15 +40,15 @@ DROPPED = (
     *("studio/*", "unsloth_cli/*"),  # Unsloth's desktop program: 82 MB
 )
 Versions = dict[str, str | None]
-# 60 MB, and where torch with CUDA is installed already they mostly are too; use.sh says which are missing.
+# 60 MB, mostly present wherever torch with CUDA is installed; use.sh says which are missing.
 USUAL: Versions = dict.fromkeys(["matplotlib", "numpy", "pandas", "pillow", "pyarrow"])
 IMPORTED_AS = {"pillow": "PIL"}
-NEWEST = "99999"  # what came with torch: pip took the newest, which a requirement with an upper bound refuses
+NEWEST = "99999"  # for what came with torch: pip took the newest version, which an upper bound refuses
 Fetch = Callable[[Versions], dict[str, Path]]  # versions by name -> wheels by name
 
 
 def read_versions(text: str) -> Versions:
-    """Versions by canonical name, from lines `name==version`; None where a line is a bare name."""
+    """Versions by canonical name, from lines `name==version`; None if a line is a bare name."""
     found = re.findall(r"^([A-Za-z0-9][\w.-]*)[ \t]*(?:==[ \t]*(\S+))?", text, flags=re.M)
     return {canonicalize_name(name): version or None for name, version in found}
 
@@ -61,7 +61,7 @@ def target_environment(python: str) -> dict[str, str]:
 
 
 def select(lines: Iterable[str], target: dict[str, str], extras: Iterable[str] = (), base: bool = True) -> list[str]:
-    """The requirements that hold on the target, without markers; `base=False`: only those that an extra asks for."""
+    """The requirements that apply on the target, without markers; `base=False`: only those that an extra asks for."""
     selected = []
     for requirement in map(Requirement, lines):
         marker, requirement.marker = requirement.marker, None
@@ -79,7 +79,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def close(wanted: list[str], pins: Versions, have: Versions, target: dict[str, str], fetch: Fetch) -> dict[str, Path]:
-    """The wheels to pack, by name: what is wanted and what that requires, less what the machine has.
+    """The wheels to pack, by name: the wanted ones and their requirements, less what the machine has.
 
     Args:
         have: the machine's versions; None satisfies every requirement.
@@ -119,7 +119,7 @@ def _satisfied(requirement: Requirement, there: bool, version: str | None) -> bo
 
 
 def torch_closure(target: dict[str, str]) -> Versions:
-    """What torch requires, and so brings to any machine that has it: read from the torch that is installed here."""
+    """The requirements of torch, which any machine with torch has: read from the torch that is installed here."""
     found: Versions = {}
     wanted = ["torch"]
     while wanted:
@@ -134,7 +134,7 @@ def torch_closure(target: dict[str, str]) -> Versions:
 
 
 def download(folder: Path, python: str) -> Fetch:
-    """A Fetch by pip, from the index that pip is set up with; wheels for glibc 2.28 or older."""
+    """A Fetch by pip, from the index that pip is configured with; wheels for glibc 2.28 or older."""
     platforms = [f"manylinux{tag}_x86_64" for tag in (*(f"_2_{minor}" for minor in range(28, 16, -1)), "2014", "1")]
     options = [f"--platform={name}" for name in platforms] + [f"--python-version={python}", "--implementation=cp"]
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
@@ -170,7 +170,7 @@ def pack_site(wheels: Iterable[Path], cuda: str, target: Path) -> dict[str, int]
         records |= {name: listed for name in kept if name.endswith(".dist-info/RECORD")}
         files |= kept
     with tarfile.open(target, mode="w:xz") as tar:
-        for name in sorted(files, key=lambda name: (Path(name).suffix, name)):  # smaller: alike files together
+        for name in sorted(files, key=lambda name: (Path(name).suffix, name)):  # similar files together compress better
             archive, inside = files[name]
             _add(tar, name, records.get(name) or archive.read(inside))
     return sizes
@@ -183,7 +183,7 @@ def _is_dropped(name: str, cuda: str) -> bool:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Without owner and time: the same wheels make the same archive, which is unpacked once."""
+    """Add a file without owner and time: the same wheels make the same archive, which is unpacked once."""
     entry = tarfile.TarInfo(name)
     entry.size = len(content)
     tar.addfile(entry, io.BytesIO(content))
@@ -192,7 +192,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 def git(*arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"the bundle holds the kit of a commit, so make it in a git checkout: {done.stderr.strip()}")
+        raise SystemExit(f"the bundle packs the kit of a commit, so make it in a git checkout: {done.stderr.strip()}")
     return done.stdout.strip()
 
 
@@ -243,7 +243,7 @@ _use_bundle
 
 
 def write_bundle(dest: Path, have: Versions | None, python: str, cuda: str) -> None:
-    """Write site.tar.xz, kit.tar.gz, REVISION and use.sh, and print what they hold."""
+    """Write site.tar.xz, kit.tar.gz, REVISION and use.sh, and print their sizes."""
     revision, target = git("rev-parse", "HEAD"), target_environment(python)
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "rloo_kit", "rewards", "configs", "benchmarks")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -270,7 +270,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dest", type=Path, default=ROOT / ".gpu-bundle", help="folder, default .gpu-bundle")
     parser.add_argument(
-        "--have", type=Path, help="packages of that machine; default: torch's own, and the usual large ones"
+        "--have", type=Path, help="packages of that machine; default: torch's own and the usual large ones"
     )
     parser.add_argument("--python", default="3.12", help="its Python version, default 3.12")
     parser.add_argument("--cuda", default="130", help="CUDA version of its torch, default 130 (13.0): for bitsandbytes")

@@ -1,10 +1,10 @@
-"""What a GPU measured, into the pages: README, docs, the configs' headers and the memory plan's corrections.
+"""Writes what a GPU measured into README, docs, the configs' headers and the memory plan's corrections.
 
     make gpu-report                                  # from benchmarks/results/gpu/part1.jsonl, part2.jsonl, part3.jsonl
-    python benchmarks/gpu_report.py --from DIR       # after copying or unpacking those of DIR there
+    python benchmarks/gpu_report.py --from DIR       # copies or unpacks those of DIR there first
 
-Without a file its figures read "not measured". A rehearsal's files are refused. The tables here are those of
-`doc_tables.py` whose source is the folder `gpu`; a ratio is of two figures of one part, so of one GPU.
+Without a file, its figures read "not measured". A rehearsal's files are refused. These are the tables of
+`doc_tables.py` whose source is the folder `gpu`; a ratio compares two figures of one part, so of one GPU.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def gpu_line(parts: Parts) -> list[str]:
 
 
 def checks_table(parts: Parts) -> list[str]:
-    """Part 1: what each check shows, and what became of it in each backend."""
+    """Part 1: what each check shows, and its state in each backend."""
     functions = dict.fromkeys(name.partition("/")[2] for name, check in list_checks().items() if check.part == 1)
     rows = []
     for function in functions:
@@ -82,7 +82,7 @@ def _short(reason: str) -> str:
 
 
 def scores_table(parts: Parts) -> list[str]:
-    """Part 1: each layout off single sequences, mean and largest in nats, and the gradient."""
+    """Part 1: each layout's difference from single sequences, mean and largest in nats, and of the gradient."""
     from on_gpu.correctness import LAYOUTS
 
     rows = []
@@ -103,7 +103,7 @@ def _score(parts: Parts, check: str, layout: str) -> str:
 
 
 def expected_table(parts: Parts) -> list[str]:
-    """Each figure next to its expectation and its floor; the layouts' are in a separate table."""
+    """Each figure next to its expected value and its floor; those of the layouts are in a separate table."""
     low = _floors(parts)
     rows = []
     for one in EXPECTED:
@@ -134,7 +134,7 @@ def _value(parts: Parts, one: Expected) -> float | None:
 
 
 def ratios_table(parts: Parts) -> list[str]:
-    """What was aimed at of ratios, and what was found."""
+    """The target of each ratio, and the measured value."""
     rows = []
     for what, base, ours, keys, least in RATIOS:
         number = list_checks()[ours].part
@@ -170,7 +170,7 @@ def decoding_table(parts: Parts) -> list[str]:
 
 
 def configs_table(parts: Parts) -> list[str]:
-    """Part 3: what was computed and measured for each simulated GPU, seconds a step, and the longest thinking."""
+    """Part 3: computed and measured memory for each simulated GPU, seconds a step, and the longest thinking."""
     rows = []
     for gpu_gb in GPUS_GB:
         found = claim_of(parts, gpu_gb)
@@ -197,7 +197,7 @@ def configs_table(parts: Parts) -> list[str]:
 
 
 def claim_of(parts: Parts, gpu_gb: int) -> dict[str, Any] | None:
-    """The figures of a shipped config, and the backend that ran it; None where it did not train."""
+    """The figures of a shipped config, and the backend that ran it; None if it did not train."""
     for backend in BACKENDS:
         found = parts[3].checks.get(f"{backend}/trains_on_{gpu_gb}gb") if 3 in parts else None
         if found is not None and "rollout_gib" in found.values:
@@ -215,7 +215,7 @@ def _longest(parts: Parts, gpu_gb: int) -> str:
 
 
 def short_table(parts: Parts) -> list[str]:
-    """For the README: a line each of correctness, speed and memory."""
+    """For the README: a line each for correctness, speed and memory."""
     rows = []
     for backend, name in (("unsloth", "Unsloth"), ("transformers", "transformers")):
         names = [one for one, check in list_checks().items() if check.part == 1 and check.backend == backend]
@@ -264,8 +264,8 @@ def plan_table(parts: Parts) -> list[str]:
 
 
 def corrections(parts: Parts) -> dict[str, Any]:
-    """By how much measured peaks exceed computed ones, the most of all configs, by backend and part; never below 1: a
-    plan that says too much costs rows, one that says too little costs the run."""
+    """The largest ratio of measured to computed peaks over all configs, by backend and part; never below 1, because a
+    plan that is too high costs rows, and one that is too low costs the run."""
     factors: dict[str, float] = {}
     for gpu_gb in GPUS_GB:
         found = claim_of(parts, gpu_gb)
@@ -279,7 +279,7 @@ def corrections(parts: Parts) -> dict[str, Any]:
 
 
 def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | None, gpu: str) -> str:
-    """A config's text with the plan's figures and, where it was measured, a line that says so."""
+    """A config's text with the plan's figures and, if it was measured, a line with the measurement."""
     from rloo_kit import plan_vram
 
     plan = plan_vram(run, gpu_gb * 1e9 / 2**30)
@@ -319,7 +319,7 @@ def collect(source: Path, target: Path = RESULTS) -> None:
     """Copy the parts of a folder, or unpack its archives, to where the report reads them.
 
     Raises:
-        SystemExit: the folder has none, or they are a rehearsal's.
+        SystemExit: the folder has no parts, or a rehearsal's.
     """
     archives, lines = (sorted(source.glob(f"part[123].{ending}")) for ending in ("tar.gz", "jsonl"))
     if not archives and not lines:

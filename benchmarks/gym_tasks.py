@@ -1,10 +1,10 @@
-"""Which verifiers of the library reasoning-gym are sound; figures go to `results/gym_tasks.json`.
+"""Which verifiers of the reasoning-gym library are sound; figures go to `results/gym_tasks.json`.
 
     python benchmarks/gym_tasks.py
 
-Of each of its tasks some rows are drawn as a run draws them, stored as JSON and read back, and scored: the stored
-answer has to score 1, every text of eleven kinds of nonsense 0, nothing may raise, and no answer may be run as Python.
-Nonsense never equals or contains the stored answer: some verifiers give len(stored) / len(given) to a text that does.
+For each task, some rows are drawn as a run draws them, stored as JSON, read back and scored: the stored answer must
+score 1, every text of eleven kinds of nonsense 0, nothing may raise, and no answer may be run as Python. Nonsense never
+equals or contains the stored answer: some verifiers give len(stored) / len(given) to a text that does.
 Each task runs in a separate process. The findings are compared with `rloo_kit/data/gym_tasks.py`; --write-table writes
 them there and into docs/data.md.
 """
@@ -29,7 +29,7 @@ import reporting
 RESULT = reporting.RESULTS / "gym_tasks.json"
 ROWS, START = 60, 2**30
 DRAWN, DRAWN_S = 1500, 4.0  # more rows that are only drawn: some tasks raise once in hundreds
-SLOW_S = 0.15  # a row: two thousand take five minutes
+SLOW_S = 0.15  # per row: two thousand take five minutes
 TASK_LIMIT_S = 120.0
 WORDS = ("purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#")
 NUMBERS = ("7310055", "4446644", "99", "28", "135790864200", "55555")
@@ -40,9 +40,9 @@ CONSTANTS = (
 
 
 def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
-    """Texts of eleven kinds that answer nothing, by what they are; none is or holds the stored answer.
+    """Texts of eleven kinds that answer nothing, with the kind; none is or contains the stored answer.
 
-    Raises ValueError where a kind has no text left.
+    Raises ValueError if a kind has no text left.
     """
     without = question
     while is_answer(without, answer):
@@ -68,7 +68,7 @@ def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
 
 
 def is_answer(text: str, answer: str) -> bool:
-    """Whether a text holds the stored answer, or is the same number."""
+    """Whether a text contains the stored answer, or is the same number."""
     if "".join(answer.lower().split()) in "".join(text.lower().split()):
         return True
     try:
@@ -78,7 +78,7 @@ def is_answer(text: str, answer: str) -> bool:
 
 
 def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
-    """Whether the verifier runs an answer as Python: each makes a file, in a form that a verifier may ask for."""
+    """Whether the verifier runs an answer as Python: each probe creates a file, in a form that verifiers may expect."""
     with tempfile.TemporaryDirectory() as folder:
         made = os.path.join(folder, "made")
         code = f"open('{made}', 'w')"
@@ -93,7 +93,7 @@ def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
 
 
 def measure(task: str, rows: int, most_drawn: int = DRAWN, level: int | None = None) -> dict[str, Any]:
-    """What the task's verifier does on so many rows; up to `most_drawn` are drawn."""
+    """What the task's verifier does on `rows` rows; up to `most_drawn` are drawn."""
     from rloo_kit.data.gym_library import draw, make_dataset
 
     started = time.process_time()
@@ -130,7 +130,7 @@ def measure(task: str, rows: int, most_drawn: int = DRAWN, level: int | None = N
 
 
 def why_refused(row: dict[str, Any]) -> str:
-    """Why a task is not offered, in words; empty where nothing speaks against it."""
+    """Why a task is not offered; empty if it is."""
     if "error" in row:
         return row["error"]
     if row["runs_python"]:
@@ -185,7 +185,7 @@ def list_tasks() -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write the results, and say where the kit's list differs."""
+    """Measure, write the results, and report differences from the kit's list."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=ROWS)
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     sound = sum(not row["refused"] for row in found)
     reporting.write(head | {"sound": sound, "refused": len(found) - sound, "tasks": found}, options.out)
     if different:
-        print(f"other than rloo_kit/data/gym_tasks.py has it: {', '.join(different)}")
+        print(f"differs from rloo_kit/data/gym_tasks.py: {', '.join(different)}")
     return 1 if different else 0
 
 

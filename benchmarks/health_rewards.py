@@ -6,14 +6,14 @@ from typing import Any
 THINK_END, END, SEVEN = 260, 258, 22
 LIMIT = 48
 FIXED = (SEVEN, SEVEN, SEVEN, END)
-STARTS_TO_FAIL = 8  # calls that go well: one a step
+STARTS_TO_FAIL = 8  # successful calls before it fails: one a step
 
 _calls = 0
 _coin = random.Random(0)
 
 
 def none_later(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """None for everything after some calls, as from a service that is gone."""
+    """None for everything after some calls, like a service that has gone down."""
     global _calls
     _calls += 1
     return [None if _calls > STARTS_TO_FAIL else float(SEVEN in ids) for ids in completion_ids]
@@ -37,7 +37,7 @@ def shorter(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def sevens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Pays for a digit, wherever it stands."""
+    """Pays for a digit, wherever it occurs."""
     return [sum(token == SEVEN for token in ids) / len(ids) for ids in completion_ids]
 
 
@@ -47,7 +47,7 @@ def ends_in_seven(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def one_answer(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Pays for coming near one completion, whatever the prompt."""
+    """Pays for closeness to one completion, whatever the prompt."""
     return [
         sum(token == wanted for token, wanted in zip(ids, FIXED, strict=False)) / max(len(ids), len(FIXED))
         for ids in completion_ids
@@ -55,15 +55,15 @@ def one_answer(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def left_open(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Pays for a thought that is not closed, which the model practically never samples."""
+    """Pays for thinking that is not closed, which the model practically never samples."""
     return [float(THINK_END not in ids) for ids in completion_ids]
 
 
 def circles(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Pays for pairs of tokens that were there before."""
+    """Pays for pairs of tokens that occurred before."""
     return [1 - len(set(zip(ids, ids[1:], strict=False))) / max(len(ids) - 1, 1) for ids in completion_ids]
 
 
 def coin(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Heads or tails: nothing can be learnt from it."""
+    """A coin flip: nothing can be learnt from it."""
     return [float(_coin.random() < 0.5) for _ in completion_ids]

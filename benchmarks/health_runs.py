@@ -1,13 +1,13 @@
-"""Does the health of a run name what is wrong, and only then? Runs of the embedded model that are made to fail, and
-healthy ones; figures go to `results/health_runs.json`.
+"""Do the health rules name the fault of a failing run, and nothing else? Runs of the embedded model that are made to
+fail, and healthy ones; figures go to `results/health_runs.json`.
 
     python benchmarks/health_runs.py                        # all of them, one after the other
-    python benchmarks/health_runs.py --only limit coin      # some; in the file the others stay as they are
+    python benchmarks/health_runs.py --only limit coin      # some; the others stay in the file
     python benchmarks/health_runs.py --series tests/health/series     # and their rows, for tests/health/test_health.py
 
 Each run goes through `rloo-kit train`. A failing one is found if the rule of its fault is among the findings within 20
 steps of the fault's onset (the first step that has it); a healthy one must be silent to its end. The rules' windows and
-limits were fixed before these runs, with other seeds. Exit code 1 where one misses.
+limits were fixed before these runs, with other seeds. Exit code 1 if one misses.
 """
 
 import argparse
@@ -36,8 +36,8 @@ class HealthRun:
     """One run.
 
     Attributes:
-        fault: in words. rule: that has to find it; empty: the run is healthy. onset: the first step that has the fault.
-        overrides: of the config. rewards: replace its rewards, (name, weight).
+        fault: in words. rule: that has to find it; empty for a healthy run. onset: the first step with the fault.
+        overrides: of the config. rewards: (name, weight), in place of the config's.
     """
 
     name: str
@@ -59,7 +59,7 @@ class HealthRun:
 
 
 RUNS = (
-    # On a model that is right half of the time: the demo's reward cannot fall far.
+    # On a model that is right half of the time, because the demo's reward cannot fall far.
     HealthRun(
         "rate", "learning rate 0.3", "broken_policy",
         ("rloo.learning_rate=0.3", "model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"),
@@ -113,7 +113,7 @@ RUNS = (
 
 
 def make_folder(folder: Path) -> None:
-    """The configs, the rewards next to them, and additions with answers that are wrong."""
+    """The configs, the rewards next to them, and additions with wrong answers."""
     for path in (*(ROOT / "configs").glob("arithmetic_*.yaml"), ROOT / "benchmarks" / "health_rewards.py"):
         shutil.copy(path, folder)
     draw = random.Random(0)
@@ -123,7 +123,7 @@ def make_folder(folder: Path) -> None:
 
 
 def run_one(one: HealthRun, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train, and what its `health.jsonl` says; with its rows of metrics."""
+    """Train; returns the findings in `health.jsonl` and the rows of metrics."""
     words = ["train", str(folder / f"{one.config}.yaml"), f"run.output_dir={folder}", f"run.name={one.name}"]
     words += ["run.evaluate=false", "run.report=false", "run.sample_every_steps=0", "--overwrite", *one.words]
     words = [word.replace("source=wrong", f"source={folder}/wrong") for word in words]
@@ -143,7 +143,7 @@ def run_one(one: HealthRun, folder: Path) -> tuple[dict[str, Any], list[dict[str
 
 
 def judge(one: HealthRun, findings: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether the findings are those of the run."""
+    """Whether the findings are the expected ones."""
     own = next((found for found in findings if found["rule"] == one.rule), None)
     found_after = None if own is None else own["step"] - one.onset
     others = [found["rule"] for found in findings if found is not own]
@@ -160,7 +160,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_series(one: HealthRun, rows: list[dict[str, Any]], folder: Path) -> None:
-    """The rows with what the rules read, rounded, behind a line about the run."""
+    """Write the metrics that the rules read, rounded, after a line about the run."""
     from rloo_kit.health.rules import RULES
 
     read = {"step", *(name for rule in RULES for name in rule.metrics)}
@@ -180,7 +180,7 @@ def write_series(one: HealthRun, rows: list[dict[str, Any]], folder: Path) -> No
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what was asked for and write the results."""
+    """Run the selected runs and write the results."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[one.name for one in RUNS])
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
             result["runs"].append(found)
             if options.series is not None:
                 write_series(one, rows, options.series)
-    if options.only and options.out.is_file():  # those of the others stay
+    if options.only and options.out.is_file():  # the others keep theirs
         kept = {found["name"]: found for found in json.loads(options.out.read_text(encoding="utf-8"))["runs"]}
         kept |= {found["name"]: found for found in result["runs"]}
         result["runs"] = [kept[one.name] for one in RUNS if one.name in kept]

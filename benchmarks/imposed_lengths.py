@@ -1,14 +1,14 @@
-"""Imposed lengths: how long a random model's completions get must not depend on chance, on the side or on the engine.
+"""Imposed lengths: the lengths of a random model's completions must not depend on chance, the side or the engine.
 
-Inside `impose_lengths` each row of a trainer's rollout ends, with the end token, after the number of tokens that it was
-given. Every engine is reached where it decides about an end:
+Inside `impose_lengths` each row of a trainer's rollout ends, with the end token, after a given number of tokens. Each
+engine is patched where it decides whether a row ends:
 
-- `generate`, of whatever library: a logits processor sets the end token's score, impossible before a row's target and
-  certain at it: one column a step (2 % of nothing at 16 x 2048).
-- the kit's native engine: the token is replaced once it is drawn, which costs a comparison a token.
+- `generate`, of any library: a logits processor makes the end token impossible before a row's target and certain at it;
+  it sets one column a step, at negligible cost.
+- the kit's native engine: the drawn token is replaced, at the cost of one comparison a token.
 
-The model computes as many steps as ever. Rows of equal prompts get their targets in their order, whatever order an
-engine takes the prompts in. Left out: vLLM.
+The model still computes every step. Rows of equal prompts get their targets in order, whatever the order in which an
+engine takes the prompts. Left out: vLLM.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import torch
 
 
 class Targets:
-    """The lengths of a rollout's rows, handed out by prompt; a prompt that is asked again begins again.
+    """The lengths of a rollout's rows, given out by prompt; a prompt that has no more starts over.
 
     >>> targets = Targets([[1, 2], [1, 2], [3]], [5, 6, 7])
     >>> [targets.take(prompt) for prompt in ([3], [1, 2], [1, 2], [1, 2])]

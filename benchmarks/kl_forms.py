@@ -3,19 +3,19 @@
     python benchmarks/kl_forms.py                       # mechanism, then every arm for seeds 0, 1 and 2
     python benchmarks/kl_forms.py --only mechanism      # two minutes
 
-The embedded model skips its thinking in some 30 % of its answers, and learns to think because thinking pays. A penalty
-on the drift away from the start may count against that, and its form decides how.
+The embedded model skips its thinking in about 30 % of its answers, and learns to think because thinking pays. A penalty
+on drift from the start may work against that, depending on its form.
 
-- mechanism: a policy that has trained a few steps without a penalty answers prompts, eight times each. Its KL a token
+- mechanism: a policy that has trained a few steps without a penalty answers each prompt eight times. Its per-token KL
   goes through each form alone (the task reward is 0), and the advantage is regressed on the thinking tokens within each
-  prompt; for `per_token`, that of the first token and the mean over the tokens. Forms are compared at one strength:
+  prompt; for `per_token`, that of the first token and the mean over the tokens. Forms are compared at equal strength:
   beta times the penalty has the spread of the task reward within a prompt. Two kinds of drift: `learned` (on the task)
   and `unrelated` (on a reward of coin flips).
 - training, through `rloo-kit train`: arms of form and beta, several seeds; thinking tokens, closed share and accuracy
-  on held-out prompts before and after. `length_normalized` also runs at beta times the mean length: the mean penalty
-  of `sum`.
+  on held-out prompts before and after. `length_normalized` also runs at beta times the mean length, which gives the
+  mean penalty of `sum`.
 
-Exit code 0 whatever comes out: this measures, it has no bar. Left out: other tasks and other models.
+Exit code 0 with any result: this measures and has no bar. Left out: other tasks and other models.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RESULT = reporting.RESULTS / "kl_forms.json"
 CONFIG = reporting.ROOT / "configs" / "arithmetic_thinking.yaml"
 FORMS = ("sum", "length_normalized", "per_token")
 STEPS, PROMPTS, SAMPLES = 24, 150, 8
-PROBE_STEPS = {"learned": 8, "unrelated": 60}  # few enough that some answers are still without a thought
+PROBE_STEPS = {"learned": 8, "unrelated": 60}  # few enough that some answers still have no thinking
 EVAL_PROMPTS = 500
 BETA = 0.5
 
@@ -75,7 +75,7 @@ def train(output: Path, name: str, seed: int, *overrides: str) -> Path:
 
 
 def run_arm(arm: Arm, seed: int, steps: int, output: Path) -> dict[str, Any]:
-    """What an arm's run measured before and after."""
+    """The figures of an arm's run before and after training."""
     name = f"{arm.kl_form}-{arm.beta:g}-{seed}"
     settings = [f"rloo.max_steps={steps}", f"rloo.beta={arm.beta}", f"rloo.kl_form={arm.kl_form}"]
     folder = train(output, name, seed, *settings, f"eval.num_prompts={EVAL_PROMPTS}", "eval.greedy=false")
@@ -101,7 +101,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def measure_mechanism(output: Path, prompts: int, samples: int) -> list[dict[str, Any]]:
-    """What each form alone does to the advantage of longer thinking, for both kinds of drift."""
+    """The effect of each form alone on the advantage of longer thinking, for both kinds of drift."""
     import rloo_kit as kit
 
     found = []
@@ -119,7 +119,7 @@ def measure_mechanism(output: Path, prompts: int, samples: int) -> list[dict[str
 
 
 def coin_reward(completions: list[Any], **_: Any) -> list[float]:
-    """Heads or tails: a drift that has nothing to do with thinking."""
+    """A coin flip, for a drift that has nothing to do with thinking."""
     return [float(_COIN.random() < 0.5) for _ in completions]
 
 
@@ -127,7 +127,7 @@ _COIN = random.Random(0)
 
 
 def weigh_forms(run: Any, policy: Any, held_out: Any, prompts: int, samples: int) -> dict[str, Any]:
-    """What a thinking token costs under each form, on real completions with their real KL."""
+    """The cost of a thinking token under each form, on real completions with their real KL."""
     completions, rewards, kl = answer(run, policy, held_out.select(range(prompts)), samples)
     thinking = [float(one.thinking_tokens or 0) for one in completions]
     reward_spread = _within_spread(rewards, samples)
@@ -192,8 +192,8 @@ def _logps(logits: Any, tokens: Any, prompt_tokens: int) -> Any:
 
 
 def penalty_advantages(kl: list[list[float]], samples: int) -> dict[str, list[float]]:
-    """The advantage of each completion at beta 1 where the task reward is 0, form by form, by the kit's own code;
-    `kl` is each completion's, token by token."""
+    """The advantage of each completion at beta 1 with a task reward of 0, by form, from the kit's own code; `kl`: per
+    token, for each completion."""
     import torch
 
     from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
@@ -207,7 +207,7 @@ def penalty_advantages(kl: list[list[float]], samples: int) -> dict[str, list[fl
         return make_advantages(nothing, flat, torch.ones_like(flat), lengths, samples, settings)
 
     found = {form: make(form).per_row.tolist() for form in ("sum", "length_normalized")}
-    by_token = make("per_token", baseline="none")  # the task reward alone has one, and is 0
+    by_token = make("per_token", baseline="none")  # only the task reward has a baseline, and it is 0
     found["per_token, first token"] = [part[0].item() for part in by_token.trained.split(lengths)]
     found["per_token, mean over the tokens"] = by_token.per_row.tolist()
     return found
@@ -266,13 +266,13 @@ def _bootstrap(ys: list[float], xs: list[float], samples: int, statistic: Any, d
 
 
 def main() -> int:
-    """Measure what was asked for and write the results."""
+    """Measure the selected parts and write the results."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("mechanism", "training"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--beta", type=float, default=BETA, help="of every form; see the mechanism for its strength")
+    parser.add_argument("--beta", type=float, default=BETA, help="of every form; the mechanism shows its strength")
     parser.add_argument("--output", type=Path, default=reporting.ROOT / "outputs" / "kl_forms")
     parser.add_argument("--results", type=Path, default=RESULT)
     options = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Which learning rate moves a small file's run? Figures go to `results/learning_rates.json`.
+"""Which learning rate trains a minimal config? Figures go to `results/learning_rates.json`.
 
     python benchmarks/learning_rates.py                     # adapter and all parameters, seeds 0 and 1: ten minutes
     python benchmarks/learning_rates.py --trained adapter --rates 1e-4 1e-3 --seeds 0
 
-The run is the shortest file that trains: model, data, reward, number of steps; all else is the kit's defaults (K = 8,
+The run is the shortest config that trains: model, data, reward, number of steps. The rest is the kit's defaults (K = 8,
 4 prompts a step, no KL penalty, a linear schedule, LoRA of rank 16). `rloo-kit train` measures accuracy on held-out
-prompts before and after. A seed decides the problems and their split, the adapter and the sampling; the embedded model
+prompts before and after. A seed sets the problems and their split, the adapter and the sampling; the embedded model
 is the same in all runs.
 
-Exit code 0 whatever comes out: this measures, it has no bar. Left out: every other model. One with half a million
-parameters wants a larger rate than one with billions.
+Exit code 0 with any result: this measures and has no bar. Left out: every other model. One with half a million
+parameters needs a larger rate than one with billions.
 """
 
 import argparse
@@ -34,7 +34,7 @@ FIGURES = ("num_prompts", "accuracy", "low", "high", "greedy_accuracy")
 
 
 def run_rate(trained: str, rate: float, seed: int, output: Path) -> dict[str, Any]:
-    """What one run measured before and after."""
+    """The figures of one run before and after training."""
     output.mkdir(parents=True, exist_ok=True)
     file = output / "small.yaml"
     file.write_text(FILE, encoding="utf-8")
@@ -55,11 +55,11 @@ def run_rate(trained: str, rate: float, seed: int, output: Path) -> dict[str, An
 
 
 def main() -> int:
-    """Measure what was asked for and write the results."""
+    """Measure the selected rates and write the results."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trained", choices=sorted(RATES), nargs="+", default=list(RATES))
-    parser.add_argument("--rates", type=float, nargs="+", help="instead of the usual ones")
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of the default ones")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--output", type=Path, default=reporting.ROOT / "outputs" / "learning_rates")
     parser.add_argument("--results", type=Path, default=RESULT)

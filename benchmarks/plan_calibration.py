@@ -3,9 +3,9 @@
     python benchmarks/plan_calibration.py                  # five settings, about a minute each on an idle core
     python benchmarks/plan_calibration.py --only 4-bit     # one of them; the others keep their figures
 
-Each setting is a separate process: a checkpoint with random weights, the run's own rollout behind full caches and two
-optimizer steps at full length (`measure_steps`), its resident memory. Models are so large that Python and its libraries
-are a third of a peak at most. Left out: GPUs, whose figures `first_hour.py` measures.
+Each setting is a separate process that measures its resident memory: a checkpoint with random weights, the run's own
+rollout with full caches, and two optimizer steps at full length (`measure_steps`). The models are large enough that
+Python and its libraries take at most a third of a peak. Left out: GPUs, which `first_hour.py` measures.
 """
 
 import argparse
@@ -58,7 +58,7 @@ SETTINGS: dict[str, tuple[dict[str, int], list[str]]] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """One setting, in this process: computed and measured GiB of both peaks."""
+    """One setting in this process: computed and measured GiB of both peaks."""
     import rloo_kit as kit
 
     kit.setup_environment("transformers")

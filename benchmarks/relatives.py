@@ -1,4 +1,4 @@
-"""Does RLOO's baseline matter, or its K? RLOO, its relatives and four K, at one budget; `results/relatives.json`.
+"""Does RLOO's baseline matter, or its K? RLOO, its relatives and four K at equal budget; `results/relatives.json`.
 
     python benchmarks/relatives.py --jobs 2                    # every arm, five seeds: half an hour on two cores
     python benchmarks/relatives.py --methods rloo grpo --seeds 0 1 --steps 20 --results /tmp/try.json
@@ -9,15 +9,15 @@ all arms: 128 completions a step, steps, model, problems, learning rate and sche
 random (model, problems, adapter, sampling), so arms are compared seed by seed. With K completions a prompt a step has
 128 / K prompts: K is compared at equal samples. Evaluated: held-out accuracy at temperature 1, before and after.
 
-The learning rate is shared. A constant factor of all advantages (the (K - 1) / K of a group's mean) cancels in Adam,
+The learning rate is shared. A constant factor on all advantages (the (K - 1) / K of a group's mean) cancels in Adam,
 which divides the gradient by its own size, up to adam_epsilon; clipping the norm would undo that, so no arm clips
-(max_grad_norm 1e9). What weighs completions against each other (a group's deviation, 1 over a completion's length)
-does not cancel. `--rate` repeats the comparison at another rate.
+(max_grad_norm 1e9). Factors that weigh completions against each other (a group's standard deviation, 1 over a
+completion's length) do not cancel. `--rate` repeats the comparison at another rate.
 
-On-policy every ratio is 1, so what differs in the ratio alone does not show: Dr. GRPO is RLOO times a constant, GSPO
-(no arm) is GRPO. `dapo` is GRPO with the mean over all tokens: compared with it, GRPO shows which of its two divisions
-does what. `rloo_again` is RLOO with another seed for sampling and adapter, on the same model and problems: what chance
-does.
+On-policy, every ratio is 1, so differences in the ratio alone do not show: Dr. GRPO is RLOO times a constant, GSPO (no
+arm) is GRPO. `dapo` is GRPO with the mean over all tokens; the comparison separates the effects of GRPO's two
+divisions. `rloo_again` is RLOO with another seed for sampling and adapter on the same model and problems, which shows
+the effect of chance.
 
 Runs already in the output folder with the same keys are not repeated; another set of keys has its own folders.
 Exit code 0 with any result: this measures and has no bar. Left out: other tasks, other models, off-policy steps, a
@@ -54,7 +54,7 @@ CURVES = ("reward", "grad_norm", "frac_score_zero_std", "entropy")
 
 
 def keys_of(arm: str, seed: int, options: argparse.Namespace) -> list[str]:
-    """The overrides of one run, all that it does not share with the config."""
+    """The overrides of one run: everything that differs from the config."""
     from rloo_kit.config.methods import METHODS
 
     method, size = ARMS[arm]
@@ -68,7 +68,7 @@ def keys_of(arm: str, seed: int, options: argparse.Namespace) -> list[str]:
 
 
 def run_arm(arm: str, seed: int, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What one run measured; not repeated where its folder, named by keys and `model`, has been finished."""
+    """The figures of one run; not repeated if its folder, named by keys and `model`, has a finished run."""
     keys = keys_of(arm, seed, options)
     name = f"{arm}-{seed}-{zlib.crc32(' '.join([model, *keys]).encode()):08x}"
     folder = options.output / name
@@ -94,7 +94,7 @@ def run_arm(arm: str, seed: int, model: str, options: argparse.Namespace) -> dic
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Accuracy before and after, and a value a step of each curve (null where a step has none)."""
+    """Accuracy before and after, and one value per step of each curve (null if a step has none)."""
     before, after = (json.loads((folder / f"{when}.json").read_text("utf-8")) for when in ("before", "after"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     rows = [row for row in rows if row.get("reward") is not None]
@@ -110,7 +110,7 @@ def _round(value: float | None) -> float | None:
 
 
 def describe(run: dict[str, Any]) -> str:
-    """One run in a line."""
+    """One run on one line."""
     mean = sum(run["curves"]["reward"]) / len(run["curves"]["reward"])
     accuracy = [run[when]["accuracy"] for when in ("before", "after")]
     return (
@@ -133,14 +133,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--output", type=Path, default=reporting.ROOT / "outputs" / "relatives")
     parser.add_argument("--results", type=Path, default=RESULT)
-    parser.add_argument("--report-only", "--picture", action="store_true", help="draw and fill the page, run nothing")
+    parser.add_argument("--report-only", "--picture", action="store_true", help="only draw and fill the page")
     options = parser.parse_args()
     import relatives_report as report
 
     if not options.report_only:
         head = reporting.header("benchmarks/relatives.py")
         settings = {"steps": options.steps, "completions_a_step": COMPLETIONS, "rate": options.rate}
-        tasks = [(arm, seed) for seed in options.seeds for arm in options.methods]  # what is cut is still paired
+        tasks = [(arm, seed) for seed in options.seeds for arm in options.methods]  # if cut off, still paired
         with ThreadPoolExecutor(options.jobs) as pool:
             models = dict(zip(options.seeds, pool.map(build_model, options.seeds), strict=True))
             runs = list(pool.map(lambda task: run_arm(*task, models[task[1]], options), tasks))

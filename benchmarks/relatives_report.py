@@ -1,10 +1,10 @@
-"""What `relatives.json` says: curves with bands, accuracy over the seeds, differences to RLOO; tables and a picture.
+"""Reports `relatives.json`: curves with bands, accuracy over the seeds, differences from RLOO; tables and a picture.
 
 All intervals are Student's, 95 %, over the seeds. An arm is compared with RLOO seed by seed: the mean difference, its
-interval, and the p value of the paired t test, corrected by Holm for all the tests of the page. The intervals are not
-corrected, so one may leave 0 out where the corrected test does not. Neither RLOO with another seed, which shows what
-chance does, nor an arm that came out identical is tested. With five seeds the test assumes that differences are about
-normal; the table has every seed's own, so that one can see.
+interval, and the p-value of the paired t-test, Holm-corrected for all tests on the page. The intervals are not
+corrected, so one may exclude 0 although the corrected test finds nothing. RLOO with another seed, which shows the
+effect of chance, is not tested, nor is an arm with identical results. With five seeds the test assumes roughly normal
+differences; the table lists each seed's difference as a check.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 import reporting
 from reporting import table
 
-FIRST, CONTROL = "rloo", "rloo_again"  # what the others are compared with, and the same once more
+FIRST, CONTROL = "rloo", "rloo_again"  # the reference, and its repetition with another seed
 LABELS = {
     "rloo": "RLOO, K = 8", "rloo_again": "RLOO, K = 8, another seed", "grpo": "GRPO", "dr_grpo": "Dr. GRPO",
     "dapo": "GRPO, mean over tokens (DAPO)",
@@ -35,7 +35,7 @@ INKS = {"light": "#24292f", "dark": "#d0d7de"}
 
 
 def p_value(t: float, freedom: int) -> float:
-    """Two-sided, of Student's t: the area beyond |t|, by Simpson's rule over the angle atan(t / sqrt(freedom)).
+    """The two-sided p-value of Student's t: the area beyond |t|, by Simpson's rule over atan(t / sqrt(freedom)).
 
     >>> [round(p_value(t, freedom), 3) for t, freedom in ((2.776, 4), (12.706, 1), (0.0, 4), (2.0, 60))]
     [0.05, 0.05, 1.0, 0.05]
@@ -52,7 +52,7 @@ def p_value(t: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The values corrected for their number, step by step (Holm 1979); in their order.
+    """The p-values after Holm's step-down correction (1979), in the given order.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -76,7 +76,7 @@ def student(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def paired_p(differences: Sequence[float]) -> float:
-    """Of the paired t test; 1 where all differences are 0.
+    """The p-value of the paired t-test; 1 if all differences are 0.
 
     >>> round(paired_p([0.1, 0.2, 0.3]), 3), paired_p([0.0, 0.0])
     (0.074, 1.0)
@@ -88,14 +88,14 @@ def paired_p(differences: Sequence[float]) -> float:
 
 
 def measure(run: dict[str, Any], name: str) -> float:
-    """One number of a run: its accuracy after, or the mean of its steps' rewards, which is how fast it learnt."""
+    """One number of a run: its accuracy after, or the mean of its steps' rewards, a measure of how fast it learnt."""
     if name == "accuracy":
         return float(run["after"]["accuracy"])
     return statistics.fmean(value for value in run["curves"]["reward"] if value is not None)
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each arm over its seeds, and the differences to RLOO, paired by seed and corrected."""
+    """Each arm over its seeds, and the differences from RLOO, paired by seed and corrected."""
     by_arm: dict[str, dict[int, dict[str, Any]]] = {}
     for run in runs:
         by_arm.setdefault(run["arm"], {})[run["seed"]] = run
@@ -181,7 +181,7 @@ def _judge(row: dict[str, Any]) -> str:
 
 
 def setting_line(result: dict[str, Any]) -> list[str]:
-    """relatives.json: how much was run, on what."""
+    """relatives.json: the size of the comparison, and the machine."""
     runs = result["runs"]
     rate = "the config's" if result["rate"] is None else f"{result['rate']:g}"
     seconds = statistics.median(run["wall_s"] for run in runs)
@@ -207,7 +207,7 @@ def picture_lines(result: dict[str, Any]) -> list[str]:
 
 
 def draw(result: dict[str, Any], folder: Path = PICTURES) -> None:
-    """`relatives-light.svg` and `relatives-dark.svg`: reward over the steps, mean and band, methods and K apart."""
+    """`relatives-light.svg` and `relatives-dark.svg`: reward over the steps, mean and band; panels by method and K."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

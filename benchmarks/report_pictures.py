@@ -1,4 +1,4 @@
-"""Pictures of a report for the front page, and how fast a large one is written and opened, by headless Chromium.
+"""Pictures of a report for the front page, and the time to write and open a large one, by headless Chromium.
 
     python benchmarks/report_pictures.py --run outputs/arithmetic_thinking   # docs/pictures/report-*.png
     python benchmarks/report_pictures.py                                     # trains the demo run first (half a minute)
@@ -50,7 +50,7 @@ def train_demo(folder: Path) -> Path:
     words = [sys.executable, "-m", "rloo_kit.cli", "train", f"configs/{CONFIG.name}"]
     words += ["eval.every_steps=5", "eval.save_best=false"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    subprocess.run(words, check=True, cwd=folder, env=environment)  # the page shows the paths as they are given
+    subprocess.run(words, check=True, cwd=folder, env=environment)  # the page shows paths as given
     return folder / "outputs" / CONFIG.stem
 
 
@@ -71,7 +71,7 @@ def take_pictures(run: Path, folder: Path) -> None:
 
 
 def measure_load(folder: Path) -> None:
-    """Writing and opening the report of 500 steps of 200 completions, short ones and ones of 8,000 tokens, and that of
+    """Time writing and opening three reports: 500 steps of 200 short completions, completions of 8,000 tokens, and
     50,000 rows of metrics."""
     from rloo_kit.config.run import RunConfig
     from rloo_kit.results.report import write_report

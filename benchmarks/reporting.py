@@ -1,4 +1,4 @@
-"""What the benchmarks share: a settled process, the head of a results file, the lines that several print."""
+"""Shared by the benchmarks: process set-up, the header of a results file, the lines that several print."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ STEP_FILES = {
 
 
 def settle() -> None:
-    """First thing in a benchmark: one thread, no network, and `rewards` is the package, not the file in this folder."""
+    """Called first by a benchmark: one thread, no network; `rewards` is the package, not the file in this folder."""
     for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(name, value)  # before torch reads it
     here = str(Path(__file__).resolve().parent)
@@ -54,7 +54,7 @@ def header(script: str) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the system reports it."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     except OSError:
@@ -63,7 +63,7 @@ def processor() -> str:
 
 
 def git(*arguments: str, folder: Path = ROOT) -> str:
-    """What git prints; nothing on a machine without git, to which only the files were copied."""
+    """What git prints; empty on a machine without git or with only a copy of the files."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError:
@@ -72,7 +72,7 @@ def git(*arguments: str, folder: Path = ROOT) -> str:
 
 
 def load_file(path: str) -> Any:
-    """A Python file of this repository by its path, imported once; an installed package called `tests` is no obstacle.
+    """A Python file of this repository by its path, imported once; an installed package `tests` does not shadow it.
 
     Args:
         path: from the root folder, "tests/with_unsloth/interpreter.py".
@@ -87,7 +87,7 @@ def load_file(path: str) -> Any:
 
 
 def write(result: dict[str, Any], target: Path, quiet: bool = False) -> None:
-    """Write a results file, and say where unless quiet."""
+    """Write a results file, and print its path unless quiet."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if not quiet:
@@ -100,7 +100,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def step_line(row: dict[str, Any]) -> str:
-    """One row of rloo_step.json in words."""
+    """One row of rloo_step.json as text."""
     return f"{row['what']}, {row['side']} ({row['workload']}): {step_value(row)}{_bar(row)}"
 
 
@@ -118,12 +118,12 @@ def _bar(row: dict[str, Any]) -> str:
 
 
 def decode_line(row: dict[str, Any]) -> str:
-    """One row of decode_step.json in words."""
+    """One row of decode_step.json as text."""
     return f"{row['tokens']} tokens, {row['rows']} rows: {step_value(row)}"
 
 
 def kl_line(run: dict[str, Any]) -> str:
-    """One run of kl_forms.json in words."""
+    """One run of kl_forms.json as text."""
     before, after = run["before"], run["after"]
     return (
         f"{run['arm']}, seed {run['seed']}: thinking {before['mean_thinking_tokens']:.1f} -> "
@@ -132,7 +132,7 @@ def kl_line(run: dict[str, Any]) -> str:
 
 
 def startup_table(result: dict[str, Any]) -> list[str]:
-    """startup.json; with another checkout, its seconds and the ratio as well."""
+    """startup.json; with another checkout, also its seconds and the ratio."""
     compared = any("ratio" in row for row in result["rows"])
     rows = []
     for row in result["rows"]:
@@ -146,10 +146,10 @@ def startup_table(result: dict[str, Any]) -> list[str]:
 
 
 def step_files_table(result: dict[str, Any]) -> list[str]:
-    """step_files.json: a column for each revision, and what is left out of the step proper."""
+    """step_files.json: a column for each revision, and the files left out of the step proper."""
     head = ["", *(f"{row['tree']} (`{row['revision'][:7]}`)" for row in result["rows"])]
     shown = [{**row, "circles": len(row["circles"])} for row in result["rows"]]
-    known = [name for name in STEP_FILES if name in shown[0]]  # once there was one count, with everything
+    known = [name for name in STEP_FILES if name in shown[0]]  # older revisions have only the count with everything
     lines = table(head, [[STEP_FILES[name], *(str(row[name]) for row in shown)] for name in known])
     if "left_out" in result:
         names = ", ".join(f"`{name}`" for name in result["left_out"])

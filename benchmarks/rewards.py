@@ -2,10 +2,10 @@
 
     python benchmarks/rewards.py
 
-One call has 64 completions of 4096 tokens, as a rollout of a thinking model has them: a thought, `</think>`, an answer,
-the end token. Each reward is called until half a second is over, eleven times; the first is discarded, the median is
-reported with the quartiles. Rewards run between two generations, on one thread, so what counts is that none is near the
-speed of sampling. Left out: rewards that load a model (`rloo_kit.rewarding.models`), and a worker process around one.
+One call has 64 completions of 4096 tokens, like a rollout of a thinking model: thinking, `</think>`, an answer, the end
+token. Each reward is called for half a second, eleven times; the first repeat is discarded, and the median is reported
+with the quartiles. Rewards run between two generations on one thread, so all must be far faster than sampling. Left
+out: rewards that load a model (`rloo_kit.rewarding.models`), and the overhead of a worker process.
 """
 
 import argparse
@@ -24,7 +24,7 @@ THINK_END, END = 151668, 151645
 
 
 def batch() -> dict[str, list[Any]]:
-    """Completions of ordinary prose, four characters a token, every one with a thought and a boxed answer."""
+    """Completions of ordinary prose, four characters a token, each with thinking and a boxed answer."""
     sentence = "so the next digit is carried over and then added to the sum of two"
     words = sentence.split()
     completions, ids, answers = [], [], []
@@ -41,7 +41,7 @@ def batch() -> dict[str, list[Any]]:
 
 
 def cases() -> dict[str, Callable[..., Any]]:
-    """Every reward of the package; one that needs a limit gets the batch's."""
+    """Every reward of the package; one that needs a limit gets that of the batch."""
     import rewards
 
     bound = {"soft_overlong_penalty": {"max_completion_length": TOKENS}}

@@ -1,21 +1,21 @@
-"""Our step vs. stock TRL's, in one process, alternating step by step; figures go to `results/rloo_step.json`.
+"""The kit's step vs. stock TRL's, in one process, alternating step by step; figures go to `results/rloo_step.json`.
 
     python benchmarks/rloo_step.py                        # the rows that the project promises (15 to 20 minutes)
-    python benchmarks/rloo_step.py --full                 # and every other K, vocabulary, checkpointing and beta
+    python benchmarks/rloo_step.py --full                 # plus every other K, vocabulary, checkpointing and beta
     python benchmarks/rloo_step.py --only training --repeats 5
-    python benchmarks/rloo_step.py --write-table          # only put the figures into docs/benchmarks.md
+    python benchmarks/rloo_step.py --write-table          # only write the figures into docs/benchmarks.md
 
 Both sides get the same model, adapter, prompts, completions and rewards, and are driven through `trainer.train()` one
 optimizer step at a time. The first step of each is discarded; then they take turns, and each pair of steps gives a
-ratio: the median is reported, with the smallest and the largest. Everything runs on one thread, so the seconds are
+ratio. The median is reported with the smallest and the largest. Everything runs on one thread and the seconds are
 processor time, which other load on the machine does not change (wall clock is recorded too).
 
-- training: a step with canned completions and a trivial reward, less the time of both; the gradient of ours is compared
+- training: a step with canned completions and a trivial reward, less the time of both. The kit's gradient is compared
   with stock's from the same first steps, in float32, as the relative error over all LoRA parameters.
-- whole: real rollouts, with the lengths of the completions imposed on both sides in the same way; generation is the
-  trainer's own `_generate_single_turn` within them.
-- memory: a fresh process for each side; the peak of the resident memory during a step (Linux's VmHWM) above what the
-  process held before it, behind a short first step. malloc gives freed blocks back at once there.
+- whole: real rollouts, with the same completion lengths imposed on both sides; generation is the trainer's own
+  `_generate_single_turn` within them.
+- memory: a fresh process for each side; the peak of the resident memory during a step (Linux's VmHWM) above the level
+  before it, after a short first step. malloc returns freed blocks at once there.
 
 Stock TRL's head is a Triton kernel; here it gets the stand-in of `trl_head.py`. Exit code 1 if a row misses its "at
 least". Left out: several processes, and a GPU (`first_hour.py`).
@@ -49,14 +49,14 @@ TIED = replace(K4, beta=0.0, tied=True)
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure has to reach. `lower`: smaller is better."""
+    """The limit that a figure has to reach. `lower`: smaller is better."""
 
     at_least: float | None = None
     aim: float | None = None
     lower: bool = False
 
     def judge(self, value: float) -> dict[str, Any]:
-        """The bar and whether the value holds it, for a row of the results."""
+        """The bar and whether the value meets it, for a row of the results."""
 
         def reached(limit: float | None) -> bool | None:
             return None if limit is None else value <= limit if self.lower else value >= limit
@@ -77,7 +77,7 @@ GRADIENT_BAR = Bar(1e-5, 1e-6, lower=True)
 
 
 def take_turns(sides: list[Any], repeats: int, canned: bool) -> dict[str, list[Any]]:
-    """`repeats` steps of each side, one after another in changing order, after one that is discarded."""
+    """`repeats` steps of each side in turn, in changing order, after a discarded one."""
     times: dict[str, list[Any]] = {side.name: [] for side in sides}
     for turn in range(repeats + 1):
         for side in sides if turn % 2 else reversed(sides):
@@ -88,7 +88,7 @@ def take_turns(sides: list[Any], repeats: int, canned: bool) -> dict[str, list[A
 
 
 def compare(what: str, workload: Workload, side: str, ours: list[Any], stock: list[Any], part: str, bar: Bar) -> Any:
-    """A row: how many times faster our side is in a part ("training", "generation", "whole") of the steps."""
+    """A row: how many times faster the kit's side is in a part ("training", "generation", "whole") of the steps."""
 
     def seconds(steps: list[Any], kind: str) -> list[float]:
         return [round(getattr(step, f"{part}_{kind}"), 4) for step in steps]
@@ -105,7 +105,7 @@ def compare(what: str, workload: Workload, side: str, ours: list[Any], stock: li
 
 
 def measure_training(workload: Workload, sides: list[str], repeats: int, bar: Bar) -> Iterator[dict[str, Any]]:
-    """Rows for the training part of our sides, and for their gradients."""
+    """Rows for the training part of the kit's sides, and for their gradients."""
     from step_sides import build_side, gradient_error
 
     built = [build_side(name, workload) for name in ("stock", *sides)]
@@ -161,12 +161,12 @@ def peak_in_fresh_process(name: str, workload: Workload) -> float:
 
 
 def peak_of(name: str, workload: Workload) -> float:
-    """In the process that `peak_in_fresh_process` starts."""
+    """The peak in MiB, in the process that `peak_in_fresh_process` starts."""
     from step_sides import build_side
 
     side = build_side(name, workload)
     full = side.canned_completions
-    side.canned_completions = [ids[:7] + ids[-1:] for ids in full]  # makes the optimizer's state, imports what is late
+    side.canned_completions = [ids[:7] + ids[-1:] for ids in full]  # creates the optimizer's state, does late imports
     side.step()
     side.canned_completions = full
     gc.collect()
@@ -185,7 +185,7 @@ def _memory_mib(field: str) -> float:
 
 
 def plan(full: bool) -> list[tuple[str, Workload, Bar]]:
-    """What is measured: part, workload and bar of the training part."""
+    """The jobs: part, workload and bar of the training part."""
     jobs = [("training", workload, bar) for workload, bar in TRAINING_BARS.items()]
     jobs += [("whole", K4, NO_BAR), ("memory", K4, NO_BAR)]
     if full:
@@ -198,14 +198,14 @@ def plan(full: bool) -> list[tuple[str, Workload, Bar]]:
 
 
 def sides_of(part: str, workload: Workload, options: argparse.Namespace) -> list[str]:
-    """Our sides in a job: the default settings; every memory setting where memory or the gradient is the point."""
+    """The kit's sides in a job: the default settings; every memory setting for memory and gradients."""
     if options.side:
         return options.side
     return list(KIT_SIDES) if part == "memory" or (part == "training" and workload == K4) else ["fast"]
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of the jobs that were asked for, each as it comes."""
+    """The rows of the selected jobs, one by one."""
     import torch
     import trl_head
 
@@ -252,10 +252,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every K, vocabulary, checkpointing and beta")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    parser.add_argument("--repeats", type=int, default=3, help="steps of each side after the one that is discarded")
-    parser.add_argument("--side", nargs="+", choices=KIT_SIDES, help="our memory settings; default: what the row needs")
+    parser.add_argument("--repeats", type=int, default=3, help="steps of each side after the discarded one")
+    parser.add_argument("--side", nargs="+", choices=KIT_SIDES, help="the kit's memory settings; default: the row's")
     parser.add_argument("--results", type=Path, default=RESULT)
-    parser.add_argument("--write-table", action="store_true", help="only bring docs/benchmarks.md up to date")
+    parser.add_argument("--write-table", action="store_true", help="only update docs/benchmarks.md")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -4,8 +4,8 @@
     python benchmarks/rollouts_load.py --gib 5      both layouts: one plain rollouts.jsonl, and the parts the kit writes
     python benchmarks/rollouts_load.py --levels     compression: MB/s and ratio on the same rows, by gzip's level
 
-The completions are of --tokens tokens, words drawn from the kit's own pages: 4000, as a model that thinks writes them.
-The bar is on memory: AT_MOST_MIB above what the command takes on a run without completions. Exit code 1 above it.
+The completions have --tokens tokens (4000, like those of a thinking model), words drawn from the kit's own pages. The
+bar is on memory: AT_MOST_MIB above what the command takes on a run without completions. Exit code 1 above it.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gib", type=float, default=5.0)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--levels", action="store_true")
-    parser.add_argument("--folder", type=Path, help="where the run is made, and removed (default: the system's)")
+    parser.add_argument("--folder", type=Path, help="where the run is created and removed (default: the system's)")
     parser.add_argument("--out", type=Path, default=reporting.RESULTS / "rollouts_load.json")
     options = parser.parse_args(arguments)
     if options.levels:
@@ -92,7 +92,7 @@ def measure(folder: Path, size: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def make_run(folder: Path) -> Path:
-    """A run of the shipped demo that has metrics and no completions yet."""
+    """A run of the shipped demo with metrics, without completions."""
     from rloo_kit import load_config
     from rloo_kit.runs.run_dir import RunDir
 
@@ -106,12 +106,12 @@ def make_run(folder: Path) -> Path:
 
 
 def fill(run: Path, layout: str, size: int, tokens: int) -> int:
-    """Write `size` bytes of completions in a layout; the number of steps."""
+    """Write `size` bytes of completions in a layout; returns the number of steps."""
     from rloo_kit.runs.rollouts import FILE_BYTES, Rollouts
 
     if layout == "empty":
         return 0
-    made = list(itertools.islice(make_steps(tokens), 20))  # in turn: further apart than gzip looks back
+    made = list(itertools.islice(make_steps(tokens), 20))  # repeated in turn, further apart than gzip looks back
     lines = [[json.dumps(row, ensure_ascii=False) for row in rows] for rows in made]
     bytes_a_step = sum(len(line.encode()) for step in lines for line in step) / len(made)
     steps = max(int(size / bytes_a_step), 20)
@@ -126,7 +126,7 @@ def fill(run: Path, layout: str, size: int, tokens: int) -> int:
 
 
 def commands(run: Path, steps: int) -> dict[str, list[str]]:
-    """What opens a run; the last one drops the last ten steps, so it goes last."""
+    """The commands that open a run; the last one drops the last ten steps, so it comes last."""
     show = [sys.executable, "-m", "rloo_kit.cli", "show", str(run), "--completions", "4"]
     rewind = REWIND.format(folder=str(run), step=max(steps - 10, 0))
     return {
@@ -149,7 +149,7 @@ def run_measured(command: list[str]) -> tuple[int, float, float]:
 
 
 def make_steps(tokens: int) -> Iterator[list[dict[str, Any]]]:
-    """Rows as the kit writes them; their text is pieces of the kit's pages in random order."""
+    """Rows as the kit writes them, with pieces of the kit's pages in random order as text."""
     pages = " ".join(path.read_text(encoding="utf-8") for path in sorted((reporting.ROOT / "docs").glob("*.md")))
     words = re.findall(r"\s*\S{1,6}", pages)
     ids = {word: number for number, word in enumerate(dict.fromkeys(words))}

@@ -1,14 +1,14 @@
-"""Does RLOO go on where supervised training stops? Figures go to `results/sft_then_rloo.json`.
+"""Does RLOO improve on supervised training? Figures go to `results/sft_then_rloo.json`.
 
     python benchmarks/sft_then_rloo.py                 # seeds 0, 1 and 2: about five minutes
     python benchmarks/sft_then_rloo.py --seeds 0
 
 For each seed: `rloo-kit sft configs/sft_arithmetic.yaml`, then the command that it prints; and the same RLOO from the
-model without supervised training. A seed decides the random weights, the problems with their split and worked answers,
-and the sampling. Accuracy is that of 1,000 held-out problems at temperature 1, and greedy.
+model without supervised training. A seed sets the random weights, the problems with their split and worked solutions,
+and the sampling. Accuracy is measured on 1,000 held-out problems, at temperature 1 and greedy.
 
-Exit code 1 where the bar is missed: nothing solved before, more after supervised training and more again after RLOO,
-with 95 % intervals apart each time, and nothing solved by RLOO alone.
+Exit code 1 if the bar is missed: nothing solved before, more after supervised training, more again after RLOO, with
+separate 95 % intervals each time, and nothing solved by RLOO alone.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def figures(folder: Path, when: str) -> dict[str, Any]:
 
 
 def run_seed(seed: int, output: Path) -> dict[str, Any]:
-    """Accuracy before, after supervised training, after RLOO behind it, and after RLOO alone."""
+    """Accuracy before, after supervised training, after RLOO on top of it, and after RLOO alone."""
     keys = [f"run.seed={seed}", f"data.seed={seed}", f"model.build_seed={seed}", f"run.output_dir={output / str(seed)}"]
     keys += ["run.report=false", "run.sample_every_steps=0"]
     printed, sft_s = call(["sft", CONFIG, *keys, "--overwrite"])
@@ -70,7 +70,7 @@ def show(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure what was asked for and write the results."""
+    """Measure the selected seeds and write the results."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""A long run and a long batch stay flat: memory, open files and threads of the real command, sampled from outside.
+"""Checks that a long run and a long batch stay flat: memory, open files and threads of the real command, from outside.
 
     python benchmarks/soak.py --steps 2000      `rloo-kit train` on the embedded model
-    python benchmarks/soak.py --batch 50        `rloo-kit batch` of so many notebooks that each leave a process behind
+    python benchmarks/soak.py --batch 50        `rloo-kit batch` of 50 notebooks that each leave a process behind
 
-The run has eight short completions a step, a checkpoint every 100 steps and completions that begin new files. The
-samples of the first and of the last quarter are compared, without the first tenth, in which things are loaded: the
-smallest number of open files and of threads, which may not grow, and the mean of the resident memory. That may grow by
-AT_MOST: the metrics of each step are kept, by the kit and by the trainer. Exit code 1 where something grew, a run of
-the batch is not done, or a process is left.
+The run has eight short completions a step, a checkpoint every 100 steps and enough completions to start new files. The
+first and the last quarter of the samples are compared, without the first tenth, in which things are loaded: the
+smallest number of open files and of threads, which must not grow, and the mean resident memory. Memory may grow by
+AT_MOST, because the kit and the trainer keep the metrics of each step. Exit code 1 if something grew, a run of the
+batch is not done, or a process is left behind.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SETTINGS = [
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, metavar="RUNS", help="a batch of so many runs, instead of one run")
+    parser.add_argument("--batch", type=int, metavar="RUNS", help="a batch of RUNS runs instead of one run")
     parser.add_argument("--out", type=Path, help="(default: benchmarks/results/soak.json or batch_soak.json)")
     options = parser.parse_args(arguments)
     unit = "run" if options.batch else "step"
@@ -63,7 +63,7 @@ def describe(result: dict[str, Any], unit: str) -> str:
 
 
 def watch_run(steps: int, folder: Path) -> dict[str, Any]:
-    """Train for so many steps; 40 samples, or one a step."""
+    """Train for `steps` steps; 40 samples, or one a step."""
     from rloo_kit.runs.run_dir import RunDir
 
     run_dir = RunDir(folder / "soak")
@@ -72,7 +72,7 @@ def watch_run(steps: int, folder: Path) -> dict[str, Any]:
 
 
 def watch_batch(runs: int, folder: Path) -> dict[str, Any]:
-    """A batch of notebooks; a sample at each end of a run but the last, after which it compares the runs."""
+    """A batch of notebooks; a sample at the end of each run but the last, after which it compares the runs."""
     notebooks = reporting.load_file("tests/notebooks/batch_notebooks.py")
     file = notebooks.write_batch(
         folder, [{"name": f"run{number}", "parameters": {"mode": "child", "number": number}} for number in range(runs)]
@@ -90,7 +90,7 @@ def watch_batch(runs: int, folder: Path) -> dict[str, Any]:
 
 
 def watch(words: list[str], folder: Path, progress: Callable[[], int], every: int) -> list[dict[str, Any]]:
-    """Run `rloo-kit words` and sample it whenever `every` more of its steps or runs are done."""
+    """Run `rloo-kit words` and sample it after every `every` steps or runs."""
     import psutil
 
     samples: list[dict[str, Any]] = []
@@ -117,7 +117,7 @@ def watch(words: list[str], folder: Path, progress: Callable[[], int], every: in
 
 
 def judge(samples: list[dict[str, Any]], at_most_kib: float) -> dict[str, Any]:
-    """What grew from the first quarter of the samples to the last, without the first tenth, in which things are loaded.
+    """The growth from the first to the last quarter of the samples, without the first tenth, in which things load.
 
     >>> samples = [{"at": at, "memory_mib": 600 + at, "files": 4 + at // 3, "threads": 5} for at in range(4)]
     >>> judge(samples, 20)

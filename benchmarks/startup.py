@@ -1,13 +1,13 @@
-"""How long the package takes to start, in fresh processes; figures go to `results/startup.json`.
+"""The package's start-up time in fresh processes; figures go to `results/startup.json`.
 
     python benchmarks/startup.py
-    python benchmarks/startup.py --against ../before       # another checkout in turn with this one, and the ratio
+    python benchmarks/startup.py --against ../before       # alternates with another checkout, and adds the ratio
 
-`import rloo_kit` and `rloo-kit --help` load no heavy library (a test holds them to it); `import torch` shows what one
-takes. `load_stack()` is all the libraries of a run, and "train one small step" all that a run of the embedded model
-imports, with a step of four short completions. Everything runs once to warm the file cache, then `--repeats` times in
-turn; the median of the wall clock and of the processor's seconds is reported, with the smallest and the largest. A
-ratio is the median over the turns. Left out: the first start after installing, which compiles.
+`import rloo_kit` and `rloo-kit --help` load no heavy library (a test checks it); `import torch` shows the cost of one.
+`load_stack()` loads all libraries of a run. "train one small step" covers everything that a run of the embedded model
+imports, and a step of four short completions. Everything runs once to warm the file cache, then `--repeats` times in
+turn; the median wall-clock and processor seconds are reported with the smallest and the largest. A ratio is the median
+over the turns. Left out: the first start after installing, which compiles.
 """
 
 import argparse
@@ -41,7 +41,7 @@ kit.train(run, policy, data, kit.build_rewards(run, policy.tokenizer))
 """
 HELP = "import sys; sys.argv[0] = 'rloo-kit'; from rloo_kit.cli import main; main()"
 SHARED = {"python": "pass", "import rewards": "import rewards", "import torch": "import torch"}
-COMPARED = {  # in the tree's folder, with its package
+COMPARED = {  # run in the tree's folder, with its package
     "import rloo_kit": "import rloo_kit",
     "rloo-kit --help": HELP,
     "load_config": f"import rloo_kit; rloo_kit.load_config('{CONFIG}')",
@@ -64,7 +64,7 @@ def start(tree: Path, code: str, *words: str) -> dict[str, float]:
 
 
 def measure(trees: list[Path], names: list[str], repeats: int) -> dict[str, list[list[dict[str, float]]]]:
-    """What -> for each tree its starts; the trees take turns, in changing order, and the first turn is discarded."""
+    """The starts of each tree, by name; the trees take turns, in changing order, and the first turn is discarded."""
     found: dict[str, list[list[dict[str, float]]]] = {name: [[] for _ in trees] for name in names}
     for turn in range(repeats + 1):
         for name in names:
@@ -79,7 +79,7 @@ def measure(trees: list[Path], names: list[str], repeats: int) -> dict[str, list
 
 
 def summarize(name: str, starts: list[list[dict[str, float]]]) -> dict[str, Any]:
-    """A row: seconds with smallest and largest; with another tree its seconds as `before_...`, and the ratios."""
+    """A row: seconds with smallest and largest; with another tree, its seconds as `before_...` and the ratios."""
     row: dict[str, Any] = {"what": name}
     for prefix, times in zip(("", "before_"), starts, strict=False):
         for kind in KINDS if times else ():

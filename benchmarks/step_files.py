@@ -1,19 +1,18 @@
-"""How many files one optimizer step enters, and how the package is cut; figures go to `results/step_files.json`.
+"""The files that one optimizer step enters, and the package's structure; figures go to `results/step_files.json`.
 
     python benchmarks/step_files.py                              # this checkout
-    python benchmarks/step_files.py --checkout ../before         # another revision as well, side by side
-    python benchmarks/step_files.py --pairs                      # and between which files a step switches most often
+    python benchmarks/step_files.py --checkout ../before         # also another revision, side by side
+    python benchmarks/step_files.py --pairs                      # also the most frequent switches between files
 
 The step is the second of `configs/arithmetic_thinking.yaml` with a KL penalty and a table of samples, on an embedded
-model of two training steps, through `rloo_kit.train`: from the trainer's `on_step_begin` to the next one, so rollout,
-rewards, loss, optimizer, record and log are in it. `sys.setprofile` sees each Python call and return; a switch is one
-after which another file of `rloo_kit/` or `rewards/` runs than before. Not seen: other threads, C functions, and the
-files of the libraries.
+model of two training steps, through `rloo_kit.train`: from the trainer's `on_step_begin` to the next one, so it
+includes rollout, rewards, loss, optimizer, record and log. `sys.setprofile` sees each Python call and return; a switch
+is one after which a different file of `rloo_kit/` or `rewards/` runs. Not seen: other threads, C functions, and library
+files.
 
-It is counted twice. With everything: `entered_all`, `switches_all`. The step proper, sampling to optimizer: `entered`,
-`switches`, `files`; from a call into a file that `LEFT_OUT` names (reward functions, logging, the run folder) until it
-returns nothing counts, neither that file nor what it calls, wherever that lies. The list goes by file and holds for
-revisions from d78a95a on.
+There are two counts. With everything: `entered_all`, `switches_all`. The step proper, sampling to optimizer: `entered`,
+`switches`, `files`; a call into a file in `LEFT_OUT` (reward functions, logging, the run folder) does not count, nor
+does anything that it calls. The list goes by file and applies to revisions from d78a95a on.
 
 `rewards/` and the `__init__` files are not counted as modules.
 """
@@ -63,7 +62,7 @@ run = kit.load_config("configs/arithmetic_thinking.yaml", f"model.name={model}",
                       "rloo.max_steps=3", "rloo.beta=0.05", "run.sample_every_steps=1")
 policy = kit.load_policy(run)
 data = kit.load_data(run, policy.tokenizer)
-def mean_id(completion_ids, **_):  # the model cannot add, and where all rewards are equal no gradient is computed
+def mean_id(completion_ids, **_):  # the model cannot add, and equal rewards give no gradient
     return [sum(ids) / len(ids) / 320 for ids in completion_ids]
 rewards = [*kit.build_rewards(run, policy.tokenizer), mean_id]
 from transformers.trainer_callback import CallbackHandler
@@ -85,7 +84,7 @@ print("figures: " + json.dumps(trace.figures()))
 
 
 class StepTrace:
-    """For `sys.setprofile`: the files of a tree's package that run, all of them and those of the step proper."""
+    """For `sys.setprofile`: the files of a tree's package that run, in total and in the step proper."""
 
     def __init__(self, tree: str):
         self.root = tree + os.sep
@@ -114,7 +113,7 @@ class StepTrace:
                     walk.append(path)
 
     def figures(self) -> dict[str, Any]:
-        """Files and switches of both counts; `pairs`: (from, to, switches) of the step proper, the most first."""
+        """Files and switches of both counts; `pairs`: (from, to, switches) of the step proper, most frequent first."""
         walks = (self.proper, self.everything)
         proper, everything = ([path.removeprefix(self.root) for path in walk] for walk in walks)
         pairs = Counter(pairwise(proper))
@@ -201,8 +200,8 @@ def main() -> int:
     """Count in each tree, print the table and write the results."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, help="folder of another revision, to stand before this one")
-    parser.add_argument("--pairs", action="store_true", help="print between which files a step switches most often")
+    parser.add_argument("--checkout", type=Path, help="folder of another revision, shown before this one")
+    parser.add_argument("--pairs", action="store_true", help="print the most frequent switches between files")
     parser.add_argument("--results", type=Path, default=RESULT)
     options = parser.parse_args()
     trees = {"before": options.checkout.resolve()} if options.checkout else {}

@@ -1,12 +1,12 @@
-"""The floor under a step: the arithmetic that it cannot do without, and the bytes that it cannot leave unread.
+"""The lower bound of a step's time: the arithmetic that it must do, and the bytes that it must read.
 
-A step's training part has to push every real token once forward and once backward through the matrices, the attention
-and the head, and with a KL penalty once more forward for the reference; operations over the GPU's rate give seconds.
-A rollout has to read every weight once a token of its longest completion, and the keys and values of the rows that are
-still going; bytes over the GPU's bandwidth give seconds. The first hour measures both, rate and bandwidth.
+A step's training part passes every real token once forward and once backward through the matrices, the attention and
+the head, and with a KL penalty once more forward for the reference; operations divided by the GPU's rate give seconds.
+For each token of its longest completion, a rollout reads every weight once, and the keys and values of the unfinished
+rows; bytes divided by the GPU's bandwidth give seconds. The first hour measures both rate and bandwidth.
 
-Not counted, so that it is a floor: padding, recomputing for checkpoints, unpacking 4-bit weights, the adapter (rank 16:
-1 %), norms, the optimizer, launches, and the host. Nothing here imports torch.
+Not counted, so that it stays a lower bound: padding, recomputing for checkpoints, unpacking 4-bit weights, the adapter
+(rank 16: 1 %), norms, the optimizer, launches, and the host. Nothing here imports torch.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def matrix_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequenc
 
 
 def attention_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> float:
-    """Of one forward pass: scores and weighted values of every pair of tokens that see each other.
+    """Floating-point operations of one forward pass: scores and weighted values of every pair of tokens that attend.
 
     >>> from rloo_kit.plan.shapes import PUBLISHED
     >>> attention_flops(PUBLISHED["4b"], [1], [[1]]) / (4 * 36 * 4096)  # the first sees itself, the second both
@@ -45,9 +45,9 @@ def attention_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequ
 def training_flops(
     shape: ModelShape, prompts: Sequence[int], completions: Sequence[Sequence[int]], beta: float
 ) -> float:
-    """Of a step's training part: forward, backward (without the frozen weights' gradients), and the reference's pass.
+    """Floating-point operations of a step's training part: forward, backward (frozen weights excluded) and reference.
 
-    The backward pass computes the gradients of activations alone: as much as the forward pass for a matrix, twice as
+    The backward pass computes only the gradients of activations: as much as the forward pass for a matrix, twice as
     much for attention, whose two products have two gradients each.
     """
     matrices, attention = (count(shape, prompts, completions) for count in (matrix_flops, attention_flops))
@@ -55,7 +55,7 @@ def training_flops(
 
 
 def rollout_bytes(shape: ModelShape, prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> float:
-    """Bytes that a rollout of 4-bit weights and a 16-bit cache reads at least, all rows at once.
+    """The fewest bytes that a rollout with 4-bit weights and a 16-bit cache reads, all rows at once.
 
     >>> from rloo_kit.plan.shapes import PUBLISHED
     >>> round(rollout_bytes(PUBLISHED["4b"], [0], [[1]]) / 2**30, 2)  # one token reads the weights once

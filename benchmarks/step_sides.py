@@ -1,10 +1,10 @@
 """The two sides of `rloo_step.py`: stock TRL's trainer and the kit's, driven through `train()` and timed from outside.
 
-A step is what lies between TRL's callbacks `on_step_begin` and `on_step_end`: rollout, rewards, scoring, loss, backward
-and optimizer. Its rollout is the trainer's own `_generate_single_turn`, timed by itself, or canned completions. So the
-training part of a step is the step less its rollout and its rewards, on both sides, whatever a trainer is made of.
+A step is everything between TRL's callbacks `on_step_begin` and `on_step_end`: rollout, rewards, scoring, loss,
+backward and optimizer. Its rollout is the trainer's own `_generate_single_turn`, timed alone, or canned completions.
+The training part is the step less its rollout and its rewards, on both sides, whatever a trainer's internals.
 
-How long completions get does not depend on chance or on the side either: see `imposed_lengths`.
+Completion lengths do not depend on chance or on the side: see `imposed_lengths`.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ import torch
 from imposed_lengths import impose_lengths
 from step_workload import Workload
 
-LEARNING_RATE = 1e-6  # TRL's default: the weights stay where they are, as far as time and gradients can tell
-_OUTPUTS = tempfile.TemporaryDirectory(prefix="rloo-step-")  # of all trainers; nothing is saved
+LEARNING_RATE = 1e-6  # TRL's default; the weights barely move, with no effect on times or gradients
+_OUTPUTS = tempfile.TemporaryDirectory(prefix="rloo-step-")  # for all trainers; nothing is saved
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step, in seconds of wall clock and of this process's processors."""
+    """One step, in seconds of wall-clock and processor time."""
 
     whole_s: float
     generation_s: float
@@ -69,7 +69,7 @@ class Side:
 
     Args:
         name: see `wrap_model`.
-        trainer: as made there; its rollout and its rewards are wrapped here.
+        trainer: from `wrap_model`; its rollout and its rewards are wrapped here.
     """
 
     def __init__(self, name: str, workload: Workload, trainer: Any, end_id: int):
@@ -87,7 +87,7 @@ class Side:
 
     @property
     def engine(self) -> Any:
-        """What the kit's trainer samples with; None on the other sides."""
+        """The engine that the kit's trainer samples with; None on the other sides."""
         rloo = getattr(self.trainer, "rloo", None)
         return None if rloo is None else rloo.sampler.engine
 
@@ -119,11 +119,11 @@ class Side:
         self.trainer._generate_single_turn = rollout
 
     def _answer(self, completion_ids: list[list[int]]) -> Any:
-        """As the trainer's rollout answers: TRL's GRPO trainer gives log-probabilities too, None from `generate`."""
+        """What the trainer's rollout returns: with TRL's GRPO trainer, log-probabilities too (None from `generate`)."""
         return (completion_ids, None) if self.name == "grpo" else completion_ids
 
     def keep_gradients(self) -> None:
-        """The gradients of the first step, before the optimizer uses them."""
+        """Keep the gradients of the first step, before the optimizer uses them."""
         if not self.gradients:
             self.gradients = {
                 name: parameter.grad.detach().clone()
@@ -176,8 +176,8 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
     """The trainer of one side around a model.
 
     Args:
-        name: "stock", "grpo" (TRL's, or what Unsloth makes of it) or the kit's "fast", "balanced" or "low".
-        peft_config: None where the model has its adapter. options: more arguments of the config.
+        name: "stock", "grpo" (TRL's, patched by Unsloth or not) or the kit's "fast", "balanced" or "low".
+        peft_config: None if the model has its adapter. options: more arguments of the config.
     """
     import trl
     from datasets import Dataset
@@ -208,7 +208,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
 
 
 def trainer_arguments(workload: Workload) -> dict[str, Any]:
-    """What both configs are given. Clipping is on, as by default, but at a norm that leaves the gradient as it is."""
+    """The arguments of both configs. Clipping is on, as by default, at a norm that leaves the gradient unchanged."""
     return {
         "output_dir": _OUTPUTS.name, "use_cpu": True, "bf16": False, "max_steps": 1,
         "learning_rate": LEARNING_RATE, "max_grad_norm": 1e9,

@@ -1,4 +1,4 @@
-"""Tables of docs/plan.md: what a step of the shipped configs takes with vLLM and without, by arithmetic alone.
+"""Tables of docs/plan.md: the step time of the shipped configs with vLLM and without, by arithmetic alone.
 
 `python benchmarks/step_times.py` writes them into the page.
 """
@@ -24,7 +24,7 @@ from rloo_kit.plan.speed import GPUS, GpuSpeed
 
 CONFIGS = ROOT / "configs"
 STEPS = 200
-# What was claimed for configs/qwen3_4b_thinking_12gb.yaml, useful tokens a second: GPU, engine, 4 bit, from, to.
+# Claims for configs/qwen3_4b_thinking_12gb.yaml, useful tokens a second: GPU, engine, 4 bit, from, to.
 CLAIMS = (
     ("RTX 3060", "generate", True, 60, 60),
     ("RTX 4090", "generate", True, 140, 140),
@@ -38,7 +38,7 @@ CLAIMS = (
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """No model of this machine's cache and no launcher: the tables say the same everywhere."""
+    """Ignore this machine's model cache and any launcher, so that the tables are the same everywhere."""
     hidden = ("HF_HUB_CACHE", "RLOO_KIT_BACKEND", "WORLD_SIZE")
     before = {name: os.environ.pop(name, None) for name in hidden}
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def alone() -> Iterator[None]:
 
 
 def gpu_configs() -> Iterator[tuple[Path, int]]:
-    """The shipped configs for a GPU, with the GB that their headers ask for; the smallest first."""
+    """The shipped configs for a GPU, with the GB that their headers require; the smallest first."""
     found = []
     for path in sorted(CONFIGS.glob("*.yaml")):
         wanted = re.search(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def gpu_configs() -> Iterator[tuple[Path, int]]:
 
 
 def times_table(_result: Any = None) -> list[str]:
-    """Each config on its GPU: rows at once, seconds a step, hours; as `make setup` installs it and with vLLM."""
+    """Each config on its GPU: rows at once, seconds a step, hours; with what `make setup` installs and with vLLM."""
     rows = []
     with alone():
         for path, size in gpu_configs():
@@ -79,7 +79,7 @@ def times_table(_result: Any = None) -> list[str]:
 
 
 def hours_table(_result: Any = None) -> list[str]:
-    """Of Qwen3-4B-Thinking's configs, the lengths and hours only: for the README."""
+    """Only lengths and hours of Qwen3-4B-Thinking's configs, for the README."""
     rows = [line.strip("| ").split(" | ") for line in times_table() if "thinking_" in line]
     longest = [f"{load_config(CONFIGS / row[0].strip('`')).rloo.max_completion_length:,}" for row in rows]
     head = ["GPU", "config", "tokens a completion, at most", f"hours, {STEPS} steps", "with vLLM"]
@@ -87,13 +87,13 @@ def hours_table(_result: Any = None) -> list[str]:
 
 
 def gpus_table(_result: Any = None) -> list[str]:
-    """The GPUs as their maker describes them."""
+    """The GPUs' specifications, from their manufacturer."""
     rows = [[gpu.name, str(gpu.memory_gb), f"{gpu.bandwidth:g}", f"{gpu.tflops:g}"] for gpu in GPUS]
     return table(["GPU", "GB", "GB/s", "16-bit TFLOPS"], rows)
 
 
 def assumptions_table(_result: Any = None) -> list[str]:
-    """Every number that is taken rather than counted."""
+    """Every number that is assumed rather than computed."""
     batched = ", ".join(
         f"{tokens} {'above' if gib == float('inf') else f'up to {gib} GiB'}"
         for gib, tokens in vllm_memory.UNSLOTH_BATCHED_TOKENS
@@ -119,8 +119,8 @@ def assumptions_table(_result: Any = None) -> list[str]:
 
 
 def claims() -> list[tuple[GpuSpeed, Load, int, float, tuple[int, int]]]:
-    """(GPU, load, rows, useful tokens a second, claimed range), as `CLAIMS`; vLLM's with full rows, `generate`'s with
-    the 8 that it was claimed for."""
+    """(GPU, load, rows, useful tokens a second, claimed range) for each of `CLAIMS`; vLLM with full rows, `generate`
+    with the 8 of its claim."""
     found = []
     with alone():
         run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml")
@@ -138,7 +138,7 @@ def claims() -> list[tuple[GpuSpeed, Load, int, float, tuple[int, int]]]:
 
 
 def claims_table(_result: Any = None) -> list[str]:
-    """The arithmetic against what was claimed before it was written down."""
+    """The arithmetic vs. the earlier claims."""
     rows = []
     for gpu, load, at_once, rate, (low, high) in claims():
         bits = "4-bit" if load.four_bit else "bf16"

@@ -1,9 +1,9 @@
-"""What both sides of `rloo_step.py` work on: a small Qwen3, prompts, completion lengths and rewards, all fixed.
+"""The workload of both sides of `rloo_step.py`: a small Qwen3, prompts, completion lengths and rewards, all fixed.
 
 The lengths are the quantiles of a lognormal distribution between 64 and 889 tokens (mean 284 for 16 completions), dealt
-to the groups once, so that every run has the same: of a batch that is padded to its longest prompt and its longest
-completion 61 % is padding, as in the workload of a model that thinks. A reward is a completion's length, so no group
-ties unless `tied` is set. Left out: real text; the cost of a step does not depend on it.
+to the groups in the same way in every run. In a batch padded to its longest prompt and its longest completion, 61 % is
+padding, as in the workload of a thinking model. A reward is a completion's length, so no group ties unless `tied` is
+set. Left out: real text, because the cost of a step does not depend on it.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class Workload:
 
 
 def completion_lengths(workload: Workload) -> list[int]:
-    """Tokens of each completion, the end token included; the groups' shares of the tokens are as equal as they get.
+    """Tokens of each completion, the end token included; the groups' shares of the tokens are as equal as possible.
 
     >>> values = completion_lengths(Workload())
     >>> min(values), max(values), round(statistics.mean(values))
@@ -77,7 +77,7 @@ def completion_lengths(workload: Workload) -> list[int]:
 
 
 def tied_groups(workload: Workload) -> list[int]:
-    """Half of the groups: those that hold closest to half of the completion tokens; none unless the workload says so.
+    """Half of the groups: those whose tokens are closest to half of all; none unless the workload is `tied`.
 
     >>> tied_groups(Workload()), len(tied_groups(Workload(tied=True)))
     ([], 2)
@@ -139,7 +139,7 @@ def build_model(workload: Workload, tokenizer: Any, seed: int = 0) -> Any:
 
 
 def move_adapter(model: Any, seed: int = 2) -> None:
-    """Give the fresh adapter weights, as in the middle of a run; where B is zero the policy is its own reference."""
+    """Give the fresh adapter weights, as in the middle of a run; while B is zero, the policy is its own reference."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

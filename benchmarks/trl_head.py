@@ -1,10 +1,10 @@
 """A stand-in in plain torch for TRL's Triton head, so that stock TRL runs without an accelerator.
 
-It keeps what decides time and memory: the tile sizes of TRL 1.15 (read from TRL, and written with every result), a
-projection by tiles with online-logsumexp statistics in the forward pass, the tile's logits recomputed in the backward
-pass. Where the Triton kernel folds a tile in one sweep, one program a token, this folds it by blocks of rows that stay
-in the cache; a plain `log_softmax` of the whole tile would make stock slower and larger than it is. Left out: soft-
-capping, a gradient for the head, and the outputs that the RLOO trainer does not ask for.
+It keeps what determines time and memory: the tile sizes of TRL 1.15 (read from TRL, and written with every result), a
+projection by tiles with online-logsumexp statistics in the forward pass, and the tile's logits recomputed in the
+backward pass. The Triton kernel folds a tile in one sweep, one program a token; this one folds it by blocks of rows
+that stay in the cache, because a plain `log_softmax` of the whole tile would make stock slower and larger than it is.
+Left out: softcapping, a gradient for the head, and the outputs that the RLOO trainer does not request.
 
 Shapes: N scored tokens, H hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-BLOCK_ELEMENTS = 2**17  # logits folded at once: 512 KiB in float32, the second-level cache of one core
+BLOCK_ELEMENTS = 2**17  # logits folded at once: 512 KiB in float32, one core's L2 cache
 
 
 def tile_sizes() -> dict[str, int]:
@@ -85,7 +85,7 @@ class StandIn(torch.autograd.Function):
 
 
 def _tiles(hidden, weight, bias, columns_at_once) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Rows, columns and the projected tile, in one buffer that is used again, as TRL does."""
+    """Rows, columns and the projected tile, in one reused buffer, as in TRL."""
     tokens, vocabulary, chunk = hidden.size(0), weight.size(0), StandIn.token_chunk
     buffer = hidden.new_empty((min(tokens, chunk), columns_at_once if vocabulary > columns_at_once else vocabulary))
     for start in range(0, tokens, chunk):
@@ -121,7 +121,7 @@ def _fold(logits, top, sums, weighted) -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[dict[str, int]]:
-    """TRL scores through the stand-in inside the block; gives the tile sizes that it runs with."""
+    """Inside the block, TRL scores through the stand-in; yields the tile sizes that it uses."""
     from trl.trainer import utils
 
     sizes = tile_sizes()

@@ -1,4 +1,4 @@
-"""Count the words that read as translated, and the field's words instead of them, in the repository's text.
+"""Count words that read as translated, and the field's words for the same things, in the repository's text.
 
     python benchmarks/words.py                     # the working tree
     python benchmarks/words.py 73c885f HEAD        # commits, side by side
