@@ -138,7 +138,7 @@ def learning_table(result: dict[str, Any]) -> list[str]:
 
 
 def kl_mechanism_table(result: dict[str, Any]) -> list[str]:
-    """kl_forms.json: the advantage of one more thinking token under each form alone."""
+    """kl_forms.json: the reward of one more thinking token under each form alone."""
     rows = []
     for probe in result.get("mechanism", []):
         task = probe["task_reward_slope"]

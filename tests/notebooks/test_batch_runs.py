@@ -211,7 +211,7 @@ def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path)
     assert read_status(tmp_path, "slow")["seconds"] > before, "the time of both attempts"
 
 
-def test_a_second_ctrl_c_waits_for_nobody(tmp_path):
+def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
     """A run that does not listen (it hangs in a driver) must not hold the terminal for two minutes."""
     file = write_training(tmp_path, "deaf")
     batch = start_batch(file)
@@ -255,9 +255,9 @@ print("ports", *(port for name, port in json.loads(get_connection_info()).items(
 """
 
 
-def test_the_ports_of_kernels_side_by_side_are_given_to_nobody_else(tmp_path):
-    """The system gave one of two kernels that started at once a port that was somebody else's by the time it listened:
-    that run failed with 'Kernel died before replying to kernel_info'."""
+def test_kernels_get_distinct_ports_below_the_ephemeral_range(tmp_path):
+    """One of two kernels that started at once got a port that another process had taken by the time it listened; that run
+    failed with 'Kernel died before replying to kernel_info'."""
     runs = [{"name": name, "parameters": {"number": number}} for number, name in enumerate(["one", "two"])]
     file = write_batch(tmp_path, runs)
     write_notebook(tmp_path / "small.ipynb", BODY, PORTS)

@@ -120,8 +120,8 @@ def test_masked_memory_is_finite():
     assert torch.isfinite(keys).all() and torch.isfinite(values).all()
 
 
-def test_slots_that_nobody_needs_go_when_the_cache_grows():
-    """The last long rows of a batch paid for the memory of all that had ended."""
+def test_a_growing_cache_drops_the_slots_of_ended_rows():
+    """The last long rows of a batch kept the memory of all rows that had ended."""
     cache = SlotCache(slots=3, block_tokens=4)
     cache.begin([0, 0, 0], torch.device("cpu"))
     cache.write(0, tokens(1.0, 2.0, 3.0), tokens(0.0, 0.0, 0.0))

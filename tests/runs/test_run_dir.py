@@ -110,7 +110,7 @@ def test_a_run_that_is_there_is_refused(run, state):
     assert isinstance(error.value, FileExistsError)
 
 
-def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(run):
+def test_a_run_that_failed_before_its_first_step_can_be_started_again(run):
     """A mistyped model name had to be fixed twice: in the command, and with --overwrite."""
     with pytest.raises(ValueError, match="no such model"), RunDir.create(run):
         raise ValueError("no such model")
@@ -286,7 +286,7 @@ def test_a_run_whose_place_was_taken_writes_no_more(run):
     assert contents(run.folder) == before
 
 
-def test_what_a_killed_start_left_is_in_nobodys_way(run):
+def test_a_folder_left_by_a_killed_start_is_accepted(run):
     """After SIGKILL during the first write of config.yaml, neither a start nor --resume nor --overwrite accepted the
     folder."""
     run.folder.mkdir(parents=True)

@@ -100,7 +100,7 @@ def test_every_value_falls_to_one_process(count, length, be):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_one_process_talks_to_nobody(run_fresh):
+def test_collectives_of_one_process_return_their_input_without_torch(run_fresh):
     """The helpers are called in every run; with one process they may not even import torch."""
     done = run_fresh(
         "from rloo_kit import collective as c\n"
