@@ -256,7 +256,7 @@ print("ports", *(port for name, port in json.loads(get_connection_info()).items(
 
 
 def test_kernels_get_distinct_ports_below_the_ephemeral_range(tmp_path):
-    """One of two kernels that started at once got a port that another process had taken by the time it listened; that run
+    """One of two kernels that started at once got a port that another process had taken before it listened; that run
     failed with 'Kernel died before replying to kernel_info'."""
     runs = [{"name": name, "parameters": {"number": number}} for number, name in enumerate(["one", "two"])]
     file = write_batch(tmp_path, runs)
