@@ -1,4 +1,4 @@
-"""Completions as texts, for evaluation, the report and notebooks: by the engine that the run trains with."""
+"""Completions as texts, for evaluation, the report and notebooks, sampled by the engine that the run trains with."""
 
 import os
 import socket
@@ -30,8 +30,8 @@ class Completion:
         ids: token ids, forced ones and the end token included.
         text: the ids decoded without special tokens; the thinking tags stay.
         ended: the model ended it itself; False if it was truncated.
-        thinking_tokens: tokens before the first `</think>`; None if it is not closed.
-        forced: the thinking budget was spent and closed it.
+        thinking_tokens: tokens before the first `</think>`; None if the thinking is not closed.
+        forced: the thinking budget was spent, which closed the thinking.
     """
 
     prompt_index: int
@@ -43,7 +43,7 @@ class Completion:
 
     @property
     def closed(self) -> bool:
-        """Whether it holds `</think>`."""
+        """Whether it contains `</think>`."""
         return self.thinking_tokens is not None
 
 
@@ -70,17 +70,18 @@ def generate_completions(
         prompts: texts with the chat template applied (`data.train["prompt"]`).
         max_completion_length: limit in tokens, at least 1.
         num_samples: completions of each prompt.
-        temperature: 0 takes the likeliest token each time.
+        temperature: 0 is greedy decoding.
         batch_size: completions generated at once.
-        seed: fixes the samples for a batch size; the global random state is restored afterwards.
+        seed: fixes the samples for a given batch size; the global random state is restored afterwards.
         thinking_budget: tokens after which open thinking is closed; None for no budget.
         answer_budget: with a thinking budget, limit in tokens after `</think>`; None for what the budget leaves of
             `max_completion_length` (at least 1).
-        thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's.
+        thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's
+            sentence with `</think>`.
         engine: as `rollout.engine`, or the `rollout` of a run; None: that of the run that `load_policy` read.
         on_batch: called now and then with the number of completions done so far and in total.
-        on_tokens: called with a completion's place in the result and its ids so far while it grows; see
-            docs/rollout.md for how often each engine does.
+        on_tokens: called with a completion's index in the result and its ids so far while it grows; see
+            docs/rollout.md for how often each engine calls it.
 
     Raises:
         ConfigError: a value out of range, a budget for a model without `</think>`, more tokens than the model has
@@ -111,8 +112,8 @@ def generate_completions(
 
 
 def _rollout_of(policy: Policy, engine: str | RolloutSection | None) -> RolloutSection:
-    """What says how to sample. With several processes each samples from the policy that it has: a server is handed the
-    adapter by all of them together, and here they call as often as each has prompts."""
+    """The settings to sample with. With several processes, each samples from its own copy of the policy: a server needs
+    the adapter from all of them together, but here each process calls as often as it has prompts."""
     if isinstance(engine, str):
         return RolloutSection.model_validate(
             {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
@@ -125,7 +126,7 @@ def _rollout_of(policy: Policy, engine: str | RolloutSection | None) -> RolloutS
 def _sampler(
     policy: Policy, rollout: RolloutSection, temperature: float, end_ids: list[int], rows: int
 ) -> Iterator[Engine]:
-    """The engine for one call; a server gives the adapter up afterwards."""
+    """The engine for one call; a server unloads the adapter afterwards."""
     pad_id = policy.tokenizer.pad_token_id
     with _server_settings(policy, rollout) if rollout.engine == "server" else nullcontext() as server:
         engine = build_engine(
@@ -155,7 +156,7 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
 
     def hand_over(target: Path) -> None:
         weights = {}
-        if is_switched_off(policy.model):  # a server is always asked for an adapter: this one changes nothing
+        if is_switched_off(policy.model):  # a request to a server always names an adapter: this one changes nothing
             zeros = {
                 name: torch.zeros_like(value) for name, value in policy.model.named_parameters() if "lora_" in name
             }
@@ -174,7 +175,7 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
 def _limits(
     policy: Policy, max_completion_length: int, thinking_budget: int | None, answer_budget: int | None, close: str
 ) -> Limits:
-    """Here a thinking budget may exceed `max_completion_length`, which then only gives what is left to answer."""
+    """Here a thinking budget may exceed `max_completion_length`, which then counts only for what is left to answer."""
     if thinking_budget is None:
         return Limits(max_completion_length)
     if thinking_budget < 0:
@@ -219,7 +220,7 @@ def _check_lengths(policy: Policy, prompt_ids: list[list[int]], completion_lengt
             f"prompt {[len(ids) for ids in prompt_ids].index(0)} has no tokens; there is nothing to continue"
         )
     positions = getattr(policy.model.config, "max_position_embeddings", None)
-    loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there, with an error about shapes
+    loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there: an error about shapes
     fixes = [
         (loaded, f"was loaded for {loaded}: raise model.max_seq_length, or lower"),
         (positions, f"has {positions} positions. Lower"),

@@ -1,7 +1,7 @@
 """What the native loop needs from a model: a cache filled with prompts, and the logits of each row's next token.
 
-`ModuleDecoder` runs the modules of transformers, with whatever PEFT put into them. `FusedDecoder` computes the same in
-fewer kernels for plain float32 decoders such as Qwen3, to rounding (about 1e-6); `native.make_decoder` checks it.
+`ModuleDecoder` runs the modules of transformers, PEFT's included. `FusedDecoder` computes the same with fewer kernels
+for plain float32 decoders such as Qwen3, up to rounding (about 1e-6); `native.make_decoder` checks it.
 
 Shapes: B prompts, P prompt tokens, R live rows, L tokens in the cache, V vocabulary, M hidden size, H heads,
 G key-value heads, D head size, I intermediate size.
@@ -21,15 +21,15 @@ from rloo_kit.gradient import packing
 from rloo_kit.rollout.kv_cache import SlotCache
 
 GROUPED = "rloo_grouped"  # the name of `attend_grouped` in transformers' table
-MORE_THAN_A_MASK = ("sliding_window", "softcap", "s_aux", "position_bias")  # what a layer may ask its attention for
+MORE_THAN_A_MASK = ("sliding_window", "softcap", "s_aux", "position_bias")  # other arguments of an attention
 
 
 class ModuleDecoder:
     """Runs the model's own modules, with `SlotCache` in place of their cache; made for one rollout.
 
     Attributes:
-        groups_heads: a step attends by `attend_grouped`, where the model's attention is SDPA through transformers'
-            interface; else by the model's own.
+        groups_heads: whether a step uses `attend_grouped`, which needs SDPA through transformers' interface; else it
+            uses the model's own attention.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,7 +61,7 @@ class ModuleDecoder:
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Feed `tokens` (R,) at `positions` (R,) after the cache's `begin`; returns logits (R, V)."""
-        mask = cache.mask  # 4-D: every attention of transformers takes it unchanged
+        mask = cache.mask  # 4-D: every attention of transformers uses it unchanged
         if self._float_mask:
             kind = self.model.dtype
             mask = torch.zeros(mask.shape, dtype=kind, device=self.device).masked_fill_(~mask, torch.finfo(kind).min)
@@ -80,7 +80,7 @@ class ModuleDecoder:
 
 @contextmanager
 def _grouped_heads(model: Any) -> Iterator[None]:
-    """A block in which the model attends by `attend_grouped`."""
+    """A block in which the model uses `attend_grouped`."""
     AttentionInterface.register(GROUPED, attend_grouped)
     AttentionMaskInterface.register(GROUPED, sdpa_mask)
     config = model.config.get_text_config()
@@ -101,13 +101,13 @@ def attend_grouped(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """SDPA for one new token a row: the H / G query heads that share keys and values are rows of one call.
+    """SDPA for one new token per row: the H / G query heads that share keys and values become rows of one call.
 
-    With a mask, transformers' own copies keys and values H / G times, in every layer of every token. What it computes
-    is the same, so it takes what is not one token, and layers that ask for more than a mask.
+    With a mask, transformers' own attention copies keys and values H / G times, in every layer for every token. The
+    results are equal, so it handles more than one token, and layers that pass more than a mask.
 
     Args:
-        query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L), empty where rows see all.
+        query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L), empty if all rows see all tokens.
 
     Returns:
         (R, 1, H, D), and None for the weights.
@@ -146,7 +146,7 @@ SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "emb
 
 
 class NotPlainError(Exception):
-    """The model has a part that this decoder does not know; the text names it."""
+    """The model has a part that this decoder does not support; the message names it."""
 
 
 class _Layer(NamedTuple):
@@ -166,8 +166,8 @@ class _Layer(NamedTuple):
 class FusedDecoder(ModuleDecoder):
     """Prefills like `ModuleDecoder`, decodes with its own copy of the weights: fewer kernel launches for few rows.
 
-    The adapter is added and neighbours are joined (q, k and v; gate and up); norm weights are multiplied into the
-    projection behind them. Rotation is one complex product; each head's dimensions are stored in pairs for it.
+    In the copy, the adapter is merged, projections are fused (q, k and v; gate and up), and norm weights are multiplied
+    into the projection after them. Rotation is one complex product, so each head's dimensions are stored in pairs.
     Raises NotPlainError for 4-bit and 16-bit weights (a merged copy would be rounded), adapters of more than two
     matrices, copies above 1 GiB and scaled logits.
     """
@@ -192,7 +192,7 @@ class FusedDecoder(ModuleDecoder):
         self._angles = self._rotate(64)
 
     def arrange(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys of transformers with each head's dimensions in pairs."""
+        """transformers' keys with each head's dimensions in pairs."""
         return keys[..., self._pairs]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Which engine samples, with which cache.
 
-Every engine samples from the policy's whole distribution (unless `Filters` cut it), keeps the same budget rules and
-returns the model's own ids.
+Every engine samples from the policy's whole distribution (unless `Filters` truncate it), follows the same budget rules
+and returns the model's own ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
 
 NATIVE_REASON = "no padding, and rows that have ended are dropped"
-USUAL_TOKENS = 8192  # of a prompt and its completion, where nothing says how many
+USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
 ALIBI = ("bloom", "mpt")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
-_PLAIN = "set rollout.cache=plain (rollout.rows lowers what is held at once)"
+_PLAIN = "set rollout.cache=plain (a lower rollout.rows shrinks the cache)"
 _OTHER_CACHES = {
     "vllm": "vLLM sizes its own pool of keys and values: set rollout.vllm.float8_kv_cache=true and rollout.cache=plain",
     "server": f"the server holds the keys and values (vllm serve --kv-cache-dtype fp8 makes them 8-bit): {_PLAIN}",
@@ -79,11 +79,11 @@ def _native_obstacle(model: Any) -> str | None:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
-        return f"{config.model_type} has layers that do not look at all tokens"
+        return f"{config.model_type} has layers that do not attend to all tokens"
     if model.config.is_encoder_decoder:
         return f"{config.model_type} has an encoder"
     if config.model_type in ALIBI or getattr(config, "alibi", False):
-        return f"{config.model_type} reads positions off its own mask"
+        return f"{config.model_type} derives positions from its own mask"
     attention = model.config._attn_implementation
     if attention not in MASKED_ATTENTION:
         return f"its attention, {attention}, does not take a mask for each row's own length"
@@ -91,7 +91,8 @@ def _native_obstacle(model: Any) -> str | None:
 
 
 def check_cache(cache: str, engine: str, backend: str, on_cuda: bool) -> None:
-    """Refuse a cache that the engine cannot keep: native keeps all; generate int8 and offloaded with transformers only.
+    """Refuse a cache that the engine does not support: native supports all, generate int8 and offloaded only with the
+    transformers backend.
 
     Args:
         cache: `rollout.cache`. engine: the chosen one's name. backend: "unsloth" or "transformers".
@@ -148,13 +149,13 @@ def build_engine(
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
         engine: `rollout.engine`: auto, native, generate, vllm or server.
         backend: "unsloth" or "transformers", whichever loaded the model.
-        temperature: 0 takes the likeliest token each time.
+        temperature: 0 is greedy decoding.
         end_ids: ids that end a completion. pad_id: pads rows; it never reaches a result.
-        rows: at most so many completions at once; None for all.
+        rows: completions at once, at most; None for all.
         cache: `rollout.cache`: plain, int8 or offloaded, see `check_cache`.
         server: where the engine "server" samples, and how it gets the adapter.
-        vllm: what vLLM is started with for the engine "vllm", unless the model was loaded with it.
-        filters: of the distribution that is sampled from.
+        vllm: settings to start vLLM with for the engine "vllm", unless the model was loaded with it.
+        filters: truncate the sampled distribution.
         say: gets one line when rows are halved because memory ran out.
     """
     if isinstance(model, LlamaModel):
@@ -181,5 +182,5 @@ def build_engine(
 
 
 def _usual_length(model: Any) -> int:
-    """Tokens that vLLM is started for where the model was not loaded by `load_policy`."""
+    """Tokens that vLLM is started for if the model was not loaded by `load_policy`."""
     return min(USUAL_TOKENS, model.config.get_text_config().max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Sampling from a part of the distribution: top-p, top-k, min-p and the repetition penalty, by transformers' code."""
+"""Truncated sampling: top-p, top-k, min-p and the repetition penalty, with transformers' code."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def make_cut(filters: Filters) -> Cut | None:
-    """What takes ids so far (R, L) and logits (R, V), divided by the temperature, to logits that are -inf for what is
-    never drawn, in the order of `generate`; None where nothing is filtered. It may change the logits in place."""
+    """A function of the ids so far (R, L) and the logits (R, V) divided by the temperature. It returns logits that are
+    -inf for excluded tokens, in the order of `generate`, and may change its input in place. None without filters."""
     if not filters.active:
         return None
     steps = LogitsProcessorList()

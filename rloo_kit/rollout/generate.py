@@ -1,8 +1,8 @@
-"""Sampling through `model.generate`: batches of prompts of one length, where that takes no further batch, else padded
-on the left; under Unsloth its fast inference.
+"""Sampling through `model.generate` (with Unsloth, its fast inference).
 
-Log-probabilities are taken from the scores a step late, so that one (B, V) tensor is kept; thinking is closed within
-the call, because a second one would prefill whole rows.
+A batch has prompts of one length if that needs no extra batch; otherwise prompts are padded on the left.
+Log-probabilities are read from the scores one step late, so only one (B, V) tensor is kept. Thinking is closed within
+the call, because a second call would prefill whole rows.
 
 Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 """
@@ -20,8 +20,8 @@ from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
-# Every option that reshapes the distribution, at its neutral value: `generate` takes what is missing from the
-# checkpoint's generation config. `_Steering` applies temperature and filters, so it sees what is sampled from.
+# Every option that reshapes the distribution, at its neutral value: `generate` takes missing ones from the checkpoint's
+# generation config. `_Steering` applies temperature and filters, so it sees the sampled distribution.
 WHOLE_DISTRIBUTION = {
     "temperature": 1.0,
     "top_k": 0,
@@ -73,7 +73,7 @@ class GenerateEngine:
         if temperature > 0:
             self._options = {"do_sample": True, **WHOLE_DISTRIBUTION}
             if model.generation_config.min_p is None:
-                del self._options["min_p"]  # 0.0 removes nothing, but costs a softmax over the vocabulary a token
+                del self._options["min_p"]  # 0.0 removes nothing, but costs a softmax over the vocabulary per token
 
     def sample(
         self,
@@ -108,7 +108,7 @@ class GenerateEngine:
     def _generate(
         self, prompts: list[list[int]], states: list[CompletionState], on_tokens: OnTokens | None = None
     ) -> bool:
-        """Complete the states; False if memory ran out and they have to start over."""
+        """Complete the states; returns False if memory ran out and they have to start over."""
         prefixes = [prompt + state.ids for prompt, state in zip(prompts, states, strict=True)]
         width = max(len(ids) for ids in prefixes)
         padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
@@ -135,7 +135,7 @@ class GenerateEngine:
         return True
 
     def _cut_behind(self, prefixes: list[list[int]], device: torch.device) -> Cut | None:
-        """The filters, which read a row's own tokens in place of its padding."""
+        """The filters, reading a row's own tokens instead of its padding."""
         cut, width = self._cut, max(len(ids) for ids in prefixes)
         if cut is None:
             return None
@@ -159,11 +159,11 @@ class GenerateEngine:
 def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
     """The rows to sample next: of one prompt length, if that does not increase the number of batches.
 
-    A row that is padded needs a mask, and with a mask Unsloth copies keys and values for every query head, in each
-    layer of each token. A further batch reads, and in 4-bit unpacks, all weights again, which may cost more.
+    A padded row needs a mask, and with a mask Unsloth copies keys and values for every query head, in each layer for
+    each token. An extra batch reads all weights again (and dequantises them in 4-bit), which may cost more.
 
     Args:
-        order: rows that wait, the longest first. lengths: of all prompts. rows: at most this many.
+        order: waiting rows, the longest first. lengths: of all prompts. rows: at most this many.
 
     >>> next_batch([0, 1, 2, 3, 4, 5], [9, 7, 7, 7, 7, 5], rows=4)     # two batches with any grouping
     [1, 2, 3, 4]
@@ -178,7 +178,7 @@ def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
 
 
 def _watch(on_tokens: OnTokens, batch: list[int]) -> OnTokens:
-    """`on_tokens` for the rows of a batch, which are the completions `batch` of the call."""
+    """`on_tokens` for a batch: maps its rows to the call's completions, `batch`."""
     return lambda row, ids: on_tokens(batch[row], ids)
 
 
@@ -186,9 +186,9 @@ class _Steering:
     """A logits processor: divides by the temperature, filters, records the previous token's log-probability, closes
     thinking.
 
-    With a budget, each token goes to its row's `CompletionState` when it is drawn, which says the id that is forced
-    next; a finished row gets the end token. With neither a budget nor `on_tokens`, which is called with them a token
-    late, all tokens go there at the end.
+    With a budget, each token goes to its row's `CompletionState` as soon as it is drawn, and the state gives the id
+    that is forced next; a finished row gets the end token. `on_tokens` is called one token late. With neither, all
+    tokens go to the states at the end.
 
     Shapes: (B, P + C so far) ids, (B, V) scores.
     """
@@ -205,7 +205,7 @@ class _Steering:
         self.on_tokens = on_tokens
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
-        self.noted: list[torch.Tensor] = []  # (B,) a token
+        self.noted: list[torch.Tensor] = []  # (B,) per token
         self.first = 0  # column of the first token that the states do not have
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -224,8 +224,8 @@ class _Steering:
         """Give the states the tokens of (B, P + C) that they do not have yet."""
         if self.before is None:
             raise BackendError(
-                "the model's generate did not call its logits_processor, so what was drawn has no log-probabilities: "
-                "have it hand its arguments on, or set rollout.engine=native"
+                "the model's generate did not call its logits_processor, so the sampled tokens have no "
+                "log-probabilities: make it pass its arguments on, or set rollout.engine=native"
             )
         self._note(output, is_last=True)
 
@@ -246,7 +246,7 @@ class _Steering:
         self.first, self.noted = input_ids.size(1), []
 
     def _force(self, scores: torch.Tensor) -> torch.Tensor:
-        """Rows whose next token is given keep only that one."""
+        """Leave only the forced token in rows that have one."""
         given = [self.end_id if state.finished else state.next_forced for state in self.states]
         rows = [row for row, token in enumerate(given) if token is not None]
         if rows:

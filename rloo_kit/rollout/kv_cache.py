@@ -1,6 +1,6 @@
-"""Keys and values of the rows that are being generated: one slot a row, one write position a row.
+"""Keys and values of the rows that are being generated: one slot and one write position per row.
 
-The live rows are the first slots: a row that ends is overwritten by the last live one, a new row goes behind them.
+Live rows occupy the first slots: a row that ends is overwritten by the last live one, a new row goes after them.
 
 Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value heads, P prompt tokens, D head size.
 """
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-BLOCK_TOKENS = 64  # allocating costs as much as a step: short rollouts take little, long ones copy often but cheaply
-LEVELS = 127  # of an int8 code, either side of 0
+BLOCK_TOKENS = 64  # growth step: an allocation costs as much as a step, and short rollouts should take little memory
+LEVELS = 127  # of an int8 code, on each side of 0
 
 Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, width)
 
@@ -19,7 +19,7 @@ class SlotCache:
     """The cache of all layers in the precision of what is written; a layer is allocated on its first write.
 
     Attributes:
-        mask: (R, 1, 1, L) bool of the current step, True where the row may look, its own new token included.
+        mask: (R, 1, 1, L) bool of the current step, True where the row may attend, its own new token included.
         is_even: all rows of the current step are equally long, so the mask is True throughout.
         length: L of the current step.
     """
@@ -84,7 +84,7 @@ class SlotCache:
         return self.keys, self.values
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
-        """What is stored of (R, G, D) or (G, P, D), and in which store."""
+        """What is stored for keys and values (R, G, D) or (G, P, D), with the store it goes into."""
         yield self.keys, keys
         yield self.values, values
 
@@ -111,7 +111,7 @@ class SlotCache:
         return self._places[heads]
 
     def _layer(self, store: Stored, layer: int, heads: int, like: torch.Tensor) -> torch.Tensor:
-        if layer not in store:  # zeros: NaN times a weight of 0 is NaN
+        if layer not in store:  # zeros, not garbage: NaN times a weight of 0 is NaN
             store[layer] = self._allocate(self.slots, heads, like.size(-1), like).zero_()
         return store[layer]
 
@@ -128,7 +128,7 @@ class SlotCache:
 
 
 class EightBitCache(SlotCache):
-    """`SlotCache` in 8 bits with a scale a token and head. `write` returns copies."""
+    """`SlotCache` in 8 bits with one scale per token and head. `write` returns copies."""
 
     def __init__(self, slots: int, block_tokens: int | None = None) -> None:
         super().__init__(slots, block_tokens)
@@ -155,8 +155,8 @@ class EightBitCache(SlotCache):
 
 
 class OffloadedCache(SlotCache):
-    """`SlotCache` in main memory; `write` returns copies if the model is on a GPU, each layer with its whole capacity.
-    The next step may overwrite their memory: reading that step's new keys back waits for everything before it."""
+    """`SlotCache` in main memory. If the model is on a GPU, `write` returns copies, each of a layer's whole capacity.
+    The next step may overwrite the host memory, because copying that step's new keys waits for all earlier work."""
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
         host = self._place(keys.device)
@@ -187,8 +187,8 @@ def make_cache(kind: str, slots: int) -> SlotCache:
 def pack_8_bit(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (..., D) in int8 and scales (..., 1) in the states' type; codes * scales approximates the states.
 
-    The largest value of a token and head gets +-127, so the error is at most half a scale plus the type's rounding. A
-    NaN or an infinity stays one, in the scale, so that broken weights show.
+    The largest value of a token and head maps to +-127, so the error is at most half a scale plus the type's rounding.
+    A NaN or an infinity is kept in the scale, so that broken weights show.
     """
     largest = states.abs().amax(dim=-1, keepdim=True)
     scales = (largest / LEVELS).clamp(min=torch.finfo(states.dtype).tiny)
@@ -199,5 +199,5 @@ def pack_8_bit(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def unpack_8_bit(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The states that `pack_8_bit` approximated."""
     if codes.is_cuda:
-        return codes * scales  # one kernel; a CPU would convert the codes into a tensor of their own first
+        return codes * scales  # one kernel; a CPU would first convert the codes into a separate tensor
     return codes.to(scales.dtype).mul_(scales)

@@ -1,6 +1,6 @@
-"""Sampling from a GGUF file by llama.cpp in this process (`xllamacpp`): for questions, not for training.
+"""Sampling from a GGUF file with llama.cpp in this process (`xllamacpp`): for questions, not for training.
 
-The library also listens on a free port of this machine; nothing here uses it.
+The library also listens on a free port of this machine; the kit does not use it.
 """
 
 import math
@@ -19,10 +19,10 @@ from rloo_kit.system.versions import is_importable
 
 
 class LlamaModel:
-    """A GGUF file, in the place of a policy's model: it can be sampled from, and nothing else.
+    """A GGUF file in place of a policy's model: it can only be sampled from.
 
     Args:
-        file: its path. max_tokens: of a prompt and its completion together.
+        file: the path. max_tokens: of a prompt and its completion together.
 
     Raises:
         SetupError: xllamacpp is not installed. BackendError: llama.cpp cannot read the file.
@@ -32,7 +32,7 @@ class LlamaModel:
         if not is_importable("xllamacpp"):
             model, modelfile = quote(str(file)), quote(str(file.parent / "Modelfile"))
             raise SetupError(
-                f"{file} is for llama.cpp, which is not here: pip install xllamacpp, or ask it by another program: "
+                f"{file} is for llama.cpp, which is not installed: pip install xllamacpp, or use another program: "
                 f"llama-cli -m {model}, or ollama create NAME -f {modelfile} and ollama run NAME"
             )
         import xllamacpp
@@ -66,7 +66,7 @@ class LlamaEngine:
         on_progress: Progress | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Rollout:
-        """See `types.Engine`; torch's random numbers seed the requests. BackendError where llama.cpp refuses one."""
+        """See `types.Engine`; torch's random numbers seed the requests. BackendError if llama.cpp refuses one."""
         states = begin_completions(limits, self._end_ids, len(prompt_ids))
         for number, (prompt, state) in enumerate(zip(prompt_ids, states, strict=True)):
             while not state.finished:
@@ -79,12 +79,12 @@ class LlamaEngine:
         return collect_rollout(states, self._temperature)
 
     def _continue(self, prompt: list[int], state: CompletionState, number: int, on_tokens: OnTokens | None) -> None:
-        """Sample up to the completion's end, or to where its thinking is closed by force."""
+        """Sample to the completion's end, or to the point where its thinking is closed by force."""
         raised: list[BaseException] = []
         taken = len(state.ids)
 
         def on_chunk(chunk: dict[str, Any]) -> bool:
-            """Whether llama.cpp has to stop; an exception would not get through it."""
+            """Whether llama.cpp has to stop; an exception would not propagate through it."""
             try:
                 if "choices" not in chunk:
                     raise BackendError(f"llama.cpp refuses the prompt: {chunk.get('message', chunk)}")
@@ -104,7 +104,7 @@ class LlamaEngine:
             "temperature": self._temperature,
             "samplers": ["temperature"],  # the whole distribution
             "seed": int(torch.randint(2**31 - 1, ())),
-            "logprobs": 1,  # with which it names the ids
+            "logprobs": 1,  # makes it return the ids
             "stream": True,
         }
         self._model.server.handle_completions(request, on_chunk)
@@ -113,4 +113,4 @@ class LlamaEngine:
         if len(state.ids) == taken:
             raise BackendError("llama.cpp gave no token: is the file made for this run's tokenizer?")
         if state.room > 0 and state.next_forced is None:
-            state.finished = True  # it ended by a token of the file's own
+            state.finished = True  # it ended with an end token that only the file names

@@ -4,8 +4,8 @@
 - The cache holds live rows only: a row that ends is overwritten, a waiting one takes its place.
 - When memory runs out, the number of rows is halved and every row continues from its tokens so far.
 
-A prompt is prefilled without its last token: that one goes through the first decoding step, so all logits come from
-one place.
+A prompt is prefilled without its last token, which goes through the first decoding step, so all logits come from the
+same code.
 """
 
 import math
@@ -26,14 +26,14 @@ from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, R
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
-ADMIT_SHARE = 8  # waiting rows enter when an eighth of the slots is free: a prefill costs as much as a few steps
+ADMIT_SHARE = 8  # waiting rows enter when 1/8 of the slots is free: a prefill costs as much as a few steps
 CHECK_PROMPT = (3, 1, 2, 0)
 TOLERANCE = 1e-4  # of a logit, relative to the largest
-BLOCK_ENTRIES = 128  # of the vocabulary, in a two-level draw
+BLOCK_ENTRIES = 128  # vocabulary entries per block of the two-level draw
 
 
 class _Row:
-    """A completion in progress: its place in the result, its prompt and its state."""
+    """A completion in progress: its index in the result, its prompt and its state."""
 
     __slots__ = ("number", "prompt", "state")
 
@@ -42,7 +42,7 @@ class _Row:
 
     @property
     def position(self) -> int:
-        """Of the token that the next step feeds, the last one so far."""
+        """Position of the token that the next step feeds, the last one so far."""
         return len(self.prompt) + len(self.state.ids) - 1
 
     @property
@@ -51,7 +51,7 @@ class _Row:
 
     @property
     def prefix(self) -> list[int]:
-        """What has to be in the cache before the next step."""
+        """The ids that must be in the cache before the next step."""
         return (self.prompt + self.state.ids)[:-1]
 
 
@@ -107,7 +107,7 @@ class NativeEngine:
         on_progress: Progress | None,
         on_tokens: OnTokens | None,
     ) -> None:
-        """Generate until nothing waits, or until memory runs out: unfinished rows then wait again."""
+        """Generate until no row waits, or until memory runs out: unfinished rows then wait again."""
         slots = min(self.rows or len(waiting), len(waiting))
         live: list[_Row] = []
         entering: list[_Row] = []
@@ -169,7 +169,7 @@ class NativeEngine:
         return take_tokens([row.state for row in live], new, scores)
 
     def _ids(self, live: list[_Row]) -> torch.Tensor | None:
-        """(R, L): each row's tokens so far, filled up with its last one, where a filter reads them."""
+        """(R, L): each row's tokens so far, padded with its last one; None if no filter reads them."""
         if not self._reads_ids:
             return None
         rows = [row.prompt + row.state.ids for row in live]
@@ -202,8 +202,8 @@ def make_decoder(model: Any, choice: type[ModuleDecoder] | None = None) -> Modul
     """The decoder for a causal language model, plain or with an adapter, in evaluation mode.
 
     Args:
-        choice: the class that an earlier call chose for the same model; None chooses, and compares the fused decoder
-            with the modules on a few tokens before it is used.
+        choice: the class that an earlier call chose for the same model. None: choose, and compare the fused decoder
+            with the modules on a few tokens before using it.
     """
     if choice is ModuleDecoder or torch.is_autocast_enabled(model.device.type):
         return ModuleDecoder(model)
@@ -233,11 +233,11 @@ def draw(
     Args:
         logits: (R, V), any floating type.
         temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
-        cut: filters then what is drawn from, see `filters.make_cut`. ids: (R, L) so far, where `cut` reads them.
+        cut: then filters the logits, see `filters.make_cut`. ids: (R, L) so far, if `cut` reads them.
 
     Returns:
-        tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits hold NaN
-        or +infinity has a NaN log-probability and an arbitrary token.
+        tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits contain
+        NaN or +infinity has a NaN log-probability and an arbitrary token.
     """
     if temperature == 0:
         return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
@@ -250,7 +250,7 @@ def draw(
 
 
 def _invert(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (R, 1) by one uniform number a row, and the sums of the weights (R, 1) in float64."""
+    """Tokens (R, 1) from one uniform number per row, and the sums of the weights (R, 1) in float64."""
     rows, vocabulary = weights.shape
     uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
     if vocabulary <= 4 * BLOCK_ENTRIES:
@@ -266,11 +266,11 @@ def _invert(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block = _pick(sums, target)  # (R, 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_ENTRIES)).squeeze(1).cumsum(1, dtype=torch.float64)
-    share = (target - before) / (sums.gather(1, block) - before)  # of the block, whose two sums differ by rounding
+    share = (target - before) / (sums.gather(1, block) - before)  # of the block; its two sums differ by rounding
     token = block * BLOCK_ENTRIES + _pick(inside, share * inside[:, -1:])
     return token.clamp_(max=vocabulary - 1), total
 
 
 def _pick(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first entry whose cumulative sum exceeds the target, so that one of probability 0 is never drawn."""
+    """The first entry whose cumulative sum exceeds the target, so an entry of probability 0 is never drawn."""
     return torch.searchsorted(sums, target, right=True).clamp_(max=sums.size(1) - 1)

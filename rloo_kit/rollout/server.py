@@ -1,7 +1,7 @@
 """Sampling on a vLLM server: it loads the adapter from a folder before each rollout; tokens travel over HTTP.
 
-All processes write the adapter (`hand_over`), the main one has the server load it under a name never used before,
-because a server looks up cached prefixes by that name; then each process sends its own completions.
+All processes write the adapter (`hand_over`). The main one makes the server load it under a name never used before,
+because a server looks up cached prefixes by that name. Then each process requests its own completions.
 """
 
 import filecmp
@@ -27,11 +27,11 @@ from rloo_kit.rollout.vllm_answers import Continuation
 from rloo_kit.rollout.vllm_client import AdapterLostError, VllmClient
 from rloo_kit.system.processes import is_main_process
 
-IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues what it cannot hold
+IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues the rest
 PREFIX = "rloo-"  # of the names of adapters and their folders
-LOOK_S = 30.0  # without an answer, after which the server is looked at
-RELOADS = 3  # of the adapter, that one request may need: a server may be restarted twice in a row
-MARKER = ".rloo-kit-run"  # a file in an adapter's folder: `ServerSettings.run`, of the run that may delete it
+LOOK_S = 30.0  # without an answer, after which the server's state is checked
+RELOADS = 3  # of the adapter, at most, for one request: a server may be restarted twice in a row
+MARKER = ".rloo-kit-run"  # a file in an adapter's folder that names the run that may delete it (`ServerSettings.run`)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -43,8 +43,8 @@ class ServerSettings:
         url: http://host:port.
         folder: for adapters; the server sees it under the same path. Other runs and other files may share it.
         hand_over: writes the adapter into the empty folder that it is given; called by all processes at once.
-        run: what this run is known by. What an earlier process of the same run left in `folder` is deleted.
-        vocabulary: ids that the model knows; an answer with another one is refused. None: not checked.
+        run: identifies this run. What an earlier process of the same run left in `folder` is deleted.
+        vocabulary: number of ids that the model knows; an answer with a higher id is refused. None: not checked.
     """
 
     url: str
@@ -85,8 +85,8 @@ class ServerEngine:
         self._max_tokens: int | None = None
         self._reloading = threading.Lock()
         self._reloads = 0  # of the adapter, in this rollout
-        self._losses = 0  # of what was in flight at the server, in this rollout, by a look or by the adapter's absence
-        self._is_lost = False  # the server was gone, or another one, at the last look and has not the adapter yet
+        self._losses = 0  # times in this rollout that the server lost the requests in flight
+        self._is_lost = False  # at the last check the server was down or restarted, and the adapter is not reloaded yet
 
     def sample(
         self,
@@ -97,7 +97,7 @@ class ServerEngine:
         on_tokens: OnTokens | None = None,
     ) -> Rollout:
         """See `types.Engine`; called by all processes of a run at once. torch's random numbers seed the requests.
-        `on_tokens` gets whole completions, when all are there: an answer of the server is one piece.
+        `on_tokens` gets whole completions once all are done, because the server's answers are not streamed.
 
         Raises:
             RolloutServerError: the server is down, refuses the adapter or cannot hold the completions.
@@ -122,7 +122,7 @@ class ServerEngine:
         return collect_rollout(states, self._temperature)
 
     def close(self) -> None:
-        """Unload the adapter and delete its folder; `sample` hands it over again."""
+        """Unload the adapter and delete its folder; the next `sample` writes and loads it again."""
         if self._adapter is not None and is_main_process():
             self._forget(self._adapter)
         self._adapter = None
@@ -130,13 +130,13 @@ class ServerEngine:
     # ------------------------------------------------------------------------------------------------ the adapter
 
     def _publish(self, prompt: list[int]) -> None:
-        """Have the server sample from the current policy; a failure is raised in all processes."""
+        """Make the server sample from the current policy; a failure is raised in all processes."""
         self._count += 1
-        name = f"{self._stem}-{self._count:06d}"  # the main process's counts; `share` replaces the others'
+        name = f"{self._stem}-{self._count:06d}"  # only the main process's count matters: `share` replaces the others'
         if problem := share(self._make_folder(name)):
             raise RolloutServerError(problem)
         self._settings.hand_over(self._folder / name)
-        wait_for_all()  # no process samples from the last adapter any more
+        wait_for_all()  # from here on, no process samples from the last adapter
         outcome: tuple[str | None, int | None, str] = (None, None, "")
         raised: Exception | None = None
         if is_main_process():
@@ -148,7 +148,7 @@ class ServerEngine:
         if raised is not None:
             raise raised
         if adapter is None:
-            raise RolloutServerError(f"the main process could not hand the adapter over: {problem}")
+            raise RolloutServerError(f"the main process could not load the adapter into the server: {problem}")
         self._adapter = adapter
 
     def _replace(self, name: str, prompt: list[int]) -> str:
@@ -162,14 +162,14 @@ class ServerEngine:
             self._greet(config)
             self._clear_leftovers(name)
         else:
-            self._forget(last)  # before the next one is loaded: a server has room for one by default
+            self._forget(last)  # before the next one is loaded: by default a server has room for one
         self._load(name, config["r"])
         if last is None and self._temperature > 0 and (self._temperature != 1 or self._filters.active):
             self._check_mode(name, prompt)
         return name
 
     def _greet(self, config: dict[str, Any]) -> None:
-        """The first time: wait for the server, compare its base."""
+        """On first use: wait for the server and compare its base with the run's."""
         self._client.wait_until_up()
         served = self._client.read_served()
         self._max_tokens = served.max_tokens
@@ -178,18 +178,18 @@ class ServerEngine:
         if _last(trained) not in names:
             pairs = ", ".join(f"{name} ({root})" for name, root in served.bases.items())
             self._say(
-                f"rollout: the server at {self._client.url} serves {pairs}, and this run trains "
+                f"rollout: the server at {self._client.url} serves {pairs}, but this run trains "
                 f"{trained or 'a model without a name'}: the weights have to be the same"
             )
 
     def _check_mode(self, name: str, prompt: list[int]) -> None:
-        """Refuse log-probabilities before temperature and filters: they are of another distribution than the sampled
-        one."""
+        """Refuse log-probabilities from before temperature and filters: they are not those of the sampled
+        distribution."""
         if self._client.find_logprobs_mode(name, prompt, self._temperature) == "raw":
             filtered = f" with the filters {self._filters}" if self._filters.active else ""
             raise RolloutServerError(
                 f"rloo.temperature is {self._temperature}{filtered}, but {self._client.url} returns raw "
-                "log-probabilities, from before that: start it with --logprobs-mode processed_logprobs"
+                "log-probabilities, from before both: start it with --logprobs-mode processed_logprobs"
             )
 
     def _load(self, name: str, rank: int) -> None:
@@ -199,15 +199,15 @@ class ServerEngine:
         try:
             self._client.unload_adapter(name)
         except RolloutServerError as error:
-            self._say(f"rollout: {error}")  # costs the server a little memory, the run nothing
+            self._say(f"rollout: {error}")  # costs the server a little memory, and the run nothing
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _make_folder(self, name: str) -> str:
-        """An empty folder of this run for an adapter, made by the main process; why it cannot be, or ""."""
+        """Create an empty folder for an adapter, in the main process; returns the problem, or ""."""
         if not is_main_process():
             return ""
         try:
-            (self._folder / name).mkdir(parents=True)  # never one that is there
+            (self._folder / name).mkdir(parents=True)  # fails if it exists
             (self._folder / name / MARKER).write_text(self._settings.run, encoding="utf-8")
         except OSError as error:
             return (
@@ -243,7 +243,7 @@ class ServerEngine:
             )
 
     def _sample_one(self, prompt: list[int], limits: Limits, seed: int, stop: threading.Event) -> CompletionState:
-        """A completion of one prompt; an answer after closed thinking is a second request."""
+        """A completion of one prompt; the answer after closed thinking is a second request."""
         state = CompletionState(limits, self._end_ids)
         while not state.finished:
             if state.next_forced is not None:
@@ -253,8 +253,8 @@ class ServerEngine:
             found = self._complete(prompt + state.ids, room, stops, (seed + state.answers) % 2**31, stop)
             if max(found.ids) >= (self._settings.vocabulary or 2**31):
                 raise RolloutServerError(
-                    f"{self._client.url} sampled the id {max(found.ids)}, and this run's model has "
-                    f"{self._settings.vocabulary}: serve the model that is trained"
+                    f"{self._client.url} sampled the id {max(found.ids)}, but this run's model has "
+                    f"{self._settings.vocabulary} ids: serve the model that is trained"
                 )
             for token, logp in zip(found.ids, found.logps, strict=True):
                 state.take(token, logp)
@@ -263,7 +263,7 @@ class ServerEngine:
     def _complete(
         self, prefix: list[int], room: int, stops: list[int], seed: int, stop: threading.Event
     ) -> Continuation:
-        """A server that was restarted in between gets the adapter again, from the first thread that notices."""
+        """One request; if the server was restarted, the first thread that notices loads the adapter again."""
         assert self._adapter is not None
         arguments = (self._adapter, prefix, room, stops, self._temperature, seed, stop, self._filters)
         for _ in range(RELOADS):
@@ -277,29 +277,29 @@ class ServerEngine:
         return self._client.complete(*arguments)
 
     def _reload(self, adapter: str, error: AdapterLostError) -> None:
-        """Hand the adapter over a second time; the lock is held."""
-        self._say(f"rollout: {error}; handing it over again")
+        """Load the adapter again; the caller holds the lock."""
+        self._say(f"rollout: {error}; loading it again")
         config = json.loads((self._folder / adapter / CONFIG).read_text(encoding="utf-8"))
         self._load(adapter, config["r"])
         self._reloads += 1
-        self._losses += not self._is_lost  # by a look already
+        self._losses += not self._is_lost  # else `_count_losses` counted it already
         self._is_lost = False
 
     def _count_losses(self) -> int:
-        """Look at the server; how often in this rollout it was found to be gone, or to be another one."""
+        """Check the server; returns how often in this rollout it was found to be down or restarted."""
         assert self._adapter is not None
         reloads = self._reloads
         is_lost = self._client.has_lost(self._adapter)
         with self._reloading:
-            if self._reloads == reloads:  # else what was seen is older than the reload, which counted it
+            if self._reloads == reloads:  # else the check is older than the reload, which counted the loss
                 self._losses += is_lost and not self._is_lost
                 self._is_lost = is_lost
         return self._losses
 
 
 class _Workers:
-    """Threads that do `work(number, stop)` for all numbers, in order, `at_once` in parallel, and put what they find
-    into `done`. They are daemons and not joined: a request in flight must not keep the process alive."""
+    """Threads that run `work(number, stop)` for all numbers, in order, `at_once` in parallel, and put the results into
+    `done`. They are daemons and not joined: a request in flight must not keep the process alive."""
 
     def __init__(
         self,
@@ -336,11 +336,11 @@ def _run_all(
     count_losses: Callable[[], int],
     hang_up: Callable[[], None],
 ) -> dict[int, CompletionState]:
-    """`work(number, stop)` for all numbers; the first error ends it.
+    """Run `work(number, stop)` for all numbers; the first error ends it.
 
-    A server that is shut down (SIGTERM) stops listening and leaves the requests in flight without an answer: after
-    `LOOK_S` without any, what is open is asked for again if `count_losses` has grown. Nothing stays in flight: vLLM's
-    engine ends when it needs the adapter of a request after that was replaced and its folder deleted.
+    A server that is shut down (SIGTERM) stops listening and never answers the requests in flight. After `LOOK_S`
+    without an answer, open requests are therefore sent again if `count_losses` has grown. No request stays in flight at
+    the end: vLLM's engine dies when it needs an adapter that was replaced and whose folder was deleted.
     """
     done: SimpleQueue[tuple[_Workers, int, CompletionState | BaseException]] = SimpleQueue()
     workers, seen = _Workers(work, numbers, at_once, done), 0

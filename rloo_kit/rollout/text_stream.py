@@ -1,22 +1,23 @@
-"""The text of a completion while it grows: thinking and answer apart, by token ids."""
+"""The text of a completion while it grows, split into thinking and answer by token ids."""
 
 from collections.abc import Callable
 from typing import Any
 
 from rloo_kit.think_tags import ThinkTags
 
-MOST_HELD = 64  # tokens that are held back while the last is no whole character: one has up to four
+MOST_HELD = 64  # tokens held back while the text ends in an incomplete character, which has up to four bytes
 THINKING, ANSWER = "thinking", "answer"
 
 
 class TextStream:
-    """Calls `on_text(part, text)` as soon as a text is certain; `part` is "thinking" or "answer".
+    """Calls `on_text(part, text)` as soon as a text is final; `part` is "thinking" or "answer".
 
-    The texts of a part, joined, are what `split_thinking` gives for the whole completion, unless that closes its
-    thinking twice (the part changes at the first `</think>`) or has `MOST_HELD` tokens in a row that are no characters.
+    The joined texts of a part equal what `split_thinking` gives for the whole completion, unless the completion closes
+    its thinking twice (here the part changes at the first `</think>`) or has `MOST_HELD` tokens in a row that form no
+    character.
 
     Args:
-        opened: the prompt has opened the thinking.
+        opened: whether the prompt has opened the thinking.
     """
 
     def __init__(self, tokenizer: Any, tags: ThinkTags, opened: bool, on_text: Callable[[str, str], None]) -> None:
@@ -41,7 +42,7 @@ class TextStream:
             self._decode(is_last=False)
 
     def close(self) -> None:
-        """Hand on what was held back: bytes that never became a character."""
+        """Emit what was held back: bytes that never became a character."""
         self._decode(is_last=True)
 
     def _turn_to(self, part: str) -> None:
@@ -50,10 +51,10 @@ class TextStream:
         self._begin_part()
 
     def _begin_part(self) -> None:
-        self._ids: list[int] = []  # of the part, those before `_known` only for the blanks that a tokenizer leaves out
-        self._known = 0  # of them are in the text
+        self._ids: list[int] = []  # of the part; decoded with context, because a tokenizer drops leading blanks
+        self._known = 0  # the first of them, already emitted
         self._shown = False
-        self._blanks = ""  # at the end so far, shown once something follows
+        self._blanks = ""  # trailing whitespace, emitted once something follows
 
     def _decode(self, is_last: bool) -> None:
         before = self._text(self._ids[: self._known])

@@ -1,7 +1,7 @@
-"""Thinking that ends in time: at the budget the closing ids are forced, and the model answers within an answer budget.
+"""Thinking budgets: at the budget the closing ids are forced, and the model answers within an answer budget.
 
 Forced tokens have a log-probability of NaN and a recorded span, so that the loss leaves them out. A completion that
-ends inside its thinking is left as it is. Sources: docs/rollout.md.
+ends inside its thinking is left as is. Sources: docs/rollout.md.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,12 +23,12 @@ def close_ids_for(tokenizer: Any, tags: ThinkTags, close: str = "tag") -> tuple[
     """The ids that close thinking: `</think>` alone ("tag"), or with the Qwen3 report's sentence ("sentence").
 
     Raises:
-        ConfigError: the tokenizer has no `</think>`, `close` is neither word, or the tokenizer does not encode
+        ConfigError: the tokenizer has no `</think>`, `close` is neither of the two, or the tokenizer does not encode
             `</think>` in the sentence as one token.
     """
     if tags.end_id is None:
         raise ConfigError(
-            "a thinking budget was asked for, but the tokenizer has no </think>, so there is no thinking to close. "
+            "a thinking budget is set, but the tokenizer has no </think>, so there is no thinking to close. "
             "Set rloo.thinking_budget: null and eval.thinking_budgets: []"
         )
     if close == "tag":
@@ -95,7 +95,7 @@ class CompletionState:
 
     @property
     def room(self) -> int:
-        """How many tokens it may still take."""
+        """How many more tokens it may take."""
         return self._limits.max_completion_length - len(self.ids)
 
     @property
@@ -110,7 +110,7 @@ class CompletionState:
 
     @property
     def next_stretch(self) -> tuple[int, list[int]]:
-        """How many tokens may be sampled in one go before a limit, and the ids that stop them earlier."""
+        """How many tokens may be sampled in one request before a limit, and the ids that stop it earlier."""
         if self._limits.thinking_budget is None:
             return self.room, [*self._ends]
         if self._answer_ends is not None:
@@ -154,12 +154,12 @@ class CompletionState:
 
 
 def begin_completions(limits: Limits, end_ids: Collection[int], count: int) -> list[CompletionState]:
-    """So many completions without a token."""
+    """`count` completions without a token."""
     return [CompletionState(limits, end_ids) for _ in range(count)]
 
 
 def take_tokens(states: Sequence[CompletionState], tokens: Sequence[float], logps: Sequence[float]) -> bool:
-    """One token for each completion, with its log-probability; whether any of them has ended with it."""
+    """Give each completion one token with its log-probability; returns whether any of them ended with it."""
     for state, token, logp in zip(states, tokens, logps, strict=True):
         state.take(int(token), logp)
     return any(state.finished for state in states)

@@ -1,10 +1,10 @@
-"""What goes into a rollout and what comes out, in token ids, and the protocol of what samples it."""
+"""Inputs and outputs of a rollout, in token ids, and the protocol of engines."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that they are handed
+FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that the kit gives them
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Limits:
         thinking_budget: tokens after which open thinking is closed; None for no budget.
         answer_budget: tokens after the close, forced or not; None for what `max_completion_length` leaves.
         close_ids: ids that are forced when the budget is spent.
-        think_end_id: the id of `</think>`, with which a completion closes its thinking itself.
+        think_end_id: the id of `</think>`, by which a completion closes its thinking itself.
     """
 
     max_completion_length: int
@@ -27,7 +27,7 @@ class Limits:
 
     @property
     def answer_limit(self) -> int:
-        """Tokens after the close at most, at least 1; only with a thinking budget."""
+        """Maximum number of tokens after the close, at least 1; only with a thinking budget."""
         if self.answer_budget is not None:
             return self.answer_budget
         return max(1, self.max_completion_length - (self.thinking_budget or 0) - len(self.close_ids))
@@ -35,13 +35,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Filters:
-    """What is cut from the distribution that is sampled from; by default nothing. Names and values are vLLM's.
+    """How the sampled distribution is truncated; by default not at all. Names and values are vLLM's.
 
     Attributes:
-        top_p: the likeliest tokens that have this share together, above 0; 1: all.
-        top_k: so many of the likeliest tokens; 0: all.
-        min_p: tokens with at least this share of the likeliest one's probability; 0: all.
-        repetition_penalty: above 0; logits of tokens that are there already are divided by it (negative ones
+        top_p: keep the likeliest tokens that together have this probability, above 0; 1: all.
+        top_k: keep this many of the likeliest tokens; 0: all.
+        min_p: keep tokens with at least this share of the likeliest one's probability; 0: all.
+        repetition_penalty: above 0; logits of tokens that occurred already are divided by it (negative ones
             multiplied); 1: none.
     """
 
@@ -55,7 +55,7 @@ class Filters:
 
     @property
     def active(self) -> bool:
-        """Whether anything is cut."""
+        """Whether any filter is set."""
         return self != WHOLE
 
 
@@ -64,13 +64,13 @@ WHOLE = Filters()  # distribution
 
 @dataclass(frozen=True)
 class Rollout:
-    """The completions of one call of an engine, one entry a prompt, in the prompts' order.
+    """The completions of one call of an engine, one entry per prompt, in the prompts' order.
 
     Attributes:
         completion_ids: token ids, the end token included if there is one.
         forced: (start, end) of the forced tokens that closed the thinking; None if none were forced.
-        sampler_logps: log-probability of each token when it was drawn, at the engine's temperature and of what its
-            filters left, float32, in nats; NaN for forced tokens. None at temperature 0.
+        sampler_logps: log-probability of each token when it was drawn, after temperature and filters, float32, in nats;
+            NaN for forced tokens. None at temperature 0.
     """
 
     completion_ids: list[list[int]]
@@ -90,9 +90,9 @@ class Progress(Protocol):
 
 
 class OnTokens(Protocol):
-    """Called with a prompt's place and the ids of its completion so far, forced ones included, each time it has grown.
+    """Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows.
 
-    The list is the engine's own: read it, do not keep it. After the engine ran out of memory it may hold fewer ids.
+    The list belongs to the engine: read it, do not keep it. After the engine ran out of memory it may have fewer ids.
     """
 
     def __call__(self, number: int, ids: list[int], /) -> None: ...
@@ -102,7 +102,7 @@ class Engine(Protocol):
     """Samples completions of prompts; `engine.build_engine` chooses one.
 
     Attributes:
-        name: native, generate, vllm or server. reason: why that one, one line for people.
+        name: native, generate, vllm or server. reason: why that one, in one readable line.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
     """
 
@@ -123,10 +123,10 @@ class Engine(Protocol):
         Args:
             prompt_ids: token ids, at least one each.
             limits: on the completions' lengths, see `make_limits`.
-            expected_lengths: one number a prompt; if not all rows fit at once, the longest start first.
+            expected_lengths: one number per prompt; if not all rows fit at once, the longest start first.
             on_progress: called with the number of completions done so far and in total.
-            on_tokens: called while completions grow, in this thread; what is sampled is the same without it.
+            on_tokens: called while completions grow, in this thread; it does not change what is sampled.
 
-        The model is in evaluation mode meanwhile, and restored afterwards. Random numbers are torch's global ones.
+        The model is put into evaluation mode and restored afterwards. Random numbers are torch's global ones.
         """
         ...

@@ -1,7 +1,7 @@
-"""Sampling by vLLM in this process: all prompts of a call at once, a request for thinking and one for the answer.
+"""Sampling by vLLM in this process: all prompts of a call at once, one request for thinking and one for the answer.
 
 A request that follows a forced close finds its prompt and its thinking in vLLM's prefix cache. vLLM decides how many
-requests run at once; what its memory does not hold waits.
+requests run at once; the others wait.
 """
 
 import math
@@ -19,7 +19,7 @@ from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions,
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
 from rloo_kit.system.signals import hold_signals
 
-_requests = count()  # of this process: a name is used once
+_requests = count()  # of this process: each name is used once
 
 
 class VllmEngine:
@@ -30,7 +30,7 @@ class VllmEngine:
     """
 
     name = "vllm"
-    rows: int | None = None  # vLLM queues what it cannot hold
+    rows: int | None = None  # vLLM queues what does not fit
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class VllmEngine:
         return collect_rollout(states, self._temperature)
 
     def _sampling(self, streams: bool) -> dict[str, Any]:
-        """What all requests of a call have in common, as keywords of SamplingParams; `streams`: they tell of each step,
-        not of the last alone."""
+        """Keywords of SamplingParams that all requests of a call share; `streams`: they report every step, not only the
+        last one."""
         from vllm.sampling_params import RequestOutputKind
 
         return {
             "temperature": self._temperature,
             **asdict(self._filters),
-            "ignore_eos": True,  # only a request's own stops end it, not the ends of the checkpoint's files
-            "logprobs": 0,  # of the sampled token alone
+            "ignore_eos": True,  # only a request's own stop ids end it, not those in the checkpoint's files
+            "logprobs": 0,  # of the sampled token only
             "detokenize": False,
             "output_kind": RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
         }
@@ -93,7 +93,7 @@ class VllmEngine:
         needed = max(map(len, prompt_ids)) + limits.max_completion_length
         if needed > self._vllm.max_tokens:
             raise BackendError(
-                f"a prompt and {limits.max_completion_length} tokens of a completion are {needed} tokens, and vLLM was "
+                f"a prompt and {limits.max_completion_length} tokens of a completion are {needed} tokens, but vLLM was "
                 f"started for {self._vllm.max_tokens}: set model.max_seq_length={needed} and load the model again, or "
                 "lower rloo.max_completion_length"
             )
@@ -114,16 +114,16 @@ class _Requests:
     ) -> None:
         self._engine, self._adapter, self._sampling = engine, adapter, sampling
         self._prompts, self._states, self._seeds, self._on_tokens = prompts, states, seeds, on_tokens
-        self._open: dict[str, int] = {}  # row by the name of its request
+        self._open: dict[str, int] = {}  # row, by the name of its request
 
     def run(self, order: list[int], on_progress: Progress | None) -> None:
-        """Until all states are finished; an error or Ctrl-C leaves no request behind."""
+        """Run until all states are finished; an error or Ctrl-C leaves no request behind."""
         total = len(self._states)
         try:
             for number in order:
                 self._ask(number)
             while self._open:
-                with hold_signals():  # a step that is cut short leaves the engine unusable
+                with hold_signals():  # an interrupted step leaves the engine unusable
                     outputs = self._engine.step()
                 if self._on_tokens is not None:
                     self._tell(outputs)
@@ -136,7 +136,7 @@ class _Requests:
                     self._engine.abort_request(list(self._open))
 
     def _tell(self, outputs: list[Any]) -> None:
-        """Hand on what open requests have so far, behind the tokens that their states have."""
+        """Report the tokens of open requests so far, after those that their states already have."""
         assert self._on_tokens is not None
         for output in outputs:
             number = self._open[output.request_id]
@@ -161,7 +161,8 @@ class _Requests:
             self._engine.add_request(name, prompt, parameters, lora_request=self._adapter)
 
     def _take(self, output: Any) -> bool:
-        """Give a finished request's tokens to its state, and request what follows; whether the completion is done."""
+        """Give a finished request's tokens to its state and request what follows; returns whether the completion is
+        done."""
         number, found = self._open.pop(output.request_id), output.outputs[0]
         ids, state = list(found.token_ids), self._states[number]
         if found.finish_reason not in ("stop", "length") or not ids:
@@ -170,7 +171,7 @@ class _Requests:
             logp = scores[token].logprob
             if not math.isfinite(logp):
                 raise BackendError(
-                    "vLLM sampled from logits that hold a NaN: the weights are broken (a learning rate too high?); "
+                    "vLLM sampled from logits that contain a NaN: the weights are broken (a learning rate too high?); "
                     "restart the process, and resume from an earlier checkpoint with a lower rloo.learning_rate"
                 )
             state.take(token, logp)

@@ -1,6 +1,6 @@
-"""A vLLM server's answers, which are not trusted: the size, the type of every field, and whether they fit the request.
+"""Validates a vLLM server's answers, which are not trusted: size, type of every field, and fit with the request.
 
-Raises `RolloutServerError` for everything else, with a text that may be printed.
+Anything invalid raises `RolloutServerError` with a text that is safe to print.
 """
 
 import math
@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.system.console import picture_controls
 
-POSITIVE = 0.01  # above 0, which a log-probability may be by rounding
+POSITIVE = 0.01  # how far above 0 a log-probability may be by rounding
 MOST_SHOWN = 500  # characters of a message
-MOST_READ = 2**16  # bytes in which a message is looked for
+MOST_READ = 2**16  # bytes that are searched for a message
 
 
 class _Part(BaseModel):
-    """A part of an answer: fields of the types that vLLM gives them, and others that are not read."""
+    """A part of an answer: fields with vLLM's types; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,7 +68,7 @@ AnyPart = TypeVar("AnyPart", bound=_Part)
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer; `text` is its message as it may be printed."""
+    """A server's answer; `text` is its message, safe to print."""
 
     status: int
     body: bytes
@@ -84,7 +84,7 @@ class Continuation:
 
 
 def read_answer(form: type[AnyPart], answer: Answer, url: str) -> AnyPart:
-    """The body of the answer of `url` as `form`."""
+    """Parse the body of an answer from `url` as `form`."""
     try:
         return form.model_validate_json(answer.body)
     except ValidationError as error:
@@ -95,8 +95,8 @@ def read_answer(form: type[AnyPart], answer: Answer, url: str) -> AnyPart:
 
 
 def find_message(body: bytes, key: str) -> str:
-    """The message of an answer, wherever this version of the server puts it, at most 500 characters; without control
-    characters, and without the key, should the server repeat it."""
+    """The message of an answer, wherever this version of the server puts it: at most 500 characters, without control
+    characters, and without the key if the server repeats it."""
     text = body[:MOST_READ].decode(errors="replace").strip()
     try:
         found = _Failure.model_validate_json(body[:MOST_READ])
@@ -110,19 +110,19 @@ def find_message(body: bytes, key: str) -> str:
 
 
 def read_choice(url: str, choice: Choice, prompt_ids: list[int], limit: int, stop_ids: list[int]) -> Continuation:
-    """A choice of the answer as ids and log-probabilities; raises where it does not fit the request's arguments."""
+    """A choice of the answer as ids and log-probabilities; raises if it does not fit the request."""
     ids, reason = choice.token_ids, choice.finish_reason
     if ids is None:
         raise RolloutServerError(f"{url} returns no token ids: it has to be vLLM 0.10.2 or newer")
     if choice.prompt_token_ids not in (prompt_ids, None):
-        raise RolloutServerError(f"{url} continued another prompt than it was given: does it truncate prompts?")
+        raise RolloutServerError(f"{url} continued a different prompt from the one sent: does it truncate prompts?")
     logps = choice.scores.token_logprobs if choice.scores is not None else None
     if logps is None or len(logps) != len(ids):
         raise RolloutServerError(f"{url} returns no log-probability for each of its {len(ids)} tokens")
     finite = [logp for logp in logps if logp is not None and math.isfinite(logp)]
     if len(finite) < len(logps):
         raise RolloutServerError(
-            f"{url} sampled from logits that hold a NaN: the weights are broken (a learning rate too high?); "
+            f"{url} sampled from logits that contain a NaN: the weights are broken (a learning rate too high?); "
             "resume from an earlier checkpoint with a lower rloo.learning_rate"
         )
     if max(finite, default=0.0) > POSITIVE:
@@ -136,7 +136,7 @@ def read_choice(url: str, choice: Choice, prompt_ids: list[int], limit: int, sto
     if reason not in ("stop", "length"):
         raise RolloutServerError(f"{url} aborted a completion (finish_reason {_short(reason)})")
     if len(ids) > limit or any(token in stop_ids for token in ids[:-1]):
-        raise RolloutServerError(f"{url} went on after {limit} tokens or a stop id, which ends a completion of vLLM's")
+        raise RolloutServerError(f"{url} went on after {limit} tokens or a stop id, where vLLM ends a completion")
     return Continuation(ids, finite)
 
 

@@ -1,7 +1,8 @@
-"""A vLLM server over HTTP: wait for it, read what it serves, load an adapter, continue tokens. No vLLM needed here.
+"""Client of a vLLM server: wait for it, read what it serves, load an adapter, continue tokens. It does not need vLLM.
 
-Token ids in, token ids and log-probabilities out. What may safely be repeated is, while the server does not answer. An
-answer is not trusted: its size and the type of every field are checked. `VLLM_API_KEY` is sent as the key. Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
+Token ids in, token ids and log-probabilities out. Requests that are safe to repeat are retried while the server does
+not answer. Answers are not trusted: size and the type of every field are checked. `VLLM_API_KEY` is sent as the key.
+Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 """
 
 import ipaddress
@@ -34,21 +35,21 @@ from rloo_kit.rollout.vllm_answers import (
 START_S = 600.0  # a server that loads a large model needs minutes
 LOAD_S = 600.0  # of an adapter
 ANSWER_S = 3600.0  # of a completion, with its time in the server's queue
-RETRY_S = START_S  # how long a lost request is repeated: a restarted server loads its model again
-MOST_BYTES = 2**28  # of an answer; a completion of 100,000 tokens takes a tenth of it
+RETRY_S = START_S  # how long a lost request is retried: a restarted server loads its model again
+MOST_BYTES = 2**28  # of an answer; a completion of 100,000 tokens takes about 10 %
 KEY_VARIABLE = "VLLM_API_KEY"
 TRIED_AGAIN = (429, 502, 503, 504)  # busy, or a proxy in front of a server that restarts
-ENGINE_DIED = "EngineCore encountered an issue"  # vLLM's EngineDeadError, with status 500: the server is about to end
+ENGINE_DIED = "EngineCore encountered an issue"  # vLLM's EngineDeadError, with status 500: the server is about to exit
 PROBE_TOKENS = 5
 NOT_PLAIN = ("DoRA", "Adapter bias", "modules_to_save")  # in vLLM's refusals of an adapter
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
-# vLLM takes what a request leaves out from the checkpoint's generation config, so these are sent with the filters.
+# vLLM takes missing parameters from the checkpoint's generation config, so these are sent along with the filters.
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class AdapterLostError(RolloutServerError):
-    """The server does not know the adapter any more: it was restarted since."""
+    """The server no longer knows the adapter, because it was restarted."""
 
 
 class RequestStoppedError(RolloutServerError):
@@ -73,8 +74,8 @@ class VllmClient:
 
     Args:
         url: http://host:port.
-        start_s: how long to wait for a server that is not up yet. retry_s: how long to repeat a request.
-        say: gets a line while the server is waited for.
+        start_s: how long to wait for a server that is not up yet. retry_s: how long to retry a request.
+        say: gets a line while waiting for the server.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class VllmClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._http = httpx.Client(
             base_url=self.url,
-            headers={"Accept-Encoding": "identity"} | headers,  # an answer is as large as it was on the way
+            headers={"Accept-Encoding": "identity"} | headers,  # no compression, so `MOST_BYTES` bounds what is decoded
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,  # a proxy for the internet does not reach a machine of the cluster
-            follow_redirects=False,  # the key would go along
+            trust_env=False,  # an internet proxy does not reach a machine in the cluster
+            follow_redirects=False,  # the key would be sent along
         )
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._opening = threading.Lock()
@@ -102,7 +103,7 @@ class VllmClient:
             say(f"rollout: {KEY_VARIABLE} and the completions go to {self.url} unencrypted; https hides them")
 
     def wait_until_up(self) -> None:
-        """Return when `/health` answers with 200."""
+        """Block until `/health` answers with 200."""
         deadline = time.monotonic() + self._start_s
         pause, is_announced = 0.5, False
         while True:
@@ -125,8 +126,8 @@ class VllmClient:
             pause = min(2 * pause, 10.0)
 
     def has_lost(self, adapter: str) -> bool:
-        """Whether requests in flight for `adapter` will never be answered: the server takes no connection, says that
-        its engine died, or does not list the adapter, so it was started since. A busy server has lost nothing."""
+        """Whether requests in flight for `adapter` will never be answered: the server accepts no connection, reports
+        that its engine died, or does not list the adapter because it was restarted. A busy server has lost nothing."""
         try:
             if self._ask("GET", "/health", None, 10.0).status == 503:
                 return True
@@ -140,8 +141,8 @@ class VllmClient:
             return False
 
     def hang_up(self) -> None:
-        """Close the connections of all requests in flight, at which vLLM ends them. Those whose `stop` is set fail with
-        `RequestStoppedError`, others are repeated."""
+        """Close the connections of all requests in flight, so that vLLM aborts them. Those whose `stop` is set raise
+        `RequestStoppedError`, the others are retried."""
         with self._opening:
             sockets = list(self._sockets)
         for each in sockets:
@@ -159,19 +160,19 @@ class VllmClient:
         return Served({model.id: model.root or model.id for model in bases}, min(lengths) if lengths else None)
 
     def load_adapter(self, name: str, folder: str, rank: int) -> None:
-        """Have the server load an adapter; one of that name that is loaded already counts as this one.
+        """Make the server load an adapter; a loaded adapter of that name counts as this one.
 
         Args:
             name: never used before: a reused name would find the other adapter's cached prefixes.
-            folder: as the server sees it. rank: of the adapter, for the error.
+            folder: as the server sees it. rank: of the adapter, for the error message.
         """
         answer = self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, LOAD_S)
-        if answer.status == 200 or "has already been loaded" in answer.text:  # the first answer was lost
+        if answer.status == 200 or "has already been loaded" in answer.text:  # an earlier answer was lost
             return
         raise RolloutServerError(f"{self.url} does not take the adapter: {_explain_refusal(answer, folder, rank)}")
 
     def unload_adapter(self, name: str) -> None:
-        """Have the server unload an adapter; an unknown one is no error."""
+        """Make the server unload an adapter; an unknown one is no error."""
         answer = self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name}, LOAD_S)
         if answer.status not in (200, 404):
             raise RolloutServerError(f"{self.url} does not unload the adapter {name}: {answer.text}")
@@ -190,9 +191,9 @@ class VllmClient:
         """Continue a prompt up to and including the first stop id.
 
         Args:
-            limit: of new tokens, at least 1. temperature: 0 takes the likeliest token. seed: of this completion.
-            stop: set from another thread, before `hang_up`, where the completion is not wanted any more.
-            filters: of the distribution that is sampled from.
+            limit: on new tokens, at least 1. temperature: 0 is greedy decoding. seed: of this completion.
+            stop: set by another thread, before `hang_up`, when the completion is no longer needed.
+            filters: truncate the sampled distribution.
 
         Raises:
             AdapterLostError: the server does not know `adapter`. RequestStoppedError: see `stop`.
@@ -204,7 +205,7 @@ class VllmClient:
             "temperature": temperature,
             "seed": seed,
             "stop_token_ids": stop_ids,
-            "ignore_eos": True,  # only `stop_ids` end a completion, not those of the server's files
+            "ignore_eos": True,  # only `stop_ids` end a completion, not the end ids in the server's files
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
             **asdict(filters),
@@ -225,11 +226,12 @@ class VllmClient:
         return read_choice(self.url, choice, prompt_ids, limit, stop_ids)
 
     def find_logprobs_mode(self, adapter: str, prompt_ids: list[int], temperature: float) -> str:
-        """Whether log-probabilities are of the sampled distribution ("processed") or precede the temperature ("raw").
+        """Whether log-probabilities are those of the sampled distribution ("processed") or from before the temperature
+        ("raw"), which is vLLM's default.
 
-        The second is vLLM's default. Two requests for one token show it: at twice the temperature (above 0) the gap
-        between the likeliest and another token is halved, or unchanged. Above 1 the lower one is half of `temperature`,
-        because vLLM samples at 2 at most.
+        It sends two requests for one token. At twice the temperature (above 0), the gap between the likeliest token and
+        another one is halved if processed, unchanged if raw. Above 1, the pair is half of `temperature` and
+        `temperature`, because vLLM samples at 2 at most.
         """
         gaps = []
         low = temperature if temperature <= 1 else temperature / 2
@@ -264,9 +266,9 @@ class VllmClient:
         patience_s: float,
         stop: threading.Event | None = None,
     ) -> Answer:
-        """The server's answer; the request is repeated while the server is unreachable, busy or restarted."""
+        """The server's answer; the request is retried while the server is unreachable, busy or restarting."""
         stop = threading.Event() if stop is None else stop
-        deadline: float | None = None  # from the first failure on: a completion may have been under way for an hour
+        deadline: float | None = None  # counts from the first failure: a completion may take an hour
         pause = 0.25
         while not stop.is_set():
             try:
@@ -286,7 +288,7 @@ class VllmClient:
                 )
             stop.wait(pause)
             pause = min(2 * pause, 10.0)
-        raise RequestStoppedError(f"{self.url}{path} is not asked any more")
+        raise RequestStoppedError(f"the request to {self.url}{path} was stopped")
 
     def _ask(
         self,
@@ -296,16 +298,16 @@ class VllmClient:
         patience_s: float,
         stop: threading.Event | None = None,
     ) -> Answer:
-        """One request; raises httpx.TransportError where it gets no answer, and RolloutServerError for a redirect or an
-        answer without end."""
+        """One request; raises httpx.TransportError if there is no answer, and RolloutServerError for a redirect or an
+        answer above `MOST_BYTES`."""
 
         def on_event(event: str, found: dict[str, Any]) -> None:
-            """Of the HTTP library: a connection that was opened is one that `hang_up` may close."""
+            """Callback of the HTTP library: registers an opened connection, which `hang_up` may close."""
             if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
                 opened = found["return_value"].get_extra_info("socket")
                 with self._opening:
                     self._sockets.add(opened)
-                if stop is not None and stop.is_set():  # `hang_up` came before
+                if stop is not None and stop.is_set():  # `hang_up` came earlier
                     _shut(opened)
 
         deadline = time.monotonic() + patience_s
@@ -331,13 +333,13 @@ class VllmClient:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Also where another thread waits for it to be read, which closing it would not wake."""
+    """Shut a connection down, which also wakes a thread that is reading from it; closing it would not."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_exposed(url: str) -> bool:
-    """Whether requests to `url` cross a network that others may read: plain http to an address that is not private.
+    """Whether others on the network could read requests to `url`: plain http to an address that is not private.
 
     >>> [is_exposed(f"http://{host}:8000") for host in ("localhost", "node1", "[::1]", "10.0.0.7", "8.8.8.8", "a.org")]
     [False, False, False, False, True, True]
@@ -350,16 +352,16 @@ def is_exposed(url: str) -> bool:
         return False
     try:
         return not ipaddress.ip_address(host).is_private
-    except ValueError:  # a name; one without a dot is of this network
+    except ValueError:  # a name; one without a dot is in this network
         return "." in host and not host.endswith((".local", ".internal", ".localhost"))
 
 
 def _read_key() -> str:
-    """The key, or "". One that no header can hold is refused here: the HTTP client's own error would print it."""
+    """The key, or "". A key that no header can carry is refused here: the HTTP client's error would print it."""
     key = os.environ.get(KEY_VARIABLE, "")
     if not key.isascii() or not key.isprintable() or key != key.strip():
         raise RolloutServerError(
-            f"{KEY_VARIABLE} holds a line break, a space at an end or another character that no key has: set it to the "
+            f"{KEY_VARIABLE} has a line break, a space at an end or another character that no key has: set it to the "
             "key alone, on one line"
         )
     return key

@@ -309,7 +309,7 @@ def test_the_choice_is_explained(make_model, make_tiny_model):
     assert engine.name == "native" and engine.reason and "\n" not in engine.reason
     sliding = make_tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
     name, reason = choose_engine("auto", "transformers", sliding)
-    assert name == "generate" and "qwen3 has layers that do not look at all tokens" in reason
+    assert name == "generate" and "qwen3 has layers that do not attend to all tokens" in reason
     flash = make_tiny_model()
     flash.config._attn_implementation = "flash_attention_2"  # takes (B, L) only: it was handed the loop's 4-D mask
     assert choose_engine("auto", "transformers", flash)[0] == "generate"

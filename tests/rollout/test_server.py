@@ -310,7 +310,7 @@ REFUSALS = {
         r"not a plain LoRA \(.*DoRA.*use_dora=False",
     ),
     "old": ({"tamper": changed(token_ids=None)}, "vLLM 0.10.2 or newer"),
-    "cut": ({"tamper": changed(prompt_token_ids=[7])}, "continued another prompt"),
+    "cut": ({"tamper": changed(prompt_token_ids=[7])}, "continued a different prompt"),
     "unlikely": ({"tamper": changed(logprobs=None)}, "no log-probability"),
     "broken off": ({"tamper": changed(finish_reason="abort")}, "aborted a completion .finish_reason abort"),
     "NaN": ({"tamper": first_is_nan}, "the weights are broken"),
@@ -413,7 +413,7 @@ def test_a_server_that_was_started_anew_gets_the_adapter_again(server, make_poli
     server._complete = forget_once
     check_against(model, engine.sample(PROMPTS, Limits(4)))
     assert len(set(server.ever_loaded)) == 1 and len(server.ever_loaded) == 2
-    assert sum("handing it over again" in line for line in engine.said) == 1, "a line for each completion"
+    assert sum("loading it again" in line for line in engine.said) == 1, "a line for each completion"
 
 
 ENGINE_DIED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -468,12 +468,12 @@ class Counting(StandIn):
 
 @pytest.mark.parametrize("hung", ["all", "half"])
 @pytest.mark.parametrize("down_s", [1.0, 0.0])
-def test_a_server_that_is_shut_down_keeps_nobody_waiting(
+def test_requests_of_a_server_that_shuts_down_go_to_the_restarted_one(
     make_base, make_policy, make_engine, monkeypatch, down_s, hung
 ):
-    """On SIGTERM vLLM stops its engine and its socket, and waits for the connections to close, whose requests it never
-    answers: the run would have waited an hour for each. The next server may be up before anybody looks, and have the
-    adapter from the completions that were asked for since."""
+    """On SIGTERM vLLM stops its engine and its socket, then waits for open connections to close without answering their
+    requests: the run would have waited an hour for each. The next server may be up before the run checks, and may have
+    the adapter already, from completions requested since."""
     monkeypatch.setattr(server_module, "LOOK_S", 0.5)
     first, release, asked = StandIn(make_base), threading.Event(), threading.Semaphore(0)
     answer, restarted = first.answer, []

@@ -433,7 +433,7 @@ def test_a_server_that_is_killed_in_mid_run(strict_server, tmp_path):
     await_requests(strict_server, run)
     strict_server.terminate()
     run.until(lambda: not strict_server.listens())
-    done, lost = len(run.steps()), run.text.count("handing it over again")
+    done, lost = len(run.steps()), run.text.count("loading it again")
     assert lost >= 1 and done < steps
     ended = strict_server.detach()
     try:
@@ -441,7 +441,7 @@ def test_a_server_that_is_killed_in_mid_run(strict_server, tmp_path):
         run.end()
     finally:
         ended.stop()
-    assert run.text.count("handing it over again") > lost
+    assert run.text.count("loading it again") > lost
     check_gaps(run, steps)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert len(files) > 5
