@@ -1,6 +1,6 @@
-"""The one import order (Unsloth, then torch, transformers and TRL) and the set-up that guards it.
+"""The required import order (Unsloth, then torch, transformers and TRL) and the set-up that enforces it.
 
-Libraries loaded before Unsloth keep their unpatched code, and a run then trains slower, or nothing, silently.
+Libraries loaded before Unsloth keep their unpatched code, and a run then silently trains slower, or not at all.
 """
 
 import logging
@@ -24,14 +24,14 @@ from rloo_kit.system.processes import is_main_process
 PATCHED = ("trl", "transformers", "peft")  # what Unsloth patches, the loudest symptom first
 QUIET_S = 1.0  # seconds of importing after which a line says what is being loaded
 
-_in_time = False  # a call was made already: a TRL that is loaded by now came after it
+_in_time = False  # `setup_environment` has run, so a TRL that is loaded by now came after it
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The heavy libraries as modules; `unsloth` is None where it is not the backend.
+    """The heavy libraries as modules; `unsloth` is None if it is not the backend.
 
-    `peft` and `datasets` are imported on first use: they take half of the time, and not every command needs them.
+    `peft` and `datasets` are imported on first use: they take half of the time, and some commands do not need them.
     """
 
     torch: Any
@@ -56,21 +56,21 @@ _stack: Stack | None = None
 def setup_environment(
     backend: str = "auto", *, root: Path | None = None, keys: Sequence[str] = EXPECTED_KEYS
 ) -> Environment:
-    """Settle a run's environment; call it first, before torch, transformers, TRL or PEFT is imported.
+    """Set up a run's environment; call it first, before torch, transformers, TRL or PEFT is imported.
 
-    Loads the project's `.env`, chooses precision and backend, gives text progress bars, moves Unsloth's compiled cache
-    out of the working folder and, where Unsloth is the backend, imports it there and then. A second call is harmless.
+    Loads the project's `.env`, chooses precision and backend, sets text progress bars, moves Unsloth's compiled cache
+    out of the working folder and, if Unsloth is the backend, imports it at once. A second call is harmless.
 
     Args:
-        backend: "auto" takes Unsloth where it and an NVIDIA GPU are there; "unsloth" or "transformers" forces one, as
-            the variable RLOO_KIT_BACKEND does.
-        root: folder that holds `.env`; None finds the project's root from the working directory, then the package.
+        backend: "auto" takes Unsloth if it is installed and there is an NVIDIA GPU; "unsloth" or "transformers" forces
+            one, as does the variable RLOO_KIT_BACKEND.
+        root: folder that contains `.env`; None finds the project's root from the working directory, then the package.
         keys: names of variables to report as found, empty or missing.
     Returns:
-        The Environment; print it for a table.
+        The Environment; printing it shows a table.
     Raises:
-        ImportOrderError: Unsloth is the backend and a library that it patches, or an Accelerator, came before it.
-        ConfigError: a value of `backend`, RLOO_KIT_BACKEND or TQDM_NOTEBOOK is none of the known ones.
+        ImportOrderError: Unsloth is the backend, but a library that it patches, or an Accelerator, came before it.
+        ConfigError: an unknown value of `backend`, RLOO_KIT_BACKEND or TQDM_NOTEBOOK.
         SetupError: Unsloth is forced but cannot be used, or `.env` or Unsloth cannot be read or imported.
     """
     settled = environment.prepare_environment(backend, root, keys)
@@ -90,9 +90,9 @@ def load_stack() -> Stack:
     as `setup_environment`: ImportOrderError, SetupError."""
     global _stack
     if _stack is None:
-        # bitsandbytes tells everyone without a GPU that a faster 4-bit kernel for the CPU could be fetched
+        # without a GPU, bitsandbytes logs that a faster 4-bit kernel for the CPU could be downloaded
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-        # TRL's own use of vLLM, which the kit has none of, is older than the versions that fit this torch
+        # TRL warns about vLLM versions that fit this torch, for its own vLLM path, which the kit does not use
         warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
         settled = environment.current()
         with _progress("Unsloth, torch and TRL" if settled.backend == "unsloth" else "torch and TRL"):
@@ -104,8 +104,8 @@ def load_stack() -> Stack:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Print what is being loaded once that takes longer than `QUIET_S`, in the main process: in a kernel to stdout
-    (notebooks show stderr as errors), else to stderr (`--json` is on stdout)."""
+    """Print what is being loaded if it takes longer than `QUIET_S`, in the main process: in a kernel to stdout
+    (notebooks show stderr as errors), else to stderr (`--json` uses stdout)."""
     stream = sys.stdout if "ipykernel" in sys.modules else sys.stderr
     line = threading.Timer(QUIET_S, lambda: print(f"loading {what} ...", file=stream, flush=True))
     line.daemon = True
@@ -118,7 +118,7 @@ def _progress(what: str) -> Iterator[None]:
 
 
 def _import_backend(settled: Environment) -> None:
-    """Import Unsloth if it is the backend; refuse if that comes too late."""
+    """Import Unsloth if it is the backend; raise if that comes too late."""
     global _in_time
     if settled.backend == "unsloth" or sys.modules.get("unsloth") is not None:
         _refuse_if_late()
@@ -145,8 +145,8 @@ def _refuse_if_late() -> None:
 
 
 def _order_of_imports() -> dict[str, int]:
-    """For each loaded package the place of its first part in `sys.modules`, which is in the order in which imports
-    ended: Unsloth itself stands behind what it imports, its first module before."""
+    """For each loaded package, the index of its first module in `sys.modules`, which follows the order in which imports
+    ended: Unsloth itself comes after what it imports, but its first submodule comes before."""
     order: dict[str, int] = {}
     for place, (name, module) in enumerate(list(sys.modules.items())):
         if module is not None:
@@ -155,7 +155,7 @@ def _order_of_imports() -> dict[str, int]:
 
 
 def _has_accelerator() -> bool:
-    """Whether accelerate's state is initialised in this process: precision and device are settled with it."""
+    """Whether accelerate's state is initialised in this process, which fixes precision and device."""
     state = sys.modules.get("accelerate.state")
     return "torch" in sys.modules and state is not None and bool(state.AcceleratorState._shared_state)
 
@@ -165,7 +165,7 @@ def _import_unsloth() -> None:
         return
     try:
         import_module("unsloth")
-    except Exception as error:  # it raises many kinds: a missing GPU, an operator that does not load, its own checks
+    except Exception as error:  # many types: a missing GPU, an operator that does not load, its own checks
         raise SetupError(
             f"Unsloth is installed but its import failed: {type(error).__name__}: {error}. Restart the kernel, and see "
             f"what `rloo-kit doctor` says; to go without Unsloth: {BACKEND_VARIABLE}=transformers"

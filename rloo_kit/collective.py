@@ -1,6 +1,6 @@
 """Communication between the processes of a run: start together, wait, share an object, gather lists, agree.
 
-All processes call a function at the same place, or the run hangs; with one process each returns at once.
+All processes must call each function at the same point, or the run hangs; with one process they return at once.
 """
 
 import os
@@ -14,15 +14,15 @@ from rloo_kit._stack import load_stack
 from rloo_kit.errors import SetupError
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
-TIMEOUT = timedelta(hours=3)  # for a process that waits for another's long rollout; one that died ends all at once
+TIMEOUT = timedelta(hours=3)  # for processes that wait for another's long rollout; one that dies ends all at once
 RELEASE_S = 0.5  # for gloo's threads to drop the tensors of a call that has returned
 
 
 def start_processes() -> None:
     """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time.
 
-    NCCL and the GPU of LOCAL_RANK; gloo and the CPU without a GPU or with ACCELERATE_USE_CPU. Raises
-    SetupError where there are more processes on this machine than GPUs.
+    NCCL and the GPU of LOCAL_RANK; gloo and the CPU without a GPU or with ACCELERATE_USE_CPU. Raises SetupError if
+    there are more processes on this machine than GPUs.
     """
     if not is_distributed():
         return
@@ -33,7 +33,7 @@ def start_processes() -> None:
             f"process {local_index()} of this machine has no GPU left: {gpus} available, one per process; "
             "start fewer processes (num_processes of the launch file, --nproc_per_node of torchrun)"
         )
-    if not gpus:  # accelerate would name the device cpu:0, which torch.load refuses: no run could be resumed
+    if not gpus:  # accelerate would name the device cpu:0, which torch.load refuses, so no run could resume
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     from accelerate import PartialState
 
@@ -41,7 +41,7 @@ def start_processes() -> None:
 
 
 def wait_for_all() -> None:
-    """Return when every process has come here."""
+    """Return once every process has called this."""
     if _has_group():
         from accelerate import PartialState
 
@@ -50,7 +50,7 @@ def wait_for_all() -> None:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """The main process runs the block before the others, to fill a cache that they read; also where it fails."""
+    """The main process runs the block before the others, to fill a cache that they read; they run even if it fails."""
     if not is_main_process():
         wait_for_all()
     try:
@@ -61,7 +61,7 @@ def main_first() -> Iterator[None]:
 
 
 def share(value: Any) -> Any:
-    """The main process's `value` in every process, pickled; what the others pass is dropped."""
+    """The main process's `value`, in every process, pickled; the others' values are ignored."""
     if not _has_group():
         return value
     distributed = load_stack().torch.distributed
@@ -81,7 +81,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_lists(values: list[Any]) -> list[Any]:
-    """The lists of all processes, of any lengths, as one in the order of their ranks, in every process."""
+    """The lists of all processes, of any lengths, concatenated in the order of their ranks, in every process."""
     return [value for part in gather_objects(values) for value in part]
 
 
@@ -91,17 +91,17 @@ def any_of(flag: bool) -> bool:
 
 
 def share_of(values: Sequence[Any]) -> range:
-    """Indices of `values`, the same in every process, that this one works on: adjacent, and as even as possible."""
+    """The indices of `values`, which is the same in every process, that this one works on: contiguous, evenly split."""
     count, index = count_processes(), process_index()
     return range(len(values) * index // count, len(values) * (index + 1) // count)
 
 
 def end_processes() -> None:
-    """Wait for all and leave the group, as the last thing a process of a run does.
+    """Wait for all and leave the group; the last call of a run's process.
 
-    NCCL warns of a process that ends inside its group. gloo's threads live on behind a group that torch itself still
-    refers to (DDP's reducer, a device mesh), and one that drops a tensor while the interpreter ends aborts the process
-    (https://github.com/pytorch/pytorch/issues/190489): they get the time to drop it before.
+    NCCL warns about a process that exits inside its group. gloo's threads survive while torch itself still refers to
+    the group (DDP's reducer, a device mesh), and a thread that drops a tensor while the interpreter exits aborts the
+    process (https://github.com/pytorch/pytorch/issues/190489). A short wait lets them drop it first.
     """
     if not is_distributed():
         return

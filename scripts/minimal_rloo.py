@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""RLOO in plain torch, to read top to bottom: a tiny Qwen3 that thinks learns column addition on the CPU.
+"""RLOO in plain torch, to read top to bottom: a tiny thinking Qwen3 learns column addition on the CPU.
 
     python scripts/minimal_rloo.py --steps 50 --seed 0
 
-The step is that of rloo_kit.RLOOTrainer and of TRL's: tests/contracts/test_minimal_rloo.py compares advantages, loss
-and gradient. docs/minimal.md walks through it, and says what the kit adds and why. The choices:
+The step equals that of rloo_kit.RLOOTrainer and of TRL's: tests/contracts/test_minimal_rloo.py compares advantages,
+loss and gradient. docs/minimal.md walks through it and says what the kit adds and why. The choices:
 
-- policy: a frozen model with a LoRA adapter. Reference: the same model with the adapter off. Nothing is held twice.
-- on-policy: one update a rollout, so the importance ratio is 1 and its clip at rest. With UPDATES = 2 it acts.
-- reward: 1 for the right number behind `</think>`, found by its token id, else 0. No reward model, no value model.
-- advantage: the reward less the mean reward of the K - 1 other completions of the prompt; no division by a deviation.
-- KL: the log-ratio of the whole completion (k1), times beta, off the reward. beta is 0, and then no reference pass.
+- policy: a frozen model with a LoRA adapter. Reference: the same model with the adapter off, so one set of weights.
+- on-policy: one update per rollout, so the importance ratio is 1 and the clip is inactive. UPDATES = 2 activates it.
+- reward: 1 for the right number after `</think>`, found by its token id, else 0. No reward model, no value model.
+- advantage: the reward minus the mean reward of the prompt's K - 1 other completions, not divided by a deviation.
+- KL: beta times the log-ratio of the whole completion (k1), subtracted from the reward. With beta 0, no reference pass.
 - loss: the ratio of the whole completion times its advantage, clipped as in PPO, a mean over completions.
 - sampling: temperature 1 and the whole vocabulary, because that is the distribution that is scored.
 
-From the kit come the model (built offline on first use, about a minute, then cached) and the problems. Importing them
-imports TRL; none of its code runs here. Shapes: B completions = prompts x K, P prompt, C completion, V vocabulary.
+The kit provides the model (built offline on first use, about a minute, then cached) and the problems. Importing them
+imports TRL, but none of its code runs. Shapes: B completions = prompts x K, P prompt, C completion, V vocabulary.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import os
 import random
 import time
 
-os.environ.setdefault("RLOO_KIT_BACKEND", "transformers")  # where Unsloth is installed, too
+os.environ.setdefault("RLOO_KIT_BACKEND", "transformers")  # even if Unsloth is installed
 
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import make_rows
@@ -34,16 +34,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPTS, K = 16, 8  # prompts a step, completions of each: B = 128
+PROMPTS, K = 16, 8  # prompts per step, completions per prompt: B = 128
 MAX_TOKENS = 48  # of a completion
-LEARNING_RATE = 2e-3  # falls to 0 in a straight line; a model of billions wants a hundredth of it
-EPSILON = 0.2  # the ratio counts from 1 - EPSILON to 1 + EPSILON
-UPDATES = 1  # optimizer steps a rollout
-HELD_OUT = 1000  # problems that are measured, never trained on
+LEARNING_RATE = 2e-3  # decays linearly to 0; a model with billions of parameters wants 1/100 of it
+EPSILON = 0.2  # the ratio is clipped to 1 - EPSILON and 1 + EPSILON
+UPDATES = 1  # optimizer steps per rollout
+HELD_OUT = 1000  # problems for the accuracy, never trained on
 
 
 def pad(rows, side):
-    """Token ids as a rectangle, and 1 where a token is: (B, longest) twice. What fills the gaps is masked."""
+    """Padded token ids, and a mask with 1 for real tokens: (B, longest) each."""
     width = max(map(len, rows))
     gaps = [[0] * (width - len(row)) for row in rows]
     fit = (lambda row, gap: gap + row) if side == "left" else (lambda row, gap: row + gap)
@@ -53,13 +53,13 @@ def pad(rows, side):
 
 
 def positions(mask):
-    """Place of each token among the real ones of its row: (B, T) -> (B, T)."""
+    """Position of each token among the real ones of its row: (B, T) -> (B, T)."""
     return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 @torch.no_grad()
 def sample(model, prompts, ends):
-    """A completion of each prompt, as lists of token ids: up to an end token, which is kept, or MAX_TOKENS."""
+    """A completion of each prompt, as a list of token ids: up to an end token, which is kept, or MAX_TOKENS."""
     tokens, mask = pad(prompts, "left")  # (B, P)
     place, cache, drawn = positions(mask), None, []
     alive = torch.ones(len(prompts), dtype=torch.bool)  # (B,)
@@ -70,12 +70,12 @@ def sample(model, prompts, ends):
         drawn.append(tokens)
         alive &= ~torch.isin(tokens[:, 0], torch.tensor(ends))
         mask, place = torch.cat([mask, torch.ones_like(tokens)], dim=1), place[:, -1:] + 1
-    rows = torch.cat(drawn, dim=1).tolist()  # (B, C); a row that ended goes on with what is cut off here
+    rows = torch.cat(drawn, dim=1).tolist()  # (B, C); tokens after a row's end are cut off below
     return [row[: next((n + 1 for n, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
 
 def answer_reward(completion, answer, tokenizer):
-    """1.0 if the text behind the last `</think>` is the answer, else 0.0; without the closing token there is none."""
+    """1.0 if the text after the last `</think>` is the answer, else 0.0; without that token there is no answer."""
     think_end = tokenizer.convert_tokens_to_ids("</think>")
     if think_end not in completion:
         return 0.0
@@ -84,7 +84,7 @@ def answer_reward(completion, answer, tokenizer):
 
 
 def token_logps(model, prompts, completions):
-    """Log-probability of every completion token, 0 behind the end of a completion: (B, C)."""
+    """Log-probability of every completion token, 0 after a completion's end: (B, C)."""
     (prompt_ids, prompt_mask), (ids, kept) = pad(prompts, "left"), pad(completions, "right")  # (B, P), (B, C)
     mask = torch.cat([prompt_mask, kept], dim=1)  # (B, P + C)
     tokens = torch.cat([prompt_ids, ids], dim=1)
@@ -95,14 +95,14 @@ def token_logps(model, prompts, completions):
 
 
 def leave_one_out(rewards, num_generations):
-    """Each reward less the mean of its siblings': (B,) -> (B,)."""
+    """Each reward minus the mean of its siblings' rewards: (B,) -> (B,)."""
     groups = rewards.view(-1, num_generations)  # (prompts, K)
     siblings = (groups.sum(dim=1, keepdim=True) - groups) / (num_generations - 1)
     return (groups - siblings).view(-1)
 
 
 def charge_kl(rewards, policy, old_logps, prompts, completions, beta):
-    """The rewards less beta times each completion's log-ratio to the reference: (B,) -> (B,)."""
+    """The rewards minus beta times each completion's log-ratio to the reference: (B,) -> (B,)."""
     if beta == 0:
         return rewards
     with torch.no_grad(), policy.disable_adapter():
@@ -164,7 +164,7 @@ def main():
         for update in range(UPDATES):
             logps = token_logps(policy, prompts, completions)  # (B, C)
             if update == 0:
-                old_logps = logps.detach()  # the policy that sampled is still this one
+                old_logps = logps.detach()  # the policy still is the one that sampled
                 charged = charge_kl(rewards, policy, old_logps, prompts, completions, options.beta)
                 advantages = leave_one_out(charged, K)  # (B,)
             loss = clipped_loss(logps, old_logps, advantages, EPSILON)

@@ -58,7 +58,7 @@ class Policy:
         tags: ids of `<think>` and `</think>`.
         family: "thinking", "hybrid", "instruct" or "plain".
         config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
-        rollout: `run.rollout` of the run that it was loaded for; None for one built by hand.
+        rollout: `run.rollout` of the run that it was loaded for; None if it was built by hand.
         sharding: gathers whole weights after training with FSDP or DeepSpeed; None if each process has them.
     """
 
@@ -167,7 +167,7 @@ def start_engine(run: RunConfig, policy: Policy) -> None:
     if run.rollout.engine != "vllm" or find_vllm(policy.model) is not None:
         return
     vllm, _ = _plan_vllm(run, policy.backend)
-    assert vllm is not None  # an obstacle is raised where the run asks for it
+    assert vllm is not None  # if the run asks for vLLM, `_plan_vllm` raises instead
     _module(policy.backend).start_engine(run, policy.model, vllm)
     _announce(vllm, policy.model)
 
@@ -312,7 +312,7 @@ def _refuse_mixed_gpus(run: RunConfig) -> None:
 def _spare_threads(run: RunConfig, model: Any) -> None:
     """Use one thread for a model as small as the embedded one on the CPU, unless OMP_NUM_THREADS is set. Its matrices
     are so small that a second thread mostly waits (measured: one thread is 20 % faster on two idle cores, seven times
-    on busy ones)."""
+    as fast on busy ones)."""
     is_small = run.model.is_embedded or sum(value.numel() for value in model.parameters()) < SMALL_MODEL
     if is_small and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

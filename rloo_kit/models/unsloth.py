@@ -37,7 +37,7 @@ from rloo_kit.system import environment
 ENGINE = "vllm_engine"  # the model's attribute in which Unsloth keeps vLLM
 MERGED_VARIABLE = "UNSLOTH_VLLM_MERGED_ROLLOUT"
 MOST_OF_FREE = 0.98
-SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else Unsloth replaces the planned share by its own
+SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else Unsloth replaces the planned share with its own
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
 OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it, float32 checkpoints are stored in host memory as bfloat16
 # What the generated trainer's constructor assigns in its config; checked by tests/with_unsloth/test_fingerprints.py.

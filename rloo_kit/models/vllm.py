@@ -222,7 +222,7 @@ def prepare_variables() -> None:
 
 
 def _is_no_launch_hint(record: logging.LogRecord) -> bool:
-    """Filter transformers' advice to use a launcher, which vLLM's process group of one triggers."""
+    """Filter out transformers' advice to use a launcher, which vLLM's process group of one triggers."""
     return "launch your script with" not in record.getMessage()
 
 
