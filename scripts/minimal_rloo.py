@@ -164,7 +164,7 @@ def main():
         for update in range(UPDATES):
             logps = token_logps(policy, prompts, completions)  # (B, C)
             if update == 0:
-                old_logps = logps.detach()  # the policy still is the one that sampled
+                old_logps = logps.detach()  # the policy that sampled is still this one
                 charged = charge_kl(rewards, policy, old_logps, prompts, completions, options.beta)
                 advantages = leave_one_out(charged, K)  # (B,)
             loss = clipped_loss(logps, old_logps, advantages, EPSILON)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-BLOCK_TOKENS = 64  # growth step: an allocation costs as much as a step, and short rollouts should take little memory
+BLOCK_TOKENS = 64  # allocating costs as much as a step: short rollouts take little, long ones copy often but cheaply
 LEVELS = 127  # of an int8 code, on each side of 0
 
 Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, width)
