@@ -1,9 +1,9 @@
-"""What the checks of one worker share: the backend, checkpoints with random weights, runs, loaded policies, figures.
+"""Shared by the checks of one worker: the backend, checkpoints with random weights, runs, loaded policies, figures.
 
-Weights are random and of true shape: a step costs what it costs on trained ones, and nothing is downloaded. Of the
-0.6B model the row of the end token is set so that completions end after some 12 to 24 tokens: their rewards differ.
-Rehearsed, a tiny model stands in, on the CPU: through transformers in 4-bit by bitsandbytes, through Unsloth's own code
-by Triton's interpreter in float32.
+Weights are random, in their true shapes: a step costs the same as on trained ones, and nothing is downloaded. In the
+0.6B model, the row of the end token is set so that completions end after 12 to 24 tokens or so and rewards differ. In a
+rehearsal, a tiny model stands in on the CPU: through transformers in 4-bit with bitsandbytes, through Unsloth's own
+code in float32 with Triton's interpreter.
 """
 
 import json
@@ -35,7 +35,7 @@ SMALLER = (
     "rloo.num_generations=2", "rloo.max_completion_length=8", "data.max_prompt_length=32",
 )  # fmt: skip
 LEARNING_RATE, TINY_LEARNING_RATE = 3e-4, 1e-2
-MAX_TOKENS = 8448  # completions of 8k and their prompts: Unsloth's training forward cuts longer rows of stock's off
+MAX_TOKENS = 8448  # completions of 8k and their prompts; Unsloth's training forward truncates stock's longer rows
 USUAL_LENGTH, TINY_USUAL_LENGTH = 12, 6  # tokens after which a random 0.6B ends on average
 
 
@@ -44,17 +44,17 @@ class Skipped(Exception):
 
 
 class Bench:
-    """What a check is handed.
+    """The argument of a check.
 
     Args:
-        backend: "unsloth" or "transformers", whose libraries are loaded. scratch: folder for checkpoints and what one
-            worker leaves to the next. lines: file of the part's lines. rehearsed: tiny, on the CPU.
+        backend: "unsloth" or "transformers", whose libraries are loaded. scratch: folder for checkpoints and for
+            files that one worker leaves for the next. lines: file of the part's lines. rehearsed: tiny, on the CPU.
     """
 
     def __init__(self, backend: str, scratch: Path, lines: Path, rehearsed: bool) -> None:
         self.backend, self.scratch, self.lines, self.rehearsed = backend, scratch, lines, rehearsed
         self.check: checks.Check | None = None
-        self.ends = math.inf  # of the check that runs, on time.monotonic
+        self.ends = math.inf  # deadline of the running check, on time.monotonic
         self.trained: Path | None = None  # the adapter of the run that was resumed
         self._shared: dict[Any, Any] = {}
 
@@ -76,7 +76,7 @@ class Bench:
         return self.ends - time.monotonic()
 
     def report(self, **values: Any) -> None:
-        """Write figures down, at once."""
+        """Write figures to the part's lines at once."""
         name = self.check.name if self.check else ""
         checks.append(self.lines, "figure", check=name, values=values)
         print(f"{name}: {json.dumps(values)}", flush=True)
@@ -84,7 +84,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------------- models and runs
 
     def checkpoint(self, size: str) -> Path:
-        """The folder of the random "0.6b" or "4b"; the tiny one when rehearsing."""
+        """The folder of the random "0.6b" or "4b"; the tiny one in a rehearsal."""
         return self.scratch / f"qwen3-{'tiny' if self.rehearsed else size}-random"
 
     def make_run(self, size: str, *overrides: str, four_bit: bool = True, name: str = "") -> Any:
@@ -121,28 +121,28 @@ class Bench:
         return self.shared(key, lambda: self.load(self.make_run(size, *overrides, four_bit=four_bit)))
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, kept for the next check; what had another key is let go first, so that one is held."""
+        """The result of `make`, kept for the next check; one with another key is released first, to hold only one."""
         if key not in self._shared:
             self.release()
             self._shared[key] = make()
         return self._shared[key]
 
     def release(self) -> None:
-        """Let go of what is shared."""
+        """Release what is shared."""
         self._shared.clear()
         memory.settle(self.cuda)
 
     def keep_on_cpu(self) -> None:
-        """Around a load in a rehearsal through Unsloth: it brings modules in that look for a GPU."""
+        """Wraps a load in a rehearsal through Unsloth, which imports modules that look for a GPU."""
         if self.interpreted:
             _interpreter().keep_on_cpu()
 
 
 def start(backend: str, rehearsed: bool, grpo: bool = False) -> None:
-    """Import the libraries in their order, Unsloth first where it is the backend; before torch.
+    """Import the libraries in order: Unsloth first if it is the backend, before torch.
 
     Args:
-        grpo: a check needs Unsloth's GRPO trainer, which the interpreter's harness leaves out otherwise.
+        grpo: a check needs Unsloth's GRPO trainer, which the interpreter's harness otherwise leaves out.
 
     Raises:
         rloo_kit.errors.RlooKitError, ImportError: the backend cannot be used here.
@@ -182,15 +182,15 @@ def _write_grpo_trainer() -> None:
 
 
 def make_checkpoint(bench: Bench, size: str) -> Path:
-    """Write the random model of a size where it is not there yet; by a process without Unsloth, whose patches it would
-    carry."""
+    """Write the random model of a size unless it exists; in a process without Unsloth, whose patches it
+    would contain."""
     from rloo_kit.measure.stand_ins import save_random_model
     from rloo_kit.plan.shapes import EMBEDDED, PUBLISHED
 
     folder = bench.checkpoint(size)
     if folder.is_dir():
         return folder
-    made = Path(tempfile.mkdtemp(dir=bench.scratch))  # a maker that is interrupted leaves nothing that looks done
+    made = Path(tempfile.mkdtemp(dir=bench.scratch))  # an interrupted process leaves nothing that looks finished
     if bench.rehearsed:
         shape = replace(EMBEDDED, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
         save_random_model(shape, made, positions=2048, dtype="float32", initializer_range=0.1)
@@ -204,8 +204,8 @@ def make_checkpoint(bench: Bench, size: str) -> Path:
 
 
 def _set_end(folder: Path, length: int) -> None:
-    """Set the end token's row to what the states behind a prompt have in common, so that it comes every `length` tokens
-    or so (4-bit weights make it twice that): random weights draw it once in 151,936."""
+    """Set the end token's row to what the states after a prompt have in common, so that it comes about every `length`
+    tokens (twice that with 4-bit weights): random weights draw it once in 151,936."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -218,7 +218,7 @@ def _set_end(folder: Path, length: int) -> None:
         for left, right in ((841, 27), (12, 345), (677, 58), (90, 9)):
             text = f"<|im_start|>user\n{left}+{right}=<|im_end|>\n<|im_start|>assistant\n<think>\n"
             prompt = tokenizer(text)["input_ids"]
-            answer = torch.randint(0, weight.shape[0], (64,), generator=draw)  # as random weights answer
+            answer = torch.randint(0, weight.shape[0], (64,), generator=draw)  # like the answers of random weights
             ids = torch.cat([torch.tensor(prompt), answer])[None].to(device)
             found.append(model.model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 :].float())
         states = torch.cat(found)

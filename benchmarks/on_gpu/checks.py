@@ -1,4 +1,4 @@
-"""The list of checks, and the lines of JSON in which a part of the first hour says what it found.
+"""The list of checks, and the lines of JSON in which a part of the first hour reports its results.
 
 A check is a function of a `Bench` with a budget of seconds; `check` puts it on the list, once for each backend. Nothing
 here imports torch: the command reads the list before any worker runs.
@@ -23,9 +23,9 @@ class Check:
     """One check of one backend.
 
     Attributes:
-        name: "BACKEND/FUNCTION". part: 1 to 3; 0 for one that runs only where it is named.
-        budget_s: after this it is interrupted. needs: the function that has to have passed by this backend.
-        stand_in: runs only where the other backend's worker cannot.
+        name: "BACKEND/FUNCTION". part: 1 to 3; 0 for one that runs only by name.
+        budget_s: after this it is interrupted. needs: the function that must have passed with this backend.
+        stand_in: runs only if the other backend's worker cannot.
         not_rehearsed: why it does not run on the CPU.
     """
 
@@ -53,7 +53,7 @@ _checks: dict[str, Check] = {}
 def check(
     part: int, budget_s: int, backends: Iterable[str] = BACKENDS, *, either: bool = False, **more: Any
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Put a function on the list; `either`: it runs once, through Unsloth, else through transformers."""
+    """Add a function to the list; `either`: it runs once, through Unsloth, else through transformers."""
 
     def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
         for backend in backends:
@@ -66,8 +66,8 @@ def check(
 
 
 def list_checks() -> dict[str, Check]:
-    """All of them by name, in their order."""
-    from on_gpu import claim, correctness, extras, figures  # noqa: F401  each puts its own on the list
+    """All checks by name, in order."""
+    from on_gpu import claim, correctness, extras, figures  # noqa: F401  each adds its own to the list
 
     return _checks
 
@@ -76,7 +76,7 @@ def list_checks() -> dict[str, Check]:
 
 
 def append(path: Path, kind: str, **values: Any) -> None:
-    """Add a line, at once on the disk: a machine may go at any time."""
+    """Append a line and flush it to disk, because the machine may disappear at any time."""
     line = {"kind": kind, "time": round(time.time(), 2)} | values
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -84,7 +84,7 @@ def append(path: Path, kind: str, **values: Any) -> None:
 
 @dataclass
 class Found:
-    """What is known of a check: its state, its reason where it did not pass, seconds, and its figures."""
+    """The results of a check: its state, the reason if it did not pass, seconds, and its figures."""
 
     state: str = "not run"
     reason: str = ""
@@ -101,7 +101,7 @@ class Part:
     notes: list[str]
 
     def value(self, name: str, *keys: str) -> Any:
-        """A figure of the check `name`, by its keys from the outside in; None where there is none."""
+        """A figure of the check `name`, by its keys from the outside in; None if there is none."""
         found: Any = self.checks[name].values if name in self.checks else None
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
@@ -109,7 +109,7 @@ class Part:
 
 
 def read_part(path: Path) -> Part | None:
-    """A file of lines; None where there is none. A line that was cut off is left out."""
+    """The part in a file of lines; None without a file. A line that was cut off is left out."""
     if not path.is_file():
         return None
     part = Part({}, {}, [])
@@ -124,7 +124,7 @@ def read_part(path: Path) -> Part | None:
         elif kind == "note":
             part.notes.append(line["text"])
         elif kind in ("begin", "figure", "end"):
-            if kind == "begin" or name not in part.checks:  # a check that ran again has its new figures alone
+            if kind == "begin" or name not in part.checks:  # a check that ran again has only its new figures
                 part.checks[name] = Found("interrupted", "its worker ended")
             found = part.checks[name]
             if kind == "figure":
@@ -135,7 +135,7 @@ def read_part(path: Path) -> Part | None:
 
 
 def merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    """Dictionaries are merged at every depth, all else is replaced.
+    """Merge dictionaries at every depth; everything else is replaced.
 
     >>> found = {"a": {"b": 1}}
     >>> merge(found, {"a": {"c": 2}, "d": 3})

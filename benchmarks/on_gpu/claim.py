@@ -1,10 +1,9 @@
-"""Part 3, the claim: Qwen3-4B in 4-bit trains on 8, 12, 16 and 24 GB, simulated by a cap on what torch may take.
+"""Part 3, the claim: Qwen3-4B in 4-bit trains on 8, 12, 16 and 24 GB, simulated by a cap on torch's memory.
 
-A shipped config runs as it is but for its checkpoint (all layers in 4 bit; Unsloth's copies keep some in 16): two steps
-with rollouts that have reached their full length (`measure.memory.measure_steps`), next to what the plan computed. Its
-seconds a step are those of a step in which every completion thinks to its limit, so an upper bound, from the decoding
-time at the beginning, middle and end of a row. What a cap cannot show stays not measured: a small GPU's speed and
-shared memory.
+A shipped config runs as is except for its checkpoint (all layers in 4-bit; Unsloth's copies keep some in 16): two steps
+with rollouts that have reached their full length (`measure.memory.measure_steps`), compared with the plan. The seconds
+a step are those of a step in which every completion reaches its limit, so an upper bound, from the decoding time at the
+beginning, middle and end of a row. A cap cannot show a small GPU's speed and shared memory: those stay not measured.
 """
 
 import statistics
@@ -18,14 +17,14 @@ from on_gpu.checks import check
 from on_gpu.figures import measure_decoding
 
 GPUS_GB = (8, 12, 16, 24)
-TAIL, TINY_TAIL = 64, 4  # tokens that are decoded behind full caches
+TAIL, TINY_TAIL = 64, 4  # tokens decoded after full caches
 TINY = (
     "data.max_prompt_length=8", "rloo.max_completion_length=20", "rloo.thinking_budget=10", "rloo.answer_budget=6",
     "model.max_seq_length=128", "model.dtype=float32", "rloo.optim=adamw_torch",
 )  # fmt: skip
 SHIPPED_STEPS = 200
 LONG = ("model.max_seq_length=40960",)  # one load serves every config
-MOST_TOKENS = 40960 - 512  # of a completion: the model's positions less the prompt's
+MOST_TOKENS = 40960 - 512  # of a completion: the model's positions less those of the prompt
 SAME = "tiny, it is the check of 8 GB"
 
 
@@ -45,7 +44,7 @@ def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
     with memory.capped(bench.cuda, gpu_gb) as limit:
         policy = load_policy(bench, *overrides)
         run, _ = load_shipped(bench, gpu_gb, *overrides)
-        load = load_of(run, policy)  # whole rows: as many as a pass of this run may hold tokens of
+        load = load_of(run, policy)  # whole rows: as many as fit the tokens of one pass
         words = [*overrides, f"rloo.tokens_per_pass={rows_of_a_pass(load)[1] * load.row_tokens}"]
         run, plan = load_shipped(bench, gpu_gb, *words)
         counted = [part for part in plan.parts if part.name not in ("context", "correction")]  # as torch counts
@@ -63,17 +62,17 @@ def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
 
 
 def load_policy(bench: Bench, *overrides: str) -> Any:
-    """The policy that every config takes its steps on, with room for the longest rows."""
+    """The policy that all configs share, with room for the longest rows."""
     return bench.policy("4b", overrides=(*(() if bench.rehearsed else LONG), *overrides))
 
 
 def load_shipped(bench: Bench, gpu_gb: int, *overrides: str) -> tuple[Any, Any]:
-    """The shipped config of that GPU on the random checkpoint, with the rows and passes that the plan finds for it."""
+    """The shipped config of that GPU on the random checkpoint, with the rows and passes from the plan."""
     from rloo_kit import load_config, plan_vram
 
     file = reporting.ROOT / "configs" / f"qwen3_4b_thinking_{gpu_gb}gb.yaml"
     words = [f"model.name={bench.checkpoint('4b')}", f"model.backend={bench.backend}", "rloo.report_to=[]"]
-    words += ["rloo.thinking_close=tag"]  # the sentence has four times as many tokens in a tokenizer of bytes
+    words += ["rloo.thinking_close=tag"]  # the sentence has four times as many tokens in a byte tokenizer
     words += [*(TINY if bench.rehearsed else ()), *(["model.load_in_4bit=false"] if bench.interpreted else [])]
     words += ["rloo.num_generations=2", "rloo.per_device_train_batch_size=1",
               "rloo.gradient_accumulation_steps=2"] * bench.rehearsed  # fmt: skip
@@ -131,8 +130,7 @@ def trains_on_24gb(bench: Bench) -> None:
 
 @check(3, 150, either=True)
 def longest_thinking(bench: Bench) -> None:
-    """The longest completions that fit each GPU: what the plan says for one row at a time, tried; then a quarter
-    more."""
+    """The longest completions that fit each GPU, one row at a time: the plan's length, then a quarter more."""
     from rloo_kit.measure.memory import measure_steps
     from rloo_kit.system.memory import is_out_of_memory
 
@@ -164,8 +162,8 @@ def longest_thinking(bench: Bench) -> None:
 
 
 def longest_planned(bench: Bench, gpu_gb: int) -> int:
-    """Tokens of the longest completion that the plan says fits, one row at a time; at most what the model has room
-    for."""
+    """Tokens of the longest completion that fits according to the plan, one row at a time; at most what the
+    model allows."""
     low, high = 1, 4 if bench.rehearsed else MOST_TOKENS // 512
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
 """Part 1, smoke and correctness on Qwen3-0.6B: does the stack load, are its numbers right, does a run learn and resume?
 
-Every layout is held against single sequences of the same model: log-probabilities and LoRA gradients, forward and
-backward, checkpointing on. What Unsloth's worker leaves behind (adapter, merged model), the other one reads.
+Every layout is compared with single sequences of the same model: log-probabilities and LoRA gradients, forward and
+backward, checkpointing on. The transformers worker reads what Unsloth's leaves behind (adapter, merged model).
 
 Shapes: N scored tokens of all completions.
 """
@@ -18,10 +18,10 @@ from on_gpu import memory
 from on_gpu.bench import Bench, Skipped
 from on_gpu.checks import check
 
-# Tokens of a prompt, and of its completions; rehearsed, a two-hundredth.
+# Tokens of a prompt, and of its completions; in a rehearsal, a two-hundredth.
 LENGTHS = ((301, (3700, 650, 31, 2000)), (40, (5, 400)), (7, (90,)))
-MEAN_NATS, MAX_NATS = 0.03, 0.5  # of bf16 against bf16 in another order; a dropped mask is off by one nat and more
-GRADIENT = 0.1  # of the gradient's size, likewise; a dropped mask is off by half
+MEAN_NATS, MAX_NATS = 0.03, 0.5  # bf16 vs. bf16 in another order; a dropped mask is off by one nat or more
+GRADIENT = 0.1  # of the gradient's norm, the same; a dropped mask is off by half
 LAYOUTS = {  # name: layout of the scorer, and whether torch's attention for varying lengths may be used
     "unsloth": {"flex, prompt shared": ("shared", None), "packed, prompt repeated": ("repeated", None)},
     "transformers": {
@@ -31,9 +31,9 @@ LAYOUTS = {  # name: layout of the scorer, and whether torch's attention for var
         "buckets, prompt repeated": ("repeated", False),
     },
 }
-STEPS_BEFORE, STEPS = 3, 5  # of the run that is interrupted and resumed; rehearsed 1 and 2
+STEPS_BEFORE, STEPS = 3, 5  # of the run that is interrupted and resumed; 1 and 2 in a rehearsal
 EMBEDDED_RATE = 5e-3
-FALL = 0.6  # the last two steps' completions are at most this long, of the first's (20 -> 7 tokens on a CPU, 4 seeds)
+FALL = 0.6  # largest length of the last two steps' completions, over the first's (20 -> 7 tokens on a CPU, 4 seeds)
 KEPT_GIB = 0.5  # Unsloth's buffers for dequantised weights and checkpoints stay
 
 
@@ -62,7 +62,7 @@ def knows_the_machine(bench: Bench) -> None:
 
 
 def median_seconds(bench: Bench, work: Callable[[], Any], batches: int = 5, times: int = 10) -> float:
-    """Of one call, behind three that are discarded."""
+    """Seconds of one call, after three discarded ones."""
     found = []
     for batch in range(batches + 1):
         synchronize(bench)
@@ -119,8 +119,8 @@ def scores_bf16(bench: Bench) -> None:
 
 
 def compare_layouts(bench: Bench, policy: Any) -> None:
-    """Every layout against single sequences. Stock's left-padded rows are reported alongside: Unsloth's training
-    forward may drop their mask, silently."""
+    """Every layout vs. single sequences. Stock's left-padded rows are reported alongside: Unsloth's training forward
+    may silently drop their mask."""
     import torch
 
     from rloo_kit.gradient import packing
@@ -152,7 +152,7 @@ def compare_layouts(bench: Bench, policy: Any) -> None:
         try:
             with using:
                 off = Scored.compute(policy, [groups], layout).off(expected)
-        except RuntimeError as error:  # a kernel that does not run here is a finding, and the others go on
+        except RuntimeError as error:  # a kernel that does not run here is a finding; the others continue
             off = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
             bad[name] = off
         if in_one_call and not any(asked):
@@ -171,7 +171,7 @@ def compare_layouts(bench: Bench, policy: Any) -> None:
 
 
 def kernel_fault(policy: Any) -> str | None:
-    """Why the kit does not use torch's attention for varying lengths with this model's heads; None where it does."""
+    """Why the kit does not use torch's attention for varying lengths with this model's heads; None if it does."""
     import torch
 
     from rloo_kit.gradient import packing
@@ -213,7 +213,7 @@ class Scored:
 
     @classmethod
     def compute(cls, policy: Any, passes: list[list[Any]], layout: str) -> "Scored":
-        """In training mode, pass by pass, a backward pass behind each."""
+        """In training mode, pass by pass, each followed by a backward pass."""
         import torch
 
         from rloo_kit.gradient.scorer import Scorer
@@ -236,7 +236,7 @@ class Scored:
         return cls(torch.cat(found), gradient)
 
     def off(self, expected: "Scored") -> dict[str, float]:
-        """How far this is off what is expected."""
+        """The difference from the expected one."""
         error = ((self.gradient - expected.gradient).norm() / expected.gradient.norm()).item()
         return nats(self.logps, expected.logps) | {"gradient": round(error, 6)}
 
@@ -248,12 +248,12 @@ def nats(found: Any, expected: Any) -> dict[str, float]:
 
 
 def is_close(off: dict[str, float]) -> bool:
-    """Whether rounding explains it."""
+    """Whether rounding explains the difference."""
     return off["mean"] < MEAN_NATS and off["max"] < MAX_NATS and off.get("gradient", 0.0) < GRADIENT
 
 
 def autocast(device: Any) -> AbstractContextManager[Any]:
-    """As the trainer scores: in the GPU's precision."""
+    """Autocast as in the trainer: in the GPU's precision."""
     import torch
 
     from rloo_kit.system import environment
@@ -291,7 +291,7 @@ def left_padded(policy: Any, groups: list[Any], forgets: bool) -> Any:
 
 
 def move_adapter(policy: Any, scale: float = 0.02) -> None:
-    """Random values in the B matrices: a fresh adapter is the identity, and would hide a kernel that leaves it out."""
+    """Random values in the B matrices: a fresh adapter is the identity, which would hide a kernel that ignores it."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -317,7 +317,7 @@ def logps_of(bench: Bench, policy: Any) -> Any:
 
 
 def shortness(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that falls with the length."""
+    """A reward that falls with length."""
     return [-len(ids) / 64 for ids in completion_ids]
 
 
@@ -474,7 +474,7 @@ def gets_shorter(bench: Bench) -> None:
     result = rloo_kit.train(run, policy, rloo_kit.load_data(run, policy.tokenizer), [shortness], overwrite=True)
     lengths = [row["completions/mean_length"] for row in result.metrics if "grad_norm" in row]
     bench.report(lengths=[round(length, 1) for length in lengths])
-    if not bench.rehearsed:  # two steps of cold start teach no end
+    if not bench.rehearsed:  # two steps of cold start do not teach the model to end
         assert sum(lengths[-2:]) / 2 < FALL * lengths[0], "completions did not become shorter"
 
 

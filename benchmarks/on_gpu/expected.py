@@ -1,7 +1,7 @@
-"""What was expected of each figure, written before any was measured (2026-11-22), and floors under some of them.
+"""The expected range of each figure, written before any was measured (2026-11-22), and lower bounds of some.
 
-For an H200 (some 790 TFLOP/s in bf16 and 4.3 TB/s). Decoding is bound by launches: 36 layers x 7 4-bit matrices with
-their adapters are some 3,500 kernels a step. Floors follow from the rate and the bandwidth that part 1 measures.
+For an H200 (about 790 TFLOP/s in bf16 and 4.3 TB/s). Decoding is launch-bound: 36 layers x 7 4-bit matrices with their
+adapters are about 3,500 kernels a step. Floors follow from the rate and the bandwidth that part 1 measures.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from on_gpu.correctness import GRADIENT, LAYOUTS, MAX_NATS, MEAN_NATS
 
 @dataclass(frozen=True)
 class Expected:
-    """A figure of a check, by its keys, and the range that it was expected in; `why` where it is no plain guess."""
+    """A figure of a check, by its keys, and its expected range; `why` if it is not just a guess."""
 
     what: str
     check: str
@@ -32,13 +32,13 @@ class Expected:
 
     @property
     def range(self) -> str:
-        """For people."""
+        """The range as text."""
         return f"{self.low:g} to {self.high:g} {self.unit}".strip()
 
 
 @dataclass(frozen=True)
 class Row:
-    """An expectation and what was found."""
+    """An expectation and the measured value."""
 
     what: str
     expected: str
@@ -116,7 +116,7 @@ def _claim() -> Iterator[Expected]:
 
 EXPECTED = (*_correctness(), *_figures(), *_claim())
 
-RATIOS = (  # what, the figure that is compared with, ours, at least this many times
+RATIOS = (  # title, the reference figure, the kit's, the least ratio
     ("training part, 4k, vs. TRL under Unsloth", "unsloth/stock_trains_4k", "unsloth/trains_4k", ("training_s",), 4.0),
     ("training part, 4k, vs. GRPO of Unsloth", "unsloth/grpo_trains_4k", "unsloth/trains_4k", ("training_s",), 1.0),
     ("training part, 4k, vs. TRL, transformers", "transformers/stock_trains_4k", "transformers/trains_4k",
@@ -130,7 +130,7 @@ RATIOS = (  # what, the figure that is compared with, ours, at least this many t
 
 
 def compare(part: Part) -> Iterator[Row]:
-    """The expectations of a part's figures that were found; a stand-in's figure counts for Unsloth's check."""
+    """The expectations for a part's measured figures; a stand-in's figure counts for Unsloth's check."""
     for one in EXPECTED:
         value = find(part, one.check, *one.keys)
         if isinstance(value, int | float):
@@ -138,7 +138,7 @@ def compare(part: Part) -> Iterator[Row]:
 
 
 def find(part: Part, check: str, *keys: str) -> Any:
-    """A figure; of a check that runs once it may come from either backend."""
+    """A figure; for a check that runs once, it may come from either backend."""
     value = part.value(check, *keys)
     return (
         part.value(check.replace("unsloth/", "transformers/"), *keys)
@@ -159,7 +159,7 @@ def part_is_either(check: str) -> bool:
 
 
 def floors(tflops: float, gb_per_s: float) -> dict[str, float]:
-    """Seconds below which no version gets on a GPU of that rate and bandwidth, by the figure's name."""
+    """Lower bounds in seconds on a GPU of that rate and bandwidth, by the figure's name."""
     import step_floor
     import step_workload
     from step_workload import Workload

@@ -19,7 +19,7 @@ from on_gpu.claim import train_on
 from on_gpu.correctness import Scored, is_close, make_groups, move_adapter, one_by_one, synchronize
 from on_gpu.figures import ENGINES, built_side, make_workload, measure_stock, measure_training, measure_whole
 
-LAYOUTS = ("padded", "repeated")  # besides the one that the scorer chooses
+LAYOUTS = ("padded", "repeated")  # in addition to the scorer's choice
 FP16 = ("rloo.fp16=true", "rloo.bf16=false", "model.dtype=float16")
 FLOAT32 = "16 bits are float32 there: it is trains_on_8gb"
 SMALL = (
@@ -62,8 +62,8 @@ def leaves_gradients(bench: Bench) -> None:
 
 @check(0, 150, backends=("transformers",))
 def gradients_against_float32(bench: Bench) -> None:
-    """What each backend left, against single sequences in float32 on the same GPU: 16 bits cost a few per cent of the
-    gradient's size, and not its direction."""
+    """What each backend left, vs. single sequences in float32 on the same GPU: 16 bits cost a few per cent of the
+    gradient's norm, and not its direction."""
     import torch
 
     files = {name: bench.scratch / f"gradients-{name}.pt" for name in BACKENDS}
@@ -89,7 +89,7 @@ def gradients_against_float32(bench: Bench) -> None:
 @check(0, 420, either=True)
 def embedded_learns(bench: Bench) -> None:
     """The embedded model learns under the shipped config as it does on the CPU, by the demo's own bar: its sizes were
-    chosen so that Unsloth's kernels take them."""
+    chosen to suit Unsloth's kernels."""
     from demo_learning import holds_the_bar
 
     import rloo_kit
@@ -114,7 +114,7 @@ def embedded_learns(bench: Bench) -> None:
 
 
 def build_quickly(bench: Bench) -> Any:
-    """The embedded model after two steps of its cold start, which cannot add."""
+    """The embedded model after two steps of its cold start; it cannot add."""
     from rloo_kit.embedded.model import build
     from rloo_kit.system.environment import CACHE_VARIABLE
 
@@ -176,7 +176,7 @@ def profile_training(bench: Bench) -> None:
 
 @check(0, 120)
 def profile_decoding(bench: Bench) -> None:
-    """Where decoding spends its time: 48 tokens of 32 rows behind 1,024 tokens."""
+    """Where decoding spends its time: 48 tokens of 32 rows after 1,024 tokens."""
     from rloo_kit.measure.memory import measure_rollout
 
     run = bench.make_run("4b", f"rollout.engine={ENGINES[bench.backend]}")
@@ -188,7 +188,7 @@ def profile_decoding(bench: Bench) -> None:
 
 
 def profile(bench: Bench, work: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of one call without and with the profiler, of the GPU's work by its kind, and the 20 dearest kernels."""
+    """Seconds of one call without and with the profiler, of GPU work by kind, and the 20 most expensive kernels."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -215,17 +215,17 @@ def profile(bench: Bench, work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def kernels_of(record: Any, on_gpu: bool) -> Iterator[tuple[str, float, int]]:
-    """Name, seconds and calls of what ran on the GPU; rehearsed, of the operators on the CPU."""
+    """Name, seconds and calls of what ran on the GPU; in a rehearsal, of the operators on the CPU."""
     for event in record.key_averages():
         if on_gpu and ("CUDA" not in str(event.device_type) or event.is_user_annotation):
-            continue  # an operator, or a named region, has the time of its kernels once more
+            continue  # an operator or a named region repeats the time of its kernels
         seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         if seconds > 0:
             yield event.key, seconds, event.count
 
 
 def group_of(name: str) -> str:
-    """The kind of work that a kernel's name tells of.
+    """The kind of work that a kernel's name indicates.
 
     >>> group_of("void cutlass::Kernel2<cutlass_80_tensorop_bf16>"), group_of("kDequantizeBlockwise<bf16>")
     ('matrix products', 'unpacking 4-bit weights')

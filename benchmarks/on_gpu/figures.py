@@ -2,9 +2,9 @@
 
 Equal on all sides of a comparison: the model, LoRA of rank 16 on the seven projections, bf16, checkpointing (Unsloth's
 own under Unsloth), 16 completions in two groups of K 8 with lognormal lengths (the mean 0.32 of the longest), prompts
-of about 101 tokens, beta 0.05. Stock's sides are loaded as their own users do. A step with a short rollout and, where
-the gradient is measured, one canned step are discarded: Unsloth's training forward drops the mask of left-padded rows
-until the model has generated, and what is compiled is compiled then.
+of about 101 tokens, beta 0.05. Stock's sides are loaded as their users load them. A step with a short rollout
+and, if the gradient is measured, one canned step are discarded: Unsloth's training forward drops the mask of
+left-padded rows until the model has generated, and compilation happens then.
 """
 
 import statistics
@@ -22,17 +22,17 @@ from on_gpu import memory
 from on_gpu.bench import MAX_TOKENS, Bench, Skipped
 from on_gpu.checks import check
 
-ROWS, BEHIND, FEW, MANY = (8, 32, 128), 1024, 16, 64  # decoded rows, behind so many tokens; tokens of two measurements
+ROWS, BEHIND, FEW, MANY = (8, 32, 128), 1024, 16, 64  # decoded rows, tokens before them; tokens of two measurements
 TINY_ROWS, TINY_BEHIND, TINY_FEW, TINY_MANY = (2,), 20, 2, 4
 LONGEST = {"512": 512, "2k": 2048, "4k": 4096, "8k": 8192}  # tokens of the longest completion
 TINY = {"PROMPT_TOKENS": (5, 8), "SHORTEST": 3}
-STEPS = 2  # of ours; one of a foreign trainer's, which take their time
+STEPS = 2  # of the kit's; one of another trainer's, which are slow
 OTHER_LAYOUT = {"shared": "repeated", "repeated": "shared"}
 ENGINES = {"unsloth": "generate", "transformers": "native"}
 
 
 def make_workload(bench: Bench, length: str, rows: int | None = None) -> Workload:
-    """The step that is compared; tiny when rehearsing. `rows`: completions of a micro-batch, None for a group."""
+    """The step that is compared; tiny in a rehearsal. `rows`: completions of a micro-batch, None for a group."""
     full = Workload(8, 151936, checkpointing=True, beta=0.05, longest=LONGEST[length], rows=rows)
     if not bench.rehearsed:
         return full
@@ -46,7 +46,7 @@ def make_workload(bench: Bench, length: str, rows: int | None = None) -> Workloa
 
 @check(2, 90)
 def decodes(bench: Bench) -> None:
-    """The engine at 8, 32 and 128 rows behind 1,024 tokens: milliseconds a step, tokens a second."""
+    """The engine at 8, 32 and 128 rows after 1,024 tokens: milliseconds a step, tokens a second."""
     started = time.monotonic()
     policy = bench.policy("4b")
     if bench.cuda.is_available():
@@ -58,7 +58,7 @@ def decodes(bench: Bench) -> None:
 
 
 def measure_decoding(bench: Bench, policy: Any, run: Any, rows: int, behind: int) -> dict[str, Any]:
-    """Milliseconds a step, from two lengths, so that what happens once does not count; and the peak, in GiB."""
+    """Milliseconds a step, from two lengths, so that one-off costs cancel; and the peak, in GiB."""
     from rloo_kit.measure.memory import measure_rollout
     from rloo_kit.system.memory import is_out_of_memory
 
@@ -86,21 +86,21 @@ def measure_decoding(bench: Bench, policy: Any, run: Any, rows: int, behind: int
 
 @check(2, 150)
 def trains_4k(bench: Bench) -> None:
-    """Our training part with completions up to 4k tokens, `memory: fast`."""
+    """The kit's training part with completions up to 4k tokens, `memory: fast`."""
     with built_side(bench, "fast", make_workload(bench, "4k")) as side:
         bench.report(fast=measure_training(bench, side))
 
 
 @check(2, 60)
 def whole_step_512(bench: Bench) -> None:
-    """Our whole step, real rollouts with imposed lengths up to 512 tokens."""
+    """The kit's whole step, real rollouts with imposed lengths up to 512 tokens."""
     with built_side(bench, "fast", make_workload(bench, "512")) as side:
         bench.report(**measure_whole(bench, side))
 
 
 @check(2, 90)
 def stock_trains_4k(bench: Bench) -> None:
-    """TRL's RLOO trainer on the same completions; smaller micro-batches where a group does not fit."""
+    """TRL's RLOO trainer on the same completions; smaller micro-batches if a group does not fit."""
     measure_stock(bench, "stock", "4k")
 
 
@@ -119,7 +119,7 @@ def stock_whole_step_512(bench: Bench) -> None:
 
 @check(2, 90)
 def trains_4k_otherwise(bench: Bench) -> None:
-    """The same with the layout that was not chosen (prompts shared or repeated), and with `memory: low`."""
+    """The same with the other layout (prompts shared or repeated), and with `memory: low`."""
     if bench.interpreted:
         raise Skipped("rehearsed through transformers: the interpreter takes its time")
     with built_side(bench, "low", make_workload(bench, "4k")) as side:
@@ -131,7 +131,7 @@ def trains_4k_otherwise(bench: Bench) -> None:
 
 
 def measure_stock(bench: Bench, name: str, length: str) -> None:
-    """A foreign trainer's training part, with the largest micro-batch that fits."""
+    """Another trainer's training part, with the largest micro-batch that fits."""
     from rloo_kit.system.memory import is_out_of_memory
 
     for rows in (None,) if bench.rehearsed else (None, 4, 2, 1):
@@ -148,7 +148,7 @@ def measure_stock(bench: Bench, name: str, length: str) -> None:
 
 
 def measure_training(bench: Bench, side: Any, most: int = STEPS) -> dict[str, Any]:
-    """Steps with canned completions, less rollout and rewards: seconds, and the peak above what was held."""
+    """Steps with canned completions, less rollout and rewards: seconds, and the peak above the level before."""
     roll_out_briefly(side)
     if not bench.rehearsed:
         side.step(canned=True)
@@ -178,7 +178,7 @@ def roll_out_briefly(side: Any) -> None:
 
 
 def take_steps(bench: Bench, side: Any, canned: bool, most: int) -> dict[str, Any]:
-    """Medians over the steps, and tokens of a step; fewer steps where the time is short."""
+    """Medians over the steps, and tokens of a step; fewer steps if time is short."""
     from rloo_kit.measure.memory import Peak
 
     steps: list[dict[str, float]] = []
@@ -198,14 +198,14 @@ def take_steps(bench: Bench, side: Any, canned: bool, most: int) -> dict[str, An
 @contextmanager
 def built_side(bench: Bench, name: str, workload: Workload, layout: str = "") -> Iterator[Any]:
     """A side of `step_sides` on the shared model: "fast", "low" or "balanced" of the kit, "stock" or "grpo"; `layout`
-    is the scorer's. The reference adapter that a trainer may add is gone afterwards."""
+    is the scorer's. A reference adapter that a trainer adds is removed afterwards."""
     from step_sides import wrap_model
 
     from rloo_kit.system import environment
 
     precision = environment.current().precision
     options: dict[str, Any] = {"use_cpu": bench.rehearsed, "bf16": precision == "bf16", "fp16": precision == "fp16"}
-    options |= {"optim": "adamw_torch"}  # which Unsloth does not exchange
+    options |= {"optim": "adamw_torch"}  # which Unsloth does not replace
     is_stock = name in ("stock", "grpo")
     if is_stock:
         model, tokenizer, peft_config = stock_model(bench)
@@ -232,7 +232,7 @@ def built_side(bench: Bench, name: str, workload: Workload, layout: str = "") ->
 
 
 def forget_steps(model: Any) -> None:
-    """Make the adapter the identity again: to a trainer one that has learned is its own reference."""
+    """Make the adapter the identity again: a trainer takes a trained one as its own reference."""
     import torch
 
     with torch.no_grad():
@@ -242,7 +242,7 @@ def forget_steps(model: Any) -> None:
 
 
 def head(bench: Bench) -> AbstractContextManager[Any]:
-    """TRL's Triton head takes a GPU, or an interpreter; else its stand-in."""
+    """TRL's Triton head with a GPU or an interpreter, else its stand-in."""
     if not bench.rehearsed or bench.interpreted:
         return nullcontext()
     import trl_head
@@ -251,19 +251,18 @@ def head(bench: Bench) -> AbstractContextManager[Any]:
 
 
 def environment_kept(bench: Bench, is_stock: bool) -> AbstractContextManager[Any]:
-    """What Unsloth's trainers set in the environment is gone afterwards; in float32 they would switch mixed precision
-    on."""
+    """Restore the environment after Unsloth's trainers, which in float32 would leave mixed precision switched on."""
     more = {"UNSLOTH_MIXED_PRECISION": "bfloat16"} if is_stock and bench.interpreted else {}
     return mock.patch.dict("os.environ", more)
 
 
 def stock_model(bench: Bench) -> tuple[Any, Any, Any]:
-    """Model, tokenizer and the adapter's config (None where the model has its adapter already), as in their docs."""
+    """Model, tokenizer and the adapter's config (None if the model has its adapter already), as in their docs."""
     from peft import LoraConfig
 
     lora = dict(step_workload.LORA)
     if bench.backend == "transformers":
-        bench.release()  # a trainer wraps it in an adapter: the next one takes another
+        bench.release()  # a trainer wraps it in an adapter, so the next one needs another
         return *load_by_transformers(bench), LoraConfig(**lora)
     del lora["task_type"]
     return *bench.shared("stock", lambda: load_by_unsloth(bench, lora)), None

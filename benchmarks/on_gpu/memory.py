@@ -1,7 +1,7 @@
-"""A GPU's memory as torch counts it, and a cap that makes a large GPU a small one.
+"""A GPU's memory as torch counts it, and a cap that makes a large GPU act like a small one.
 
-A GPU of 12 GB has 12e9 bytes, and CUDA's context is none of torch's: the cap is what is left. What a cap cannot show:
-the bandwidth, the shared memory and the speed of a small GPU.
+A GPU of 12 GB has 12e9 bytes, and CUDA's context is not torch's: the cap is the rest. A cap cannot show the bandwidth,
+the shared memory and the speed of a small GPU.
 """
 
 import gc
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 GIB = 2**30
-GB = 1e9  # what is printed on a GPU's box
+GB = 1e9  # as in the GPU's specification
 
 
 def held_gib(cuda: Any) -> float:
-    """What tensors hold."""
+    """Memory of tensors."""
     return cuda.memory_allocated() / GIB
 
 
 def context_gib(cuda: Any) -> float:
-    """What is taken of the GPU and not by torch's allocator: the context, and whatever other programs hold."""
+    """Memory of the GPU in use outside torch's allocator: the context, and that of other programs."""
     free, total = cuda.mem_get_info()
     return (total - free - cuda.memory_reserved()) / GIB
 
@@ -33,12 +33,12 @@ def settle(cuda: Any) -> None:
 
 
 class TooSmall(ValueError):
-    """This GPU is no larger than the one that it is to be."""
+    """This GPU is no larger than the simulated one."""
 
 
 @contextmanager
 def capped(cuda: Any, gpu_gb: float) -> Iterator[float]:
-    """A GPU of `gpu_gb` (1e9 bytes each) inside the block: what torch may take of it, in GiB, the context left out.
+    """Simulate a GPU of `gpu_gb` (1e9 bytes each) inside the block; yields torch's share in GiB, without the context.
     Without a GPU nothing is capped.
 
     Raises:

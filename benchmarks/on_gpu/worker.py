@@ -1,7 +1,7 @@
 """One process of the first hour: it loads one backend, waits for its list of checks, and runs them one after another.
 
-Started by `first_hour.py`. A check that overruns its budget is interrupted, one that fails costs the next ones nothing;
-after an error of the CUDA driver itself the process ends, since no later call would succeed.
+Started by `first_hour.py`. A check that overruns its budget is interrupted; one that fails does not affect the others.
+After an error of the CUDA driver itself the process ends, because no later call would succeed.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from on_gpu import memory
 from on_gpu.checks import Check, append, list_checks, read_part
 
 DRIVER_LOST = 4  # exit code
-REHEARSAL_FACTOR = 4  # an interpreter on a shared machine takes its time
-ENOUGH = 0.3  # of a budget: with less time left a check is not begun
+REHEARSAL_FACTOR = 4  # an interpreter on a shared machine is slow
+ENOUGH = 0.3  # of a budget: with less time left, a check does not start
 
 
 class OverBudget(BaseException):
-    """A check took longer than its budget; no `except Exception` on the way keeps it."""
+    """A check took longer than its budget; no `except Exception` catches it."""
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--lines", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--ends", type=float, required=True, help="on the clock of time.time")
-    parser.add_argument("--make", nargs="*", default=[], help="make these checkpoints and end")
+    parser.add_argument("--make", nargs="*", default=[], help="build these checkpoints and exit")
     parser.add_argument("--grpo", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
@@ -57,8 +57,8 @@ def main() -> int:
 
 
 def run_checks(bench: benches.Bench, chosen: list[Check], ends: float) -> int:
-    """Run them in their order; the exit code is DRIVER_LOST where the rest needs another process."""
-    part = read_part(bench.lines)  # a worker that was replaced has passed some before
+    """Run the checks in order; the exit code is DRIVER_LOST if the rest needs another process."""
+    part = read_part(bench.lines)  # an earlier, replaced worker may have passed some
     before = part.checks.items() if part else ()
     passed = {name.partition("/")[2] for name, found in before
               if found.state == "passed" and name.startswith(bench.backend)}  # fmt: skip
@@ -81,7 +81,7 @@ def run_checks(bench: benches.Bench, chosen: list[Check], ends: float) -> int:
         if state == "passed":
             passed.add(check.run.__name__)
         elif state != "skipped":
-            bench.release()  # whatever was interrupted may have left the model half way
+            bench.release()  # an interrupted check may have left the model in between
         if is_lost:
             return DRIVER_LOST
     return 0
@@ -121,7 +121,7 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise OverBudget in the block after so long; a call into C++ ends first."""
+    """Raise OverBudget in the block after `seconds`; a call into C++ ends first."""
 
     def stop(*_: Any) -> None:
         raise OverBudget

@@ -1,9 +1,9 @@
-// Reads the completions that the page holds as JSON, and shows a few at a time. No text ever becomes markup.
+// Reads the completions that the page contains as JSON, and shows a few at a time. No text ever becomes markup.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const FIRST = 4, MORE = 20;  // entries at first, lines of a list five times as many, and at each click
-  const SHORT = 1500;  // characters of a thought that is open from the start
+  const FIRST = 4, MORE = 20;  // entries shown at first and added by a click; five times as many lines of a list
+  const SHORT = 1500;  // characters of thinking up to which it is open at first
 
   function make(tag, attributes, ...children) {
     const element = document.createElement(tag);
@@ -20,7 +20,7 @@
   const hidden = (text) => make("span", { class: "hidden" }, text);
   const badge = (text, kind) => make("span", { class: "badge " + (kind || "") }, text);
 
-  // A thought is folded away; what the budget forced into it is marked.
+  // Thinking is folded; text that the budget forced into it is marked.
   function thinking(segments, open) {
     if (!segments.length) return null;
     const parts = segments.map(([text, forced]) => (forced ? make("mark", { title: "forced by the thinking budget" }, text) : text || "(empty)"));
@@ -30,7 +30,7 @@
   const gold = (entry) => ("gold" in entry ? make("span", { class: "gold" }, "right answer ", make("b", {}, entry.gold)) : null);
   const answer = (text) => make("pre", { class: "answer" }, text || "(no answer)");
 
-  // A list that grows by a page at a time, under its filters; says how many there are to whoever cannot see it.
+  // A list that grows by a page at a time, under its filters; tells screen readers how many there are.
   function list(place, draw) {
     const count = make("p", { class: "count", role: "status" });
     const items = make("div", { class: "items" });
