@@ -140,7 +140,7 @@ def main() -> int:
     if not options.report_only:
         head = reporting.header("benchmarks/relatives.py")
         settings = {"steps": options.steps, "completions_a_step": COMPLETIONS, "rate": options.rate}
-        tasks = [(arm, seed) for seed in options.seeds for arm in options.methods]  # if cut off, still paired
+        tasks = [(arm, seed) for seed in options.seeds for arm in options.methods]  # paired even if cut off
         with ThreadPoolExecutor(options.jobs) as pool:
             models = dict(zip(options.seeds, pool.map(build_model, options.seeds), strict=True))
             runs = list(pool.map(lambda task: run_arm(*task, models[task[1]], options), tasks))

@@ -45,7 +45,8 @@ def attention_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequ
 def training_flops(
     shape: ModelShape, prompts: Sequence[int], completions: Sequence[Sequence[int]], beta: float
 ) -> float:
-    """Floating-point operations of a step's training part: forward, backward (frozen weights excluded) and reference.
+    """Floating-point operations of a step's training part: forward, backward (without the frozen weights' gradients),
+    and the reference's pass.
 
     The backward pass computes only the gradients of activations: as much as the forward pass for a matrix, twice as
     much for attention, whose two products have two gradients each.

@@ -84,7 +84,7 @@ class Reward:
                 f"{self.__name__} needs a column 'answer' next to the prompts (data.answer_column names its source); "
                 f"columns found: {found}"
             )
-        raise ValueError(f"{self.__name__} needs {name}, one per completion, as TRL's trainers pass them; none came")
+        raise ValueError(f"{self.__name__} needs {name}, one per completion, as TRL's trainers pass them; found none")
 
     def _read_forced(self, values: Any, count: int) -> list[bool]:
         if values is None:

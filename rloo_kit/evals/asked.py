@@ -43,7 +43,7 @@ class TrainedModel:
         if self.policy.family == "plain":
             self.single = "the model has no chat template"
         elif self._is_embedded():
-            self.single = "the embedded model has learnt single questions only"
+            self.single = "the embedded model was trained on single questions only"
 
     def ask(self, question: str | list[Message], *, base: bool = False, **options: Any) -> Answer:
         """`evals.ask.ask`; a separate base model is loaded on first use."""

@@ -191,13 +191,13 @@ class Evaluation:
         for holder, prefix in ((holder, prefix) for holder, prefixes in sides for prefix in prefixes):
             interval = [holder.get(f"{prefix}{name}") for name in ("accuracy", "low", "high")]
             if None in interval and interval != [None] * 3:
-                raise ValueError(f"an accuracy has its interval: {prefix}accuracy, low and high are {interval}")
+                raise ValueError(f"an accuracy needs its interval: {prefix}accuracy, low and high are {interval}")
         for shares in (found.per_prompt, found.greedy_per_prompt):
             if shares is not None and len(shares) != found.prompts_compared:
-                raise ValueError(f"{len(shares)} prompts have a share, of {found.prompts_compared}")
+                raise ValueError(f"{len(shares)} of {found.prompts_compared} prompts have a share")
         for values in (found.reward_per_prompt, *(entry["per_prompt"] for entry in found.rewards.values())):
             if values is not None and len(values) != found.num_prompts:
-                raise ValueError(f"{len(values)} prompts have a reward, of {found.num_prompts}")
+                raise ValueError(f"{len(values)} of {found.num_prompts} prompts have a reward")
         return found
 
     @classmethod

@@ -253,7 +253,7 @@ def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> st
         missing = "before" if before is None else "after"
         return f"There is no evaluation {missing} training to compare with"
     if apart := setting_differences(before, after):
-        return f"The evaluations before and after were made differently ({'; '.join(apart)}), so they are not compared"
+        return f"The evaluations before and after differ in settings ({'; '.join(apart)}), so they are not compared"
     return "The evaluations have neither an accuracy nor a reward (data.answer_column, rewards)"
 
 
