@@ -21,7 +21,7 @@ KIT = "rloo-kit"
 
 
 def hub_id(name: str) -> str | None:
-    """The hub id of a model or data set, given as the id or as a folder of the hub's cache; None for any other folder
+    """The hub id of a model or dataset, given as the id or as a folder of the hub's cache; None for any other folder
     or file.
 
     >>> hub_id("Qwen/Qwen3-4B"), hub_id("/a/models--Qwen--Qwen3-4B/snapshots/0af"), hub_id("/a/b"), hub_id("./a")

@@ -55,7 +55,7 @@ def _take_vllm(args: Any) -> None:
 
 
 def _columns(dataset: Any, args: Any) -> list[str] | None:
-    """The data set's columns that rewards get by name; None if it does not declare them."""
+    """The dataset's columns that rewards get by name; None if it does not declare them."""
     names = getattr(dataset, "column_names", None)
     if names is None:
         return None

@@ -1,4 +1,4 @@
-"""Translates the arguments and data sets of TRL's RLOOTrainer up to 0.21 for the current trainer.
+"""Translates the arguments and datasets of TRL's RLOOTrainer up to 0.21 for the current trainer.
 
 `old_names.TRAINER_NAMES` maps each argument; this module handles those that need more than a new name.
 """
@@ -98,7 +98,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _column_names(dataset: Any) -> set[str]:
-    """Columns of a data set or a dict of them; empty if not known."""
+    """Columns of a dataset or a dict of them; empty if not known."""
     if isinstance(dataset, dict):
         return set().union(*map(_column_names, dataset.values()))
     return set(getattr(dataset, "column_names", None) or ())
@@ -142,7 +142,7 @@ def _text_of(part: Any, tokenizer: Any) -> str:
 
 
 def prepare_old_dataset(dataset: Any, tokenizer: Any) -> Any:
-    """Add a `prompt` column of decoded text to a data set with `input_ids` and no `prompt`, with a warning.
+    """Add a `prompt` column of decoded text to a dataset with `input_ids` and no `prompt`, with a warning.
 
     Args:
         dataset: a `datasets.Dataset`, or a dict of them; one with a `prompt` column is returned unchanged.
@@ -158,11 +158,11 @@ def prepare_old_dataset(dataset: Any, tokenizer: Any) -> Any:
         return dataset
     if tokenizer is None:
         raise ConfigError(
-            "the data set has input_ids and no prompt; to decode them RLOOTrainer needs processing_class= (the "
-            "tokenizer that made them), or give it a data set with a prompt column"
+            "the dataset has input_ids and no prompt; to decode them RLOOTrainer needs processing_class= (the "
+            "tokenizer that made them), or give it a dataset with a prompt column"
         )
     warnings.warn(
-        "the data set has input_ids and no prompt, as old TRL wanted it; they are decoded. Current TRL wants a "
+        "the dataset has input_ids and no prompt, as old TRL wanted it; they are decoded. Current TRL wants a "
         "column prompt with the text, which the trainer tokenizes",
         FutureWarning,
         stacklevel=3,

@@ -22,7 +22,7 @@ class Completions:
     """Completions of some prompts, one entry each.
 
     Attributes:
-        rows: the data set's rows. prompts: their prompts, as TRL has them. texts: completions as rewards get them.
+        rows: the dataset's rows. prompts: their prompts, as TRL has them. texts: completions as rewards get them.
         prompt_ids, completion_ids: token ids, the end token included if there is one.
         truncated: whether it was cut off. forced: (start, end) of the tokens that closed its thinking, None for none.
         sampler_logps: of each token when it was sampled, in nats, NaN if forced; None if the engine reports none.

@@ -101,7 +101,7 @@ class _Exchange:
 class PromptReservoir:
     """Training prompts in a separate shuffled order, for the groups that are replaced.
 
-    Each pass over the data set has a different order, fixed by the seed; prompts that are currently in the batch are
+    Each pass over the dataset has a different order, fixed by the seed; prompts that are currently in the batch are
     skipped. The trainer's own sampler is not affected: these prompts come in addition.
 
     Args:
@@ -120,7 +120,7 @@ class PromptReservoir:
         """At most `count` rows with different prompts, none in `batch`; fewer if none are left."""
         taken = {_key(row) for row in batch}
         drawn: list[dict[str, Any]] = []
-        for _ in range(len(self._order)):  # each row once, so that the loop ends on a small data set
+        for _ in range(len(self._order)):  # each row once, so that the loop ends on a small dataset
             if len(drawn) == count:
                 break
             row = self._next()
@@ -134,7 +134,7 @@ class PromptReservoir:
         return {"seed": self.seed, "passes": self.passes, "position": self.position, "size": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a checkpoint's state; raises DataError if that is of a data set of another size."""
+        """Continue from a checkpoint's state; raises DataError if that is of a dataset of another size."""
         if state["size"] != len(self.dataset):
             raise DataError(
                 f"the checkpoint's reservoir has {state['size']} training prompts, and there are "

@@ -26,9 +26,9 @@ class Sampler:
         self._lengths: dict[int, float] = {}  # expected completion lengths, by the prompt's hash
 
     def sample(self, rows: list[dict[str, Any]]) -> Completions:
-        """A completion for each row of the data set; neighbours with equal prompts are a group."""
+        """A completion for each row of the dataset; neighbours with equal prompts are a group."""
         if any(column in rows[0] for column in ("image", "images")):
-            raise DataError("the data set has an image column; the kit trains text models only: drop the column")
+            raise DataError("the dataset has an image column; the kit trains text models only: drop the column")
         prompts = [row["prompt"] for row in rows]
         self._found = None
         prompt_ids, completion_ids, texts = self.trainer._generate(prompts)

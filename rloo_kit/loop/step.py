@@ -89,7 +89,7 @@ class RLOOStep:
         """Sample completions of prompts, with their rewards and, unless left open, their advantages.
 
         Args:
-            model: the policy; its mode says if this is training. rows: B rows of the data set, each prompt K times.
+            model: the policy; its mode says if this is training. rows: B rows of the dataset, each prompt K times.
             leave_open: KL and advantages may wait for the pass that scores the policy, see `StepSettings.scores_first`.
         """
         self.recorder.begin()

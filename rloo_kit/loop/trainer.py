@@ -217,7 +217,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         """TRL's, with what the recorder adds."""
         super().log(self.rloo.recorder.log(logs), start_time)
 
-    # ------------------------------------------------------------------------------------------------ the data sets
+    # ------------------------------------------------------------------------------------------------ the datasets
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """TRL's, with a check of the batch size; TRL checks it only if evaluations are part of training."""

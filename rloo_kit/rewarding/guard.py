@@ -33,7 +33,7 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     reward gets an async guard.
 
     Args:
-        columns: the data set's columns, with `thinking_forced` if the run has a thinking budget; None: not known.
+        columns: the dataset's columns, with `thinking_forced` if the run has a thinking budget; None: not known.
 
     Raises:
         RewardError: `reward` cannot be called, or not with TRL's arguments and these columns.

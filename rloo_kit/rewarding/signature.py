@@ -13,7 +13,7 @@ from rloo_kit.errors import RewardError
 
 CONVENTION = ("prompts", "completions", "completion_ids")  # in the order of TRL's call
 PASSED = (*CONVENTION, "trainer_state", "log_extra", "log_metric")
-NOT_PASSED = ("prompt", "completion")  # columns of a data set that TRL does not pass on
+NOT_PASSED = ("prompt", "completion")  # columns of a dataset that TRL does not pass on
 
 # Argument names common in other training loops, and what they are called here.
 MEANT = {
@@ -140,7 +140,7 @@ def _describe_missing(name: str, signature: Signature, passed: list[str], furthe
         meant = MEANT.get(name)
         hint = f"; did you mean '{meant}'?" if meant else nearest(name, [*passed, *(further or ())], cutoff=0.75)
         in_params = "set it in the reward's params, " if signature.in_worker else ""
-        fix = f"Rename the parameter, give it a default, {in_params}or add the column to the data set"
+        fix = f"Rename the parameter, give it a default, {in_params}or add the column to the dataset"
     if name in NOT_PASSED:
         fix = "Rename the parameter"
     return (
@@ -151,8 +151,8 @@ def _describe_missing(name: str, signature: Signature, passed: list[str], furthe
 
 def _describe_columns(further: list[str] | None) -> str:
     if further is None:
-        return " and the data set's columns"
-    return f" and the data set's columns ({', '.join(further)})" if further else "; the data set has no further columns"
+        return " and the dataset's columns"
+    return f" and the dataset's columns ({', '.join(further)})" if further else "; the dataset has no further columns"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -51,7 +51,8 @@ def test_examples_hold(name: str, module: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [f"docs/{name}.md" for name in ("benchmarks", "compare", "data", "embedded", "export", "plan", "relatives")] + ["README.md"],
+    [f"docs/{name}.md" for name in ("benchmarks", "compare", "data", "embedded", "export", "plan", "relatives")]
+    + ["README.md"],
 )
 def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""

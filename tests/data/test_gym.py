@@ -349,7 +349,7 @@ print(sorted({"torch", "datasets", "transformers", "reasoning_gym", "sympy", "nu
 
 
 def test_sources_are_no_hub_ids(make_run):
-    """owner/name is how a data set of the hub is written: a model card linked to one that does not exist."""
+    """owner/name is how a dataset of the hub is written: a model card linked to one that does not exist."""
     from rloo_kit.export.card import hub_id, public_name
 
     assert not needs_stack(make_run(SUMS)) and not needs_stack(make_run("rows.jsonl", test_source=SUMS))

@@ -52,7 +52,7 @@ def test_parquet_keeps_types_and_conversations(make_run, tmp_path, tiny_tokenize
 
 
 def test_rows_in_python(make_run, tiny_tokenizer):
-    """A notebook has its prompts at hand: texts, conversations, dicts, or a data set made with `datasets`."""
+    """A notebook has its prompts at hand: texts, conversations, dicts, or a dataset made with `datasets`."""
     run = make_run(prompt_column="question")
     texts = load_data(run, tiny_tokenizer, rows=["a", "b"]).train
     talks = load_data(run, tiny_tokenizer, rows=[[{"role": "user", "content": text}] for text in "ab"]).train
@@ -275,7 +275,7 @@ def test_rows_drawn_here_and_there_are_a_table_of_their_own(make_run, tiny_token
 
 
 def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
-    """A data set with a column `completions` made every reward call fail with "multiple values for argument"."""
+    """A dataset with a column `completions` made every reward call fail with "multiple values for argument"."""
     rows = [{"q": "a", "gold": "1", "answer": "long", "prompts": "x", "completions": "y", "level": 2}]
     data = load_data(make_run(prompt_column="q", answer_column="gold"), tiny_tokenizer, rows=rows)
     assert data.train.to_list() == [{"prompt": rendered("a"), "answer": "1", "level": 2}]

@@ -188,7 +188,7 @@ def test_other_conditions_are_measured_anew(change, policy, sampled, tmp_path):
 
 
 def test_equal_prompts_are_measured_once(policy, sampled):
-    """A data set that repeats its prompts ten times must not be sampled ten times."""
+    """A dataset that repeats its prompts ten times must not be sampled ten times."""
     prompts = make_dataset(["7"] * 3)["prompt"][:]
     rates, _ = measure_pass_rates(make_run(), policy, prompts * 2, ["7"] * 6)
     assert sampled == [prompts] and rates == [0.0, 0.25, 0.5] * 2
@@ -219,7 +219,7 @@ def test_too_few_prompts_are_refused_with_the_numbers(policy, folder, sampled):
 
 
 def test_without_answers_nothing_can_be_measured(policy, folder):
-    """Every prompt of a data set without answers would count as never solved."""
+    """Every prompt of a dataset without answers would count as never solved."""
     dataset = make_dataset(["7"] * 3).remove_columns("answer")
     with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
         select_prompts(make_run(), policy, dataset, folder)

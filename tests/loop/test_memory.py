@@ -75,7 +75,7 @@ def test_the_peak_on_a_gpu_is_compared_at_the_lengths_of_the_run(
 def test_a_run_on_the_cpu_is_measured_by_what_it_added(
     kept: Path, tmp_path: Path, run_dir: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A notebook that holds a data set of 20 GiB would double every plan of its machine."""
+    """A notebook that holds a dataset of 20 GiB would double every plan of its machine."""
     ballast = torch.ones(2**26)
     watch = watch_of(Machine("the CPU", 16.0, 0.3, False), rows=1)
     watch.start()

@@ -1,4 +1,4 @@
-"""The arguments and data sets of TRL's RLOOTrainer up to 0.21. The whole old trainer runs in `test_drop_in.py`."""
+"""The arguments and datasets of TRL's RLOOTrainer up to 0.21. The whole old trainer runs in `test_drop_in.py`."""
 
 import copy
 import warnings
@@ -173,7 +173,7 @@ def test_tokenized_data_sets_are_decoded(tiny_tokenizer):
 
 
 def test_data_sets_of_today_are_left_alone(tiny_tokenizer):
-    """A prompt next to ids wins; a streamed data set without known columns is not read ahead."""
+    """A prompt next to ids wins; a streamed dataset without known columns is not read ahead."""
     today = Dataset.from_dict({"prompt": ["a"], "input_ids": [[1]]})
     assert prepare_old_dataset(today, tiny_tokenizer) is today and prepare_old_dataset(None, None) is None
     assert prepare_old_dataset({"test": today}, None) == {"test": today}

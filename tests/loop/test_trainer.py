@@ -420,7 +420,7 @@ def test_the_adapter_that_trl_makes_for_a_quantised_model_stays_in_float32(tiny_
 
 @pytest.mark.parametrize("engine", ["native", "generate"])
 def test_a_prompt_without_tokens_is_refused(engine, make_trainer):
-    """The engine met it as an index that is out of range, with nothing about the data set."""
+    """The engine met it as an index that is out of range, with nothing about the dataset."""
     trainer = make_trainer(rollout_engine=engine)
     with pytest.raises(DataError, match="prompt 1 .* no tokens"):
         trainer._generate_and_score_completions([{"prompt": "1+1"}, {"prompt": ""}] * 4)

@@ -97,7 +97,7 @@ def test_a_reward_that_never_applies(other, trl_train):
 
 
 def test_a_reward_that_applies_to_some_prompts_only(trl_train):
-    """A mathematics reward and a code reward share a data set: neither may move the other's baseline."""
+    """A mathematics reward and a code reward share a dataset: neither may move the other's baseline."""
 
     def even(completion_ids, kind, **_):
         return [value if k == "even" else None for value, k in zip(by_ids(completion_ids), kind, strict=True)]
@@ -161,7 +161,7 @@ def test_what_a_reward_may_return(kind, trl_train):
 
 
 def test_columns_and_the_state_reach_a_reward_in_the_order_of_its_samples(trl_train):
-    """A column in another order than its completions grades each answer against another question; the data set's own
+    """A column in another order than its completions grades each answer against another question; the dataset's own
     `completion` is no column, it would be given twice."""
     seen = []
 

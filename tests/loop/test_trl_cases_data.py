@@ -1,4 +1,4 @@
-"""What TRL's own suite asks of its RLOO trainer: data sets, evaluation and the log. See `test_trl_cases.py`."""
+"""What TRL's own suite asks of its RLOO trainer: datasets, evaluation and the log. See `test_trl_cases.py`."""
 
 import copy
 
@@ -21,7 +21,7 @@ def stream(number):
     return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
 
 
-# ------------------------------------------------------------------------------------------------------------ data sets
+# ------------------------------------------------------------------------------------------------------------ datasets
 
 
 def test_conversations_come_back_as_messages(trl_train):
@@ -64,7 +64,7 @@ def test_chat_template_kwargs_reach_the_prompt(thinks, trl_train, tiny_tokenizer
     "options", [{}, {"gradient_accumulation_steps": 2, "num_iterations": 2}], ids=["plain", "reused"]
 )
 def test_an_iterable_data_set(options, trl_train):
-    """A streamed data set has no length and no sampler, and its groups must hold one prompt each all the same."""
+    """A streamed dataset has no length and no sampler, and its groups must hold one prompt each all the same."""
     run = trl_train(arguments={"train_dataset": stream(9)}, max_steps=4, per_device_train_batch_size=4, **options)
     assert run.kept == set() and run.trainer.state.global_step == 4
     prompts = [row["prompt"] for row in run.rows]
@@ -83,7 +83,7 @@ def test_every_prompt_comes_once_an_epoch(trl_train):
 
 
 def test_fewer_prompts_than_a_batch_are_refused(trl_train):
-    """A rollout of two prompts from a data set of one is never full: the run ends at step 0 as if it were done."""
+    """A rollout of two prompts from a dataset of one is never full: the run ends at step 0 as if it were done."""
     data = Dataset.from_dict({"prompt": ["0+1="]})
     with pytest.raises(ValueError, match="per_device_train_batch_size"):
         trl_train(arguments={"train_dataset": data}, per_device_train_batch_size=8)
@@ -141,7 +141,7 @@ def test_evaluation_during_training(generations, trl_train):
 
 
 def test_several_evaluation_sets_and_one_by_hand(trl_train):
-    """A dict of data sets is evaluated under each name; by hand any other may be given, a stream too."""
+    """A dict of datasets is evaluated under each name; by hand any other may be given, a stream too."""
     seen = []
     sets = {"easy": held_out(2), "hard": stream(3)}
     run = trl_train(

@@ -183,7 +183,7 @@ def test_a_get_rewards_that_cannot_be_called_is_refused() -> None:
         (lambda completion: [], None, ["'completion'", "did you mean 'completions'?"]),
         (lambda prompt, completions: [], None, ["'prompt'", "did you mean 'prompts'?"]),
         (lambda completion, **columns: [], None, ["'completion'", "did you mean 'completions'?"]),
-        (lambda texts: [], ["answer"], ["'texts'", "did you mean 'completions'?", "data set's columns (answer)"]),
+        (lambda texts: [], ["answer"], ["'texts'", "did you mean 'completions'?", "dataset's columns (answer)"]),
         (lambda completions, answers: [], ["prompt", "answer"], ["'answers'", "did you mean 'answer'?"]),
         (lambda completions, solution: [], ["answer"], ["'solution'", "columns (answer)", "add the column"]),
         (lambda completions, solution, **columns: [], [], ["'solution'", "no further columns"]),
@@ -201,7 +201,7 @@ def test_what_can_never_work_is_refused_when_the_rewards_are_built(
 
 
 def test_what_may_be_a_column_is_not_refused() -> None:
-    """Guards against refusing a reward of a data set whose columns are not known before it is read."""
+    """Guards against refusing a reward of a dataset whose columns are not known before it is read."""
     for reward in (by_answer, lambda answer: [], lambda texts: []):
         assert guard(reward).signature.required
     for forced in (lambda completions, thinking_forced: [], lambda completions, thinking_forced=None: []):

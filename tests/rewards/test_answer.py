@@ -74,12 +74,12 @@ def test_without_thinking_the_whole_completion_is_the_answer() -> None:
 
 @pytest.mark.parametrize("answer", [None, "", "  ", float("nan")])
 def test_samples_without_an_answer_are_not_judged(answer: object) -> None:
-    """Guards against a mixed data set: a prompt without an answer gives None, not a wrong answer."""
+    """Guards against a mixed dataset: a prompt without an answer gives None, not a wrong answer."""
     assert reward_of("so</think>42", answer) is None
 
 
 def test_a_missing_column_is_an_error_that_names_what_there_is() -> None:
-    """Guards against a silent zero for every sample when the data set calls its column otherwise."""
+    """Guards against a silent zero for every sample when the dataset calls its column otherwise."""
     with pytest.raises(ValueError, match="needs a column 'answer'.*columns found: solution"):
         answer_reward(prompts=["p"], completions=["x"], completion_ids=[[1]], solution=["4"])
 
