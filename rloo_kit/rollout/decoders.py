@@ -104,7 +104,7 @@ def attend_grouped(
     """SDPA for one new token per row: the H / G query heads that share keys and values become rows of one call.
 
     With a mask, transformers' own attention copies keys and values H / G times, in every layer for every token. The
-    results are equal, so it handles more than one token, and layers that pass more than a mask.
+    results are equal, so transformers' own handles what this does not: more than one token, or more than a mask.
 
     Args:
         query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L), empty if all rows see all tokens.

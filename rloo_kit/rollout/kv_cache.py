@@ -156,7 +156,7 @@ class EightBitCache(SlotCache):
 
 class OffloadedCache(SlotCache):
     """`SlotCache` in main memory. If the model is on a GPU, `write` returns copies, each of a layer's whole capacity.
-    The next step may overwrite the host memory, because copying that step's new keys waits for all earlier work."""
+    The next step can safely overwrite the host memory: copying that step's new keys waits for all earlier work."""
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
         host = self._place(keys.device)

@@ -44,7 +44,7 @@ class ServerSettings:
         folder: for adapters; the server sees it under the same path. Other runs and other files may share it.
         hand_over: writes the adapter into the empty folder that it is given; called by all processes at once.
         run: identifies this run. What an earlier process of the same run left in `folder` is deleted.
-        vocabulary: number of ids that the model knows; an answer with a higher id is refused. None: not checked.
+        vocabulary: number of ids that the model knows; an answer with another id is refused. None: not checked.
     """
 
     url: str
@@ -189,7 +189,8 @@ class ServerEngine:
             filtered = f" with the filters {self._filters}" if self._filters.active else ""
             raise RolloutServerError(
                 f"rloo.temperature is {self._temperature}{filtered}, but {self._client.url} returns raw "
-                "log-probabilities, from before both: start it with --logprobs-mode processed_logprobs"
+                "log-probabilities, from before temperature and filters: start it with "
+                "--logprobs-mode processed_logprobs"
             )
 
     def _load(self, name: str, rank: int) -> None:
