@@ -243,7 +243,7 @@ _use_bundle
 
 
 def write_bundle(dest: Path, have: Versions | None, python: str, cuda: str) -> None:
-    """Write site.tar.xz, kit.tar.gz, REVISION and use.sh, and print their sizes."""
+    """Write site.tar.xz, kit.tar.gz, REVISION and use.sh, and print the packages and the size."""
     revision, target = git("rev-parse", "HEAD"), target_environment(python)
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "rloo_kit", "rewards", "configs", "benchmarks")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

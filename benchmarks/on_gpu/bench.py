@@ -133,7 +133,7 @@ class Bench:
         memory.settle(self.cuda)
 
     def keep_on_cpu(self) -> None:
-        """Wraps a load in a rehearsal through Unsloth, which imports modules that look for a GPU."""
+        """Called before and after a load in a rehearsal through Unsloth, which imports modules that look for a GPU."""
         if self.interpreted:
             _interpreter().keep_on_cpu()
 

@@ -33,7 +33,7 @@ LAYOUTS = {  # name: layout of the scorer, and whether torch's attention for var
 }
 STEPS_BEFORE, STEPS = 3, 5  # of the run that is interrupted and resumed; 1 and 2 in a rehearsal
 EMBEDDED_RATE = 5e-3
-FALL = 0.6  # largest length of the last two steps' completions, over the first's (20 -> 7 tokens on a CPU, 4 seeds)
+FALL = 0.6  # upper bound: the last two steps' mean length over the first step's (20 -> 7 tokens on a CPU, 4 seeds)
 KEPT_GIB = 0.5  # Unsloth's buffers for dequantised weights and checkpoints stay
 
 
