@@ -134,7 +134,7 @@ def read_choice(url: str, choice: Choice, prompt_ids: list[int], limit: int, sto
             f"(finish_reason {_short(reason)}, stop_reason {_short(choice.stop_reason)}): is --max-model-len too small?"
         )
     if reason not in ("stop", "length"):
-        raise RolloutServerError(f"{url} aborted a completion (finish_reason {_short(reason)})")
+        raise RolloutServerError(f"{url} broke off a completion (finish_reason {_short(reason)})")
     if len(ids) > limit or any(token in stop_ids for token in ids[:-1]):
         raise RolloutServerError(f"{url} went on after {limit} tokens or a stop id, where vLLM ends a completion")
     return Continuation(ids, finite)

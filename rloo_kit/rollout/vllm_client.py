@@ -8,6 +8,7 @@ Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 import ipaddress
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -40,6 +41,7 @@ MOST_BYTES = 2**28  # of an answer; a completion of 100,000 tokens takes about 1
 KEY_VARIABLE = "VLLM_API_KEY"
 TRIED_AGAIN = (429, 502, 503, 504)  # busy, or a proxy in front of a server that restarts
 ENGINE_DIED = "EngineCore encountered an issue"  # vLLM's EngineDeadError, with status 500: the server is about to exit
+ABORTED = re.compile(rb'"finish_reason":\s*"abort"')  # how a server that shuts down may end a completion
 PROBE_TOKENS = 5
 NOT_PLAIN = ("DoRA", "Adapter bias", "modules_to_save")  # in vLLM's refusals of an adapter
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
@@ -273,9 +275,10 @@ class VllmClient:
         while not stop.is_set():
             try:
                 answer = self._ask(method, path, body, patience_s, stop)
-                if answer.status not in TRIED_AGAIN and not (answer.status == 500 and ENGINE_DIED in answer.text):
+                is_down = answer.status in TRIED_AGAIN or (answer.status == 500 and ENGINE_DIED in answer.text)
+                if not is_down and not ABORTED.search(answer.body):
                     return answer
-                problem = f"status {answer.status}: {answer.text}"
+                problem = f"status {answer.status}: {answer.text}" if is_down else "finish_reason abort"
             except httpx.ReadTimeout as error:
                 raise RolloutServerError(f"{self.url}{path} did not answer within {patience_s:.0f} s") from error
             except httpx.TransportError as error:

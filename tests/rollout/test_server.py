@@ -312,7 +312,7 @@ REFUSALS = {
     "old": ({"tamper": changed(token_ids=None)}, "vLLM 0.10.2 or newer"),
     "cut": ({"tamper": changed(prompt_token_ids=[7])}, "continued a different prompt"),
     "unlikely": ({"tamper": changed(logprobs=None)}, "no log-probability"),
-    "broken off": ({"tamper": changed(finish_reason="abort")}, "aborted a completion .finish_reason abort"),
+    "broken off": ({"tamper": changed(finish_reason="error")}, "broke off a completion .finish_reason error"),
     "NaN": ({"tamper": first_is_nan}, "the weights are broken"),
     "end dropped": ({"tamper": drop_last}, r"after \d+ of at most 8 tokens, which no stop id explains"),
     "key": ({"key": "secret"}, "VLLM_API_KEY"),
@@ -453,6 +453,30 @@ def test_a_server_that_died_is_waited_for(make_base, make_policy, make_engine, p
         first.stop()
         for server in restarted:
             server.stop()
+
+
+def test_completions_that_a_shutdown_aborts_are_sent_again(server, make_policy, make_engine):
+    """A vLLM that is shut down may answer its requests with what it has sampled so far and finish_reason "abort". Only
+    sometimes: mostly it answers nothing. The run ended with an error instead of waiting for the server."""
+    model, aborted = make_policy(), []
+
+    def abort(choice: dict[str, Any]) -> None:
+        if len(aborted) < 3:
+            aborted.append(choice)
+            choice |= {"finish_reason": "abort", "token_ids": choice["token_ids"][:1]}
+
+    server.tamper = abort
+    check_against(model, make_engine(model).sample(PROMPTS, Limits(6)))
+    assert len(aborted) == 3
+
+
+def test_a_server_that_aborts_everything_ends_the_run(server, make_policy, make_engine):
+    """Whoever repeats an aborted completion without end hangs on a server that never completes one."""
+    server.tamper = changed(finish_reason="abort")
+    with pytest.raises(
+        RolloutServerError, match=r"did not answer for 1 s \(.*finish_reason abort.*read the server's log"
+    ):
+        make_engine(make_policy(), retry_s=1.0).sample(PROMPTS, Limits(6))
 
 
 class Counting(StandIn):
