@@ -200,6 +200,7 @@ def test_a_whole_run(config_file, tmp_path):
     assert code == 0 and (moved / "report.html").exists(), errors
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(config_file, tmp_path):
     """The command has to hold the overrides too: without them the resume is refused, or trains something else."""
     reward = tmp_path / "interrupting.py"

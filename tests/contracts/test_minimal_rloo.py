@@ -219,6 +219,7 @@ def run_script(*words: Any) -> list[float]:
     return [float(found) for found in re.findall(r"^(?:before|after): accuracy (\S+) on", done.stdout, flags=re.M)]
 
 
+@pytest.mark.slow
 def test_it_runs(tiny_folder: Path) -> None:
     """A script that only its functions' tests call breaks in its last lines. A random model has nothing right."""
     assert run_script("--model", tiny_folder, "--steps", 2, "--held-out", 8, "--beta", 0.1) == [0.0, 0.0]

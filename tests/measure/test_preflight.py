@@ -269,6 +269,7 @@ def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
     assert fault.key == "rollout.rows" and "rollout.rows=64" in fault.message
 
 
+@pytest.mark.slow
 def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
     """A CPU has no allocator that refuses: trying out what does not fit would get other programs killed."""
     run, policy, data, rewards = prepare(DEMO)

@@ -167,6 +167,7 @@ def test_the_sizes_for_smaller_gpus_load() -> None:
     assert [rloo.generation_batch_size for rloo in sizes] == [32, 32, 64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "printed"),
     [
