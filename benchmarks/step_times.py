@@ -60,8 +60,8 @@ def gpu_configs() -> Iterator[tuple[Path, int]]:
     yield from sorted(found, key=lambda pair: (pair[1], pair[0].stem))
 
 
-def times_table(_result: Any = None) -> list[str]:
-    """Each config on its GPU: rows at once, seconds a step, hours; with what `make setup` installs and with vLLM."""
+def _times() -> list[list[str]]:
+    """Cells of `times_table`, a row for each config."""
     rows = []
     with alone():
         for path, size in gpu_configs():
@@ -74,16 +74,23 @@ def times_table(_result: Any = None) -> list[str]:
                     continue
                 cells += [str(plan.rows), f"{plan.step.seconds:.0f}", f"{plan.step.hours(STEPS):.1f}"]
             rows.append(cells)
+    return rows
+
+
+def times_table(_result: Any = None) -> list[str]:
+    """Each config on its GPU: rows at once, seconds a step, hours; with what `make setup` installs and with vLLM."""
     head = ["config", "GPU", "rows, `generate`", "s a step", f"h, {STEPS} steps", "rows, vLLM", "s a step"]
-    return table([*head, f"h, {STEPS} steps"], rows)
+    return table([*head, f"h, {STEPS} steps"], _times())
 
 
 def hours_table(_result: Any = None) -> list[str]:
     """Only lengths and hours of Qwen3-4B-Thinking's configs, for the README."""
-    rows = [line.strip("| ").split(" | ") for line in times_table() if "thinking_" in line]
-    longest = [f"{load_config(CONFIGS / row[0].strip('`')).rloo.max_completion_length:,}" for row in rows]
-    head = ["GPU", "config", "tokens a completion, at most", f"hours, {STEPS} steps", "with vLLM"]
-    return table(head, [[row[1], row[0], tokens, row[4], row[7]] for row, tokens in zip(rows, longest, strict=True)])
+    rows = []
+    for config, gpu, _, _, hours, _, _, with_vllm in _times():
+        if "thinking_" in config:
+            longest = load_config(CONFIGS / config.strip("`")).rloo.max_completion_length
+            rows.append([gpu, config, f"{longest:,}", hours, with_vllm])
+    return table(["GPU", "config", "tokens a completion, at most", f"hours, {STEPS} steps", "with vLLM"], rows)
 
 
 def gpus_table(_result: Any = None) -> list[str]:

@@ -25,7 +25,7 @@ from rloo_kit.system.console import print_table, render_text
 from rloo_kit.system.env_file import huggingface_home
 from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
 from rloo_kit.system.gpu import GIB, find_holders
-from rloo_kit.system.hosted import find_place
+from rloo_kit.system.hosted import Place, find_place
 from rloo_kit.system.versions import (
     TESTED,
     TESTED_EXTRAS,
@@ -94,7 +94,8 @@ def check_installation(root: Path | None = None) -> Report:
         The Report: print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
     """
     settled, checks = _settle(root)
-    checks += [_python(settled), *_packages(settled), _gpu(settled), *_place(settled)]
+    place = find_place()
+    checks += [_python(settled), *_packages(settled, place), _gpu(settled), *_place(settled, place)]
     if settled.gpu is not None:
         checks += [_bitsandbytes(), _gpu_memory(settled)]
     checks += [*_disk(), _kernel_spec(), _hub(), *_keys(settled)]
@@ -140,9 +141,8 @@ def _python(settled: Environment) -> Check:
     )
 
 
-def _packages(settled: Environment) -> list[Check]:
+def _packages(settled: Environment, place: Place | None) -> list[Check]:
     checks = []
-    place = find_place()
     keeps_torch = place is not None and place.is_service
     back = return_command(
         TESTED_EXTRAS.keys() <= {name for name, version in settled.versions.items() if version}, keeps_torch
@@ -185,9 +185,8 @@ def _gpu(settled: Environment) -> Check:
     return Check("GPU", "ok", f"none ({settled.gpu_reason}); the embedded model runs on the CPU in fp32")
 
 
-def _place(settled: Environment) -> list[Check]:
+def _place(settled: Environment, place: Place | None) -> list[Check]:
     """What Colab, Kaggle or WSL2 imply for a run."""
-    place = find_place()
     if place is None:
         return []
     follows = list(place.follows)
