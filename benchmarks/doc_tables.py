@@ -70,6 +70,85 @@ def step_table(result: dict[str, Any]) -> list[str]:
     return table(["part", "workload", "`memory`", "stock", "ours", "result", "bar / aim", ""], rows)
 
 
+def real_model_table(result: dict[str, Any]) -> list[str]:
+    """real_model.json: a row for each command of each seed."""
+    rows = []
+    for run in result["runs"]:
+        for part in (name for name in ("sft", "train") if name in run):
+            found = run[part]
+            ends = [
+                "{reward:.3f} ({reward_low:.3f} to {reward_high:.3f})".format(**found[when])
+                for when in ("before", "after")
+            ]
+            cells = [f"`{run['config']}`", str(run["seed"]), f"`{part}`", *ends, found["verdict"]]
+            rows.append([*cells, f"{found['minutes']:.0f}", str(run["threads"]), f"{found['peak_gib']:.1f}"])
+    head = ["config", "seed", "command", "held-out reward before", "after", "verdict"]
+    return table([*head, "minutes", "threads", "GiB"], rows)
+
+
+def short_real_model_table(result: dict[str, Any]) -> list[str]:
+    """real_model.json, for the README: a row for each command, with a cell of all seeds."""
+    rows = []
+    for config, part in (("smollm2_sums", "train"), ("smollm2_words", "sft"), ("smollm2_words", "train")):
+        runs = [run for run in result["runs"] if run["config"] == config]
+        found = [run[part] for run in runs]
+        ends = [
+            "<br>".join("{reward:.2f} ({reward_low:.2f} to {reward_high:.2f})".format(**one[when]) for one in found)
+            for when in ("before", "after")
+        ]
+        minutes = [f"{run[part]['minutes']:.0f} ({run['threads']})" for run in runs]
+        verdicts = [one["verdict"] for one in found if one["verdict"]]
+        cost = ["<br>".join(minutes), f"{max(one['peak_gib'] for one in found):.1f}"]
+        rows.append([f"`{part} {config}`", *ends, "<br>".join(verdicts), *cost])
+    return table(["command", "held-out reward before", "after", "verdict", "minutes (threads)", "GiB"], rows)
+
+
+def real_step_table(result: dict[str, Any]) -> list[str]:
+    """real_model_speed.json: a row for each limit of the completions."""
+    rows = []
+    for row in result["rows"]:
+        sides = [[step[name] for step in row["steps"]] for name in ("trl", "ours")]
+        cells = [f"{row['limit']}, {row['prompts'] * row['generations']} completions"]
+        cells.append("equal work" if row["equal_work"] else "as they are")
+        cells.append(f"{statistics.mean(one['tied_share'] for one in sides[1]):.0%}")
+        cells += [f"{statistics.mean(one['mean_tokens'] for one in side):.0f}" for side in sides]
+        cells += [f"{statistics.median(one['cpu_s'] for one in side):.1f} s" for side in sides]
+        for name in ("cpu_s", "generation_cpu_s", "rest_cpu_s", "cpu_ms_per_token", "wall_s"):
+            found = row["ratios"][name]
+            cells.append(f"{statistics.median(found):.2f}x ({min(found):.2f} to {max(found):.2f})")
+        rows.append(cells)
+    head = ["limit", "setting", "groups tied", "tokens, TRL", "kit", "TRL", "kit", "whole step"]
+    return table([*head, "generation", "rest", "per token", "wall clock"], rows)
+
+
+def short_real_step_table(result: dict[str, Any]) -> list[str]:
+    """real_model_speed.json, for the README: per completion token, since each side samples its own."""
+    rows = []
+    for row in result["rows"]:
+        spent = [statistics.median(step[side]["cpu_ms_per_token"] for step in row["steps"]) for side in ("trl", "ours")]
+        found, setting = row["ratios"]["cpu_ms_per_token"], "equal work" if row["equal_work"] else "as they are"
+        spread = f" ({min(found):.1f} to {max(found):.1f})" if len(found) > 1 else ", one pair"
+        ratio = f"{statistics.median(found):.1f}x{spread}"
+        what = f"{row['prompts'] * row['generations']} of at most {row['limit']} tokens"
+        rows.append([what, setting, *(f"{value:.0f} ms" for value in spent), ratio])
+    return table(["completions", "setting", "TRL 1.16", "this kit", "ratio"], rows)
+
+
+def real_parts_table(result: dict[str, Any]) -> list[str]:
+    """real_model_speed.json: the CPU time of the kit's step by section, a column for each limit."""
+    shown = [row for row in result["rows"] if not row["equal_work"]]
+    columns = [[step["ours"]["sections_cpu_s"] for step in row["steps"]] for row in shown]
+    rows = []
+    for section in sorted({name for steps in columns for step in steps for name in step}):
+        cells = [section]
+        for steps in columns:
+            spent = sum(step.get(section, 0.0) for step in steps)
+            cells.append(f"{spent / len(steps):.1f} s ({spent / sum(sum(step.values()) for step in steps):.0%})")
+        rows.append(cells)
+    titles = (f"{row['prompts'] * row['generations']} of at most {row['limit']} tokens" for row in shown)
+    return table(["section", *titles], rows)
+
+
 def short_step_table(result: dict[str, Any]) -> list[str]:
     """rloo_step.json: the promised rows, for the README."""
     rows = [
@@ -226,6 +305,11 @@ def health_table(result: dict[str, Any]) -> list[str]:
 TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "export-parity": (export_table, "export_parity.json"),
     "step": (step_table, "rloo_step.json"),
+    "real-model": (real_model_table, "real_model.json"),
+    "real-model-short": (short_real_model_table, "real_model.json"),
+    "real-step": (real_step_table, "real_model_speed.json"),
+    "real-step-short": (short_real_step_table, "real_model_speed.json"),
+    "real-parts": (real_parts_table, "real_model_speed.json"),
     "step-short": (short_step_table, "rloo_step.json"),
     "step-files": (step_files_table, "step_files.json"),
     "decode": (decode_table, "decode_step.json"),

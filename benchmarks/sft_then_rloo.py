@@ -4,7 +4,7 @@
     python benchmarks/sft_then_rloo.py --seeds 0
 
 For each seed: `rloo-kit sft configs/sft_arithmetic.yaml`, then the command that it prints; and the same RLOO from the
-model without supervised training. A seed sets the random weights, the problems with their split and worked solutions,
+model without supervised training. A seed sets the random weights, the problems with their split and demonstrations,
 and the sampling. Accuracy is measured on 1,000 held-out problems, at temperature 1 and greedy.
 
 Exit code 1 if the bar is missed: nothing solved before, more after supervised training, more again after RLOO, with

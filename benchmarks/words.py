@@ -23,7 +23,7 @@ AVOIDED = {
     "nobody": r"\bnobody\b",
     "in silence": r"\bin silence\b",
     "of its own": r"\bof its own\b",
-    "worked answers": r"\bworked answers?\b",
+    "worked solutions": r"\bworked (answers?|solutions?)\b",
 }
 USED = {"GPU, GPUs": r"\bGPUs?\b", "VRAM": r"\bVRAM\b", "held-out": r"\bheld[- ]out\b"}
 

@@ -43,12 +43,20 @@ print(kit.setup_environment())
 # %% [markdown]
 # ## 2. Parameters
 #
-# Edit the next cell. Its values override those of the file that `config` names. `overrides` changes any other key of
-# the file: `overrides = "rloo.temperature=0.9 eval.num_samples=4"`. A batch sets the values from outside:
+# The run is what the file in `config` says. `None` in the next cell leaves a key to that file; any other value
+# overrides it, and the cell after it prints what does. `overrides` changes any other key of the file:
+# `overrides = "rloo.temperature=0.9 eval.num_samples=4"`. A batch sets the values from outside:
 # `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20 -p beta 0.01`. Unknown names and invalid values are refused.
 #
 # If the run's folder already contains a run, `resume = True` continues it and `overwrite = True` deletes it and starts
-# again.
+# again. Relative paths begin in the folder in which Jupyter or papermill was started; `outputs/` lands there too.
+
+# %% [markdown]
+# ### Your own data
+#
+# In a terminal, `rloo-kit init --data my.csv` writes `my.yaml`, a reward in `my_rewards.py` and its test. Set
+# `config = "my.yaml"` and `overwrite = False` in the next cell. Every cell below then runs on your prompts, with your
+# reward. Only what the text says of this notebook's own model, task and numbers no longer applies.
 
 # %% [markdown]
 # ### What to try here
@@ -62,17 +70,17 @@ print(kit.setup_environment())
 # Give each experiment its own `run_name` to keep the folders side by side in `outputs/`.
 
 # %% tags=["parameters"]
-# Parameters: plain values. papermill replaces them: papermill ... -p max_steps 20
-config = "configs/arithmetic_instruct.yaml"  # one file is one run; relative to the project's folder
-run_name = ""  # folder of the run in output_dir; empty: the file's name
-output_dir = "outputs"
-max_steps = 80
-num_generations = 8  # K
-learning_rate = 2e-3
-beta = 0.0
-max_completion_length = 16
-eval_prompts = 1000
-seed = 0
+# Parameters: plain values; None leaves it to the file. papermill replaces them: papermill ... -p max_steps 20
+config = "configs/arithmetic_instruct.yaml"  # one file is one run
+run_name = None  # folder of the run in output_dir; None: the file's name
+output_dir = None
+max_steps = None
+num_generations = None  # K
+learning_rate = None
+beta = None
+max_completion_length = None
+eval_prompts = None
+seed = None
 overrides = ""  # more keys of the file, as on the command line
 resume = False
 overwrite = True
@@ -81,7 +89,7 @@ overwrite = True
 parameters = kit.read_parameters(globals())
 run = kit.load_config(parameters.config, *parameters.overrides)
 print(parameters)
-print(f"\nthe run's folder: {run.folder}")
+print(f"\nthe run's folder: {run.folder.absolute()}")
 
 # %% [markdown]
 # ### Does it fit?
@@ -107,14 +115,14 @@ print(policy.describe())
 # %% [markdown]
 # ## 4. The data
 #
-# Each prompt comes with the right answer. Some prompts are held out: the model never trains on them, and accuracy is
-# measured on them alone. No prompt is in both parts.
+# Some prompts are held out: the model never trains on them, and it is measured on them alone. No prompt is in both
+# parts. A prompt may come with the right answer, for rewards that compare with it.
 
 # %%
 data = kit.load_data(run, policy.tokenizer)
 print(data)
 print("\nThe first training prompt:", data.train[0]["prompt"], sep="\n")
-print("the right answer:", data.train[0]["answer"])
+print("its answer in the data:", data.train[0].get("answer"))
 
 # %% [markdown]
 # The prompt ends where the assistant's turn begins, and everything the model writes from there is the answer. This
@@ -124,9 +132,10 @@ print("the right answer:", data.train[0]["answer"])
 # %% [markdown]
 # ## 5. The reward
 #
-# A reward is a function that takes a completion and returns a number. Here it is *verifiable*: a program checks it, and
-# no person or second model has to judge. `answer_reward` is 1 if the answer is right and 0 if it is not. It reads the
-# answer alone, so the model is free to think whatever helps. Several rewards are added up, each with its weight.
+# A reward is a function that takes a completion and returns a number. The next cell prints the rewards of this run.
+# They are *verifiable* if a program computes them, so that no person or second model has to judge: `answer_reward` is 1
+# if the answer is right and 0 if it is not. It reads the answer alone, so a model is free to think whatever helps.
+# Several rewards are added up, each with its weight; weight 0 only measures.
 #
 # The reward is the only signal that the model gets. It gets better at whatever raises that number, intended or not.
 
@@ -146,19 +155,18 @@ print(kit.check_preflight(run, policy, data, reward_funcs))
 # %% [markdown]
 # ### When nothing is solved yet
 #
-# RLOO reinforces what sometimes goes right. If nothing does, start with supervised training on worked solutions, until
-# some samples are right and others are not. `sft.max_steps=200` in `overrides` does that here, on the data's column
+# RLOO reinforces what sometimes goes right. If nothing does, start with supervised training on demonstrations, until
+# some samples earn more than others. `sft.max_steps=200` in `overrides` does that here, on the data's column
 # `completion` (`sft.source` names other data). RLOO then starts from its adapter. By default this cell does nothing.
 
 # %%
 if run.sft.max_steps:
-    kit.fine_tune(run, policy, data, overwrite=overwrite)
+    kit.fine_tune(run, policy, data, overwrite=parameters.overwrite)
     print(kit.measure_signal(run, policy, data))
 
 # %% [markdown]
 # How good is it now? The policy answers held-out prompts, sampled at temperature 1, as in training. *Greedy* takes the
-# most likely token every time. The interval contains the true accuracy with 95 % confidence; with few prompts it is
-# wide.
+# most likely token every time. The interval contains the true mean with 95 % confidence; with few prompts it is wide.
 
 # %%
 before = kit.evaluate(run, policy, data.test, "before")
@@ -300,9 +308,9 @@ for right in (1, 4, 7):
 # finish and saves; `resume = True` continues from there.
 
 # %% [markdown]
-# **What to look for.** `reward` and `accuracy` rise, slowly at first: if one sample in ten is right, four or five of
-# ten groups contain no right answer and teach nothing. `loss` is not printed because it says nothing: the advantages of
-# a group add up to zero, so it stays near zero while the model learns.
+# **What to look for** with this notebook's own file. `reward` and `accuracy` rise, slowly at first: if one sample in
+# ten is right, four or five of ten groups contain no right answer and teach nothing. `loss` is not printed because it
+# says nothing: the advantages of a group add up to zero, so it stays near zero while the model learns.
 
 # %%
 result = kit.train(
@@ -358,15 +366,15 @@ print(kit.compare(before, after))
 
 # %% [markdown]
 # The difference is taken prompt by prompt, and its interval shows the uncertainty. An interval that contains 0 shows no
-# change. Check the greedy accuracy too. A training that only makes the model surer of what it already does, as a lower
-# temperature would, raises sampled accuracy and leaves greedy accuracy unchanged. If both rise, what the model does
+# change. Check the greedy figure too. A training that only makes the model surer of what it already does, as a lower
+# temperature would, raises the sampled figure and leaves the greedy one unchanged. If both rise, what the model does
 # most of the time has changed. RLOO makes what it finds more likely; it cannot teach what never occurs in a rollout.
 
 # %% [markdown]
 # ## 10. Step by step
 #
-# Thin lines are single steps, the thick line a moving mean. The reward is on training prompts; held-out accuracy is in
-# the tables above. KL is drawn only with `beta` above 0, because it is computed only then.
+# Thin lines are single steps, the thick line a moving mean. The reward is on training prompts; the held-out figures are
+# in the tables above. KL is drawn only with `beta` above 0, because it is computed only then.
 
 # %%
 kit.plot_training(result)
@@ -396,7 +404,7 @@ kit.show_completions(before, after, num=4)
 # | `entropy` under 0.01 early on | always the same answer | lower `learning_rate`, raise `beta` or temperature |
 # | `kl` over 2 nats a token | far from the start | raise `beta` or lower `learning_rate` |
 # | thinking shrinks, `beta` above 0 | the KL sum punishes length | smaller `beta`, `kl_form=length_normalized` |
-# | reward rises, held-out accuracy does not | the reward is being gamed | read completions; change `rewards` |
+# | the reward rises, the held-out figure does not | the reward is being gamed | read completions; change `rewards` |
 
 # %% [markdown]
 # Three more. `rewards/failed_ratio` above 0: a reward raises errors, and the warning names it.
@@ -438,15 +446,15 @@ print(f"a copy: {copy}")
 # %% [markdown]
 # ## 15. Use it
 #
-# Ask a question of your own, answered once, greedily, by the engine that trained. This model does not think, so all of
-# it is the answer.
+# Ask a held-out prompt, or a question of your own: answered once, greedily, by the engine that trained. This model does
+# not think, so all of it is the answer.
 
 # %%
-question = "147+285="
+question = data.test[0]  # or the text of your own question, in quotes
 
 # %%
-print("Question:", question)
 answer = kit.ask(run, policy, question, temperature=0)
+print("\nThe question was:", answer.question)
 
 # %% [markdown]
 # `rloo-kit ask RUN` opens a dialogue with the run in a terminal, and `--base` shows the untrained model's answers

@@ -4,6 +4,7 @@ Two answers agree if they are the same text or the same number (42 and 42.0, 1,0
 exactly as fractions. `math_answer_reward` in `rloo_kit.rewarding.models` compares mathematics beyond numbers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -14,19 +15,28 @@ from .text import THINK_END_ID, Decode, answer_text
 
 LONGEST_NUMBER = 64  # characters; anything longer is not an answer, and exact arithmetic on it is slow
 LARGEST_EXPONENT = 400  # "1e999999999" as a fraction would exhaust memory
-WRAPPERS = " \t\r\n*`$"  # markup around a number
-FINDERS = ("whole", "boxed", "last_number")
+WRAPPERS = " \t\r\n*`$"  # markup around an answer
+BOX = "\\boxed{"
+_NARROW = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-"}  # full-width forms, the minus sign
+
+
+def _bare(text: str) -> str:
+    """`text` without markup, a box around all of it and a final full stop."""
+    text = text.strip(WRAPPERS).removesuffix(".").strip(WRAPPERS)
+    box = find_boxed(text)
+    return box.strip(WRAPPERS) if text == f"{BOX}{box}}}" else text
 
 
 def parse_number(text: str) -> Fraction | None:
     """`text` as an exact fraction; None if it is not a number.
 
-    Accepts signs, decimals, exponents, thousands separators and a/b; ignores surrounding markup and a final full stop.
+    Accepts signs, decimals, exponents, thousands separators, a/b and full-width characters; ignores surrounding markup,
+    a box and a final full stop.
 
     >>> parse_number(" **1,234.50** "), parse_number("-3/4"), parse_number("42 apples")
     (Fraction(2469, 2), Fraction(-3, 4), None)
     """
-    text = text.strip(WRAPPERS).removesuffix(".").strip(WRAPPERS).replace("\N{MINUS SIGN}", "-")
+    text = _bare(text.translate(_NARROW))
     if not text or len(text) > LONGEST_NUMBER or not text.isascii() or "_" in text:
         return None
     numerator, slash, denominator = text.partition("/")
@@ -54,12 +64,12 @@ def _parse_decimal(text: str) -> Fraction | None:
 
 
 def answers_agree(given: str, expected: str) -> bool:
-    """Whether two answers are the same number, or the same text up to surrounding whitespace.
+    """Whether two answers are the same number, or the same text up to surrounding markup and a final full stop.
 
-    >>> answers_agree("Paris", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42", "43")
+    >>> answers_agree("**Paris**.", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42", "43")
     (True, True, False)
     """
-    if given.strip() == expected.strip():
+    if given.strip() == expected.strip() or _bare(given) == _bare(expected) != "":
         return True
     number = parse_number(given)
     return number is not None and number == parse_number(expected)
@@ -71,7 +81,7 @@ def find_boxed(text: str) -> str:
     >>> find_boxed(r"so \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
     """
-    _, opening, rest = text.rpartition("\\boxed{")
+    _, opening, rest = text.rpartition(BOX)
     depth = 1 if opening else 0
     for end, character in enumerate(rest if opening else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -86,11 +96,14 @@ def find_last_number(text: str) -> str:
     >>> find_last_number("2 apples = **1,200** grams.")
     '1,200'
     """
-    for word in reversed(text.replace("=", " ").split()):
-        word = word.strip("()[]{}<>.,;:!?\"'%" + WRAPPERS)
+    for word in reversed(text.replace("=", " ").replace(BOX, " ").split()):
+        word = word.strip("()[]{}<>.,;:!?\"'%。，" + WRAPPERS)
         if parse_number(word) is not None:
             return word
     return ""
+
+
+FINDERS: dict[str, Callable[[str], str]] = {"whole": str.strip, "boxed": find_boxed, "last_number": find_last_number}
 
 
 @dataclass(frozen=True)
@@ -133,11 +146,7 @@ class AnswerReward(Reward):
         )
         if given is None:
             return 0.0
-        if self.find == "boxed":
-            given = find_boxed(given)
-        elif self.find == "last_number":
-            given = find_last_number(given)
-        return 1.0 if answers_agree(given, str(sample.answer)) else 0.0
+        return 1.0 if answers_agree(FINDERS[self.find](given), str(sample.answer)) else 0.0
 
 
 def has_no_answer(answer: Any) -> bool:

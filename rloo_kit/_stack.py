@@ -92,6 +92,9 @@ def load_stack() -> Stack:
     if _stack is None:
         # without a GPU, bitsandbytes logs that a faster 4-bit kernel for the CPU could be downloaded
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+        # transformers warns at the first decoding of a BPE tokenizer of an option that it then ignores
+        logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
+        logger.addFilter(lambda record: "clean_up_tokenization_spaces" not in record.getMessage())
         # TRL warns about vLLM versions that fit this torch, for its own vLLM path, which the kit does not use
         warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
         settled = environment.current()

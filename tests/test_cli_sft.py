@@ -14,7 +14,7 @@ WORDS = ("sft.max_steps=1", "sft.signal_prompts=2")
 
 @pytest.fixture
 def file(config_file, tmp_path):  # noqa: F811
-    """A run's file whose rows have worked solutions."""
+    """A run's file whose rows have demonstrations."""
     rows = [{"prompt": f"add {n}", "answer": str(n), "completion": f"{n}</think>\n\n{n}"} for n in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return config_file

@@ -9,7 +9,6 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 SOURCE = Path(__file__).parent
-BAKERY = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are left. How many were sold?"
 
 # What the template knows of a notebook: thinks and small (the embedded model) pick its text; the rest are values.
 VARIANTS = {
@@ -18,40 +17,24 @@ VARIANTS = {
         "small": True,
         "title": "RLOO on a small model that thinks",
         "config": "arithmetic_thinking",
-        "max_steps": 50,
-        "num_generations": 8,
-        "max_completion_length": 48,
-        "question": "47+385=",
     },
     "arithmetic_instruct": {
         "thinks": False,
         "small": True,
         "title": "RLOO on a small model that answers at once",
         "config": "arithmetic_instruct",
-        "max_steps": 80,
-        "num_generations": 8,
-        "max_completion_length": 16,
-        "question": "147+285=",
     },
     "qwen3_thinking_rloo": {
         "thinks": True,
         "small": False,
         "title": "RLOO on Qwen3-4B-Thinking",
         "config": "qwen3_4b_thinking",
-        "max_steps": 200,
-        "num_generations": 16,
-        "max_completion_length": 12288,
-        "question": BAKERY,
     },
     "qwen3_instruct_rloo": {
         "thinks": False,
         "small": False,
         "title": "RLOO on Qwen3-4B-Instruct",
         "config": "qwen3_4b_instruct",
-        "max_steps": 200,
-        "num_generations": 8,
-        "max_completion_length": 2048,
-        "question": BAKERY,
     },
 }
 

@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.batch.status import TRAINING, BatchDir, RunStatus, count_states
+from rloo_kit.data.answers import EXACT
 from rloo_kit.health.series import is_number
+from rloo_kit.results.evaluation import leading_measure
 from rloo_kit.results.figures import BLUE, GREY, STYLE, to_svg
 from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section, mark_verdict
 from rloo_kit.runs.files import read_object, write_text
@@ -37,6 +39,8 @@ MEASURES = {
     "tokens": "mean_tokens",
     "eval_prompts": "num_prompts",
 }
+# What may lead, in titles, and the other one.
+WORDS = {"accuracy": ("accuracy", "held-out reward"), "held_out_reward": ("reward", "accuracy")}
 NAME_WIDTH = 24  # columns for a name in the text table; longer names wrap
 LEFT_OUT = ("thinking tokens", "time", "after, 95 %")  # dropped in this order if the text table is too wide
 LONGEST_LABEL = 48  # characters of a run's name in the figure
@@ -45,12 +49,16 @@ COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 def read_figures(training: RunDir) -> dict[str, Any]:
     """The figures of a training run, None if its folder is missing: every key of MEASURES with `_before` and `_after`,
-    `steps`, `reward_last`, `verdict`, and `report` (whether one exists)."""
-    figures: dict[str, Any] = {}
+    `judged_by`, `measure` (the deciding one), `steps`, `reward_last`, `verdict`, and `report` (whether one exists)."""
+    figures: dict[str, Any] = {"judged_by": None, "measure": None}
     for when in ("before", "after"):
         found = read_object(training / f"{when}.json")
         values = {name: found.get(key) for name, key in MEASURES.items()}
+        values["greedy_reward"] = (found.get("greedy_reward") or {}).get("mean")
         figures |= {f"{name}_{when}": value if is_number(value) else None for name, value in values.items()}
+        figures |= {"judged_by": judge} if (judge := found.get("judged_by")) else {}
+        has = [figures[f"{name}_{when}"] is not None for name in ("accuracy", "held_out_reward")]
+        figures |= {"measure": leading_measure(has[0], judge, has[1])} if any(has) else {}
     rows, status = training.read_metrics(), training.status()
     verdict = status.get("verdict")
     figures |= {"steps": status.get("step"), "reward_last": rows[-1].get("reward") if rows else None}
@@ -117,18 +125,20 @@ def _common(place: BatchDir) -> str:
 
 
 def _table(place: BatchDir, rows: list[dict[str, Any]]) -> str:
-    titles = ["run", "state", "verdict", "time", "accuracy before", "accuracy after"]
-    titles += ["greedy accuracy", "held-out reward", "thinking tokens", "closed"]
+    lead = leading_figure(rows)
+    word, other = WORDS[lead]
+    titles = ["run", "state", "verdict", "time", f"{word} before", f"{word} after"]
+    titles += [f"greedy {word}", other, "thinking tokens", "closed"]
     head = "".join(f"<th>{title}</th>" for title in titles)
     varying, names = place.batch.varying(), short_names(rows)
     body = ""
     for run, row, name in zip(place.batch.runs, rows, names, strict=True):
         hidden = [f"{key}={run.parameters[key]}" for key in varying if key in run.parameters and f"{key}=" not in name]
-        body += _row(row, name, ", ".join(hidden))
+        body += _row(row, name, ", ".join(hidden), lead)
     return f"<table class='runs'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _row(row: dict[str, Any], short_name: str, hidden: str) -> str:
+def _row(row: dict[str, Any], short_name: str, hidden: str, lead: str) -> str:
     """A run's row; `hidden`: varying parameters that its name does not show."""
     name, shown = escape_text(row["name"]), escape_text(short_name)
     state = f"<span class='{COLORS.get(row['state'], '')}'>{row['state']}</span>"
@@ -137,8 +147,8 @@ def _row(row: dict[str, Any], short_name: str, hidden: str) -> str:
     cells[0] += f"<span class='under'>{escape_text(hidden)}</span>" if hidden else ""
     verdict = mark_verdict(row["verdict"] or "-")
     cells += [state, verdict, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
-    cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
-    cells += [change(row, "greedy_accuracy", ".3f"), change(row, "held_out_reward", ".3f")]
+    cells += [_interval(row, f"{lead}{{}}_{when}") for when in ("before", "after")]
+    cells += [change(row, f"greedy_{WORDS[lead][0]}", ".3f"), _other(row, lead)]
     cells += [change(row, "thinking_tokens", ".1f"), change(row, "closed_share", ".3f")]
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
@@ -156,13 +166,29 @@ def change(row: dict[str, Any], name: str, form: str, arrow: str = " → ") -> s
     return arrow.join(format(value, form) for value in values if value is not None) or "-"
 
 
+def leading_figure(rows: Sequence[dict[str, Any]]) -> str:
+    """The deciding figure: "held_out_reward" if it leads in any of the runs, else "accuracy"."""
+    return "held_out_reward" if any(row["measure"] == "reward" for row in rows) else "accuracy"
+
+
+def _other(row: dict[str, Any], lead: str) -> str:
+    """The accuracy if the reward leads, and the other way round; exact match is labelled, and left out if it is 0."""
+    if lead == "accuracy":
+        return change(row, "held_out_reward", ".3f")
+    is_exact = row["judged_by"] == EXACT
+    if is_exact and not any(row[f"accuracy_{when}"] for when in ("before", "after")):
+        return "-"
+    return change(row, "accuracy", ".3f") + (f" ({EXACT})" if is_exact else "")
+
+
 def _legend(rows: list[dict[str, Any]]) -> str:
     prompts = sorted({row[f"eval_prompts_{when}"] for row in rows for when in ("before", "after")} - {None})
     if not prompts:
         return ""
+    word = WORDS[leading_figure(rows)][0].capitalize()
     count = " to ".join(str(n) for n in sorted({prompts[0], prompts[-1]}))
     return (
-        f"<p class='notes'>Accuracy on {count} held-out prompts, sampled and greedy, with 95 % intervals. Thinking "
+        f"<p class='notes'>{word} on {count} held-out prompts, sampled and greedy, with 95 % intervals. Thinking "
         "tokens are over completions that close their thinking; closed is their share. Before → after.</p>"
     )
 
@@ -180,14 +206,15 @@ def make_text_table(place: BatchDir) -> Table:
     """The comparison for a terminal or a log, without figures that no run has."""
     table = Table(title=f"batch {place.batch.name}", title_justify="left")
     rows = collect_rows(place)
+    lead = leading_figure(rows)
     columns = {
         "run": short_names(rows),
         "state": [row["state"] for row in rows],
         "verdict": [row["verdict"] or "-" for row in rows],
         "time": [format_seconds(row["seconds"]) if row["seconds"] else "-" for row in rows],
-        "accuracy": [change(row, "accuracy", ".3f") for row in rows],
-        "after, 95 %": [_bounds(row["accuracy_low_after"], row["accuracy_high_after"]) for row in rows],
-        "held-out reward": [change(row, "held_out_reward", ".3f") for row in rows],
+        WORDS[lead][0]: [change(row, lead, ".3f") for row in rows],
+        "after, 95 %": [_bounds(row[f"{lead}_low_after"], row[f"{lead}_high_after"]) for row in rows],
+        WORDS[lead][1]: [_other(row, lead) for row in rows],
         "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
     }
     shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
@@ -215,8 +242,10 @@ def _bounds(low: float | None, high: float | None) -> str:
 def draw_runs(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> str | None:
     """One SVG with a labelled row per run, the first on top; None if no run has a figure yet."""
     panels: list[tuple[str, Any]] = []
-    if _has(rows, "accuracy"):
-        panels.append(("Accuracy, 95 % interval", _draw_accuracy))
+    lead = leading_figure(rows)
+    word = WORDS[lead][0].capitalize()
+    if _has(rows, lead):
+        panels.append((f"{word}, 95 % interval", _draw_lead))
     if _has(rows, "thinking_tokens"):
         panels.append(("Thinking tokens", _draw_thinking))
     if any(row["seconds"] for row in rows):
@@ -239,21 +268,23 @@ def draw_runs(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> str | No
         all_axes[0].set_ylim(len(rows) - 0.5, -0.5)
         handles = [Line2D([], [], color=color, marker="o", linestyle="none") for color in (GREY, BLUE)]
         figure.legend(handles, ["before training", "after"], loc="outside lower right", ncols=2)
-        return to_svg(figure, "runs", "Accuracy, thinking tokens and time of each run")
+        return to_svg(figure, "runs", f"{word}, thinking tokens and time of each run")
 
 
-def _draw_accuracy(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
+def _draw_lead(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
+    lead = leading_figure(rows)
     for y, row in enumerate(rows):
         for when, shift, color in (("before", -0.13, GREY), ("after", 0.13, BLUE)):
-            value, low, high = (row[f"accuracy{end}_{when}"] for end in ("", "_low", "_high"))
+            value, low, high = (row[f"{lead}{end}_{when}"] for end in ("", "_low", "_high"))
             if value is None:
                 continue
             if low is not None and high is not None:
                 axes.plot([low, high], [y + shift] * 2, color=color, linewidth=2, solid_capstyle="round")
             axes.plot([value], [y + shift], "o", color=color, markersize=6)
-        if row["accuracy_after"] is None:
+        if row[f"{lead}_after"] is None:
             axes.annotate(row["state"], (0.98, y), ha="right", va="center", fontsize=9, fontstyle="italic")
-    axes.set_xlim(0, 1)
+    if lead == "accuracy":
+        axes.set_xlim(0, 1)
 
 
 def _draw_thinking(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 `grid` gives every combination of its values, `runs` single runs; both override the common `parameters`.
 """
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -22,10 +21,9 @@ from rloo_kit.config.schema import Count
 from rloo_kit.config.section import Section
 from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
 from rloo_kit.errors import ConfigError, excerpt
-from rloo_kit.notebook.parameters import read_parameters
+from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
 from rloo_kit.preflight.cheap import find_faults
-from rloo_kit.system.env_file import find_root
-from rloo_kit.system.input_files import expand_user, is_file
+from rloo_kit.system.input_files import expand_user, find_input, from_here, is_file, places_of, working_folder
 
 GIVEN = {
     "run_name": "each run's training folder is <batch>/<run>/run",
@@ -125,12 +123,10 @@ class Batch:
 
     Attributes:
         folder: the batch's folder; absolute.
-        root: the project's folder, in which the notebooks run; their relative paths start there.
     """
 
     name: str
     folder: Path
-    root: Path
     runs: list[BatchRun] = field(default_factory=list)
     jobs: int = 1
 
@@ -153,15 +149,15 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     """The batch that a YAML file describes.
 
     Args:
-        path: the file. Relative notebooks are looked for in the project's folder (the nearest at or above the file
-            with a pyproject.toml, .git, configs/ or .env), then next to the file.
+        path: the file. Relative notebooks, and the parameter `config`, are looked up in the working folder, then next
+            to the file, then in the kit's own folder.
         overrides: `key=value`, as on the command line: "jobs=2", "parameters.max_steps=20", "grid.seed=[0, 1]".
 
     Raises:
         ConfigError: everything that is wrong with it: keys, missing notebooks, parameters that a notebook does not
             know or whose values its configuration refuses, duplicate runs.
     """
-    path = Path(path)
+    path = from_here(path)
     values, lines = read_file(path)
     if {"model", "rloo"} <= values.keys():
         raise ConfigError(
@@ -174,21 +170,20 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     except ValidationError as error:
         raise ConfigError(explain_errors(error, BatchFile, path, lines, changed)) from None
     name = file.name or path.stem
-    output_dir = expand_user(file.output_dir, f"{path}: output_dir")
-    root = find_root(path.absolute().parent) or path.absolute().parent
-    batch = Batch(name, output_dir.absolute() / name, root, jobs=file.jobs)
+    output_dir = working_folder() / expand_user(file.output_dir, f"{path}: output_dir")
+    batch = Batch(name, output_dir.absolute() / name, jobs=file.jobs)
     problems = [] if _NAME.fullmatch(name) else [_refuse_name("name", name)]
-    batch.runs = _list_runs(file, path, root, problems)
+    batch.runs = _list_runs(file, path.parent, problems)
     problems += _find_duplicates(batch.runs)
     if not problems:
-        problems = _find_parameter_problems(batch.runs, root)
+        problems = _find_parameter_problems(batch.runs)
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
     return batch
 
 
-def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> list[BatchRun]:
-    """The runs of the grid, then the single ones; appends faults to `problems`."""
+def _list_runs(file: BatchFile, next_to: Path, problems: list[str]) -> list[BatchRun]:
+    """The runs of the grid, then the single ones; appends faults to `problems`. `next_to`: the file's folder."""
     combinations = itertools.product(*file.grid.values()) if file.grid else ()
     entries = [RunEntry(parameters=dict(zip(file.grid, values, strict=True))) for values in combinations]
     runs: list[BatchRun] = []
@@ -197,7 +192,7 @@ def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> 
         wanted = str(entry.notebook or file.notebook)
         try:
             if wanted not in notebooks:
-                notebooks[wanted] = read_notebook(_find_notebook(wanted, path, root))
+                notebooks[wanted] = read_notebook(find_input(wanted, "notebook", next_to, KIT_ROOT).resolve())
         except ConfigError as error:
             problems.append(f"runs.{index}.notebook: {error}" if entry.notebook else f"notebook: {error}")
             continue
@@ -205,6 +200,9 @@ def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> 
         if entry.name and (not _NAME.fullmatch(name) or name in FILES or len(name) > LONGEST_NAME):
             problems.append(_refuse_name(f"runs.{index}.name", name))
         parameters = {**file.parameters, **entry.parameters}
+        config = parameters.get("config")
+        if isinstance(config, str) and not any(map(is_file, places_of(config, "config"))) and is_file(next_to / config):
+            parameters["config"] = str((next_to / config).absolute())
         runs.append(BatchRun(name, notebooks[wanted], parameters, entry.timeout_s or file.timeout_s))
     return runs
 
@@ -256,12 +254,12 @@ def _find_duplicates(runs: list[BatchRun]) -> list[str]:
     return problems
 
 
-def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
+def _find_parameter_problems(runs: list[BatchRun]) -> list[str]:
     """Faults of the parameters, each once, with the first run that has it."""
     having: dict[str, list[str]] = {}
     looked: dict[str, list[str]] = {}
     for run in runs:
-        for problem in _check_parameters(run, root, looked):
+        for problem in _check_parameters(run, looked):
             having.setdefault(problem, []).append(run.name)
     return [
         f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}: {problem}"
@@ -269,7 +267,7 @@ def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
     ]
 
 
-def _check_parameters(run: BatchRun, root: Path, looked: dict[str, list[str]]) -> list[str]:
+def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
     """Faults of a run's parameters, found without running it: names that the notebook's cell does not know; if it calls
     `read_parameters`, also values that it or the configuration refuses, and faults of model, data and rewards. `looked`
     caches these by the sections that determine them."""
@@ -288,7 +286,7 @@ def _check_parameters(run: BatchRun, root: Path, looked: dict[str, list[str]]) -
     added = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in run.parameters.items())])
     namespace = {**run.resolved, "In": ["", notebook.cell or "", added]}
     try:
-        with contextlib.chdir(root), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the run itself warns, in its notebook
             parameters = read_parameters(namespace)
             found = load_config(parameters.config, *parameters.overrides)
@@ -299,11 +297,3 @@ def _check_parameters(run: BatchRun, root: Path, looked: dict[str, list[str]]) -
     except ConfigError as error:
         return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()
     return []
-
-
-def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
-    places = [folder / expand_user(wanted, "notebook") for folder in (root, path.absolute().parent)]
-    for place in places:
-        if is_file(place):
-            return place.resolve()
-    raise ConfigError(f"there is no notebook {wanted}; looked in {' and '.join(dict.fromkeys(map(str, places)))}")

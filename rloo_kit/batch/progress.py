@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.batch.comparison import change, read_figures
+from rloo_kit.batch.comparison import WORDS, change, leading_figure, read_figures
 from rloo_kit.batch.status import BatchDir, RunStatus, count_states
 from rloo_kit.system.console import format_seconds
 
@@ -71,8 +71,9 @@ class BatchDisplay:
             return
         parts = [f"{where}: {status.state} after {format_seconds(status.seconds)}"]
         figures = read_figures(self.place.training(status.name))
-        if status.state == "done" and figures.get("accuracy_after") is not None:
-            parts.append(f"accuracy {change(figures, 'accuracy', '.3f', ' -> ')}")
+        lead = leading_figure([figures])
+        if status.state == "done" and figures.get(f"{lead}_after") is not None:
+            parts.append(f"{WORDS[lead][0]} {change(figures, lead, '.3f', ' -> ')}")
         if status.error:
             parts.append(first_line(status.error))
         if status.state != "done":

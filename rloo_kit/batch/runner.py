@@ -30,6 +30,7 @@ from rloo_kit.errors import SetupError
 from rloo_kit.runs.checkpoints import STEM
 from rloo_kit.runs.files import now
 from rloo_kit.system.console import render_text
+from rloo_kit.system.input_files import working_folder
 
 POLL_S = 0.2
 SAVE_TIMEOUT_S = 120.0  # time for an interrupted training run to finish its step and save a checkpoint
@@ -204,7 +205,7 @@ class _BatchRun:
         log = folder / "log.txt"
         with open(log, "a", encoding="utf-8") as file:
             file.write(f"{'' if status.attempts == 1 else chr(10)}=== attempt {status.attempts}, {status.started}\n")
-        process = RunProcess(command, folder, log, self.batch.root, self.batch_id)
+        process = RunProcess(command, folder, log, working_folder().absolute(), self.batch_id)
         self.active.append(_Active(run, status, process, time.monotonic(), status.seconds))
         status.pid = process.pid
         self._record(status)

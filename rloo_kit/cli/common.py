@@ -135,8 +135,9 @@ def prepare(run: "RunConfig") -> "tuple[Policy, Data]":
     import rloo_kit as kit
 
     say(kit.setup_environment(run.model.backend).describe())
+    started = time.monotonic()
     policy = kit.load_policy(run)
-    say(fill_text(f"policy: {policy.describe()}"))
+    say(fill_text(f"policy: {policy.describe()}, loaded in {time.monotonic() - started:.0f} s"))
     data = kit.load_data(run, policy.tokenizer)
     say(f"data: {data}")
     return policy, data

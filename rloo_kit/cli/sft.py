@@ -1,4 +1,4 @@
-"""The command that trains on worked solutions before RLOO: sft."""
+"""The command that trains on demonstrations before RLOO: sft."""
 
 import shlex
 
@@ -10,7 +10,7 @@ from rloo_kit.system.processes import INTERRUPTED, say
 
 @app.command()
 def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
-    """Train on worked solutions before RLOO, for a model that solves nothing yet."""
+    """Train on demonstrations before RLOO, for a model that solves nothing yet."""
     with exit_codes():
         from rloo_kit.preflight.worked import refuse_worked_faults
         from rloo_kit.runs.sft_folder import check_folder, open_folder

@@ -1,16 +1,21 @@
-"""Names of the embedded models and of their task families: `embedded/thinking@sorting`, `embedded/sorting`.
+"""Names of the built-in models and of their task families: `embedded/thinking@sorting`, `embedded/sorting`,
+`smollm2/instruct`.
 
 A user's family is named by the path of its file. The run's folder keeps a copy under the same file name.
 """
 
 from pathlib import Path
 
-from rloo_kit.errors import ConfigError, excerpt
+from rloo_kit.errors import ConfigError
+from rloo_kit.system.environment import cache_folder
+from rloo_kit.system.input_files import find_input, is_file
 
 KINDS = ("thinking", "instruct", "untaught")  # untaught: a thinking model with random weights
-FAMILIES = ("addition", "subtraction", "comparison", "sorting", "counting", "chain")  # modules of data/families
+FAMILIES = ("addition", "subtraction", "sorting")  # modules of data/families
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
+SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package
+SMOLLM2 = ("smollm2/instruct", "smollm2/thinking")
 KEPT_FAMILIES = "task_families"  # in the run's folder: copies of the user's family files
 
 
@@ -24,6 +29,11 @@ def split_model_name(name: str) -> tuple[str, str]:
     return kind, family or DEFAULT_FAMILY
 
 
+def smollm2_folder(name: str) -> Path:
+    """Where the cache has `smollm2/instruct` or `smollm2/thinking`, built or not."""
+    return cache_folder() / f"{name.replace('/', '-')}-r1"
+
+
 def is_family_file(family: str) -> bool:
     """Whether a family is named by the path of a user's file."""
     return family.endswith(".py")
@@ -33,8 +43,7 @@ def find_embedded_problem(name: str) -> str | None:
     """Why no embedded model has that name (prefix optional); None if one does. Files are not looked up.
 
     >>> find_embedded_problem("embedded/thinking@sortin")
-    "there is no task family 'sortin': take addition, subtraction, comparison, sorting, counting, chain, or the path \
-of your own .py file"
+    "there is no task family 'sortin': take addition, subtraction, sorting, or the path of your own .py file"
     """
     kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     if kind not in KINDS:
@@ -55,21 +64,13 @@ def find_family_problem(family: str) -> str | None:
 
 
 def find_family_file(name: str, config_file: Path | None = None) -> Path:
-    """Absolute path of a user's family file: the run's copy if `config_file` is in a run's folder, else relative to the
-    working directory, then to the folder of `config_file`. Raises ConfigError if there is none."""
-    try:
-        path = Path(name).expanduser()
-        places = [Path.cwd() / path]
-        if config_file is not None:
-            kept = [config_file.parent / KEPT_FAMILIES / path.name] if config_file.name == "config.yaml" else []
-            places = [*kept, *places, config_file.parent / path]
-        looked = list(dict.fromkeys(place.resolve() for place in places))
-        found = next((file for file in looked if file.is_file()), None)
-    except (OSError, RuntimeError, ValueError) as error:  # name too long, unknown home folder, NUL
-        raise ConfigError(f"the task family file {excerpt(name)} cannot be looked up: {error}") from None
-    if found is None:
-        raise ConfigError(f"there is no file {name} of a task family; looked for {' and '.join(map(str, looked))}")
-    return found
+    """Absolute path of a user's family file: the run's copy if `config_file` is in a run's folder, else `find_input`,
+    last next to `config_file`. Raises ConfigError if there is none."""
+    if config_file is not None and config_file.name == "config.yaml":
+        kept = config_file.parent / KEPT_FAMILIES / Path(name).name
+        if is_file(kept):
+            return kept.resolve()
+    return find_input(name, "the task family", config_file and config_file.parent).resolve()
 
 
 def is_same_family(first: str, second: str, config_file: Path | None = None) -> bool:

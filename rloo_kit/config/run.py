@@ -1,5 +1,6 @@
 """A run: one YAML file, read into strict models; the resolved run prints as YAML that loads back to an equal object."""
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from rloo_kit.config.sft import SftSection
 from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import prepare_standby
-from rloo_kit.system.input_files import expand_user
+from rloo_kit.system.input_files import expand_user, from_here, places_of, working_folder
 from rloo_kit.system.processes import count_processes
 
 VLLM_MOST_RANK = 512
@@ -68,8 +69,13 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's folder: output_dir/name."""
-        return expand_user(self.run.output_dir, "run.output_dir") / self.name
+        """The run's folder: output_dir/name, in the folder in which the user started the program."""
+        return working_folder() / expand_user(self.run.output_dir, "run.output_dir") / self.name
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward, by the name it is logged under."""
+        return {entry.name.rpartition(":")[2]: entry.weight for entry in self.rewards}
 
     @property
     def family_files(self) -> list[Path]:
@@ -92,6 +98,19 @@ class RunConfig(Section):
         """The resolved run with every key; `load_config` reads it back to an equal object. Raises as `check`."""
         self.check()
         return dump_yaml(self.model_dump(mode="json"))
+
+    def with_absolute_files(self) -> "RunConfig":
+        """A copy for the run's folder: data and rewards that are found only next to the config file are absolute."""
+        copy = self.model_copy(deep=True)
+        files: list[tuple[Any, str]] = [(copy.data, "source"), (copy.data, "test_source"), (copy.sft, "source")]
+        files += [(one, "source") for one in copy.data.sources or ()] + [(one, "name") for one in copy.rewards]
+        for owner, key in files:
+            file, colon, function = (getattr(owner, key) or "").partition(":")
+            file += ".py" if colon and not file.endswith(".py") else ""
+            near = (self.source or Path()).parent / file
+            if file and os.path.exists(near) and not any(map(os.path.exists, places_of(file, key))):
+                setattr(owner, key, f"{near.absolute()}{colon}{function}")
+        return copy
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
@@ -208,7 +227,8 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     """Read and check the run that a YAML file describes. Old TRL names are translated with a warning.
 
     Args:
-        path: the file; its stem is the run's name unless `run.name` is set.
+        path: the file; its stem is the run's name unless `run.name` is set. Relative paths in it are looked up in the
+            working folder, then next to it.
         overrides: `section.key=value`, as on the command line: "rloo.beta=0.0", "eval.thinking_budgets=[64, 128]",
             "model.lora=null". They win over everything else.
         sections: changes by section, as Python values: `rloo={"beta": 0.0}`. They win over the file.
@@ -219,7 +239,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     Raises:
         ConfigError: all errors, each with its dotted key and, if known, its line.
     """
-    path = Path(path)
+    path = from_here(path)
     values, lines = read_file(path)
     if values.keys() & {"grid", "runs"} and not values.keys() & {"model", "rloo"}:
         raise ConfigError(f"{path} describes a batch of runs, not one run; use: rloo-kit batch {path}")
@@ -242,5 +262,9 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
         config = RunConfig.model_validate(values, context=path)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, RunConfig, path, lines, changed)) from None
+    for key in ("adapter",) if config.model.is_embedded else ("adapter", "name"):
+        if (folder := getattr(config.model, key)) and not os.path.isdir(os.path.expanduser(folder)):
+            found = next(filter(os.path.isdir, places_of(folder, f"model.{key}", path.parent)), folder)
+            setattr(config.model, key, str(found))
     prepare_standby(config.rollout.engine, config.model.backend)
     return config

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from rloo_kit.config.batches import GENERATIONS, PROMPTS, check_generation_batch
 from rloo_kit.config.checks import find_gym_problems, find_loop_problems, find_server_problems, find_test_problem
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, find_embedded_problem
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2, SMOLLM2_PREFIX, find_embedded_problem
 from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.system.processes import count_processes
 
@@ -90,7 +90,7 @@ class ModelSection(Section):
     name: str = Field(
         min_length=1,
         description="hub id, local folder, embedded/thinking, embedded/thinking@FAMILY, embedded/instruct, "
-        "embedded/untaught",
+        "embedded/untaught, smollm2/instruct, smollm2/thinking",
     )
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
         "auto", "how its chat template treats thinking; auto reads the template"
@@ -122,6 +122,8 @@ class ModelSection(Section):
     def _check_consistency(self) -> "ModelSection":
         if self.is_embedded and (problem := find_embedded_problem(self.name)):
             raise ValueError(f"name is '{self.name}', but {problem}")
+        if self.name.startswith(SMOLLM2_PREFIX) and self.name not in SMOLLM2:
+            raise ValueError(f"name is '{self.name}', but of SmolLM2 there are {' and '.join(SMOLLM2)}")
         if self.enable_thinking is not None and self.family not in ("auto", "hybrid"):
             raise ValueError(
                 f"enable_thinking is {str(self.enable_thinking).lower()}, but family is '{self.family}'; only hybrid "
@@ -585,7 +587,8 @@ class EvalSection(Section):
     every_steps: int = key(0, "optimizer steps between evaluations during training; 0: none", ge=0)
     every_prompts: Count = key(64, "held-out prompts of an evaluation during training, the same each time")
     measure: str = key(
-        "auto", "what selects the best: accuracy, reward (weighted sum) or a reward's name; auto: accuracy if answers",
+        "auto", "what selects the best: accuracy, reward (weighted sum) or a reward's name; auto: accuracy if a reward "
+        "compares answers, else reward",
         min_length=1,
     )  # fmt: skip
     save_best: bool = key(

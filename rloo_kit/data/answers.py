@@ -1,6 +1,7 @@
 """Gold answers as text, and which rows may go without one."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from rloo_kit.data.columns import DataSource
 from rloo_kit.errors import DataError
 
 REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
+EXACT = "exact match"  # judges where no reward of the run compares answers
 GYM_REWARD = "reasoning_gym_score"  # compares with the column `reasoning_gym`, in place of `answer`
 
 
@@ -28,6 +30,12 @@ def gold_answers(dataset: Any) -> list[Any] | None:
     return [answer if row is None else GymRow(row) for answer, row in zip(answers, rows, strict=True)]
 
 
+def answer_reward_of(names: Iterable[str]) -> str | None:
+    """The first of a run's rewards, by the names they are logged under, that compares with right answers; else None."""
+    found = set(names)
+    return next((name for name in (*REWARDS_WITH_ANSWERS, GYM_REWARD) if name in found), None)
+
+
 def compares_with_answers(run: RunConfig) -> bool:
     """Whether a reward of the run compares completions with the `answer` column."""
     return any(reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards)
@@ -39,6 +47,14 @@ def needs_all_answers(run: RunConfig) -> bool:
     return names <= {*REWARDS_WITH_ANSWERS, GYM_REWARD} and names != {GYM_REWARD}
 
 
+def find_judge(gold: list[Any] | None, names: Iterable[str]) -> str | None:
+    """What judges whether answers are right: one of the run's rewards, by the `names` they are logged under, or EXACT;
+    None without answers, and if no reward compares them and they are no texts or numbers."""
+    known = [answer for answer in gold or () if not is_missing(answer)]
+    name = answer_reward_of(names)
+    return None if not known or (name is None and not is_plain(known)) else name or EXACT
+
+
 def is_missing(answer: Any) -> bool:
     """Whether a row has no answer: null, NaN or blank text."""
     if isinstance(answer, float):
@@ -46,8 +62,14 @@ def is_missing(answer: Any) -> bool:
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
+def is_plain(answers: Iterable[Any]) -> bool:
+    """Whether all are text, numbers or missing, and not lists, objects, or true and false."""
+    return not any(isinstance(answer, list | dict | bool) for answer in answers)
+
+
 def with_answers(run: RunConfig, source: DataSource, after: str | None, column: str) -> DataSource:
-    """The source with its answers as text, None for a row without one if a reward scores such rows.
+    """The source with its answers as text, None for a row without one if a reward scores such rows. If no reward
+    compares answers, they may be lists, objects or true and false too, which are kept as they are.
 
     Args:
         after: the marker that an answer follows. column: key and name of the column, for errors.
@@ -57,6 +79,8 @@ def with_answers(run: RunConfig, source: DataSource, after: str | None, column: 
     """
     if source.answers is None:
         return source
+    if after is None and answer_reward_of(one.name for one in run.rewards) is None and not is_plain(source.answers):
+        return replace(source, answers=[None if is_missing(value) else value for value in source.answers])
     answers = [_answer(run, value, after, source.where(row), column) for row, value in enumerate(source.answers)]
     missing = [row for row, answer in enumerate(answers) if answer is None]
     if not missing:

@@ -58,7 +58,8 @@ def make_dataset(
         if name not in known:
             raise DataError(f"{key}: {source} has no such option; it has {', '.join(map(_describe, known.values()))}")
         _check_type(key, known[name], value)
-    given = {name: tuple(value) if _is_tuple(known[name]) else value for name, value in options.items()}
+    tuples = {name for name in options if isinstance(_default(known[name]), tuple)}
+    given = {name: tuple(value) if name in tuples else value for name, value in options.items()}
     try:
         values = {} if level is None else _of_level(task, level)
         return make(config=config(**values | given | where))
@@ -125,10 +126,6 @@ def _default(field: Any) -> Any:
 
 def _describe(field: Any) -> str:
     return f"{field.name} ({excerpt(_default(field), 60)})"
-
-
-def _is_tuple(field: Any) -> bool:
-    return isinstance(_default(field), tuple)
 
 
 def _check_type(key: str, field: Any, value: Any) -> None:

@@ -60,19 +60,16 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
     if SOURCE_COLUMN not in others:
         others[SOURCE_COLUMN] = [labels[place] for place, _ in rows]
     has_answers = any(source.answers is not None for source in sources)
+    answers = [source.answers or [None] * len(source.prompts) for source in sources]
     return DataSource(
         name="data.sources",
         prompts=[sources[place].prompts[row] for place, row in rows],
-        answers=[_answer_of(sources[place], row) for place, row in rows] if has_answers else None,
+        answers=[answers[place][row] for place, row in rows] if has_answers else None,
         others=others,
         places=[sources[place].where(row) for place, row in rows],
         notes=tuple(note for source in sources for note in source.notes),
         is_mix=True,
     )
-
-
-def _answer_of(source: DataSource, row: int) -> Any:
-    return None if source.answers is None else source.answers[row]
 
 
 def _refuse_other_types(name: str, columns: list[list[Any] | None], sources: list[DataSource]) -> None:

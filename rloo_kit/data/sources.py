@@ -12,14 +12,14 @@ from rloo_kit.data import tables
 from rloo_kit.data.chat import refuse_surrogates
 from rloo_kit.data.columns import Columns, DataSource, arrow_column, require_columns, taken_columns
 from rloo_kit.errors import DataError, excerpt
+from rloo_kit.system.input_files import looked_for, places_of
 
 
 def find_file(source: str, config_file: Path | None = None, key: str = "data.source") -> Path | None:
-    """The file or the folder of `save_to_disk` that `source` names, from the working directory, then the config's
-    folder; None if it is a hub id. Raises DataError, with `key`, if it looks like a path and does not exist, or is
-    of another kind."""
-    folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
-    for candidate in dict.fromkeys((folder / _expand_user(source, key)) for folder in folders):
+    """The file or the folder of `save_to_disk` that `source` names (`places_of`, then the config's folder); None if it
+    is a hub id. Raises DataError, with `key`, if it looks like a path and does not exist, or is of another kind."""
+    places = places_of(source, key, config_file and config_file.parent)
+    for candidate in places:
         try:
             mode = candidate.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -45,15 +45,8 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
         return candidate
     looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source
     if looks_like_a_path or Path(source).suffix.lower() in FILE_KINDS:
-        raise DataError(f"{key}: no file {source}, looked in {' and in '.join(map(str, dict.fromkeys(folders)))}")
+        raise DataError(f"{key}: no file {source}; {looked_for(places, key)}")
     return None
-
-
-def _expand_user(source: str, key: str) -> Path:
-    try:
-        return Path(source).expanduser()
-    except RuntimeError:
-        raise DataError(f"{key}: {excerpt(source)} names a user that does not exist on this machine") from None
 
 
 def read_file(path: Path, columns: Columns) -> DataSource:

@@ -10,11 +10,8 @@ from rloo_kit.errors import DataError
 
 def is_saved_folder(folder: Path) -> bool:
     """Whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote the folder."""
-    return _has_splits(folder) or all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
-
-
-def _has_splits(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file()
+    is_dataset = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return is_dataset or (folder / "dataset_dict.json").is_file()
 
 
 def read_parquet(path: Path, columns: Columns) -> DataSource:

@@ -1,6 +1,7 @@
 """Demonstrations to imitate: prompts rendered as for RLOO, each with the completion that the model learns to write."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class WorkedAnswers:
+class Demonstrations:
     """What `load_worked` found.
 
     Attributes:
@@ -52,7 +53,7 @@ def worked_need_stack(run: RunConfig) -> bool:
     return source is not None and is_for_stack(source, run, "sft.source")
 
 
-def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: Any = None) -> WorkedAnswers:
+def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: Any = None) -> Demonstrations:
     """The demonstrations of `run.sft`.
 
     Args:
@@ -73,19 +74,22 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     source = _read(run, rows, thinking)
     thoughts = _thoughts(run, source)
     known = {_words(text) for text in held_out}
-    left_out = dict.fromkeys(("no demonstration", "held-out prompts", "too long"), 0)
+    left_out: Counter[str] = Counter()
     examples, unclosed = [], []
     limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
     for row, value in enumerate(source.answers or []):
         where = source.where(row)
         answer = _text(value, f"{where}: {run.sft.completion_column}").strip().removesuffix(end).rstrip()
         thought = None if thoughts is None else _text(thoughts[row], f"{where}: {run.sft.thinking_column}")
-        if not answer.rpartition(THINK_END)[2] or (thought is not None and not thought.strip()):
-            left_out["no demonstration"] += 1
+        if not answer.rpartition(THINK_END)[2]:
+            left_out[f"whose column '{run.sft.completion_column}' is empty (sft.completion_column)"] += 1
+            continue
+        if thought is not None and not thought.strip():
+            left_out[f"whose column '{run.sft.thinking_column}' is empty (sft.thinking_column)"] += 1
             continue
         prompt = _render(run, tokenizer, family, source, row)
         if _words(prompt) in known:
-            left_out["held-out prompts"] += 1
+            left_out["whose prompts are held out for the evaluation"] += 1
             continue
         completion = _render_completion(tokenizer, prompt, answer, thought, thinking, where)
         if completion is None:
@@ -93,7 +97,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             continue
         example = Example(tokenizer(prompt)["input_ids"], _ids(tokenizer, completion))
         if len(example.prompt_ids) + len(example.completion_ids) > limit:
-            left_out["too long"] += 1
+            left_out[f"of more than {limit} tokens (sft.max_length)"] += 1
             continue
         examples.append(example)
     if unclosed:
@@ -103,7 +107,10 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             f"Write thinking{THINK_END} before the answer, or name a column with the thinking: "
             "sft.thinking_column=..."
         )
-    return _finish(source, examples, left_out, limit)
+    notes = [f"{count} of {len(source)} rows {why} are left out" for why, count in left_out.most_common()]
+    if not examples:
+        raise DataError(f"{source.name}: no demonstration is left to train on: {'; '.join(notes) or 'it has no rows'}")
+    return Demonstrations(examples, len(source), notes)
 
 
 def _render_completion(
@@ -221,15 +228,3 @@ def _ids(tokenizer: Any, completion: str) -> list[int]:
 def _words(text: str) -> str:
     """A rendered prompt with normalised white space, to compare prompts."""
     return " ".join(text.split())
-
-
-def _finish(source: DataSource, examples: list[Example], left_out: dict[str, int], limit: int) -> WorkedAnswers:
-    ways = {
-        "no demonstration": "without a demonstration",
-        "held-out prompts": "whose prompts are held out for the evaluation",
-        "too long": f"of more than {limit} tokens (sft.max_length)",
-    }
-    notes = [f"{count} rows {ways[name]} are left out" for name, count in left_out.items() if count]
-    if not examples:
-        raise DataError(f"{source.name}: no demonstration is left to train on: {'; '.join(notes) or 'it has no rows'}")
-    return WorkedAnswers(examples, len(source), notes)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,12 +23,13 @@ from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_file, is_family
 from rloo_kit.data.byte_tokens import check_names
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import Habit, find_family
+from rloo_kit.embedded import smollm2
+from rloo_kit.embedded.cache import RECORD, build_once
 from rloo_kit.embedded.cold_start import ColdStart, find_plan, train
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
+from rloo_kit.system.environment import cache_folder
 
-RECORD = "embedded.json"  # what was built; its presence marks the folder as complete
 # Raise a kind's version with any change to its weights: plan, demonstrations, tokenizer, architecture.
 # A test fingerprints each recipe and fails if one changes under the same number.
 RECIPES = {"thinking": 2, "instruct": 1, "untaught": 1}
@@ -68,28 +68,19 @@ def build(
     recipe = _recipe(name, vocabulary, seed, steps, config_file)
     say = report or (lambda line: print(line, flush=True))
     target = cache_folder() / _folder_name(recipe, steps)
-    if (target / RECORD).is_file():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise SetupError(
-            f"the embedded model cannot be cached in {target.parent}: {error}. Set {CACHE_VARIABLE} to a "
-            "writable folder"
-        ) from error
-    try:
+
+    def fill(workspace: Path) -> None:
         say(f"building embedded/{name}, once; cached in {target.parent}")
         _run_cold_start(recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
-        _move_into_place(workspace, target)
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
-    return target
+
+    return build_once(target, fill)
 
 
 def name_built(folder: str) -> dict[str, Any] | None:
     """The keys of the config's `model` section that rebuild the model cached under the folder name `folder`; None for
     any other name, a different number of steps, or a user's family."""
+    if (packaged := smollm2.name_of(folder)) is not None:
+        return {"name": packaged}
     found = _FOLDER_NAME.fullmatch(folder)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]) or found["steps"] is not None:
         return None
@@ -99,6 +90,8 @@ def name_built(folder: str) -> dict[str, Any] | None:
 def rebuild(name: str) -> Path | None:
     """The model that `build` caches under the folder name `name`, built if missing; None for any other name. An adapter
     records its base as a path on the machine that trained it, so only the name identifies the model."""
+    if (packaged := smollm2.name_of(name)) is not None:
+        return smollm2.build(packaged)
     found = _FOLDER_NAME.fullmatch(name)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
@@ -200,15 +193,3 @@ def run_as_program() -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / RECORD).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
-
-
-def _move_into_place(workspace: Path, target: Path) -> None:
-    """Rename atomically; if another process finished first with the same content, keep its folder."""
-    workspace.chmod(0o755)
-    try:
-        workspace.rename(target)
-    except OSError as error:
-        if not (target / RECORD).is_file():
-            raise SetupError(
-                f"the embedded model could not be moved to {target}: {error}; remove that folder"
-            ) from error

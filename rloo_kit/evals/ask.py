@@ -14,6 +14,7 @@ from rloo_kit.models.policy import Policy, find_vllm
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.text_stream import TextStream
 from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.system.console import plain_prompt
 from rloo_kit.think_tags import split_thinking
 
 OnText = Callable[[str, str], None]
@@ -66,7 +67,7 @@ class Answer:
 def ask(
     run: RunConfig,
     policy: Policy,
-    question: str | list[Message],
+    question: str | list[Message] | dict[str, Any],
     *,
     base: bool | Policy = False,
     budget: int | None = None,
@@ -81,7 +82,7 @@ def ask(
     Args:
         run: reads `model`, `data.system_prompt`, `rollout`, `eval` and `rloo`'s limits.
         policy: from `load_trained` or `load_policy`.
-        question: a text, or messages `{"role", "content"}`, the last of which is the question.
+        question: a text; messages `{"role", "content"}`, the last of which is the question; or a row of `load_data`.
         base: ask the base model first: True for this policy without its adapter, or another policy.
         budget: tokens after which open thinking is closed; None for no budget. The answer gets the rest of
             `max_tokens`, and at least `eval.answer_budget` unless `max_tokens` is given.
@@ -126,7 +127,7 @@ class _Plan:
     def answer(
         self,
         policy: Policy,
-        question: str | list[Message],
+        question: str | list[Message] | dict[str, Any],
         stream: bool | OnText,
         title: str,
         base: Answer | None = None,
@@ -135,14 +136,17 @@ class _Plan:
         """Ask one model; `title` names it if two are asked."""
         run = self.run
         system = run.data.system_prompt if self.system is None else self.system or None
-        prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
+        if isinstance(question, dict):  # rendered already
+            prompt, asked = question["prompt"], plain_prompt(question["prompt"])
+        else:
+            prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
+            asked = question if isinstance(question, str) else str(question[-1]["content"])
         ids = list(policy.tokenizer(prompt)["input_ids"])
         limits = self._limits(policy, len(ids))
         opened = _opens_thinking(policy, ids)
         with _shown(stream, title) as on_text, _base_of(policy) if without_adapter else nullcontext():
             started = time.monotonic()
             found = self._sample(policy, prompt, limits, opened, on_text)
-            asked = question if isinstance(question, str) else str(question[-1]["content"])
             given = _read(policy, found, opened, asked, time.monotonic() - started, base)
             if isinstance(on_text, Printed):
                 on_text.close(given.summary)

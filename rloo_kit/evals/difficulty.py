@@ -13,7 +13,7 @@ from typing import Any
 import rloo_kit
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.answers import gold_answers
+from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts
 from rloo_kit.models.adapters import is_identity
@@ -178,6 +178,12 @@ def fingerprint(model: Any) -> str:
 
 def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     """The rows to keep, and how many were too hard or too easy; prints both."""
+    if answer_reward_of(one.name for one in run.rewards) is None:
+        raise ConfigError(
+            f"rollout.difficulty_samples is {run.rollout.difficulty_samples}, but no reward compares with answers, so "
+            "nothing judges completions: add {name: answer_reward, weight: 0} to rewards, or set "
+            "rollout.difficulty_samples=0"
+        )
     answers = gold_answers(dataset) or []
     judged = [row for row, answer in enumerate(answers) if answer is not None]  # the others are always kept
     if not judged:
@@ -237,7 +243,7 @@ def _measure(
             seed=_seed(run.run.seed, prompts[0]),
             engine=run.rollout,
             on_batch=report,
-            **_sampling(run),
+            **sampling_of(run),
         )
         judge.gold = [answer for _, answer in chunk]
         verdicts = judge.judge(completions) or []
@@ -245,7 +251,7 @@ def _measure(
         cache.add([(*pair, right) for pair, right in zip(chunk, rights, strict=True)])
 
 
-def _sampling(run: RunConfig) -> dict[str, Any]:
+def sampling_of(run: RunConfig) -> dict[str, Any]:
     """The run's sampling settings, as arguments of `generate_completions`."""
     names = ("max_completion_length", "temperature", "thinking_budget", "answer_budget", "thinking_close")
     return {name: getattr(run.rloo, name) for name in names}
@@ -257,7 +263,7 @@ def _conditions(run: RunConfig, policy: Policy, judge: AnswerJudge) -> dict[str,
         "adapter": None if run.model.adapter is None else str(run.model.adapter),
         "weights": fingerprint(policy.model),
         "samples": run.rollout.difficulty_samples,
-        **_sampling(run),
+        **sampling_of(run),
         "judge": repr(judge.reward) if judge.gym_reward is None else repr((judge.reward, judge.gym_reward)),
         "kit": rloo_kit.__version__,
     }

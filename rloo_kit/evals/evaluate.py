@@ -6,24 +6,35 @@ Each process samples a part of the prompts, the main one judges, and all return 
 import hashlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rloo_kit.collective import gather_lists, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
-from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, GymRow, gold_answers, is_missing
+from rloo_kit.data.answers import (
+    EXACT,
+    GYM_REWARD,
+    REWARDS_WITH_ANSWERS,
+    GymRow,
+    find_judge,
+    gold_answers,
+    is_missing,
+)
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.gym import GYM_COLUMN
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals.rewards import HeldOutRewards, make_held_out_rewards
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, digest_prompt, mean_reward
 from rloo_kit.results.intervals import clustered, pass_at_k
+from rloo_kit.rewarding.guard import guard, reward_name
 from rloo_kit.rewarding.registry import build_reward
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
 from rloo_kit.think_tags import split_thinking
 
@@ -50,7 +61,7 @@ def evaluate(
     """
     _check_budgets(run, policy)
     dataset = _first_prompts(dataset, run.eval.num_prompts)
-    judge = AnswerJudge(run, policy.tokenizer, gold_answers(dataset))
+    judge = AnswerJudge(run, policy.tokenizer, gold_answers(dataset), reward_funcs)
     built: list[Any] = []
     try:
         if reward_funcs is None:
@@ -71,14 +82,17 @@ def evaluate_with(
     started = time.monotonic()
     dataset = _first_prompts(dataset, None)
     judge.unscored = 0
-    generate = _Generator(run, policy, dataset, label)
+    has_measure = judge.gold is not None or (rewards is not None and rewards.is_callable)
+    greedy = run.eval.greedy and run.eval.temperature != 0 and has_measure
+    passes = run.eval.num_samples + greedy + len(run.eval.thinking_budgets)
+    generate = _Generator(run, policy, dataset, label, passes)
     with policy.whole_weights():
         completions = generate("sampled", run.eval.temperature, num_samples=run.eval.num_samples)
         measured = _measure_sampled(run, policy, dataset, judge, completions, generate.limit, label)
         if rewards is not None:
             rewards.measure(dataset, completions, measured)
         if run.eval.greedy:
-            _measure_greedy(run, judge, generate, measured)
+            _measure_greedy(run, judge, rewards, generate, measured)
         for budget in run.eval.thinking_budgets:
             measured.budgets.append(_measure_budget(run, judge, generate, budget))
     measured.unscored = judge.unscored
@@ -87,24 +101,32 @@ def evaluate_with(
 
 
 class AnswerJudge:
-    """Judges completions with the run's answer reward, or with `answer_reward` if it has none; rows of reasoning-gym
-    with the task's verifier, whose score has to be 1.
+    """Judges completions with the run's answer reward, or by exact match (`answer_reward`) if it has none; rows of
+    reasoning-gym with the task's verifier, whose score has to be 1.
 
     Args:
         run: reads `rewards`, `model` and `rloo`. tokenizer: the policy's.
         gold: the right answer of each prompt, from `gold_answers`; None if there are none.
+        reward_funcs: in place of `run.rewards`, as `train` takes them; None: those.
 
     Attributes:
+        judged_by: from `find_judge`.
         unscored: completions so far that the reward could not judge; they count as wrong.
     """
 
-    def __init__(self, run: RunConfig, tokenizer: Any, gold: list[Any] | None) -> None:
+    def __init__(
+        self, run: RunConfig, tokenizer: Any, gold: list[Any] | None, reward_funcs: Sequence[Any] | None = None
+    ) -> None:
         self.unscored = 0
-        self.gold = None if gold is None or all(map(is_missing, gold)) else gold
-        given = [] if self.gold is None else self.gold
-        by_text = any(not isinstance(answer, GymRow) for answer in given)
-        self.reward: Any = _build_judge(run, tokenizer, REWARDS_WITH_ANSWERS) if by_text else None
-        by_verifier = any(isinstance(answer, GymRow) for answer in given)
+        given = {reward_name(reward): reward for reward in reward_funcs or ()}
+        self.judged_by = find_judge(gold, given if reward_funcs is not None else (one.name for one in run.rewards))
+        self.gold = None if self.judged_by is None else gold
+        by_text = any(not isinstance(answer, GymRow) for answer in self.gold or ())
+        own = given.get(self.judged_by) if self.judged_by in REWARDS_WITH_ANSWERS else None
+        self.reward: Any = guard(own) if own is not None else None
+        if by_text and own is None:
+            self.reward = _build_judge(run, tokenizer, REWARDS_WITH_ANSWERS)
+        by_verifier = any(isinstance(answer, GymRow) for answer in self.gold or ())
         self.gym_reward: Any = _build_judge(run, tokenizer, (GYM_REWARD,)) if by_verifier else None
 
     def judge(self, completions: list[Completion]) -> list[bool | None] | None:
@@ -133,7 +155,7 @@ class AnswerJudge:
         return verdicts
 
     def close(self) -> None:
-        """End the rewards' processes, if they have any."""
+        """End the processes of rewards that were built here, if they have any."""
         for reward in (self.reward, self.gym_reward):
             close_worker(reward)
 
@@ -149,26 +171,31 @@ def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
 
 
 class _Generator:
-    """Samples completions of the held-out prompts and prints progress. Each process samples its part with its own seed,
-    and all get all completions, in order."""
+    """Samples completions of the held-out prompts and prints progress over all `passes`. Each process samples its part
+    with its own seed, and all get all completions, in order."""
 
-    def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str) -> None:
-        self.run, self.policy, self.label = run, policy, label
+    def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str, passes: int) -> None:
+        self.run, self.policy, self.dataset, self.label = run, policy, dataset, label
         self.prompts = list(dataset["prompt"])
         self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
-        self.printed_at = time.monotonic()
-        self.each = "by each process" if is_distributed() else ""
+        self.own = share_of(self.prompts)
+        self.done, self.total = 0, passes * len(self.own)
+        self.begun = self.printed_at = time.monotonic()
+        self.each = " by each process" if is_distributed() else ""
 
     def __call__(self, what: str, temperature: float, **options: Any) -> list[Completion]:
         def report(done: int, total: int) -> None:
-            if time.monotonic() - self.printed_at >= max(self.run.run.progress_every_s, 0.1) and done < total:
-                say(" ".join(f"evaluation {self.label}: {what} {done}/{total} {self.each}".split()))
-                self.printed_at = time.monotonic()
+            now, done = time.monotonic(), self.done + done
+            if now - self.printed_at >= max(self.run.run.progress_every_s, 0.1) and 0 < done < self.total:
+                left = format_seconds((now - self.begun) / done * (self.total - done))
+                eta = f" | eta {left}" if done >= 0.1 * self.total else ""  # the first to end are few, and say nothing
+                name = f"evaluation {self.label}".strip()
+                say(f"{name}: {done}/{self.total} completions{self.each} ({what}){eta}")
+                self.printed_at = now
 
-        own = share_of(self.prompts)
         completions = generate_completions(
             self.policy,
-            [self.prompts[place] for place in own],
+            [self.prompts[place] for place in self.own],
             max_completion_length=self.limit,
             temperature=temperature,
             batch_size=self.run.eval.batch_size,
@@ -177,7 +204,8 @@ class _Generator:
             on_batch=report,
             **options,
         )
-        return gather_lists([replace(done, prompt_index=own[done.prompt_index]) for done in completions])
+        self.done += len(completions)
+        return gather_lists([replace(done, prompt_index=self.own[done.prompt_index]) for done in completions])
 
 
 def _measure_sampled(
@@ -191,7 +219,8 @@ def _measure_sampled(
 ) -> Evaluation:
     num_samples = run.eval.num_samples
     verdicts = _judge(judge, completions)
-    samples = _samples(run, policy, dataset, completions, verdicts)
+    own = verdicts if judge.judged_by != EXACT else None  # "wrong" next to a reward of 1 would mislead
+    samples = _samples(run, policy, dataset, completions, own)
     thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
     is_thinking = thinks(policy.family, run.model.enable_thinking)
     measured = Evaluation(
@@ -207,11 +236,14 @@ def _measure_sampled(
         samples=samples[: run.eval.num_completions],
         more_samples=samples[run.eval.num_completions :],
         prompts_digest=digest_prompts(dataset),
+        prompt_digests=list(map(digest_prompt, dataset["prompt"])),
     )
     if verdicts is not None:
+        measured.judged_by = judge.judged_by
         measured.per_prompt = _per_prompt(verdicts, num_samples)
         measured.accuracy, measured.low, measured.high = clustered(measured.per_prompt, num_samples)
         measured.num_judged = len(measured.per_prompt)
+        measured.unjudged = [place for place, one in enumerate(verdicts[::num_samples]) if one is None]
         rights = [round(share * num_samples) for share in measured.per_prompt]
         measured.pass_at_k = {
             k: _mean([pass_at_k(right, num_samples, k) for right in rights]) for k in sorted(set(run.eval.pass_at_k))
@@ -219,12 +251,21 @@ def _measure_sampled(
     return measured
 
 
-def _measure_greedy(run: RunConfig, judge: AnswerJudge, generate: _Generator, measured: Evaluation) -> None:
+def _measure_greedy(
+    run: RunConfig, judge: AnswerJudge, rewards: HeldOutRewards | None, generate: _Generator, measured: Evaluation
+) -> None:
+    by_reward = measured.leading == "reward"
     if run.eval.temperature == 0:
         measured.greedy_per_prompt = measured.per_prompt
-    else:
-        verdicts = _judge(judge, generate("greedy", 0.0)) if judge.gold is not None else None
+        found = measured.measure("reward")
+        if found is not None and by_reward:
+            measured.greedy_reward = dict(zip(("mean", "low", "high", "per_prompt"), found, strict=True))
+    elif judge.gold is not None or by_reward:
+        completions = generate("greedy", 0.0)
+        verdicts = _judge(judge, completions)
         measured.greedy_per_prompt = None if verdicts is None else _per_prompt(verdicts, 1)
+        if rewards is not None and by_reward:
+            measured.greedy_reward = mean_reward(rewards.score(generate.dataset, completions, 1)[0], 1)
     if measured.greedy_per_prompt is not None:
         estimate = clustered(measured.greedy_per_prompt, 1)
         measured.greedy_accuracy, measured.greedy_low, measured.greedy_high = estimate

@@ -55,20 +55,22 @@ class HeldOutRewards:
         """
         if not self.is_callable:
             return
-        size = measured.num_samples
+        measured.take_rewards(*self.score(dataset, completions, measured.num_samples))
+
+    def score(
+        self, dataset: Any, completions: list[Completion], size: int
+    ) -> tuple[list[list[float | None]], dict[str, list[list[float | None]]]]:
+        """The weighted sum of each completion of each prompt (`size` of them), and each reward by name; None where
+        nothing was scored. Each process scores a part."""
         own = share_of(range(len(dataset)))  # whole prompts: a reward may compare siblings
-        values, messages = self._score(dataset, completions[own.start * size : own.stop * size], size)
-        found = gather_objects((values, messages))
+        found = gather_objects(self._score(dataset, completions[own.start * size : own.stop * size], size))
         rows = [row for part, _ in found for row in part]
-        total = [self._sum(row) for row in rows]
-        single = {
-            name: _by_prompt([_readable(row[number]) for row in rows], size) for number, name in enumerate(self.names)
-        }
-        measured.take_rewards(_by_prompt(total, size), single)
-        failures = [message for _, part in found for message in part]
+        total, failures = [self._sum(row) for row in rows], [message for _, part in found for message in part]
         if failures:
-            share = measured.reward_unscored / len(rows)
+            share = total.count(None) / len(rows)
             say(f"WARNING: {failures[0]} ({share:.0%} of the held-out completions have no reward)")
+        columns = {name: [_readable(row[number]) for row in rows] for number, name in enumerate(self.names)}
+        return _by_prompt(total, size), {name: _by_prompt(column, size) for name, column in columns.items()}
 
     def _score(
         self, dataset: Any, completions: list[Completion], num_samples: int

@@ -8,7 +8,7 @@ import yaml
 
 from rloo_kit import __version__
 from rloo_kit.config.checks import GYM_PREFIX
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, is_family_file
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2_PREFIX, is_family_file
 from rloo_kit.config.methods import describe_method, name_method
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
@@ -30,7 +30,8 @@ def hub_id(name: str) -> str | None:
     cached = [part for part in Path(name).parts if part.startswith("models--")]
     if cached:
         return cached[-1].removeprefix("models--").replace("--", "/")
-    is_local = name.startswith((".", "/", "~", "embedded/", GYM_PREFIX)) or name.count("/") != 1 or Path(name).exists()
+    made_here = (EMBEDDED_PREFIX, SMOLLM2_PREFIX, GYM_PREFIX)
+    is_local = name.startswith((".", "/", "~", *made_here)) or name.count("/") != 1 or Path(name).exists()
     return None if is_local or Path(name).suffix in (".jsonl", ".csv", ".parquet") else name
 
 
@@ -47,7 +48,7 @@ def public_name(name: str) -> str:
         return f"{EMBEDDED_PREFIX}{kind}{at}{Path(family).name}" if is_family_file(family) else name
     path = Path(name)
     last = path.parent.name if path.name == "adapter" and path.parent.name else path.name
-    return hub_id(name) or (name if name.startswith(GYM_PREFIX) else last)
+    return hub_id(name) or (name if name.startswith((SMOLLM2_PREFIX, GYM_PREFIX)) else last)
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: str) -> str:
@@ -98,7 +99,8 @@ def _summary(run: RunConfig, base: str) -> str:
 def _results(before: Evaluation | None, after: Evaluation | None) -> str:
     if before is None and after is None:
         return "The run was not evaluated."
-    old, new = (dict(one.rows()) if one is not None else {} for one in (before, after))
+    sides = [one for one in (before, after) if one is not None]
+    old, new = (dict(one.rows(*sides)) if one is not None else {} for one in (before, after))
     lines = ["| held-out prompts, value [95 % interval] | before | after |", "|---|---|---|"]
     lines += [f"| {_cell(name)} | {_cell(old.get(name, ''))} | {_cell(new.get(name, ''))} |" for name in old | new]
     if before is not None and after is not None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight
+from rloo_kit.plan.shapes import SMOLLM2_SHAPE
 from rloo_kit.system.versions import is_importable
 
 # Largest difference from a merged weight, as a share of the largest of its 32 neighbours (q4_k_m: 256): half a step of
@@ -18,18 +19,20 @@ LARGEST_ERROR = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8, "q8_0": 0.6 / 127
 KINDS = tuple(LARGEST_ERROR)
 TINIEST = 2.0**-24  # of float16
 BLOCK, SUPERBLOCK = 32, 256
-ARCHITECTURES = {"qwen3": "qwen3"}  # transformers' model type: llama.cpp's
+# transformers' model type, also llama.cpp's architecture: llama.cpp's name for how texts are split before the BPE.
+ARCHITECTURES = {"qwen3": "qwen2", "llama": "smollm"}
 # llama.cpp refuses a BPE without merges, and a byte-level one may have none. This byte never occurs in UTF-8 text.
 NO_MERGE = ["ÿ ÿ"]
 
 
 def check_gguf(config: Any) -> None:
-    """Raise ExportError if GGUF cannot be written: no `gguf` package, or not a Qwen3 model."""
+    """Raise ExportError if GGUF cannot be written: no `gguf` package, or neither a Qwen3 model nor SmolLM2."""
     if not is_importable("gguf"):
         raise ExportError("writing GGUF needs the package gguf, which is not installed: pip install gguf")
-    if config.model_type not in ARCHITECTURES:
+    is_smollm2 = config.model_type == "llama" and config.vocab_size == SMOLLM2_SHAPE.vocab_size
+    if config.model_type != "qwen3" and not is_smollm2:
         raise ExportError(
-            f"the model is a {config.model_type}, and GGUF export supports only {', '.join(ARCHITECTURES)}: "
+            f"the model is a {config.model_type}, and GGUF export supports only qwen3 and SmolLM2: "
             "use rloo-kit export --to merged, then llama.cpp's convert_hf_to_gguf.py"
         )
 
@@ -45,7 +48,7 @@ def write_gguf(
     """
     import gguf
 
-    arch = ARCHITECTURES[config.model_type]
+    arch = config.model_type
     writer = gguf.GGUFWriter(file, arch)
     file_type = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[kind]
     writer.add_type("model")
@@ -53,7 +56,7 @@ def write_gguf(
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, config)
-    _add_tokenizer(writer, folder, tokenizer, config.vocab_size)
+    _add_tokenizer(writer, folder, tokenizer, config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     types = [_tensor_type(weight, kind) for weight in weights]
     for weight, tensor_type in zip(weights, types, strict=True):
@@ -66,7 +69,8 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for weight, tensor_type in zip(weights, types, strict=True):
-        writer.write_tensor_data(gguf.quantize(weight.read().numpy(), tensor_type))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        writer.write_tensor_data(gguf.quantize(_interleave(weight, arch, heads), tensor_type))
     writer.close()
 
 
@@ -76,14 +80,19 @@ def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
     import gguf
 
     reader = gguf.GGUFReader(file)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1 + max(map(_layer_of, weights)))
+    arch = reader.fields["general.architecture"].contents()
+    heads = {
+        name: int(reader.fields[f"{arch}.attention.{key}"].contents())
+        for name, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv"))
+    }
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 1 + max(map(_layer_of, weights)))
     found = {tensor.name: tensor for tensor in reader.tensors}
     largest = 0.0
     for weight in weights:
         tensor = found.pop(str(names.get_name(weight.name, try_suffixes=(".weight", ".bias"))), None)
         if tensor is None:
             raise ExportError(f"{file}: the tensor of {weight.name} is missing, so the export is not published")
-        wanted = weight.read().numpy()
+        wanted = _interleave(weight, arch, heads)
         share = _largest_share(
             gguf.dequantize(tensor.data, tensor.tensor_type).reshape(wanted.shape),
             wanted,
@@ -108,6 +117,15 @@ def _largest_share(found: np.ndarray, wanted: np.ndarray, block: int) -> float:
     return float(np.max(np.maximum(error - TINIEST, 0.0) / np.maximum(scale, TINIEST) if error.any() else 0.0))
 
 
+def _interleave(weight: Weight, arch: str, heads: dict[str, int]) -> np.ndarray:
+    """A weight as llama.cpp stores it: its llama rotates neighbours within a head, transformers' rotates halves."""
+    values = weight.read().numpy()
+    count = next((number for part, number in heads.items() if f".{part}." in weight.name), None)
+    if arch != "llama" or count is None:
+        return values
+    return np.ascontiguousarray(values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape))
+
+
 def _tensor_type(weight: Weight, kind: str) -> Any:
     """The type llama.cpp's converter uses: float32 for vectors, float16 if a row is not a whole number of blocks."""
     import gguf
@@ -130,17 +148,19 @@ def _add_shape(writer: Any, config: Any) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.model_type == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
 
 
-def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, rows: int) -> None:
-    """Qwen2's byte-level BPE. Rows without a token are marked unused. Added tokens that are not special, such as the
+def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, config: Any) -> None:
+    """A byte-level BPE. Rows without a token are marked unused. Added tokens that are not special, such as the
     thinking tags, are marked user-defined, so that readers keep them in the text."""
     import gguf
 
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
-    for index in range(rows):
+    for index in range(config.vocab_size):
         if index not in by_id:
             kind = gguf.TokenType.UNUSED
         elif index in added:
@@ -150,7 +170,7 @@ def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, rows: int) -> None
         tokens.append(by_id.get(index, f"[PAD{index}]"))
         types.append(kind)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(ARCHITECTURES[config.model_type])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True)

@@ -64,7 +64,7 @@ class Context:
     Attributes:
         rloo: the values of the `rloo:` section. modes: "warn", "stop" or "off" by rule name; "warn" if missing.
         no_signal_steps: steps in a row without signal before it is reported. max_steps: planned; None: unknown.
-        answers: names of the rewards whose mean is the accuracy on the training prompts.
+        answers: names of the rewards whose mean is the accuracy on the training prompts. weights: of the rewards.
     """
 
     rloo: Mapping[str, Any]
@@ -72,13 +72,15 @@ class Context:
     no_signal_steps: int = 5
     max_steps: int | None = None
     answers: tuple[str, ...] = ("answer_reward", "math_answer_reward", "reasoning_gym_score")
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Any, max_steps: int | None = None) -> "Context":
         """The context of a `RunConfig`; `max_steps`: the actual number of steps if `rloo.max_steps` is unset."""
         modes = run.health.model_dump()
         steps = modes.pop("no_signal_steps")
-        return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps)
+        planned = max_steps or run.rloo.max_steps
+        return cls(run.rloo.model_dump(), modes, steps, planned, weights=run.reward_weights)
 
     @property
     def on_policy(self) -> bool:

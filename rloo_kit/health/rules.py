@@ -44,7 +44,7 @@ RULES: tuple[Rule, ...] = (
         ("completions/clipped_ratio", "thinking/closed_ratio"),
         None,
         signs.truncation,
-        "The limit is too short to think and answer, so chance decides which completions end",
+        "The limit is too short to reach an end, so chance decides which completions end",
         "raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
         follows=(*BREAKS, "length_explosion", "never_closed", "repetition"),
         thresholds=(ranges.CLIPPED,),

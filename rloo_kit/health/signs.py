@@ -1,15 +1,18 @@
 """Detectors of each fault in a run's metrics: one pure function per rule of `health/rules.py`."""
 
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from rloo_kit.health.ranges import CLIPPED, CLOSED, ENTROPY, GAP, KL, REPEATED, TIED
 from rloo_kit.health.rule import Context, Evidence
 from rloo_kit.health.series import Series
 
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success
+CEILING = 0.95  # mean of a reward from which there is little left to learn
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
 MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
+REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 mean = statistics.fmean
 
 
@@ -17,17 +20,44 @@ mean = statistics.fmean
 
 
 def is_solved(seen: Series, context: Context) -> bool:
-    """Whether the run has learnt its task: accuracy of SOLVED or above; if no reward compares answers, a mean reward
-    that has risen by half of its standard deviation and is near its maximum."""
+    """Whether the run has learnt its task: accuracy of SOLVED or above; if no reward compares answers, rewards at their
+    ceiling, or a mean reward that has risen by half of its standard deviation and is near its maximum."""
     answers = answer_metric(seen, context)
     if answers or seen.all("eval/accuracy"):
         return max(*seen.last("eval/accuracy", 1), 0.0, mean(last_of(seen, answers, 5))) >= SOLVED
+    parts = {found[1]: last_of(seen, name, 5) for name in seen.names() if (found := REWARD_MEAN.fullmatch(name))}
+    if at_ceiling(context.weights, parts):
+        return True
     now, spread = seen.last("reward", 5), seen.first("reward_std", 5)
     if not now or not spread or len(seen.all("reward")) < 10:
         return False
     best = seen.best_mean("reward", 5, 1)
     risen = mean(now) - mean(seen.first("reward", 5)) >= 0.5 * mean(spread)
     return risen and best is not None and mean(now) >= best[0] - 0.25 * mean(spread)
+
+
+def at_ceiling(weights: Mapping[str, float], *values: Mapping[str, Sequence[float]], share: float = CEILING) -> bool:
+    """Whether no reward with a weight can rise much: its first values have a mean of `share` or above, if all are in
+    [0, 1]; else that share of them is the highest value, and there is a lower one.
+
+    >>> at_ceiling({}, {"a": [0.9, 1.0]}), at_ceiling({}, {"a": [5.0, 5.0]}), at_ceiling({}, {"a": [5.0]}, {"a": [3.0]})
+    (True, False, True)
+
+    Args:
+        weights: by name; 1 for a reward without. A negative one turns the reward around; a penalty is in [-1, 0].
+        values: of each reward by name, of the measurement to judge first.
+    """
+
+    def is_high(name: str) -> bool:
+        sign, best = (-1, 1) if weights.get(name, 1) < 0 else (1, 1 if name.endswith("penalty") else 0)
+        first, *others = [[best + sign * value for value in one.get(name, ())] for one in values]
+        seen = [*first, *(value for one in others for value in one)]
+        if first and min(seen) >= 0 and max(seen) <= 1:
+            return mean(first) >= share
+        return bool(first) and min(seen) < max(seen) and first.count(max(seen)) >= share * len(first)
+
+    weighted = [name for name in values[0] if weights.get(name, 1)]
+    return bool(weighted) and all(map(is_high, weighted))
 
 
 def answer_metric(seen: Series, context: Context) -> str:
@@ -146,7 +176,7 @@ def kl_outweighs(seen: Series, context: Context, window: int) -> Evidence | None
 
 def broken_policy(seen: Series, context: Context, window: int) -> Evidence | None:
     """The reward falls by half of its standard deviation and stays there, and the policy has changed: entropy, KL,
-    repetition, truncation or closing differ from before."""
+    repetition, truncation, closing or the share of equal groups differ from before."""
     now, best = seen.last("reward", window), seen.best_mean("reward", 3, window)
     spread = seen.all("reward_std")
     if not now or best is None or not spread:
@@ -179,7 +209,10 @@ def _signs(seen: Series, at: int, window: int) -> list[str]:
             return ""
         return f"{words} went from {old:.3g} to {mean(new):.3g}"
 
+    narrower = change("entropy", "the entropy", lambda old, new: new <= 0.5 * old)
+    equal = change("frac_reward_zero_std", "the groups with equal rewards", lambda old, new: new >= old + 0.4)
     return [
+        f"{narrower} and {equal}" if narrower and equal else "",
         change("entropy", "the entropy", lambda old, new: new >= max(2 * old, old + 0.5)),
         change("entropy", "the entropy", lambda old, new: new <= min(0.1 * old, 0.05)),
         change("kl", "the KL", lambda old, new: new > 2.0 and new > 3 * old),
@@ -306,7 +339,10 @@ def reward_hacking(seen: Series, context: Context, window: int) -> Evidence | No
         if len(seen.all(truth)) < 2 * count or not now or best is None:
             continue
         high, at = best
-        error = 0.0 if count == 1 else 4 * seen.noise(truth) * (2 / count) ** 0.5
+        if count == 1:  # the best lies above the interval of the last evaluation
+            error = max(seen.last(f"{truth}_high", 1), default=0.0) - mean(now)
+        else:
+            error = 4 * seen.noise(truth) * (2 / count) ** 0.5
         if high - mean(now) < max(margin, error):
             continue
         riser = _find_riser(seen, answers, at, window)

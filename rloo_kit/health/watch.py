@@ -91,7 +91,7 @@ class HealthWatch:
     def _keep(self, rule: Rule, evidence: Evidence) -> None:
         found, step = self._found.get(rule.name), self._seen.step
         if found is not None:
-            found.last = step
+            found.last, found.evidence = step, evidence.text
             return
         values = defaultdict(lambda: "unset", self.context.rloo)
         cause = (evidence.cause or rule.cause).format_map(values)

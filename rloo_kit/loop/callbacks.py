@@ -17,6 +17,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
+from rloo_kit.results.curves import tokens_per_second
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.run_dir import RunDir
@@ -44,7 +45,7 @@ def use_text_progress(trainer: Any) -> None:
 
 
 class RolloutLog:
-    """A rollout listener: writes every completion to `rollouts.jsonl`, keeps the last batch and counts tokens.
+    """A rollout listener: writes every completion to `rollouts.jsonl` and keeps the last batch.
 
     The trainer numbers a rollout by the optimizer steps done before it. Here a row carries the step it trains, so that
     it joins with `metrics.jsonl`.
@@ -53,18 +54,16 @@ class RolloutLog:
         keep_gib: `run.rollouts_gib`.
 
     Attributes:
-        rows: the last generation batch, of all processes in order. completion_tokens: generated so far by all of them.
+        rows: the last generation batch, of all processes in order.
     """
 
     def __init__(self, run_dir: RunDir, keep_gib: float | None = None):
         self.run_dir = run_dir
         self.files = Rollouts(run_dir.folder, keep_gib)
         self.rows: list[dict[str, Any]] = []
-        self.completion_tokens = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = [row | {"step": row["step"] + 1} for row in gather_lists(rows)]
-        self.completion_tokens += sum(row["completion_tokens"] for row in self.rows)
         if not self.run_dir.writes:
             return
         self.run_dir.keep_folder()
@@ -155,26 +154,24 @@ class TimedSaves(TrainerCallback):
 class ProgressLine(TrainerCallback):
     """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step.
 
+    Args:
+        writer: its rows, which it writes before this callback is called. after_s: duration of what follows the steps.
+
     Attributes:
-        evaluations: those during training; their time counts towards the time left, but not towards tokens per second.
-            None without any.
+        evaluations: those during training, whose time counts towards the time left; None without any.
     """
 
-    def __init__(self, rollouts: RolloutLog, every_s: float):
-        self.rollouts = rollouts
+    def __init__(self, writer: MetricsWriter, every_s: float, after_s: float = 0.0):
+        self.writer, self.every_s, self.after_s = writer, every_s, after_s
         self.evaluations: Any = None
-        self.every_s = every_s
         self._begun = self._printed_at = 0.0
         self._first_step = 0
         self._printed_step: int | None = None
-        self._printed_tokens = 0
-        self._evaluated_s = 0.0  # as of the last line
         self._logs: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._begun = self._printed_at = time.monotonic()
         self._first_step = state.global_step
-        self._printed_tokens = self.rollouts.completion_tokens
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not is_step_row(logs) or not state.is_world_process_zero:
@@ -190,22 +187,24 @@ class ProgressLine(TrainerCallback):
 
     def _print(self, state: Any) -> None:
         now, step = time.monotonic(), state.global_step
-        evaluated_s, held_out, left_s = 0.0, None, 0.0
+        evaluated_s, held_out, left_s = 0.0, None, self.after_s
         if self.evaluations is not None:
             evaluated_s, held_out = self.evaluations.seconds, self.evaluations.history.value
-            left_s = self.evaluations.seconds_left(step, state.max_steps)
-        tokens = self.rollouts.completion_tokens - self._printed_tokens
+            left_s += self.evaluations.seconds_left(step, state.max_steps)
         done = max(step - self._first_step, 1)
         left_s += (now - self._begun - evaluated_s) / done * (state.max_steps - step)
-        per_second = tokens / max(now - self._printed_at - (evaluated_s - self._evaluated_s), 1e-9)
+        per_second = tokens_per_second(self.writer.rows, after=self._printed_step or self._first_step)
         say(progress_line(step, state.max_steps, self._logs, per_second, left_s, held_out))
-        self._evaluated_s = evaluated_s
-        self._printed_at, self._printed_step = now, state.global_step
-        self._printed_tokens = self.rollouts.completion_tokens
+        self._printed_at, self._printed_step = now, step
 
 
 def progress_line(
-    step: int, steps: int, logs: dict[str, Any], tokens_per_s: float, left_s: float, held_out: float | None = None
+    step: int,
+    steps: int,
+    logs: dict[str, Any],
+    tokens_per_s: float | None,
+    left_s: float,
+    held_out: float | None = None,
 ) -> str:
     """The line itself; a value that the run does not have is left out.
 
@@ -225,7 +224,9 @@ def progress_line(
         parts.append(f"think {logs['thinking/mean_length']:.0f}")
     if logs.get("kl") is not None:
         parts.append(f"kl {logs['kl']:.4f}")
-    return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s", f"eta {format_seconds(left_s)}"])
+    if tokens_per_s is not None:
+        parts.append(f"{tokens_per_s:.0f} tok/s")
+    return " | ".join([*parts, f"eta {format_seconds(left_s)}"])
 
 
 class Interrupts(TrainerCallback):

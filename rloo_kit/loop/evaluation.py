@@ -15,14 +15,14 @@ from transformers import TrainerCallback
 
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.answers import gold_answers
+from rloo_kit.data.answers import find_judge, gold_answers
 from rloo_kit.errors import ConfigError
 from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts, evaluate_with
 from rloo_kit.evals.rewards import HeldOutRewards
 from rloo_kit.loop.callbacks import Interrupts
 from rloo_kit.loop.checkpoints import load_weights
 from rloo_kit.models.policy import Policy, save_adapter
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, leading_measure
 from rloo_kit.results.held_out import (
     BEST,
     EVALUATIONS,
@@ -50,20 +50,21 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
     Raises:
         ConfigError: it is none of those, or cannot be measured.
     """
-    wanted, has_answers = run.eval.measure, "answer" in test.column_names
+    wanted = run.eval.measure
     guarded = [guard(reward) for reward in reward_funcs]
     names = log_names([reward_name(reward) for reward in guarded], guarded)
     foreign = [name for name, reward in zip(names, guarded, strict=True) if not hasattr(reward, "failed")]
-    known = [*(["accuracy"] if has_answers else []), *([] if foreign else ["reward", *names])]
+    judge = find_judge(gold_answers(test), names)
+    known = [*(["accuracy"] if judge else []), *([] if foreign else ["reward", *names])]
     if wanted == "auto":
-        wanted = "accuracy" if has_answers else "reward"
+        wanted = leading_measure(judge is not None, judge, not foreign or judge is None)
     for name in (wanted, wanted.rpartition(":")[2]):  # a module:function is logged under its function's name
         if name in known:
             return name
     found = f"eval.measure is {run.eval.measure}"
     if foreign:
         found += f", and {foreign[0]} is a model that only the trainer calls (name it as rewards: [name: reward_model])"
-    if not has_answers:
+    if judge is None:
         found += ", and the held-out prompts have no column 'answer' (data.answer_column)"
     options = f"set one of: auto, {', '.join(known)}" if known else "set eval.every_steps=0"
     raise ConfigError(f"{found}: no evaluation during training (eval.every_steps) can measure that; {options}")
@@ -109,7 +110,7 @@ class Evaluations(TrainerCallback):
         self.run_dir, self.interrupts = run_dir, interrupts
         self.prompts = draw_prompts(run, test)
         self.rewards = HeldOutRewards(run, reward_funcs, self._await)
-        self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts))
+        self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts), reward_funcs)
         self.history = HeldOutHistory(choose_measure(run, test, reward_funcs), run.eval.patience)
         self.seconds = 0.0
         self.stopped: str | None = None
@@ -137,7 +138,8 @@ class Evaluations(TrainerCallback):
         found = self._evaluate(state, control)
         recorder = self.trainer.rloo.recorder
         recorder.leave_out(found.evaluation.seconds)
-        for name in dict.fromkeys(("accuracy", "reward", self.history.measure)):
+        shown = ("accuracy", "reward") if found.evaluation.leading == "accuracy" else ("reward",)
+        for name in dict.fromkeys((*shown, self.history.measure)):
             for key, value in zip(("", "_low", "_high"), found.measure(name) or (), strict=False):
                 if value is not None:
                     recorder.count(f"eval/{name}{key}", value)
@@ -188,6 +190,7 @@ class Evaluations(TrainerCallback):
         row = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
         row |= {"low": low, "high": high, "is_best": is_best, "best_step": best, "against_best": against}
         rest = found.evaluation.to_dict()
+        del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
         self.rows.append(row)
         self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; rewrites all of them if the folder was removed

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ class HealthGuard(TrainerCallback):
 
     def _write(self) -> None:
         causes = self.findings
-        rows = [{"step": one.step, **asdict(one), "run": self.run_dir.id} for one in sorted(causes, key=_found_at)]
+        rows = [
+            {"step": one.step, **asdict(one), "run": self.run_dir.id} for one in sorted(causes, key=attrgetter("step"))
+        ]
         self.run_dir.replace_jsonl("health.jsonl", rows)
         brief = [{"rule": one.rule, "since": one.since, "evidence": one.evidence, "fix": one.fix} for one in causes]
         self.run_dir.set_status("running", health=brief)
@@ -83,10 +86,6 @@ class HealthGuard(TrainerCallback):
         """The error of a run that a rule stopped; `where`: "at step 3 of 20"."""
         kind = NoSignalError if self.stopped_by == "no_signal" else HealthError
         return kind(f"stopped {where} (health.{self.stopped_by}=stop): {self._cause}")
-
-
-def _found_at(finding: Finding) -> int:
-    return finding.step
 
 
 def say_findings(findings: Iterable[Finding], steps: int) -> None:

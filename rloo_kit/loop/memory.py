@@ -1,7 +1,8 @@
-"""Peak memory of a run vs. the plan: a printed line, `memory.json`, and an entry for the next plan."""
+"""Peak memory of a run vs. the plan: a printed line, and `memory.json`."""
 
 import gc
-from dataclasses import replace
+import platform
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from rloo_kit.collective import gather_objects
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.loop.options import option
-from rloo_kit.plan.history import PastRun, keep_run, machine_key
 from rloo_kit.plan.load import find_machine, read_load
 from rloo_kit.plan.parts import Load, body_bytes, context_bytes, table_bytes
 from rloo_kit.plan.peaks import own_bytes, rollout_gib, training_gib
@@ -21,7 +21,37 @@ from rloo_kit.system.console import fill_text
 from rloo_kit.system.memory import GIB, ResidentPeak, trim_heap
 from rloo_kit.system.processes import is_main_process, say
 
-LEAST_SHARE = 0.5  # of a CPU's peak that must be the run's, not Python's, to correct a plan
+
+@dataclass(frozen=True)
+class Peak:
+    """A process's measured peak in GiB: `measured_gib` includes CUDA's context; `spare_gib` is reserved but unused.
+
+    Attributes:
+        load: with the longest prompt, completion and pass of the run. rows: completions at once.
+    """
+
+    load: Load
+    rows: int
+    measured_gib: float
+    spare_gib: float
+
+    @property
+    def part(self) -> str:
+        """The part with the larger computed peak: "rollout" or "training"."""
+        return "rollout" if self._computed[0] >= self._computed[1] else "training"
+
+    @property
+    def computed_gib(self) -> float:
+        return max(self._computed)
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_gib / self.computed_gib
+
+    @property
+    def _computed(self) -> tuple[float, float]:
+        plain = replace(self.load, factors=(1.0, 1.0))
+        return rollout_gib(plain, self.rows), training_gib(plain, self.rows)
 
 
 class MemoryWatch:
@@ -58,21 +88,18 @@ class MemoryWatch:
 
     def report(self, run_dir: RunDir) -> None:
         """Print and store the largest measurement of all processes; all of them call it."""
-        found = [past for past in gather_objects(self._measure()) if past is not None]
+        found = [peak for peak in gather_objects(self._measure()) if peak is not None]
         if not found or not is_main_process():
             return
-        largest = max(found, key=lambda past: past.measured_gib)
+        largest = max(found, key=lambda peak: peak.measured_gib)
         planned = max(rollout_gib(self.load, self.rows), training_gib(self.load, self.rows))
         computed = f"{largest.computed_gib:.2f} for the longest ({largest.load.row_tokens})"
         measured = f"measured peak {largest.measured_gib:.2f} GiB ({largest.ratio:.2f})"
         planned_for = f"planned {planned:.2f} GiB at {self.load.row_tokens} tokens"
         say(fill_text(f"memory: {planned_for}, {computed}; {measured}"))
-        run_dir.write_json("memory.json", describe(largest, planned))
-        context = context_bytes(self.load) / GIB
-        if self.machine.on_cuda or largest.computed_gib - context >= LEAST_SHARE * largest.computed_gib:
-            keep_run(self.machine, largest.load, self.rows, largest.measured_gib, largest.spare_gib)
+        run_dir.write_json("memory.json", describe(largest, self.machine, planned))
 
-    def _measure(self) -> PastRun | None:
+    def _measure(self) -> Peak | None:
         """This process's measurement; None if no completion was sampled or memory cannot be measured."""
         if not self._completion:
             return None
@@ -88,15 +115,16 @@ class MemoryWatch:
             return None
         prompt, completion = min(self._prompt, load.prompt_tokens), min(self._completion, load.completion_tokens)
         seen = replace(load, prompt_tokens=prompt, completion_tokens=completion)
-        return PastRun(machine_key(self.machine), now(), seen, self.rows, gib, spare)
+        return Peak(seen, self.rows, gib, spare)
 
 
-def describe(past: PastRun, planned_gib: float) -> dict[str, Any]:
+def describe(peak: Peak, machine: Machine, planned_gib: float) -> dict[str, Any]:
     """The content of a run's `memory.json`, GiB with three decimals."""
-    figures = {"planned_gib": planned_gib, "computed_gib": past.computed_gib, "measured_gib": past.measured_gib}
-    figures |= {"ratio": past.ratio, "spare_gib": past.spare_gib}
-    named = {"machine": past.machine, "date": past.date, "part": past.part}
-    lengths = {"row_tokens": past.load.row_tokens, "rows": past.rows, "tokens_per_pass": past.load.pass_tokens}
+    figures = {"planned_gib": planned_gib, "computed_gib": peak.computed_gib, "measured_gib": peak.measured_gib}
+    figures |= {"ratio": peak.ratio, "spare_gib": peak.spare_gib}
+    name = f"{machine.name}, {machine.total_gib:.0f} GiB" if machine.on_cuda else f"{platform.node()}, CPU"
+    named = {"machine": name, "date": now(), "part": peak.part}
+    lengths = {"row_tokens": peak.load.row_tokens, "rows": peak.rows, "tokens_per_pass": peak.load.pass_tokens}
     return named | {name: round(value, 3) for name, value in figures.items()} | lengths
 
 

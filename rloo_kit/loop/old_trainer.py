@@ -25,7 +25,7 @@ def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an old and a new name are both given, no reward or model is given, the arguments came in the old
             positional order, or a reference was given that differs from the policy.
     """
-    if _is_config(given.get("model")):
+    if hasattr(given.get("model"), "per_device_train_batch_size"):
         raise ConfigError(
             "RLOOTrainer's first argument is a config, as it was in old TRL; the order is now model, reward_funcs, "
             "args. Name the arguments: RLOOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)"
@@ -51,10 +51,6 @@ def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("reward_model") is not None:
         _adapt_reward_model(values)
     return values
-
-
-def _is_config(value: Any) -> bool:
-    return hasattr(value, "per_device_train_batch_size") and hasattr(value, "learning_rate")
 
 
 def _refuse_other_reference(policy: Any, reference: Any) -> None:

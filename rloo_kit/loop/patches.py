@@ -4,6 +4,7 @@
 # reason; tests/contracts/test_patched_attributes.py keeps the list complete. Settings that a library documents
 # (`padding_side`, `requires_grad`, `should_save`, ...) are not patches.
 PATCHED_ATTRIBUTES = {
+    "_stack.py: logger.addFilter": "transformers warns at the first decoding of an option that it ignores",
     "batch/papermill.py: papermill_engines.register": "papermill's registry: an engine that chooses the kernel's ports",
     "embedded/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
     "export/loaders.py: module.support_avx512bf16_for_cpu": "as in models/transformers.py, for a checking process",

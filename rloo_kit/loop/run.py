@@ -157,7 +157,8 @@ class _Training:
 
     def _build_trainer(self, prompts: Any, reward_funcs: list[Any]) -> RLOOTrainer:
         run, policy = self.run, self.policy
-        progress = ProgressLine(self.rollouts, run.run.progress_every_s)
+        before = load_evaluation(run, "before") if run.run.evaluate else None  # the one after takes about as long
+        progress = ProgressLine(self.writer, run.run.progress_every_s, 0.0 if before is None else before.seconds)
         shown = policy.tokenizer, policy.tags, policy.family, run.run.sample_every_steps, run.run.num_samples
         saves = TimedSaves(self.run_dir, run.run.save_every_minutes)
         callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts]
@@ -195,16 +196,17 @@ class _Training:
             steps = self.trainer.state.global_step
             adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
             adapter = self._save_adapter()
+            seconds = round(self.writer.seconds, 3)
         finally:
             end_workers()
             self._drop_reference()
             if not self.was_training:  # in training mode, checkpointing drops the KV cache and decodes nonsense
                 self.policy.model.eval()
-        self._conclude(stopped, adapter_step)
+        self._conclude(stopped, adapter_step, seconds)
         if self.memory is not None:
             self.memory.report(self.run_dir)
         wait_for_all()  # a launcher kills the others as soon as one has exited
-        rows, findings, seconds = self.writer.rows, self.guard.findings, self.writer.seconds
+        rows, findings = self.writer.rows, self.guard.findings
         return share(
             TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
         )
@@ -277,10 +279,11 @@ class _Training:
             return EARLY
         return "interrupted" if self.interrupts.requested else None
 
-    def _conclude(self, stopped: str | None, adapter_step: int) -> None:
+    def _conclude(self, stopped: str | None, adapter_step: int, seconds: float) -> None:
         """The final state, in `status.json` and on the screen."""
         state, folder = self.trainer.state, self.run_dir.folder
         progress = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": adapter_step}
+        progress |= {"seconds": seconds}
         where = f"at step {state.global_step} of {state.max_steps}"
         if stopped == EARLY and self.evaluations is not None:
             progress |= {"stopped_early": f"{where}: {self.evaluations.stopped}"}

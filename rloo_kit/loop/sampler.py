@@ -7,7 +7,7 @@ from typing import Any
 from rloo_kit.errors import DataError
 from rloo_kit.loop.records import Completions
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Rollout
+from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout
 
 
 class Sampler:
@@ -22,6 +22,7 @@ class Sampler:
     def __init__(self, trainer: Any, engine: Engine, limits: Limits, parallel: Parallel, end_ids: set[int]):
         self.trainer, self.engine, self.limits = trainer, engine, limits
         self.parallel, self.end_ids = parallel, end_ids
+        self.on_progress: Progress | None = None  # see `Engine.sample`
         self._found: Rollout | None = None
         self._lengths: dict[int, float] = {}  # expected completion lengths, by the prompt's hash
 
@@ -52,7 +53,7 @@ class Sampler:
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
         expected = [self._lengths.get(key, usual) for key in keys] if waits else None
         with self._weights():
-            self._found = self.engine.sample(prompt_ids, self.limits, expected)
+            self._found = self.engine.sample(prompt_ids, self.limits, expected, self.on_progress)
         for key, ids in zip(keys, self._found.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
         return self._found.completion_ids

@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import Data
-from rloo_kit.data.worked import WorkedAnswers, load_worked
+from rloo_kit.data.worked import Demonstrations, load_worked
 from rloo_kit.errors import ConfigError, NonFiniteError
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
@@ -28,13 +28,16 @@ from rloo_kit.loop.run_arguments import mixed_precision
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
 from rloo_kit.models.policy import Policy, keep_settings, keep_values, save_adapter
 from rloo_kit.models.transformers import keep_4bit_weights
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.runs.sft_folder import open_folder
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, say
+from rloo_kit.think_tags import THINK_END, THINK_START
 
+EQUAL = 0.9  # cosine of two rows: in SmolLM2 0.94 or more of unused tokens, below 0.8 of 99.99 % of the others
 # TRL's own class, below the one that Unsloth generates (and may call SFTConfig too).
 _STOCK = next(c for c in reversed(trl.SFTConfig.__mro__) if c.__name__ == "SFTConfig")
 
@@ -92,17 +95,31 @@ def fine_tune(
     worked = load_worked(run, policy.tokenizer, data.test["prompt"], rows)
     for note in worked.notes:
         say(f"sft: {note}")
+    if has_equal_tags(policy):
+        tags = (
+            f"WARNING: sft: the embedding's rows of {THINK_START} and {THINK_END} are equal, that is untrained, and an"
+        )
+        say(f"{tags} adapter does not train them: set them from trained tokens first, or set model.lora=null")
     opened = run_dir or open_folder(run, overwrite)
     with opened if run_dir is None else nullcontext():
         return _train(run, policy, worked, opened)
 
 
-def _train(run: RunConfig, policy: Policy, worked: WorkedAnswers, run_dir: RunDir) -> SftResult:
-    started, was_training = time.monotonic(), policy.model.training
+def has_equal_tags(policy: Policy) -> bool:
+    """Whether the thinking tags have nearly equal rows, as added or unused tokens have, in a frozen embedding."""
+    table, tags = policy.model.get_input_embeddings().weight, [policy.tags.start_id, policy.tags.end_id]
+    is_fixed = None not in tags and not table.requires_grad
+    return is_fixed and bool(torch.cosine_similarity(*table[tags].float(), dim=0) > EQUAL)
+
+
+def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunDir) -> SftResult:
+    was_training = policy.model.training
     writer, interrupts = MetricsWriter(run_dir), Interrupts("what is trained so far")
     unused = run_dir / "checkpoints"
     trainer = build_trainer(run, policy, worked, unused)
-    for callback in (writer, _ProgressLine(trainer, run.run.progress_every_s), interrupts):
+    before = Evaluation.read(run_dir / "before.json")
+    after_s = 0.0 if before is None else before.seconds  # the one after takes about as long
+    for callback in (writer, _ProgressLine(trainer, run.run.progress_every_s, after_s), interrupts):
         trainer.add_callback(callback)
     say(f"sft: {worked}; {trainer.scorer.reason}")
     try:
@@ -120,15 +137,14 @@ def _train(run: RunConfig, policy: Policy, worked: WorkedAnswers, run_dir: RunDi
         if not was_training:
             policy.model.eval()
     steps = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": state.global_step}
-    run_dir.set_status(stopped or "finished", **steps)
+    seconds = round(writer.seconds, 3)
+    run_dir.set_status(stopped or "finished", seconds=seconds, **steps)
     if stopped:
         say(f"interrupted at step {state.global_step} of {state.max_steps}; {target} holds what is trained so far")
-    return SftResult(
-        run_dir.folder, target, state.global_step, writer.rows, time.monotonic() - started, stopped
-    )  # fmt: skip
+    return SftResult(run_dir.folder, target, state.global_step, writer.rows, seconds, stopped)
 
 
-def build_trainer(run: RunConfig, policy: Policy, worked: WorkedAnswers, folder: Path) -> "SftTrainer":
+def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder: Path) -> "SftTrainer":
     """The trainer of `policy` on `worked`; `folder` is TRL's output folder, which stays empty."""
     rows = [
         {
@@ -201,7 +217,7 @@ class SftTrainer(trl.SFTTrainer):
     Rows are end to end without padding, and no tokens x vocabulary tensor is built.
 
     Attributes:
-        scorer: of the model's completions. tokens: trained on so far, prompts included.
+        scorer: of the model's completions. tokens: of the completions trained on so far.
     """
 
     scorer: Scorer
@@ -220,7 +236,7 @@ class SftTrainer(trl.SFTTrainer):
             _group(*row) for row in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True)
         ]
         scores = self.scorer.score(model, groups)
-        self.tokens += sum(len(group.prompt) + len(group.completions[0]) for group in groups)
+        self.tokens += sum(len(group.completions[0]) for group in groups)
         assert scores.entropies is not None
         self._metrics["train"]["entropy"].append(scores.entropies.mean().item())
         loss = -scores.logps.sum() / (len(scores.logps) if num_items_in_batch is None else num_items_in_batch)
@@ -244,8 +260,8 @@ def _group(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Group
 class _ProgressLine(TrainerCallback):
     """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step."""
 
-    def __init__(self, trainer: SftTrainer, every_s: float):
-        self.trainer, self.every_s = trainer, every_s
+    def __init__(self, trainer: SftTrainer, every_s: float, after_s: float):
+        self.trainer, self.every_s, self.after_s = trainer, every_s, after_s
         self._begun = self._printed_at = 0.0
         self._tokens = 0
 
@@ -258,6 +274,6 @@ class _ProgressLine(TrainerCallback):
         if not is_step_row(logs) or not (is_edge or now - self._printed_at >= self.every_s):
             return
         speed = (self.trainer.tokens - self._tokens) / max(now - self._printed_at, 1e-9)
-        left = format_seconds((now - self._begun) / step * (state.max_steps - step))
+        left = format_seconds((now - self._begun) / step * (state.max_steps - step) + self.after_s)
         say(f"sft step {step}/{state.max_steps} | loss {logs['loss']:.3f} | {speed:.0f} tok/s | eta {left}")
         self._printed_at, self._tokens = now, self.trainer.tokens

@@ -25,6 +25,8 @@ from rloo_kit.preflight.result import Measures
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system.memory import is_out_of_memory
 
+Weights = dict[str, torch.Tensor]  # by name
+Tell = Callable[[str], None]  # shows a line
 # Share of the weights with a gradient that move: below the first an error, below the second a warning.
 MOVED_LEAST, MOVED_MOST = 0.05, 0.5
 DECODED = 16  # tokens to decode after full caches
@@ -37,7 +39,7 @@ class FirstSteps(TrainerCallback):
     """Records gradient, weight change and time of the first optimizer steps.
 
     Args:
-        weights: the trained weights by name, before these steps.
+        weights: the trained weights by name, before these steps. tell: gets a line after each step.
 
     Attributes:
         grad_norm: of the first step, before clipping; None until there is one. moved: share of the weights with a
@@ -45,8 +47,8 @@ class FirstSteps(TrainerCallback):
         step_s: seconds of the last step.
     """
 
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self._before = weights
+    def __init__(self, weights: dict[str, torch.Tensor], tell: Tell) -> None:
+        self._before, self._tell = weights, tell
         self._has_gradient: dict[str, torch.Tensor] = {}
         self._began = 0.0
         self.grad_norm: float | None = None
@@ -65,6 +67,7 @@ class FirstSteps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_more: Any) -> None:
         self.step_s = time.monotonic() - self._began
+        self._tell(f"step {state.global_step} at full length took {self.step_s:.1f} s")
         if not self.moved:
             self._look(dict(model.named_parameters()))
         if self.moved and state.global_step >= STEPS:
@@ -104,7 +107,7 @@ class StepsFound:
     faults: list[Fault] = field(default_factory=list)
 
 
-def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], measures: Measures) -> StepsFound:
+def try_steps(run: RunConfig, policy: Policy, weights: Weights, measures: Measures, tell: Tell) -> StepsFound:
     """Take the run's optimizer steps at full length, after the end of a full rollout if the engine is local.
 
     Raises:
@@ -113,17 +116,18 @@ def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], 
     engine = loaded_engine(run, policy)
     plan = plan_vram(run, config=policy.model.config.to_dict(), engine=engine)
     measures.usable_gib = plan.machine.usable_gib
-    found = StepsFound(FirstSteps(weights))
+    found = StepsFound(FirstSteps(weights, tell))
     if not plan.machine.on_cuda and plan.headroom_gib < 0:  # no error on a CPU: the system kills programs
         found.faults.append(Fault("memory", f"{_too_much(plan)}; the step was not run. {_changes(run, plan, policy)}"))
         return found
     found.rows = 0 if engine in FOREIGN else plan.rows
     completions, row_tokens = size_of_steps(policy, run)
     found.decoded, found.trained_tokens = min(DECODED, row_tokens - 1), completions * row_tokens
+    tell(f"steps at full length: {completions} completions of {row_tokens} tokens with their prompts")
     steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
 
     def measure(rows: int) -> tuple[Peak, Peak] | None:
-        found.looked = FirstSteps(weights)
+        found.looked = FirstSteps(weights, tell)
         return _unless_full(lambda: measure_steps(policy, run, rows, found.decoded, [found.looked], steps))
 
     peaks = measure(found.rows)

@@ -5,6 +5,7 @@ It changes nothing in the run: `train` afterwards gives the same weights as with
 
 import io
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -19,7 +20,7 @@ from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
 from rloo_kit.loop import run as loop
-from rloo_kit.measure.first_steps import StepsFound, try_steps
+from rloo_kit.measure.first_steps import StepsFound, Tell, try_steps
 from rloo_kit.measure.memory import make_trainer
 from rloo_kit.measure.probe import (
     WIDER,
@@ -29,6 +30,7 @@ from rloo_kit.measure.probe import (
     draw_rows,
     find_logp_faults,
     find_rollout_faults,
+    is_short,
     is_unsure,
     roll_out,
 )
@@ -41,7 +43,7 @@ from rloo_kit.preflight.rewards import find_given_faults as find_reward_faults
 from rloo_kit.results.result import TrainResult
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.system.console import fill_text
+from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.random_numbers import keep_random_numbers
@@ -67,8 +69,14 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         return Preflight(run.run.name or "", tuple(found), None, time.monotonic() - started)
     faults, measures = list(found), Measures()
     say(fill_text(_announce(run, data)))
+    shown = sys.stdout
+
+    def tell(text: str) -> None:
+        with redirect_stdout(shown):
+            say(f"preflight {format_seconds(time.monotonic() - started)} | {text}")
+
     with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
-        _measure(_under_another_name(run), policy, data, reward_funcs, weights, faults, measures)
+        _measure(_under_another_name(run), policy, data, reward_funcs, weights, faults, measures, tell)
     return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
 
 
@@ -96,6 +104,7 @@ def _measure(
     weights: dict[str, torch.Tensor],
     faults: list[Fault],
     measures: Measures,
+    tell: Tell,
 ) -> None:
     """Fill `measures` with the measurements, and `faults` with the faults that they show."""
     known, probe = len(faults), None
@@ -107,10 +116,10 @@ def _measure(
         return
     found: list[Fault] = []
     with catching("rollout", found):
-        probe = _probe(run, policy, data, reward_funcs, found, measures)
+        probe = _probe(run, policy, data, reward_funcs, found, measures, tell)
     faults += [fault for fault in found if fault.stage != "rewards" or "rewards" not in _stages(faults[:known])]
     try:
-        steps = try_steps(run, policy, weights, measures)
+        steps = try_steps(run, policy, weights, measures, tell)
     except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
         faults.append(Fault("memory", str(error), "warning"))
         return
@@ -124,19 +133,24 @@ def _stages(faults: list[Fault]) -> set[str]:
 
 
 def _probe(
-    run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], faults: list[Fault], measures: Measures
+    run: RunConfig, policy: Policy, data: Data, rewards: list[Any], faults: list[Fault], measures: Measures, tell: Tell
 ) -> Probe | None:
     """The probe rollout; None if it ran out of memory."""
     try:
-        with make_trainer(policy, run, reward_funcs, data.train) as trainer:
-            probe = roll_out(trainer, draw_rows(run, data.train))
+        with make_trainer(policy, run, rewards, data.train) as trainer:
+            probe = roll_out(trainer, draw_rows(run, data.train), run, tell)
             describe(run, policy, probe, measures)
             wider = draw_rows(run, data.train, WIDER) if is_unsure(probe, measures) else []
             if len(wider) > len(probe.batch):
-                probe = roll_out(trainer, wider)
+                expected = format_seconds((probe.sample_s + probe.judge_s) * len(wider) / len(probe.batch))
+                tell(f"{measures.signal} of {measures.prompts} groups have a signal; a wider probe, about {expected}")
+                probe = roll_out(trainer, wider, run, tell)
                 describe(run, policy, probe, measures)
+            tell(f"log-probs of {len(probe.batch)} completions, compared with the sampler's")
             starts_there = compare_logps(trainer, probe, measures)
             faults += find_logp_faults(trainer, measures, starts_there)
+            if is_short(measures):
+                tell("thinking is cut off: one completion per prompt at the model's full length shows how long it is")
             faults += find_rollout_faults(run, policy, trainer, probe, measures)
             return probe
     except RuntimeError as error:

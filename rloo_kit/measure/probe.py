@@ -4,7 +4,7 @@ faults that would keep the run from learning."""
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.gradient.advantages import tied_groups
+from rloo_kit.health.signs import at_ceiling
 from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -54,11 +55,20 @@ def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, An
     return [row for place in places for row in [dataset[place]] * generations]
 
 
-def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]]) -> Probe:
-    """Sample completions with the run's engine and judge them with its rewards."""
+def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, tell: Callable[[str], None]) -> Probe:
+    """Sample completions with the run's engine and judge them with its rewards; `tell` gets lines of progress."""
     step = trainer.rloo
     trainer.model.train()
-    started = time.monotonic()
+    tell(f"probe rollout: {len(rows)} completions of at most {step.sampler.limits.max_completion_length} tokens")
+    started = told_at = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= run.run.progress_every_s and done < total:
+            tell(f"probe rollout: {done} of {total} completions")
+            told_at = time.monotonic()
+
+    step.sampler.on_progress = progress
     found = step.sampler.sample(rows)
     sampled = time.monotonic()
     judged = step.rewarder.judge(found)
@@ -135,7 +145,7 @@ def find_rollout_faults(
         yield Fault("rollout", _explain_short(run, policy, trainer, probe, measures), _level(probe, measures))
         return
     if few and measures.signal == 0:
-        yield _find_silence(probe, measures)
+        yield _find_silence(run, probe, measures)
         return
     if measures.truncated > MANY and run.rloo.thinking_budget is None:
         value = _round_up(2 * run.rloo.max_completion_length)
@@ -166,7 +176,7 @@ def _advise(rate: float | None) -> str:
     if rate >= ALWAYS:
         return "Take harder prompts (data.source)"
     return (
-        "Take easier prompts (data.source), train on worked solutions first (rloo-kit sft), or add "
+        "Take easier prompts (data.source), train on demonstrations first (rloo-kit sft), or add "
         "a graded reward to rewards"
     )
 
@@ -177,16 +187,20 @@ def _level(probe: Probe, measures: Measures) -> Literal["error", "warning"]:
     return "error" if is_sure else "warning"
 
 
-def _find_silence(probe: Probe, measures: Measures) -> Fault:
+def _find_silence(run: RunConfig, probe: Probe, measures: Measures) -> Fault:
     """Why no group has a signal."""
     count, rate = len(probe.batch), measures.pass_rate
     stage, bound = "rollout", wilson(0.0, count).high
+    columns = zip(probe.failed_by, probe.batch.judged.rewards_per_func.T.tolist(), strict=True)
+    earned = {name: [value for value in values if value == value] for name, values in columns}
     if probe.batch.scores.isnan().all():
         stage, why = "rewards", f"no reward scored any of {count} completions. Fix rewards"
     elif rate == 0.0:
         why = f"0 of {count} answers are correct, a pass rate below {bound:.0%}. {_advise(rate)}"
     elif rate == 1.0:
         why = f"all of {count} answers are correct, a pass rate above {1 - bound:.0%}. {_advise(rate)}"
+    elif rate is None and at_ceiling(run.reward_weights, earned):
+        why = f"the rewards of {count} completions cannot rise. {_advise(1.0)}"
     else:
         means = ", ".join(f"{name} {found.mean:.3g}" for name, found in measures.rewards.items())
         masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""

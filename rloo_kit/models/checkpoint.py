@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.config.embedded import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
@@ -35,7 +36,7 @@ class ModelSource:
 
 
 def find_source(run: RunConfig) -> ModelSource:
-    """Resolve `model.name` and `model.adapter`; builds the embedded model if it is not cached.
+    """Resolve `model.name` and `model.adapter`; builds a built-in model if it is not cached.
 
     Raises:
         BackendError: a folder is missing or not a checkpoint, or the adapter belongs to another model.
@@ -46,6 +47,10 @@ def find_source(run: RunConfig) -> ModelSource:
 
         name, file = model.name.removeprefix("embedded/"), run.source
         source = ModelSource(str(build(name, model.vocabulary, model.build_seed, config_file=file)), model.adapter)
+    elif model.name in SMOLLM2:
+        from rloo_kit.embedded import smollm2
+
+        source = ModelSource(str(smollm2.build(model.name)), model.adapter)
     else:
         source = _from_name(model.name, model.adapter)
     if source.is_folder and not (Path(source.base) / MODEL_CONFIG).is_file():

@@ -82,7 +82,8 @@ class Policy:
 
     def describe(self) -> str:
         """One line: model, size, trained parameters, device, backend and why it was chosen."""
-        sizes = [(_num_weights(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
+        parameters = [(one, 2 if type(one).__name__ == "Params4bit" else 1) for one in self.model.parameters()]
+        sizes = [(one.numel() * per_element, one.requires_grad) for one, per_element in parameters]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, is_trained in sizes if is_trained)
         base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
@@ -325,8 +326,3 @@ def _unsloth_is_there() -> bool:
 
 def _module(name: str) -> Any:
     return import_module(_MODULES[name])
-
-
-def _num_weights(parameter: Any) -> int:
-    """Weights in a parameter; bitsandbytes packs two per byte."""
-    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)

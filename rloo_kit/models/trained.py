@@ -12,6 +12,7 @@ from rloo_kit.runs.exported import RUN_FILE, find_gguf, is_export, origin_of
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, weights_of
 from rloo_kit.system import environment
+from rloo_kit.system.input_files import from_here
 
 
 def trained_run(source: str | Path, *overrides: str) -> RunConfig:
@@ -25,10 +26,11 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
         RunNotFoundError: no such run, or it has not saved an adapter yet.
         ConfigError: as `load_config` raises it, or a GGUF file.
     """
-    if (file := find_gguf(Path(source))) is not None:
+    source = from_here(source)
+    if (file := find_gguf(source)) is not None:
         raise ConfigError(f"{file} is for llama.cpp: ask it with rloo-kit ask {shlex.quote(str(file))}")
     run = origin_of(source, *overrides)
-    saved = Path(source) if is_export(Path(source)) else run.folder / "adapter"
+    saved = source if is_export(source) else run.folder / "adapter"
     if not saved.is_dir():
         raise RunNotFoundError(
             f"{run.folder} has no adapter/, so nothing is trained there yet: run rloo-kit train {source}"
@@ -38,18 +40,14 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
     named = Path(run.model.name).expanduser()
     if (named / ADAPTER_CONFIG).is_file() and named.resolve() != saved.resolve():
         changed["name"] = find_source(run).base  # the run continued another adapter, which is part of this one
-    if key == "name" and run.model.lora is not None and not _is_quantised(weights):
+    is_quantised = read_object(weights / MODEL_CONFIG).get("quantization_config") is not None  # loads with an adapter
+    if key == "name" and run.model.lora is not None and not is_quantised:
         # merged: it has no separate base, and it is no longer in 4-bit
         dtype = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
         backend = "auto" if run.model.backend == "unsloth" else run.model.backend  # Unsloth's loader needs an adapter
         changed |= {"lora": None, "load_in_4bit": False, "dtype": dtype, "backend": backend}
     run.model = run.model.model_copy(update=changed | {key: str(weights)})
     return run
-
-
-def _is_quantised(folder: Path) -> bool:
-    """Whether a checkpoint has quantised weights; those load only with an adapter."""
-    return read_object(folder / MODEL_CONFIG).get("quantization_config") is not None
 
 
 def load_trained(source: str | Path, *overrides: str) -> tuple[RunConfig, Policy]:

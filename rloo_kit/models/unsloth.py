@@ -164,7 +164,8 @@ def keep_arguments(args: Any, model: Any) -> Iterator[list[Change]]:
     if is_plain:
         changes.append(Change("mixed precision", "no", "bf16, or fp16 on a GPU without it"))
         os.environ[PRECISION_VARIABLE] = "bfloat16"
-    hidden = [(module, vars(module).pop(ENGINE)) for module in _wrappings(model) if ENGINE in vars(module)]
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()  # Unsloth keeps vLLM on some of them
+    hidden = [(module, vars(module).pop(ENGINE)) for module in modules if ENGINE in vars(module)]
     try:
         yield changes
     finally:
@@ -178,11 +179,6 @@ def keep_arguments(args: Any, model: Any) -> Iterator[list[Change]]:
             if (found := getattr(args, name)) != ours:
                 setattr(args, name, ours)
                 changes.append(Change(name, ours, found))
-
-
-def _wrappings(model: Any) -> list[Any]:
-    """The modules of a model; Unsloth keeps vLLM on some of them."""
-    return list(model.modules()) if isinstance(model, torch.nn.Module) else []
 
 
 def adopt_engine(model: Any) -> InProcessVllm:

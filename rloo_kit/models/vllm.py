@@ -305,7 +305,8 @@ def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
     manager = loras._adapter_manager
     helper = PEFTHelper.from_dict(config)
     helper.validate_legal(loras.lora_config)
-    known = {part for name in manager.supported_lora_modules for part in (name, *_parts_of(manager, name))}
+    fused = manager.packed_modules_mapping  # q, k and v are one layer there; gate and up too
+    known = {part for name in manager.supported_lora_modules for part in (name, *fused.get(name, ()))}
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
     if unknown := adapted - known:
         raise ValueError(f"it has no LoRA for the layers {', '.join(sorted(unknown))}; set model.lora.target_modules")
@@ -321,11 +322,6 @@ def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
     manager.remove_all_adapters()
     manager.add_adapter(lora)
     manager.activate_adapter(number)
-
-
-def _parts_of(manager: Any, name: str) -> list[str]:
-    """The transformers layers that vLLM fuses into its layer `name` (q, k and v; gate and up)."""
-    return list(manager.packed_modules_mapping.get(name, ()))
 
 
 def _renames_of(model: Any) -> Any:

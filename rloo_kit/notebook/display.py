@@ -2,7 +2,6 @@
 
 import base64
 import html
-import math
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from rloo_kit.results.evaluation import (
     is_thinking,
     pair_samples,
 )
-from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, mean_window, shown_width
+from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, first_and_last, mean_window, shown_width
 from rloo_kit.system.console import picture_controls, plain_prompt
 
 # Metric, title, lower and upper end of the axis, and the format of a value in the text.
@@ -134,8 +133,7 @@ def _from_to(values: list[float], form: str) -> str:
     """The start and the end of a curve as text; means if the curve is smoothed."""
     if len(values) == 1:
         return format(values[0], form)
-    window = mean_window(len(values)) if len(values) >= SMOOTH_FROM else 1
-    first, last = (math.fsum(part) / window for part in (values[:window], values[-window:]))
+    first, last = first_and_last(values)
     return f"{first:{form}} -> {last:{form}}"
 
 
@@ -215,12 +213,17 @@ def _box(number: int, pair: SamplePair) -> str:
 
 
 def _side(title: str, sample: dict[str, Any]) -> str:
-    mark, color = _MARKS[sample["correct"]]
+    mark, color = _mark(sample)
     parts = "".join(f'<div style="{_LABEL}">{label}</div>{_pre(text)}' for label, text in _parts(sample))
     return (
         f'<div style="{_SIDE}"><div><b>{_escape(title)}</b> <b style="color: {color}">{mark}</b></div>{parts}'
         f'<div style="{_LABEL}">{_escape(describe_sample(sample))}</div></div>'
     )
+
+
+def _mark(sample: dict[str, Any]) -> tuple[str, str]:
+    is_scored = sample["correct"] is None and sample.get("reward") is not None
+    return (f"reward {sample['reward']:.3g}", MUTED) if is_scored else _MARKS[sample["correct"]]
 
 
 def _parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
@@ -244,7 +247,7 @@ def pairs_as_text(note: str, pairs: list[SamplePair]) -> str:
         gold = "" if pair.gold is None else f"   (right answer: {pair.gold})"
         lines += ["", *_wrap(f"{number}. ", f"{plain_prompt(pair.prompt)}{gold}")]
         for title, sample in pair.samples.items():
-            lines.append(f"   {title}: {_MARKS[sample['correct']][0].lstrip('✓✗ ')}, {describe_sample(sample)}")
+            lines.append(f"   {title}: {_mark(sample)[0].lstrip('✓✗ ')}, {describe_sample(sample)}")
             for label, text in _parts(sample):
                 lines += _wrap(f"      {label + ':':<10}", text or "(none)")
     return "\n".join(lines)

@@ -22,8 +22,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.section import Section
 from rloo_kit.config.yaml_files import read_value, write_value
 from rloo_kit.errors import ConfigError, excerpt
-from rloo_kit.system.env_file import find_root
-from rloo_kit.system.input_files import expand_user, find_unwritable, is_file, read_text
+from rloo_kit.system.input_files import find_input, find_unwritable, read_text
 
 KIT_ROOT = Path(__file__).resolve().parents[2]
 # Each parameter with the key that it sets, or in parentheses what it does instead.
@@ -57,7 +56,7 @@ class Parameters:
         config: the configuration's file, absolute.
         overrides: `section.key=value`, for `load_config`.
         resume, overwrite: for `train`; False if the notebook does not declare them.
-        values: every parameter by name, converted; paths are absolute.
+        values: the parameters that are set, by name, converted; `config` is absolute.
     """
 
     config: Path
@@ -67,10 +66,9 @@ class Parameters:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        rows = [("parameter", "value", "sets")]
+        rows = [("parameter", "value", "overrides in the file")]
         for name, value in self.values.items():
-            target = "(the file's name)" if name == "run_name" and not value else KNOWN[name]
-            rows.append((name, " ".join(value) if isinstance(value, list) else str(value), target))
+            rows.append((name, " ".join(value) if isinstance(value, list) else str(value), KNOWN[name]))
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
 
@@ -85,9 +83,8 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
     the notebook does not declare overrides nothing.
 
     Args:
-        namespace: `globals()`. A relative `output_dir` is in the project's folder (the nearest at or above the
-            working directory with a pyproject.toml, .git, configs/ or .env, else the kit's own). `config` is
-            searched there, then in the working directory, then in the kit's own folder.
+        namespace: `globals()`. A parameter that is None leaves the key to the file. `config` is looked up in the
+            working folder (where papermill or Jupyter was started), in the notebook's, then in the kit's own.
 
     Raises:
         ConfigError: all problems, one line per name: an unknown name (with the nearest known one), a wrong type, a
@@ -98,6 +95,8 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
     values: dict[str, Any] = {}
     for name in KNOWN:
         if name in namespace and (assigned is None or name in assigned):
+            if namespace[name] is None and KNOWN[name][0] != "(":
+                continue  # the file's value
             try:
                 values[name] = _read(name, namespace[name])
             except ValueError as error:
@@ -108,9 +107,9 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
             )
     if problems:
         raise ConfigError("\n".join(problems))
-    set_here = {KNOWN[name]: (name, value) for name, value in values.items() if "." in KNOWN[name]}
     if not values.get("run_name"):
-        set_here.pop("run.name", None)
+        values.pop("run_name", None)
+    set_here = {KNOWN[name]: (name, value) for name, value in values.items() if "." in KNOWN[name]}
     overrides = {key: f"{key}={write_value(value)}" for key, (_, value) in set_here.items()}
     extra = values.get("overrides", [])
     for item in extra:
@@ -138,8 +137,6 @@ def _read(name: str, value: Any) -> Any:
             raise ValueError("it takes True or False") from None
     if name not in ("config", "run_name", "output_dir"):
         return _read_as_field(KNOWN[name], value)
-    if name == "run_name" and value is None:
-        return ""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | str | os.PathLike):
         raise ValueError("it takes text (in quotes; papermill leaves the text of -r NAME VALUE as it is)")
     text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
@@ -151,9 +148,7 @@ def _read(name: str, value: Any) -> Any:
             if name == "config"
             else "it takes the folder that runs are written into, such as 'outputs'"
         )
-    if name == "output_dir":
-        return str((find_root() or Path.cwd()) / expand_user(text, name))
-    return _find_config(expand_user(text, name)) if name == "config" else text
+    return os.path.normpath(find_input(text, name, KIT_ROOT)) if name == "config" else text
 
 
 def _read_as_field(key: str, value: Any) -> Any:
@@ -182,14 +177,6 @@ def _split_overrides(value: Any) -> list[str]:
                 "as in \"'eval.thinking_budgets=[16, 32]'\""
             )
     return items
-
-
-def _find_config(path: Path) -> str:
-    places = [root / path for root in (find_root(), Path.cwd(), KIT_ROOT) if root]  # an absolute path stays as it is
-    for place in places:
-        if is_file(place):
-            return os.path.normpath(place)
-    raise ValueError(f"there is no such file; looked at {', '.join(dict.fromkeys(map(os.path.normpath, places)))}")
 
 
 def _show(value: Any) -> str:

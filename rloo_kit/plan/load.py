@@ -8,7 +8,7 @@ from typing import Any
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan.corrections import find_correction
+from rloo_kit.plan.corrections import UNMEASURED, find_factors
 from rloo_kit.plan.parts import Load, body_bytes, table_bytes
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
@@ -82,8 +82,8 @@ def read_load(
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
     )
     unknown = int(DYNAMIC_SHARE * (body_bytes(load) + table_bytes(load))) if keeps_unknown_layers(run, shape) else 0
-    known = find_correction(machine, load)
-    return replace(load, factors=known.factors, unmeasured=known.unmeasured, unknown_bytes=unknown)
+    factors = find_factors(load.on_cuda, load.fused)
+    return replace(load, factors=factors, unmeasured=UNMEASURED, unknown_bytes=unknown)
 
 
 def keeps_unknown_layers(run: RunConfig, shape: ModelShape) -> bool:

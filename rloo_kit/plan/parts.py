@@ -38,7 +38,7 @@ class Load:
         vllm_bytes: vLLM's share of the GPU if the file sets it.
         keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
             step before a rollout frees them.
-        factors: of the computed peaks, rollout and training (`corrections.find_correction`).
+        factors: of the computed peaks, rollout and training (`corrections.find_factors`).
         unmeasured: share of a peak by which a measurement may exceed it. unknown_bytes: of layers that a dynamic 4-bit
             copy may keep in 16 bit.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan import parts, vllm_memory
 from rloo_kit.plan.changes import find_changes, keeps_8_bits
-from rloo_kit.plan.corrections import PARTS, find_correction
+from rloo_kit.plan.corrections import PARTS, load_corrections
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.load import find_machine, keeps_unknown_layers, read_load, step_completions, wanted_rows
 from rloo_kit.plan.parts import Load
@@ -67,14 +67,14 @@ def plan_vram(
         engine=choice,
         vllm=plan_vllm(run, machine, config) if choice.name == "vllm" else None,
         step=_find_step_time(run, load, rows, machine),
-        parts=tuple(_list_parts(load, rows, machine)),
+        parts=tuple(_list_parts(load, rows)),
         rollout_gib=rollout,
         training_gib=training,
         rows=rows,
         completions=load.completions,
         tokens_per_pass=load.pass_tokens,
         margins=tuple(_find_margins(run, load, rows, machine)),
-        no_gpu=find_lack_of_gpu(run, load, machine, rows),
+        no_gpu=find_lack_of_gpu(run, load, machine),
         changes=() if fits else tuple(find_changes(run, load, rows, limit)),
         notes=tuple(_find_notes(run, load, rows, machine, config)),
     )
@@ -109,13 +109,10 @@ def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> It
     part, peak = ("training", training) if training > rollout else ("rollout", rollout)
     if (unmeasured := unmeasured_gib(load, peak, part)) > 0:
         here = "on this machine" if machine.is_here else "on that GPU"
-        yield Margin(unmeasured, f"not measured {here} at this length: {load.unmeasured:.0%} of the computed peak")
-    spare = find_correction(machine, load).spare_gib - machine.reserve_gib
-    if spare > 0:
-        yield Margin(spare, "the allocator's fragments and free blocks in the last run of this model here")
+        yield Margin(unmeasured, f"not measured {here}: {load.unmeasured:.0%} of the computed peak")
 
 
-def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
+def _list_parts(load: Load, rows: int) -> Iterator[Part]:
     """The lines of the table, which add up to the two peaks."""
     shape = load.shape
 
@@ -147,8 +144,8 @@ def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
         training_gib(load, rows) - training_bytes(load, rows) / GIB,
     )
     if any(more):
-        sources = find_correction(machine, load).sources
-        found = (f"{part} x {load.factors[at]:.2f} ({sources[at]})" for at, part in enumerate(PARTS) if more[at])
+        source = load_corrections()["source"]
+        found = (f"{part} x {load.factors[at]:.2f} ({source})" for at, part in enumerate(PARTS) if more[at])
         yield Part("correction", *more, f"measured: {', '.join(found)}")
 
 

@@ -1,19 +1,20 @@
 """A run on a machine without a GPU: how long a step takes there, and which shipped config fits."""
 
 import os
+import timeit
+from functools import cache
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan.load import step_completions
 from rloo_kit.plan.parts import Load
 from rloo_kit.plan.result import LackOfGpu, Machine
-from rloo_kit.plan.speed import GpuSpeed, step_time
 from rloo_kit.system.gpu import GIB
 
-# A step of 32 completions of 512 tokens trains 6 FLOPs x 0.5B weights x 16384 tokens = 49 TFLOP: nine minutes on four
-# cores at TRAINING_SHARE of CORE_TFLOPS, and more than a day for 200 steps. Longer thinking takes days.
+# A step of 32 completions of 512 tokens takes 8 FLOPs x 0.5B weights x 16384 tokens = 66 TFLOP: three minutes at
+# 0.3 TFLOPS, and ten hours for 200 steps. Longer thinking takes days.
 MOST_WEIGHTS = 0.5e9
-CORE_TFLOPS = 0.06  # per core in float32: a server core with AVX-512 has 0.13 in torch (measured), AVX2 half of that
-BANDWIDTH = 40.0  # GB/s; two channels of DDR4-3200 have 51
+STEP_FLOPS = 8  # per weight and token: 2 sample it, 6 train on it
+STEP_SHARE = 0.9  # of the speed of large products in float32 (SmolLM2-135M, 64 completions of 24 and 64 tokens)
 # Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
 ON_GPU = (
     ("configs/qwen3_4b_thinking.yaml", 40),
@@ -32,20 +33,39 @@ def fitting_config(machine: Machine) -> str | None:
     return next((file for file, size in ON_GPU if size * 1e9 / GIB <= 1.01 * machine.total_gib), None)
 
 
-def find_lack_of_gpu(run: RunConfig, load: Load, machine: Machine, rows: int) -> LackOfGpu | None:
+def find_lack_of_gpu(run: RunConfig, load: Load, machine: Machine) -> LackOfGpu | None:
     """Why a run on a CPU takes too long; None with a GPU or a small model."""
     if machine.on_cuda or load.shape.num_weights <= MOST_WEIGHTS:
         return None
-    cores = os.cpu_count() or 1
-    cpu = GpuSpeed("the CPU", 0, BANDWIDTH, cores * CORE_TFLOPS)
-    step = step_time(load, rows, step_completions(run), cpu, run.rloo.max_steps)
-    steps = run.rloo.max_steps or 1
     return LackOfGpu(
-        f"No GPU: {run.model.name} has {load.shape.size}, and on {cores} CPU cores a step takes "
-        f"{_time(step.seconds)} at least, {steps} of them {_time(steps * step.seconds)} (computed).",
+        f"No GPU: {run.model.name} has {load.shape.size}, and {describe_step(run, load)}.",
         f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; {ON_CPU} fits this machine.",
-        steps * step.seconds / 3600,
+        (run.rloo.max_steps or 1) * _step_s(run, load) / 3600,
     )
+
+
+def describe_step(run: RunConfig, load: Load) -> str:
+    """Time of a step and of all steps on this machine's CPU, in words."""
+    seconds, steps = _step_s(run, load), run.rloo.max_steps or 1
+    return (
+        f"on {os.cpu_count() or 1} CPU cores a step takes about {_time(seconds)}, {steps} of them "
+        f"{_time(steps * seconds)} (computed)"
+    )
+
+
+def _step_s(run: RunConfig, load: Load) -> float:
+    """Seconds of a step at full length; a prompt is computed once for its group."""
+    tokens = step_completions(run) * (load.completion_tokens + load.prompt_tokens / load.num_generations)
+    return STEP_FLOPS * load.shape.num_weights * tokens / (STEP_SHARE * matrix_flops())
+
+
+@cache
+def matrix_flops() -> float:
+    """Operations a second of a product of two matrices on this machine's cores, in float32; the best of three."""
+    import numpy
+
+    matrix = numpy.ones((1024, 1024), numpy.float32)
+    return 2 * len(matrix) ** 3 / min(timeit.repeat(lambda: matrix @ matrix, repeat=3, number=1))
 
 
 def _time(seconds: float) -> str:

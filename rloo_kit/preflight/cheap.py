@@ -27,6 +27,7 @@ from rloo_kit.preflight.rewards import find_reward_faults
 from rloo_kit.preflight.tokenizers import find_tokenizer
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.gpu import GIB
+from rloo_kit.system.input_files import looked_for, places_of
 from rloo_kit.system.processes import is_main_process, say
 from rloo_kit.system.versions import check_trackers
 
@@ -120,9 +121,11 @@ def _check_folders(run: RunConfig) -> None:
             find_family(split_model_name(name)[1], run.source)
         except ConfigError as error:
             raise ConfigError(f"model.name is {name}: {error}") from None
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if not run.model.is_embedded and is_path and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"model.name is {name}, and there is no such folder")
+    is_path = not run.model.is_embedded and (name.startswith((".", "/", "~")) or name.count("/") > 1)
+    for key, folder in (("model.name", name if is_path else None), ("model.adapter", adapter)):
+        if folder is not None and not Path(folder).expanduser().is_dir():
+            places = places_of(folder, key, run.source and run.source.parent)
+            raise ConfigError(f"{key} is {folder}, and there is no such folder; {looked_for(places, key)}")
     if adapter is not None and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
         inner = Path(adapter).expanduser() / "adapter"
         hint = f"; set model.adapter={inner}" if (inner / "adapter_config.json").is_file() else ""

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.answers import GYM_REWARD
+from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
 from rloo_kit.data.gym import require_library
 from rloo_kit.errors import RlooKitError
 from rloo_kit.preflight.faults import Fault
 from rloo_kit.rewarding.guard import guard, is_async, reward_name
 from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY, RewardModel
-from rloo_kit.rewarding.registry import build_reward, check_reward_name
+from rloo_kit.rewarding.registry import REGISTRY, build_reward, check_reward_name
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
@@ -99,7 +99,7 @@ def find_reward_faults(
                 yield from _try_reward(run, reward, f"{key}.name '{entry.name}'", entry.weight, made, row, scores)
         finally:
             close_worker(reward)
-    yield from _find_no_signal(scores, ", ".join(entry.name for entry in run.rewards), len(made))
+    yield from _find_no_signal(scores, [entry.name for entry in run.rewards], len(made))
 
 
 def find_given_faults(
@@ -111,7 +111,7 @@ def find_given_faults(
     for index, reward in enumerate(reward_funcs):
         name = f"rewards.{index} '{reward_name(reward)}'"
         yield from _try_reward(run, reward, name, getattr(reward, "weight", 1.0), made, row, scores)
-    yield from _find_no_signal(scores, ", ".join(map(reward_name, reward_funcs)), len(made))
+    yield from _find_no_signal(scores, list(map(reward_name, reward_funcs)), len(made))
 
 
 def _try_reward(
@@ -152,10 +152,12 @@ def _try_reward(
         )
 
 
-def _find_no_signal(scores: _Scores, listed: str, count: int) -> Iterator[Fault]:
-    """Rewards that do not distinguish completions: a warning, because this row may belong to no reward's task."""
+def _find_no_signal(scores: _Scores, names: list[str], count: int) -> Iterator[Fault]:
+    """Rewards that do not distinguish completions: a warning, because this row may belong to no reward's task. What a
+    reward of the user's pays for is not known, so it may well give all of these nothing; the probe judges it."""
     if not scores.whole:
         return
+    listed, right = ", ".join(names), "the gold answer" if answer_reward_of(names) else "an answer"
     if not scores.sums:
         yield Fault(
             "rewards",
@@ -165,9 +167,11 @@ def _find_no_signal(scores: _Scores, listed: str, count: int) -> Iterator[Fault]
         )
     elif len(scores.sums) == count and len(set(scores.sums.values())) == 1:
         value = next(iter(scores.sums.values()))
+        if value <= 0 and not REGISTRY.keys() >= set(names):
+            return
         yield Fault(
             "rewards",
-            f"rewards: {listed} give {value:g} to the gold answer, to an empty completion, to a truncated one and to "
+            f"rewards: {listed} give {value:g} to {right}, to an empty completion, to a truncated one and to "
             "nonsense alike, on the first row; what earns the same teaches nothing",
             "warning",
         )

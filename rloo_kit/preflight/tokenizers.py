@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rloo_kit.config.embedded import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
@@ -12,7 +13,7 @@ def find_tokenizer(run: RunConfig) -> LightTokenizer | None:
     to be downloaded. Raises ConfigError if there is no such embedded model."""
     if run.model.is_embedded:
         return embedded_tokenizer(run.model.name.removeprefix("embedded/"), run.model.vocabulary)
-    return _find(run.model.name)
+    return _find(str(smollm2_folder(run.model.name)) if run.model.name in SMOLLM2 else run.model.name)
 
 
 def _find(name: str, depth: int = 0) -> LightTokenizer | None:

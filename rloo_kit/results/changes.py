@@ -1,15 +1,26 @@
 """What training changed, prompt by prompt: counts over all held-out prompts, and samples for the report's browser."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_kit.results.evaluation import Evaluation, describe_sample, is_thinking, pair_samples
+from rloo_kit.results.evaluation import (
+    ACCURACIES,
+    Evaluation,
+    describe_sample,
+    digest_prompt,
+    is_thinking,
+    number_repeats,
+    pair_means,
+    pair_samples,
+    shared_measures,
+)
 from rloo_kit.results.pages import show_text
 from rloo_kit.results.texts import cut_parts, longest_that_fits, plain
 
 RIGHT = 0.5  # share of a prompt's completions from which it counts as right
 ROOM = 4_000_000  # characters of completions in a page
-# Kinds of prompts, regressions first. With answers: right or wrong. Without: the change of the mean reward.
+# Kinds of prompts, regressions first: right or wrong; if the reward leads, the change of the prompt's mean reward.
 KINDS = (
     "broken",
     "still wrong",
@@ -37,76 +48,66 @@ class Changes:
 
 
 def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes:
-    """The changes between two evaluations of the same prompts; if there is only one, its results."""
+    """The changes on the prompts that both evaluations measured; if there is only one, its results."""
     measured = [one for one in (before, after) if one is not None]
     if not measured:
         return Changes({}, [], 0)
     counts: dict[str, dict[str, int]] = {}
-    kinds: list[str | None] | None = None
-    if before is not None and after is not None and before.prompts_digest == after.prompts_digest:
-        sampled = _kinds(before.per_prompt, after.per_prompt)
-        counts["greedy"] = _count(_kinds(before.greedy_per_prompt, after.greedy_per_prompt))
-        counts[f"temperature {after.temperature:g}"] = _count(sampled)
-        if not sampled:
-            kinds = _reward_kinds(before.reward_per_prompt, after.reward_per_prompt)
-            counts["reward"] = _count(kinds)
-        elif len(sampled) == after.num_prompts:
-            kinds = list(sampled)
-        else:  # only prompts with an answer have a share of right completions
-            rest = iter(sampled)
-            flags = [one["correct"] is not None for one in _samples(after)]
-            kinds = [next(rest) if flag else None for flag in flags]
-    return Changes(
-        {name: one for name, one in counts.items() if one}, _prompts(before, after, kinds), measured[-1].num_prompts
-    )
+    kinds: dict[Any, str] = {}
+    if before is not None and after is not None:
+        by_reward = "reward" in shared_measures(before, after)[:1]
+        leading, greedy = ("reward", "greedy reward") if by_reward else ("accuracy", "greedy")
+        kinds = _kinds(before, after, leading)
+        counts[greedy] = _count(_kinds(before, after, f"greedy_{leading}"))
+        counts["reward" if by_reward else f"temperature {after.temperature:g}"] = _count(kinds)
+    counts = {name: one for name, one in counts.items() if one}
+    return Changes(counts, _prompts(before, after, kinds), max(one.num_prompts for one in measured))
 
 
 def _samples(evaluation: Evaluation) -> list[dict[str, Any]]:
     return [*evaluation.samples, *evaluation.more_samples]
 
 
-def _kinds(before: list[float] | None, after: list[float] | None) -> list[str]:
-    if before is None or after is None or len(before) != len(after):
-        return []
-    names = {
-        (False, False): "still wrong",
-        (False, True): "fixed",
-        (True, False): "broken",
-        (True, True): "still right",
-    }
-    return [names[old >= RIGHT, new >= RIGHT] for old, new in zip(before, after, strict=True)]
+def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, int], str]:
+    """The kind of each prompt that both measured, by its digest and the number of earlier ones."""
+    both = pair_means(before, after, name)
+    if before.prompt_digests is None or after.prompt_digests is None:  # by place then: the samples name the prompts
+        judged = [one["prompt"] for one in _samples(after) if name not in ACCURACIES or one["correct"] is not None]
+        names = dict(enumerate(number_repeats(map(digest_prompt, judged))))
+        both = {names.get(key[1], key): pair for key, pair in both.items()}
+    return {key: _kind(old, new, name) for key, (old, new) in both.items()}
 
 
-def _reward_kinds(before: list[float | None] | None, after: list[float | None] | None) -> list[str | None]:
-    if before is None or after is None or len(before) != len(after):
-        return []
-    return [
-        None if old is None or new is None else f"reward {'fell' if new < old else 'rose' if new > old else 'the same'}"
-        for old, new in zip(before, after, strict=True)
-    ]
+def _kind(before: float, after: float, name: str) -> str:
+    if name not in ACCURACIES:
+        return f"reward {'fell' if after < before else 'rose' if after > before else 'the same'}"
+    return ("still wrong", "fixed", "broken", "still right")[2 * (before >= RIGHT) + (after >= RIGHT)]
 
 
-def _count(kinds: list[Any]) -> dict[str, int]:
-    return {kind: kinds.count(kind) for kind in KINDS if kind in kinds}
+def _count(kinds: dict[Any, str]) -> dict[str, int]:
+    found = Counter(kinds.values())
+    return {kind: found[kind] for kind in KINDS if kind in found}
 
 
 def _prompts(
-    before: Evaluation | None, after: Evaluation | None, kinds: list[str | None] | None
+    before: Evaluation | None, after: Evaluation | None, kinds: dict[tuple[str, int], str]
 ) -> list[dict[str, Any]]:
     sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
     pairs = pair_samples(**{name: _All(_samples(one)) for name, one in sides.items()})  # type: ignore[arg-type]
     texts = [[sample[part] for part in ("thinking", "answer")] for pair in pairs for sample in pair.samples.values()]
     limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
     found = []
-    for place, pair in enumerate(pairs):
+    for key, pair in zip(number_repeats(digest_prompt(pair.prompt) for pair in pairs), pairs, strict=True):
         last = list(pair.samples.values())[-1]
-        kind = kinds[place] if kinds and place < len(kinds) else {True: "right", False: "wrong"}.get(last["correct"])
+        kind = kinds.get(key) or {True: "right", False: "wrong"}.get(last["correct"])
         entry: dict[str, Any] = {"prompt": plain(pair.prompt), "kind": kind}
         if pair.gold is not None:
             entry["gold"] = show_text(pair.gold)
         for name, sample in pair.samples.items():
             thinking, answer = map(show_text, cut_parts([sample["thinking"], sample["answer"]], limit))
             entry[name] = {"answer": answer, "correct": sample["correct"], "notes": describe_sample(sample)}
+            if sample["correct"] is None and sample.get("reward") is not None:
+                entry[name]["notes"] = f"reward {sample['reward']:.3g}, {entry[name]['notes']}"
             if is_thinking(sample):
                 entry[name]["thinking"] = thinking
         found.append(entry)

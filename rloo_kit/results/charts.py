@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rloo_kit.results.figures import SMOOTH_FROM, mean_window, moving_mean
+from rloo_kit.results.figures import SMOOTH_FROM, first_and_last, mean_window, moving_mean
 from rloo_kit.results.pages import escape_text
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
@@ -108,8 +108,8 @@ def from_to(chart: Chart) -> str:
     points = list(chart.series.values())[chart.ends_of]
     if len(points) == 1:
         return format_value(points[0].value, chart.form)
-    window = 1 if chart.dots or len(points) < SMOOTH_FROM else mean_window(len(points))
-    ends = [math.fsum(one.value for one in part) / window for part in (points[:window], points[-window:])]
+    values = [one.value for one in points]
+    ends = (values[0], values[-1]) if chart.dots else first_and_last(values)
     return " → ".join(format_value(end, chart.form) for end in ends)
 
 

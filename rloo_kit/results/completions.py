@@ -119,13 +119,13 @@ def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     thinking = [row["thinking_tokens"] for row in rows if row["closed"]]
     groups: dict[str, set[Any]] = {}
     for row in rows:
-        groups.setdefault(str(row["prompt"]), set()).add(row["reward"])
+        groups.setdefault(str(row.get("group", row["prompt"])), set()).add(row["reward"])
     return {
         "num_completions": count,
-        "closed_share": sum(row["closed"] for row in rows) / count,
+        "closed_share": sum(row["closed"] and not row.get("forced") for row in rows) / count,
         "forced_share": sum(bool(row.get("forced")) for row in rows) / count,
         "truncated_share": sum(row["truncated"] for row in rows) / count,
-        "tied_groups_share": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
+        "groups_with_signal_share": sum(len(rewards - {None}) > 1 for rewards in groups.values()) / len(groups),
         "mean_tokens": sum(row["completion_tokens"] for row in rows) / count,
         "mean_thinking_tokens": sum(thinking) / len(thinking) if thinking else None,
         "mean_reward": sum(scored) / len(scored) if scored else None,

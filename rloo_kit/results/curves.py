@@ -1,15 +1,15 @@
 """Selects the curves of a report from a run's metrics, evaluations and findings."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rloo_kit.health.rule import Finding
 from rloo_kit.health.rules import RULES
 from rloo_kit.health.series import is_number, logged
 from rloo_kit.results.charts import Chart, Mark, Point, draw_chart, format_value, from_to, series_class
-from rloo_kit.results.evaluation import Evaluation, Measured
+from rloo_kit.results.evaluation import Evaluation, Measured, name_of, says_nothing
 from rloo_kit.results.held_out import HeldOut
 from rloo_kit.results.pages import escape_text
 
@@ -19,8 +19,16 @@ FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
 _REWARD = re.compile(r"rewards/(.+)/mean")
 
 
+class Sampled(NamedTuple):
+    """Completion tokens generated since the row before, and the `step_time` of the steps in between."""
+
+    step: int
+    tokens: float
+    seconds: float
+
+
 @dataclass
-class _Panel:
+class Panel:
     """A chart and the metrics it reads."""
 
     chart: Chart
@@ -43,26 +51,22 @@ class _Panel:
         ends = list(dict.fromkeys(format_value(end, form) for end in (min(values), max(values))))
         return f"{self.chart.title[:1].lower()}{self.chart.title[1:]} {' to '.join(ends)}".replace("kL", "KL")
 
-    def equals(self, other: "_Panel") -> bool:
+    def equals(self, other: "Panel") -> bool:
         mine, its = self.values, other.values
         return len(mine) == len(its) and all(
             a == b and abs(x - y) <= SAME for (a, x), (b, y) in zip(mine, its, strict=True)
         )
 
 
-def draw_curves_of(
-    metrics: Sequence[Row], findings: Sequence[Finding], held_out: Chart | None = None, names: Sequence[str] = ()
-) -> str:
+def draw_curves_of(metrics: Sequence[Row], findings: Sequence[Finding], held_out: Chart | None = None) -> str:
     """The section's HTML: a figure for each curve that changes, and a line that lists the others.
 
     Args:
         metrics: rows with a `step`; if several have the same step, the last counts. held_out: its chart, shown first.
-        names: of the rewards, in order.
     """
-    by_step = {row["step"]: row for row in metrics if is_number(row.get("step"))}
-    rows = [by_step[step] for step in sorted(by_step)]
-    panels = [] if held_out is None else [_Panel(held_out, {"eval/accuracy"})]
-    for found in _panels(rows, names):
+    rows = _in_order(metrics)
+    panels = [] if held_out is None else [Panel(held_out, {"eval/accuracy"})]
+    for found in select_panels(rows):
         if found.is_flat or not any(found.equals(other) for other in panels):
             panels.append(found)
     reads = {rule.name: set(rule.metrics) for rule in RULES}
@@ -106,8 +110,10 @@ def held_out_chart(
         series[f"before and after, {sizes[-1]:,} prompts" if parts else ""] = whole
     if parts:
         series[f"during training, {during[0].evaluation.num_prompts:,} prompts"] = parts
-    name = "Held-out accuracy" if measure == "accuracy" else f"Held-out {measure.replace('_', ' ')}"
-    return Chart(name, series, "share" if measure.endswith("accuracy") else "number", dots=True, ends_of=0)
+    name = name_of(measure, before, after, *(one.evaluation for one in during))
+    return Chart(
+        f"Held-out {name}", series, "share" if measure.endswith("accuracy") else "number", dots=True, ends_of=0
+    )
 
 
 def budget_chart(before: Evaluation | None, after: Evaluation | None) -> str:
@@ -126,68 +132,86 @@ def budget_chart(before: Evaluation | None, after: Evaluation | None) -> str:
             found.append(Point(len(budgets), one.accuracy, one.low, one.high))
         if found:
             series[name] = found
-    if not series:
+    if not series or says_nothing(before, after):
         return ""
     labels = [*(f"{budget:,}" for budget in budgets), "no budget"]
-    chart = Chart("Accuracy by thinking budget", series, "share", dots=True, labels=labels)
+    title = name_of("accuracy", before, after).capitalize()
+    chart = Chart(f"{title} by thinking budget", series, "share", dots=True, labels=labels)
     chart.note = "thinking budget, tokens"
     return f"<div class='curves'>{draw_figure(chart)}</div>"
 
 
 def tokens_generated(metrics: Sequence[Row]) -> float:
     """Total completion tokens of a run's rollouts, from the mean lengths of its logged steps."""
-    return sum(mean * count for mean, count, _ in _rollouts(metrics))
+    return sum(one.tokens for one in read_sampled(metrics))
+
+
+def tokens_per_second(metrics: Sequence[Row], after: int = 0) -> float | None:
+    """Completion tokens generated per second of `step_time` (rollout, forward, backward) in the steps later than
+    `after`: evaluations and saves do not count. None without a rollout."""
+    found = [one for one in read_sampled(metrics) if one.step > after]
+    return sum(one.tokens for one in found) / sum(one.seconds for one in found) if found else None
+
+
+def signal_shares(metrics: Sequence[Row]) -> list[Point]:
+    """The share of groups with signal over the steps: with different scores, before any KL penalty."""
+    return [Point(step, 1 - tied) for step, tied in logged(metrics, "frac_score_zero_std", "frac_reward_zero_std")]
 
 
 def _point(step: int, found: Measured | None) -> Point | None:
     return None if found is None else Point(step, found.value, found.low, found.high)
 
 
-def _rollouts(metrics: Iterable[Row]) -> Iterable[tuple[float, float, Point]]:
-    """Mean length, completions since the previous row, and tokens per second, for each row that has them."""
-    episode, step = 0.0, 0
-    for row in metrics:
-        numbers = [row.get(name) for name in ("completions/mean_length", "episode", "step_time", "step")]
-        if not all(map(is_number, numbers)):
-            continue
-        length, count, seconds, now = numbers
-        made, steps = count - episode, now - step  # type: ignore[operator]
-        episode, step = count, now  # type: ignore[assignment]
-        if made > 0 and steps > 0 and seconds:
-            yield length, made, Point(now, length * made / (steps * seconds))  # type: ignore[misc,arg-type,operator]
+def _in_order(metrics: Sequence[Row]) -> list[Row]:
+    by_step = {row["step"]: row for row in metrics if is_number(row.get("step"))}
+    return [by_step[step] for step in sorted(by_step)]
 
 
-def _panels(rows: Sequence[Row], names: Sequence[str]) -> Iterable[_Panel]:
-    def take(*metrics: str, change: Callable[[float], float] = lambda value: value) -> list[Point]:
-        return [Point(step, change(value)) for step, value in logged(rows, *metrics)]
+def read_sampled(metrics: Sequence[Row]) -> Iterable[Sampled]:
+    """The rollouts of a run's rows; a step that reuses one adds its time to the next."""
+    episode, step, seconds = 0.0, 0, 0.0
+    for row in _in_order(metrics):
+        found: list[Any] = [row.get(name) for name in ("step", "step_time", "completions/mean_length", "episode")]
+        now, each, length, count = (one if is_number(one) else 0 for one in found)
+        seconds, step = seconds + each * (now - step), now
+        if length and count > episode and seconds:
+            yield Sampled(now, length * (count - episode), seconds)
+            episode, seconds = count, 0.0
 
-    def panel(title: str, form: str, *metrics: str, **change: Callable[[float], float]) -> Any:
-        if points := take(*metrics, **change):
-            yield _Panel(Chart(title, {"": points}, form), {*metrics})
 
-    present = list(dict.fromkeys(found[1] for row in rows[:50] for name in row if (found := _REWARD.fullmatch(name))))
-    rewards = [name for name in names if name in present] or present
+def select_panels(metrics: Sequence[Row]) -> Iterable[Panel]:
+    """The curves of a run, the most important first; of several rows of one step the last counts."""
+    rows = _in_order(metrics)
+
+    def take(*metrics: str) -> list[Point]:
+        return [Point(*found) for found in logged(rows, *metrics)]
+
+    def panel(title: str, form: str, *metrics: str) -> Any:
+        if points := take(*metrics):
+            yield Panel(Chart(title, {"": points}, form), {*metrics})
+
+    rewards = list(dict.fromkeys(found[1] for row in rows[:50] for name in row if (found := _REWARD.fullmatch(name))))
     if len(rewards) == 1:
         yield from panel(f"Reward: {rewards[0]}", "number", "reward", f"rewards/{rewards[0]}/mean")
     else:
         yield from panel("Reward, weighted sum", "number", "reward")
         for name in rewards:
             yield from panel(f"Reward: {name}", "number", f"rewards/{name}/mean")
-    yield from panel("Groups with signal", "share", "frac_score_zero_std", "frac_reward_zero_std",
-                     change=lambda value: 1 - value)  # fmt: skip
+    if signal := signal_shares(rows):
+        yield Panel(Chart("Groups with signal", {"": signal}, "share"), {"frac_score_zero_std", "frac_reward_zero_std"})
     lengths = {"completion": take("completions/mean_length"), "thinking": take("thinking/mean_length")}
     lengths = {name: points for name, points in lengths.items() if points}
     if lengths:
         title = "Tokens" if len(lengths) > 1 else f"{next(iter(lengths)).title()} tokens"
-        yield _Panel(Chart(title, lengths, "count"), {"completions/mean_length", "thinking/mean_length"})
+        yield Panel(Chart(title, lengths, "count"), {"completions/mean_length", "thinking/mean_length"})
     yield from panel("Thinking closed", "share", "thinking/closed_ratio")
     yield from panel("Closed by the budget", "share", "thinking/forced_ratio")
     yield from panel("Truncated at the limit", "share", "completions/clipped_ratio")
     yield from panel("Entropy, nats", "number", "entropy")
     yield from panel("KL to the reference, nats", "number", "kl")
     yield from panel("Gradient norm", "number", "grad_norm")
-    if speed := [point for _, _, point in _rollouts(rows)]:
-        yield _Panel(Chart("Tokens per second", {"": speed}, "count"))
+    if speed := [Point(one.step, one.tokens / one.seconds) for one in read_sampled(rows)]:
+        yield Panel(Chart("Tokens per second", {"": speed}, "count"))
 
 
 def draw_figure(chart: Chart, findings: Sequence[Finding] = ()) -> str:

@@ -3,14 +3,19 @@
 They are stored in `before.json` and `after.json`, so that a report can be rebuilt on any machine.
 """
 
+import hashlib
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field, TypeAdapter
 from rich.table import Table
 
+from rloo_kit.data.answers import EXACT
 from rloo_kit.results.intervals import (
     Estimate,
     mean_of_prompts,
@@ -26,6 +31,13 @@ Number = Annotated[int, Field(ge=0, lt=2**53)]
 Size = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+MEASURES = ("accuracy", "greedy_accuracy", "reward", "greedy_reward")
+ACCURACIES = MEASURES[:2]
+
+
+def leading_measure(has_accuracy: bool, judged_by: str | None, has_reward: bool) -> str:
+    """The deciding measure: "accuracy" where a reward of the run compares answers, else "reward" if there is one."""
+    return "reward" if has_reward and (not has_accuracy or judged_by == EXACT) else "accuracy"
 
 
 class Measured(NamedTuple):
@@ -64,7 +76,7 @@ class _Budget(BaseModel):
 
 
 class _Sample(BaseModel):
-    """One completion with its prompt; lengths in tokens, `correct` None if it could not be judged."""
+    """One completion with its prompt; lengths in tokens, `correct` None if no reward of the run judged it."""
 
     prompt: str
     thinking: str
@@ -84,7 +96,8 @@ class Evaluation:
         label: a word for tables ("before").
         num_prompts, num_samples, temperature, max_completion_length: how it was measured.
         num_judged: prompts with a reference answer, over which accuracies are means; None: all, or no accuracy.
-        accuracy, low, high: share of right completions with its 95 % interval; None without an answer column.
+        accuracy, low, high: share of right completions with its 95 % interval; None without answers to compare with.
+        judged_by: the run's reward that judged them, or EXACT; None without an accuracy, and in old files.
         greedy_accuracy, greedy_low, greedy_high: the same at temperature 0; None if not asked for.
         pass_at_k: k -> probability that one of k completions is right.
         closed_share: completions that contain `</think>`; None for a model that does not think.
@@ -95,17 +108,20 @@ class Evaluation:
             completions whose thinking the budget closed, forced_accuracy, forced_low, forced_high, and of the others,
             unforced_accuracy, unforced_low, unforced_high (None if there are none).
         samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
-            correct, ended, closed, tokens, thinking_tokens, forced.
+            correct, ended, closed, tokens, thinking_tokens, forced, reward (the weighted sum).
         more_samples: the same for later prompts, for the report.
         unscored: completions that the answer reward could not judge; they count as wrong.
         seconds: duration.
         prompts_digest: equal for evaluations of the same prompts.
+        prompt_digests: of each prompt, to pair two evaluations that share only some; None in old ones.
+        unjudged: indices of the prompts without an answer.
         per_prompt, greedy_per_prompt: share of right completions of each prompt with an answer, for paired comparison.
         reward, reward_low, reward_high: the weighted sum of the run's rewards, like the metric `reward`: a mean over
-            prompts with its 95 % interval; None if nothing was scored. One prompt has no interval.
+            prompts with its 95 % interval; None if nothing was scored. Old evaluations of one prompt have no interval.
         reward_per_prompt: its mean over the scored completions of each prompt; None without any.
         rewards: each reward's own mean by name: mean, low, high, per_prompt.
         reward_unscored: completions without a weighted sum, because a reward failed on them or none applied.
+        greedy_reward: the weighted sum at temperature 0, with the same keys; empty if not asked for, or accuracy leads.
     """
 
     label: str
@@ -139,6 +155,15 @@ class Evaluation:
     reward_per_prompt: list[Finite | None] | None = None
     rewards: dict[str, dict[str, Any]] = field(default_factory=dict)
     reward_unscored: Number = 0
+    judged_by: str | None = None
+    greedy_reward: dict[str, Any] = field(default_factory=dict)
+    prompt_digests: list[str] | None = None
+    unjudged: list[Number] = field(default_factory=list)
+
+    @property
+    def leading(self) -> str:
+        """The measure that decides, "accuracy" or "reward"."""
+        return leading_measure(self.accuracy is not None, self.judged_by, self.reward is not None)
 
     @property
     def prompts_compared(self) -> int:
@@ -146,8 +171,8 @@ class Evaluation:
         return self.num_prompts if self.num_judged is None else self.num_judged
 
     def measure(self, name: str) -> Measured | None:
-        """The measure "accuracy", "greedy_accuracy", "reward" or one reward by name; None if it was not measured."""
-        of_reward = self.rewards.get(name, {})
+        """One of MEASURES, or one reward by name; None if it was not measured."""
+        of_reward = self.greedy_reward if name == "greedy_reward" else self.rewards.get(name, {})
         found: dict[str, tuple[Any, ...]] = {
             name: tuple(of_reward.get(key) for key in ("mean", "low", "high", "per_prompt")),
             "accuracy": (self.accuracy, self.low, self.high, self.per_prompt),
@@ -164,16 +189,14 @@ class Evaluation:
             single: the same for each reward, by name.
         """
         self.reward_unscored = sum(value is None for values in total for value in values)
+        for sample, values in zip([*self.samples, *self.more_samples], total, strict=False):
+            sample["reward"] = values[0]
         found = _average(total, self.num_samples)
         if found is not None:
             self.reward, self.reward_low, self.reward_high = found[:3]
             self.reward_per_prompt = found.per_prompt
-        entries = {name: _average(values, self.num_samples) for name, values in single.items()}
-        self.rewards = {
-            name: {"mean": found.value, "low": found.low, "high": found.high, "per_prompt": found.per_prompt}
-            for name, found in entries.items()
-            if found is not None
-        }
+        entries = {name: mean_reward(values, self.num_samples) for name, values in single.items()}
+        self.rewards = {name: entry for name, entry in entries.items() if entry}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` restores an equal object."""
@@ -195,9 +218,14 @@ class Evaluation:
         for shares in (found.per_prompt, found.greedy_per_prompt):
             if shares is not None and len(shares) != found.prompts_compared:
                 raise ValueError(f"{len(shares)} of {found.prompts_compared} prompts have a share")
-        for values in (found.reward_per_prompt, *(entry["per_prompt"] for entry in found.rewards.values())):
+        if found.greedy_reward:
+            found.greedy_reward = _RewardMean.model_validate(found.greedy_reward).model_dump()
+        single = (entry["per_prompt"] for entry in (*found.rewards.values(), found.greedy_reward) if entry)
+        for values in (found.prompt_digests, found.reward_per_prompt, *single):
             if values is not None and len(values) != found.num_prompts:
-                raise ValueError(f"{len(values)} of {found.num_prompts} prompts have a reward")
+                raise ValueError(f"{len(values)} of {found.num_prompts} prompts have a reward or a digest")
+        if found.prompt_digests and len({*range(found.num_prompts)} - {*found.unjudged}) != found.prompts_compared:
+            raise ValueError(f"the indices in unjudged do not leave {found.prompts_compared} prompts with an answer")
         return found
 
     @classmethod
@@ -211,23 +239,31 @@ class Evaluation:
             say(f"WARNING: {path} is damaged or not an evaluation, so it counts as not measured")
             return None
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each measure, as text for a table."""
+    def rows(self, *others: "Evaluation") -> list[tuple[str, str]]:
+        """Name and value of each measure, as text for a table, next to `others`; the deciding measure first."""
         sampled = f"accuracy, temperature {self.temperature:g}"
-        rows = [(sampled, with_interval(self.accuracy, self.low, self.high) or "not measured: no answer column")]
+        found = with_interval(self.accuracy, self.low, self.high) or "not measured: no answers"
+        answers, rewards, word = [(sampled, found)], [], name_of("accuracy", self)
         if self.prompts_compared < self.num_prompts:
-            rows.append(("prompts with an answer (accuracies)", f"{self.num_judged} of {self.num_prompts}"))
+            answers.append(("prompts with an answer (accuracies)", f"{self.num_judged} of {self.num_prompts}"))
         if self.greedy_accuracy is not None:
-            rows.append(("accuracy, greedy", with_interval(self.greedy_accuracy, self.greedy_low, self.greedy_high)))
-        if self.reward is not None:
-            rows.append(("reward, weighted sum", with_interval(self.reward, self.reward_low, self.reward_high)))
+            greedy = with_interval(self.greedy_accuracy, self.greedy_low, self.greedy_high)
+            answers.append(("accuracy, greedy", greedy))
+        for name, title in (("reward", "reward, weighted sum"), ("greedy_reward", "reward, greedy")):
+            if (one := self.measure(name)) is not None:
+                rewards.append((title, with_interval(*one[:3])))
         for name, entry in self.rewards.items() if len(self.rewards) > 1 else ():
-            rows.append((f"reward {name}", with_interval(entry["mean"], entry["low"], entry["high"])))
-        rows += [(f"pass@{k}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
+            rewards.append((f"reward {name}", with_interval(entry["mean"], entry["low"], entry["high"])))
+        of = "" if word == "accuracy" else f", {word}"
+        rest = [(f"pass@{k}{of}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
         for entry in self.budgets:
-            found = with_interval(entry["accuracy"], entry["low"], entry["high"]) or "no answer column"
-            rows.append((f"accuracy, thinking at most {entry['budget']} tokens", found))
-            rows += _forced_rows(entry)
+            found = with_interval(entry["accuracy"], entry["low"], entry["high"]) or "no answers"
+            rest.append((f"accuracy, thinking at most {entry['budget']} tokens", found))
+            rest += _forced_rows(entry)
+        if says_nothing(self, *others):
+            answers, rest = [], []
+        answers, rest = ([(name.replace("accuracy", word), value) for name, value in part] for part in (answers, rest))
+        rows = [*rewards, *answers, *rest] if self.leading == "reward" else [*answers, *rewards, *rest]
         if self.closed_share is not None:
             rows.append(("thinking closed", f"{self.closed_share:.1%}"))
         if self.mean_thinking_tokens is not None:
@@ -244,14 +280,19 @@ class Evaluation:
         """The main measures on one line, for a run's output; `rows` has all of them."""
         parts = []
         if self.accuracy is not None:
-            parts.append(f"accuracy {with_interval(self.accuracy, self.low, self.high)}")
+            parts.append(f"{name_of('accuracy', self)} {with_interval(self.accuracy, self.low, self.high)}")
         if self.greedy_accuracy is not None:
             parts.append(f"greedy {self.greedy_accuracy:.3f}")
-        if self.reward is not None and self.reward != self.accuracy:
-            parts.append(f"reward {with_interval(self.reward, self.reward_low, self.reward_high)}")
-        parts += [f"pass@{k} {value:.3f}" for k, value in sorted(self.pass_at_k.items())]
-        budgets = [(entry["budget"], entry["accuracy"]) for entry in self.budgets if entry["accuracy"] is not None]
-        parts += [f"{accuracy:.3f} at {budget} tokens of thinking" for budget, accuracy in budgets]
+        if says_nothing(self) or (self.leading == "reward" and self.reward == self.accuracy):
+            parts = []
+        if self.reward is not None and (self.leading == "reward" or self.reward != self.accuracy):
+            greedy = [f"greedy {self.greedy_reward['mean']:.3f}"] if self.greedy_reward else []
+            rewards = [f"reward {with_interval(self.reward, self.reward_low, self.reward_high)}", *greedy]
+            parts = [*rewards, *parts] if self.leading == "reward" else [*parts, *rewards]
+        if not says_nothing(self):
+            parts += [f"pass@{k} {value:.3f}" for k, value in sorted(self.pass_at_k.items())]
+            budgets = [(one["budget"], one["accuracy"]) for one in self.budgets if one["accuracy"] is not None]
+            parts += [f"{accuracy:.3f} at {budget} tokens of thinking" for budget, accuracy in budgets]
         if self.mean_thinking_tokens is not None:
             parts.append(f"thinking {self.mean_thinking_tokens:.0f} tokens")
         parts.append(f"{self.truncated_share:.0%} truncated")
@@ -270,16 +311,42 @@ class Evaluation:
         return render_text(self)
 
 
+def shared_measures(*sides: Evaluation | None) -> tuple[str, ...]:
+    """Those of MEASURES that every evaluation has, the deciding one first: the reward if it leads in any of them."""
+    measured = [side for side in sides if side is not None]
+    first = "reward" if any(side.leading == "reward" for side in measured) else "accuracy"
+    found = [name for name in MEASURES if measured and all(side.measure(name) for side in measured)]
+    return tuple(sorted(found, key=lambda name: first not in name))
+
+
+def name_of(measure: str, *sides: Evaluation | None) -> str:
+    """A measure in words: an accuracy is called "exact match" where no reward of the run judged it."""
+    if measure not in MEASURES:
+        return measure  # a reward's name
+    word = EXACT if any(side is not None and side.judged_by == EXACT for side in sides) else "accuracy"
+    return measure.replace("accuracy", word).replace("_", " ")
+
+
+def says_nothing(*sides: Evaluation | None) -> bool:
+    """Whether exact match is 0 in all evaluations and a reward is not: the completions answer in another form."""
+    measured = [side for side in sides if side is not None]
+    shares = [(one.accuracy, one.greedy_accuracy, *(entry["accuracy"] for entry in one.budgets)) for one in measured]
+    is_zero = not any(map(any, shares)) and any(side.reward for side in measured)
+    return is_zero and all(side.judged_by == EXACT for side in measured)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """`after - before` with 95 % intervals; None where one of the two was not measured.
 
     Attributes:
+        leading: the measure that decides, "accuracy" or "reward". word: for the accuracy: that, "exact match", or empty
+            where it says nothing.
         difference, low, high: in accuracy at the sampling temperature.
-        greedy_difference, greedy_low, greedy_high: in greedy accuracy.
-        paired: compared prompt by prompt, because both used the same prompts.
-        num_prompts: prompts of the smaller evaluation; for accuracies, those with an answer.
-        apart: whether the two accuracies' own intervals do not overlap; without accuracies, the two rewards'.
+        greedy_difference, greedy_low, greedy_high: in the deciding measure at temperature 0.
+        paired: compared prompt by prompt, on the prompts that both measured.
+        num_prompts: their number; unpaired, that of the smaller evaluation. For accuracies, those with an answer.
+        apart: whether the own intervals of the deciding measure do not overlap.
         reward_difference, reward_low, reward_high: in the weighted sum of the rewards.
         made_differently: descriptions of settings whose difference makes the means incomparable.
     """
@@ -297,6 +364,8 @@ class Comparison:
     reward_low: float | None = None
     reward_high: float | None = None
     made_differently: tuple[str, ...] = ()
+    leading: str = "accuracy"
+    word: str = "accuracy"
 
     @property
     def sampled(self) -> str:
@@ -305,7 +374,7 @@ class Comparison:
 
     @property
     def greedy(self) -> str:
-        """The difference in greedy accuracy as text; empty without one."""
+        """The difference in the deciding measure at temperature 0 as text; empty without one."""
         return signed(self.greedy_difference, self.greedy_low, self.greedy_high)
 
     @property
@@ -319,9 +388,9 @@ class Comparison:
 
     def __str__(self) -> str:
         how = f"on {'the same' if self.paired else 'different'} {self.num_prompts} prompts"
-        parts = [f"accuracy {self.sampled}"] if self.sampled else []
-        if self.reward and self.reward != self.sampled:  # equal if the only reward is the accuracy
-            parts.append(f"reward {self.reward}")
+        parts = [f"{self.word} {self.sampled}"] if self.sampled and self.word else []
+        if self.reward and (self.leading == "reward" or self.reward != self.sampled):  # equal if it is the accuracy
+            parts.insert(0 if self.leading == "reward" else 1, f"reward {self.reward}")
         if not parts:
             return "nothing to compare: at least one evaluation has neither an accuracy nor a reward"
         parts[0] = f"{parts[0]} {how}"
@@ -331,29 +400,76 @@ class Comparison:
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
-    """The difference between two evaluations, with intervals; paired if both used the same prompts."""
-    found = {name: difference(before, after, name) for name in ("accuracy", "greedy_accuracy", "reward")}
-    sampled, greedy, reward = map(_closed, found.values())
-    name = "reward" if found["accuracy"] is None else "accuracy"
-    apart = _are_apart(before.measure(name), after.measure(name))
-    sizes = [one.num_prompts if name == "reward" else one.prompts_compared for one in (before, after)]
+    """The difference between two evaluations, with intervals; paired on the prompts that both measured."""
+    leading = next(iter(shared_measures(before, after)), "accuracy").removeprefix("greedy_")
+    found = {name: difference(before, after, name) for name in ("accuracy", f"greedy_{leading}", "reward")}
+    sampled, greedy, reward = (_closed(None if one is None else one.estimate) for one in found.values())
+    apart = _are_apart(before.measure(leading), after.measure(leading))
+    lead = found[leading] or found[f"greedy_{leading}"]
+    paired, num_prompts = (False, 0) if lead is None else (lead.paired, lead.num_prompts)
     settings = tuple(setting_differences(before, after))
-    return Comparison(*sampled, *greedy, _are_paired(before, after), min(sizes), apart, *reward, settings)
+    word = "" if says_nothing(before, after) else name_of("accuracy", before, after)
+    return Comparison(*sampled, *greedy, paired, num_prompts, apart, *reward, settings, leading, word)
 
 
-def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | None:
+class Difference(NamedTuple):
+    """`after - before` of a measure. If paired, everything is of the `num_prompts` prompts that both measured; else the
+    two means are each evaluation's own, and `num_prompts` is that of the smaller one."""
+
+    estimate: Estimate
+    before: float
+    after: float
+    num_prompts: int
+    paired: bool
+
+
+def difference(before: Evaluation, after: Evaluation, name: str) -> Difference | None:
     """`after - before` of `Evaluation.measure(name)`, paired if possible; None if one was not measured."""
     old, new = before.measure(name), after.measure(name)
     if old is None or new is None:
         return None
-    if _are_paired(before, after) and old.per_prompt is not None and new.per_prompt is not None:
-        both = [(a, b) for a, b in zip(old.per_prompt, new.per_prompt, strict=True) if a is not None and b is not None]
+    if both := list(pair_means(before, after, name).values()):
         first, second = [a for a, _ in both], [b for _, b in both]
-        if both and name.endswith("accuracy"):
-            return paired_difference(first, second)
-        if both:
-            return paired_mean_difference(first, second, math.lcm(before.num_samples, after.num_samples))
-    return unpaired_difference(_open(old), _open(new))
+        of_all = 1 if name == "greedy_reward" else math.lcm(before.num_samples, after.num_samples)
+        is_share, num = name in ACCURACIES, len(both)
+        estimate = paired_difference(first, second) if is_share else paired_mean_difference(first, second, of_all)
+        return Difference(estimate, math.fsum(first) / num, math.fsum(second) / num, num, True)
+    sizes = [one.prompts_compared if name in ACCURACIES else one.num_prompts for one in (before, after)]
+    return Difference(unpaired_difference(_open(old), _open(new)), old.value, new.value, min(sizes), False)
+
+
+def pair_means(before: Evaluation, after: Evaluation, name: str) -> dict[Any, tuple[float, float]]:
+    """Both means of each prompt that both measured, by prompt; empty if they share less than half of the smaller one's:
+    all prompts then say more. Evaluations without a digest of each prompt share all or none."""
+    whole = before.prompt_digests is None or after.prompt_digests is None
+    old, new = (_means_by_prompt(one, name, whole) for one in (before, after))
+    shared = [key for key in old if key in new]
+    if 2 * len(shared) < min(len(old), len(new)):
+        return {}
+    return {key: (a, b) for key in shared if (a := old[key]) is not None and (b := new[key]) is not None}
+
+
+def _means_by_prompt(one: Evaluation, name: str, whole: bool) -> dict[Any, float | None]:
+    """The measure's mean of each prompt, by its digest and number of earlier ones; `whole`: by the digest of all."""
+    measured = one.measure(name)
+    if measured is None or measured.per_prompt is None:
+        return {}
+    digests: list[Any] = [(one.prompts_digest, len(measured.per_prompt))] * len(measured.per_prompt)
+    if not whole:
+        left_out = set(one.unjudged if name in ACCURACIES else ())
+        digests = [digest for place, digest in enumerate(one.prompt_digests or ()) if place not in left_out]
+    return dict(zip(number_repeats(digests), measured.per_prompt, strict=True))
+
+
+def number_repeats(values: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Each value with the number of equal ones before it: the first of two equal prompts pairs with the first."""
+    seen: defaultdict[Any, count[int]] = defaultdict(count)
+    return [(value, next(seen[value])) for value in values]
+
+
+def digest_prompt(prompt: str) -> str:
+    """A digest of a rendered prompt: 12 hexadecimal digits."""
+    return hashlib.sha256(prompt.encode()).hexdigest()[:12]
 
 
 def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
@@ -361,11 +477,6 @@ def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
     settings = {"temperature": "temperature", "max_completion_length": "completion limit"}
     pairs = [(word, getattr(before, name), getattr(after, name)) for name, word in settings.items()]
     return [f"{word} {old:g} and {new:g}" for word, old, new in pairs if old != new]
-
-
-def _are_paired(before: Evaluation, after: Evaluation) -> bool:
-    sizes = {(one.num_prompts, one.prompts_compared) for one in (before, after)}
-    return before.prompts_digest == after.prompts_digest and len(sizes) == 1
 
 
 def _are_apart(before: Measured | None, after: Measured | None) -> bool | None:
@@ -384,6 +495,12 @@ def _average(values: list[list[float | None]], num_samples: int) -> Measured | N
         return None
     estimate = mean_of_prompts(known, num_samples)
     return Measured(estimate.value, *_closed(estimate)[1:], means)
+
+
+def mean_reward(values: list[list[float | None]], num_samples: int) -> dict[str, Any]:
+    """An entry of `Evaluation.rewards` from the values of each prompt's completions; empty if nothing was scored."""
+    found = _average(values, num_samples)
+    return {} if found is None else dict(zip(_RewardMean.model_fields, found, strict=True))
 
 
 def _closed(estimate: Estimate | None) -> tuple[float | None, float | None, float | None]:
@@ -446,11 +563,9 @@ def pair_samples(**evaluations: Evaluation | None) -> list[SamplePair]:
     """
     pairs: dict[tuple[str, int], SamplePair] = {}
     for title, evaluation in evaluations.items():
-        seen: dict[str, int] = {}
-        for sample in evaluation.samples if evaluation is not None else ():
-            prompt = sample["prompt"]
-            seen[prompt] = seen.get(prompt, 0) + 1
-            pair = pairs.setdefault((prompt, seen[prompt]), SamplePair(prompt))
+        samples = evaluation.samples if evaluation is not None else []
+        for key, sample in zip(number_repeats(one["prompt"] for one in samples), samples, strict=True):
+            pair = pairs.setdefault(key, SamplePair(key[0]))
             pair.gold = sample.get("gold") if pair.gold is None else pair.gold
             pair.samples[title] = sample
     return list(pairs.values())

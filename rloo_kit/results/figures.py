@@ -1,6 +1,7 @@
 """Matplotlib figures for notebooks (PNG) and pages (SVG in `currentColor`), without pyplot."""
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,12 @@ def _draw_curve(axes: "Axes", curve: Curve, color: str) -> None:
 def mean_window(rows: int) -> int:
     """The window of the moving mean for `rows` rows."""
     return max(5, rows // 10)
+
+
+def first_and_last(values: Sequence[float]) -> tuple[float, float]:
+    """The start and the end of a curve of at least one value: from `SMOOTH_FROM` values on, means over the window."""
+    window = mean_window(len(values)) if len(values) >= SMOOTH_FROM else 1
+    return math.fsum(values[:window]) / window, math.fsum(values[-window:]) / window
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:

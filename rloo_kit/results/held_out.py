@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.results.evaluation import Evaluation, Measured, difference, signed, with_interval
+from rloo_kit.results.evaluation import Evaluation, Measured, difference, name_of, signed, with_interval
 from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.rows import read_rows
 
@@ -84,15 +84,16 @@ class HeldOutHistory:
 
     def compare_with_best(self, found: HeldOut) -> tuple[float | None, float | None, float | None] | None:
         """The difference of `found` from the best, with its interval; None without a best."""
-        estimate = None if self.best is None else difference(self.best.evaluation, found.evaluation, self.measure)
-        return None if estimate is None else tuple(estimate)  # type: ignore[return-value]
+        change = None if self.best is None else difference(self.best.evaluation, found.evaluation, self.measure)
+        return None if change is None else change.estimate
 
     def describe(self, found: HeldOut, against: tuple[float | None, float | None, float | None] | None) -> str:
         """One line about `found`, already observed; `against`: `compare_with_best` before it was."""
         measured = found.measure(self.measure)
         if measured is None:
             return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
-        text = f"held-out at step {found.step}: {self.measure} {with_interval(*measured[:3])}"
+        name = name_of(self.measure, found.evaluation)
+        text = f"held-out at step {found.step}: {name} {with_interval(*measured[:3])}"
         if against is not None:
             text += f", {signed(*against)} against the best before"
         assert self.best is not None

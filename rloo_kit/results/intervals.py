@@ -2,7 +2,8 @@
 
 Several completions of a prompt are not independent: the prompts are the sample, and the interval is Wilson's with the
 effective number of completions that the spread between prompts implies. Evaluations of the same prompts are compared
-prompt by prompt. The methods and their sources: docs/results.md; pass@k: Chen et al. 2021, arXiv 2107.03374.
+prompt by prompt, with pseudo-prompts at the ends of the range. The methods and their sources: docs/results.md; pass@k:
+Chen et al. 2021, arXiv 2107.03374.
 """
 
 import math
@@ -52,13 +53,7 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estima
     >>> [round(number, 3) for number in paired_difference([0, 0, 1, 1], [1, 1, 1, 1])]
     [0.5, -0.263, 0.93]
     """
-    differences = [new - old for old, new in zip(before, after, strict=True)]
-    padded = [*differences, 1.0, -1.0]
-    middle = math.fsum(padded) / len(padded)
-    variance = math.fsum((value - middle) ** 2 for value in padded) / len(padded)
-    half = Z_95 * math.sqrt(variance / len(padded))
-    value = math.fsum(differences) / len(differences)
-    return Estimate(value, max(-1.0, middle - half), min(1.0, middle + half))
+    return _padded([new - old for old, new in zip(before, after, strict=True)], -1.0, 1.0)
 
 
 def unpaired_difference(before: Estimate, after: Estimate) -> Estimate:
@@ -73,59 +68,52 @@ def unpaired_difference(before: Estimate, after: Estimate) -> Estimate:
     return Estimate(value, value - below, value + above)
 
 
-def t_quantile(freedom: int) -> float:
-    """The 0.975 quantile of Student's t: exact for 1 and 2 degrees of freedom, else to 0.2 % (Cornish and Fisher).
-
-    >>> [round(t_quantile(freedom), 2) for freedom in (1, 2, 4, 63)]
-    [12.71, 4.3, 2.78, 2.0]
-    """
-    if freedom <= 2:
-        return math.tan(0.475 * math.pi) if freedom == 1 else 0.95 / math.sqrt(2 * 0.975 * 0.025)
-    z = Z_95
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))
-
-
 def mean_of_prompts(means: Sequence[float], num_samples: int) -> Estimate:
     """The mean of one mean reward per prompt, each over `num_samples` completions, with its interval.
 
-    For rewards of 0 or 1 it is `clustered`. For others it is Student's t over the prompts, which has no bounds: open
-    for one prompt, and of zero width if all prompts earn the same.
+    For rewards of 0 or 1 it is `clustered`. Others are padded with one prompt at each end of their range.
 
     >>> mean_of_prompts([1.0, 0.0], 1) == clustered([1.0, 0.0], 1)
     True
     >>> [round(number, 3) for number in mean_of_prompts([0.5, 2.5, 3.0], 1)]
-    [2.0, -1.286, 5.286]
+    [2.0, 0.671, 2.929]
     """
-    if _are_shares(means, num_samples):
-        return clustered(means, num_samples)
-    return _student(means)
+    return clustered(means, num_samples) if _are_shares(means, num_samples) else _padded(means, *_find_range(means))
 
 
 def paired_mean_difference(before: Sequence[float], after: Sequence[float], num_samples: int) -> Estimate:
-    """The mean of `after - before`, prompt by prompt: `paired_difference` for rewards of 0 or 1, else Student's t.
+    """The mean of `after - before`, prompt by prompt: `paired_difference`, its pseudo-prompts as far apart as the
+    rewards' range allows.
 
     >>> paired_mean_difference([0, 0, 1, 1], [1, 1, 1, 1], 1) == paired_difference([0, 0, 1, 1], [1, 1, 1, 1])
     True
     """
     if _are_shares([*before, *after], num_samples):
         return paired_difference(before, after)
-    return _student([new - old for old, new in zip(before, after, strict=True)])
+    low, high = _find_range([*before, *after])
+    return _padded([new - old for old, new in zip(before, after, strict=True)], low - high, high - low)
 
 
-def _student(values: Sequence[float]) -> Estimate:
-    num, mean = len(values), math.fsum(values) / len(values)
-    if num == 1:
-        return Estimate(mean, -math.inf, math.inf)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (num - 1)
-    half = t_quantile(num - 1) * math.sqrt(variance / num)
-    return Estimate(mean, mean - half, mean + half)
+def _padded(values: Sequence[float], low: float, high: float) -> Estimate:
+    """The mean of values in [low, high], with the normal interval of them and two pseudo-values, `low` and `high`."""
+    padded = [*values, high, low]
+    middle = math.fsum(padded) / len(padded)
+    variance = math.fsum((value - middle) ** 2 for value in padded) / len(padded)
+    half = Z_95 * math.sqrt(variance / len(padded))
+    value = math.fsum(values) / len(values)
+    return Estimate(value, min(value, max(low, middle - half)), max(value, min(high, middle + half)))
+
+
+def _find_range(values: Sequence[float]) -> tuple[float, float]:
+    """The range assumed for a reward with these values, not all 0: on each side of 0 that has values, to the power of
+    ten that holds them; if some are beyond 1, from 0 to the values."""
+    low, high = min(0.0, *values), max(0.0, *values)
+    return (low, high) if max(-low, high) > 1 else (-_power_of_ten(-low), _power_of_ten(high))
+
+
+def _power_of_ten(number: float) -> float:
+    """The smallest that is not below the number, but for rounding; 0 for 0."""
+    return 10.0 ** math.ceil(math.log10(number) - 1e-9) if number else 0.0
 
 
 def _are_shares(means: Sequence[float], num_samples: int) -> bool:

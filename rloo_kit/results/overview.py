@@ -11,10 +11,13 @@ from rich.text import Text
 
 from rloo_kit.errors import RunNotFoundError
 from rloo_kit.health.rule import LEVELS, Context
-from rloo_kit.health.series import is_number, logged
+from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import HealthWatch, Judgement, judge
 from rloo_kit.results.changes import find_changes
+from rloo_kit.results.charts import format_value
+from rloo_kit.results.curves import select_panels
 from rloo_kit.results.evaluation import Comparison, Evaluation, compare
+from rloo_kit.results.figures import SMOOTH_FROM, first_and_last, mean_window
 from rloo_kit.results.result import load_evaluation, load_result
 from rloo_kit.results.verdict import Verdict, judge_run
 from rloo_kit.runs.find import find_run
@@ -23,17 +26,6 @@ from rloo_kit.system.console import columns, fill_text, format_seconds, render_t
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
 MEANS = ("reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio")
-CURVES = (  # title, number format, metrics (the first that was logged counts)
-    ("reward", ".3f", "reward"),
-    ("groups without signal", ".1%", "frac_score_zero_std", "frac_reward_zero_std"),
-    ("thinking tokens", ".1f", "thinking/mean_length"),
-    ("thinking closed", ".1%", "thinking/closed_ratio"),
-    ("truncated", ".1%", "completions/clipped_ratio"),
-    ("entropy", ".3f", "entropy"),
-    ("KL to the reference", ".4f", "kl"),
-    ("gradient norm", ".3f", "grad_norm"),
-    ("tokens per second", ".0f", "eps"),
-)
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLORS = {"learnt": "green", "no evidence": "yellow", "no signal": "red", "broken": "red", "gamed": "red"}
 
@@ -81,7 +73,10 @@ class RunOverview:
         found["accuracy"] = {name: _brief(one) for name, one in sides.items()}
         if self.comparison is not None:
             one = self.comparison
+            found["measure"] = one.leading
             found["accuracy"]["difference"] = {"value": one.difference, "low": one.low, "high": one.high}
+            rewards = {"value": one.reward_difference, "low": one.reward_low, "high": one.reward_high}
+            found["accuracy"]["reward_difference"] = rewards
             found["prompts"] = find_changes(self.before, self.after).counts
         means = {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
         metrics = {"metrics": [asdict(one) for one in self.judgements]}
@@ -120,7 +115,8 @@ class RunOverview:
         return text
 
     def _numbers(self) -> Table:
-        sides = {name: dict(one.rows()) for name, one in (("before", self.before), ("after", self.after)) if one}
+        measured = {name: one for name, one in (("before", self.before), ("after", self.after)) if one}
+        sides = {name: dict(one.rows(*measured.values())) for name, one in measured.items()}
         table = Table(box=None, pad_edge=False)
         table.add_column("held-out")
         for name in sides:
@@ -137,14 +133,22 @@ class RunOverview:
         return []
 
     def _curves(self) -> Table:
+        """The report's curves that are not flat, with its starts and ends (means, if there are many steps)."""
+        found = [
+            (f"{chart.title}, {name}" if len(chart.series) > 1 else chart.title, [one.value for one in points], panel)
+            for panel in select_panels(self.rows)
+            for chart in [panel.chart]
+            for name, points in chart.series.items()
+        ]
+        width = columns() - 24 - max((len(title) for title, *_ in found), default=0)
+        each = f" {mean_window(len(self.rows))}" if len(self.rows) >= SMOOTH_FROM else ""
         table = Table(box=None, pad_edge=False)
-        for title in ("training", "over the steps", "first", "last"):
-            table.add_column(title, justify="right" if title in ("first", "last") else "left", no_wrap=True)
-        for title, form, *metrics in CURVES:
-            values = [value for _, value in logged(self.rows, *metrics)]
+        for title in ("training", "over the steps", f"first{each}", f"last{each}"):
+            table.add_column(title, justify="right" if "st" in title[2:5] else "left", no_wrap=True)
+        for title, values, panel in found:
             if len(set(values)) > 1:
-                line = sparkline(values, max(columns() - 45, 10))
-                table.add_row(title, line, format(values[0], form), format(values[-1], form))
+                ends = (format_value(end, panel.chart.form) for end in first_and_last(values))
+                table.add_row(title, sparkline(values, max(width, 10)), *ends)
         return table
 
 
@@ -212,8 +216,9 @@ def _describe(finding: dict[str, Any]) -> str:
 
 
 def _brief(one: Evaluation) -> dict[str, Any]:
-    found = {"accuracy": one.accuracy, "low": one.low, "high": one.high, "greedy": one.greedy_accuracy}
-    found |= {"reward": one.reward, "thinking_tokens": one.mean_thinking_tokens, "closed_share": one.closed_share}
+    found: dict[str, Any] = {"accuracy": one.accuracy, "low": one.low, "high": one.high, "greedy": one.greedy_accuracy}
+    found |= {"judged_by": one.judged_by, "reward": one.reward, "greedy_reward": one.greedy_reward.get("mean")}
+    found |= {"thinking_tokens": one.mean_thinking_tokens, "closed_share": one.closed_share}
     return found | {"truncated_share": one.truncated_share, "prompts": one.num_prompts}
 
 

@@ -9,7 +9,16 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.results.changes import Changes, find_changes
 from rloo_kit.results.charts import Chart
 from rloo_kit.results.curves import budget_chart, draw_curves_of, held_out_chart, tokens_generated
-from rloo_kit.results.evaluation import Comparison, Evaluation, compare, signed, with_interval
+from rloo_kit.results.evaluation import (
+    Comparison,
+    Evaluation,
+    compare,
+    name_of,
+    says_nothing,
+    shared_measures,
+    signed,
+    with_interval,
+)
 from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.results.pages import (
     escape_text,
@@ -74,11 +83,10 @@ def write_report(
     during = read_evaluations(folder, run_dir.id)
     changes = find_changes(before, after)
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
-    rewards = [entry.name for entry in run.rewards]
-    chart = _held_out(verdict, before, after, during, result.kept_step)
+    chart = _held_out(before, after, during, result.kept_step)
     sections = [
-        _top(run, result, verdict, before, after, comparison, read_object(folder / "status.json")),
-        make_section("Curves", draw_curves_of(result.metrics, result.findings, chart, rewards), "curves"),
+        _top(run, result, verdict, before, after, read_object(folder / "status.json")),
+        make_section("Curves", draw_curves_of(result.metrics, result.findings, chart), "curves"),
         make_section("Health", _health(result), "health"),
         make_section("Before and after", _before_and_after(before, after, comparison), "evaluation"),
         make_section("Prompt by prompt", _changes(changes, comparison), "prompts") if changes.total else "",
@@ -103,7 +111,6 @@ def _top(
     verdict: Verdict,
     before: Evaluation | None,
     after: Evaluation | None,
-    comparison: Comparison | None,
     status: Mapping[str, Any],
 ) -> str:
     advice = f"<p class='next'>Next: {escape_text(verdict.next)}</p>" if verdict.next else ""
@@ -120,7 +127,7 @@ def _top(
         f"<h1>{escape_text(run.name)}</h1>\n"
         f"<div class='verdict {verdict.kind.replace(' ', '-')}'><span class='kind'>{escape_text(verdict.kind)}</span>"
         f"<p class='sentence'>{escape_text(verdict.sentence)}</p>{advice}</div>\n"
-        f"{make_tiles(before, after, comparison)}\n{_settings(run, result, status)}\n"
+        f"{make_tiles(before, after)}\n{_settings(run, result, status)}\n"
         f"{note}<div class='commands'>{blocks}</div>\n</header>\n"
     )
 
@@ -179,10 +186,10 @@ def _how_it_ended(result: TrainResult) -> str:
 
 
 def _held_out(
-    verdict: Verdict, before: Evaluation | None, after: Evaluation | None, during: Sequence[dict[str, Any]], last: int
+    before: Evaluation | None, after: Evaluation | None, during: Sequence[dict[str, Any]], last: int
 ) -> Chart | None:
     found = parse_evaluations(during)
-    measure = during[-1]["measure"] if found else verdict.change.measure if verdict.change is not None else "accuracy"
+    measure = during[-1]["measure"] if found else next(iter(shared_measures(before, after)), "accuracy")
     return held_out_chart(before, after, found, measure, last)
 
 
@@ -207,7 +214,7 @@ def _before_and_after(before: Evaluation | None, after: Evaluation | None, compa
         apart = {True: " The two intervals do not overlap.", False: " The two intervals overlap."}
         text = f"After minus before: {comparison}.{apart.get(comparison.apart, '')}"  # type: ignore[arg-type]
         parts.append(f"<p>{escape_text(text)}</p>")
-    columns = [dict(evaluation.rows()) for evaluation in measured.values()]
+    columns = [dict(evaluation.rows(*measured.values())) for evaluation in measured.values()]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
     last = list(measured.values())[-1]
@@ -253,25 +260,27 @@ def _rollouts(found: RolloutSample) -> str:
 def _during_training(during: Sequence[dict[str, Any]]) -> str:
     found = parse_evaluations(during)
     measure, best = str(during[-1]["measure"]), during[-1].get("best_step")
-    history = HeldOutHistory(measure, None)
-    rows = []
+    history, sides = HeldOutHistory(measure, None), [one.evaluation for one in found]
+    shown = [name for name in shared_measures(*sides) if name in ("reward", measure) or not says_nothing(*sides)]
+    rows, thoughts = [], ["thinking tokens"] if any(one.mean_thinking_tokens is not None for one in sides) else []
     for one in found:
         entry = one.evaluation
-        values = [with_interval(entry.accuracy, entry.low, entry.high)]
-        values.append(with_interval(entry.reward, entry.reward_low, entry.reward_high))
-        tokens, against = entry.mean_thinking_tokens, history.compare_with_best(one)
+        values = [with_interval(*value[:3]) for name in shown if (value := entry.measure(name)) is not None]
+        tokens = ["-" if (mean := entry.mean_thinking_tokens) is None else f"{mean:.1f}" for _ in thoughts]
+        against = history.compare_with_best(one)
         history.observe(one)
         rows.append((
-            one.step, *(value or "-" for value in values), "-" if tokens is None else f"{tokens:.1f}",
+            one.step, *values, *tokens,
             signed(*against) if against else "-", "best" if one.step == best else "",
         ))  # fmt: skip
+    named = name_of(measure, *sides)
     text = (
-        f"The deciding measure is {measure} (eval.measure), on the same {found[-1].evaluation.num_prompts:,} held-out "
+        f"The deciding measure is {named} (eval.measure), on the same {found[-1].evaluation.num_prompts:,} held-out "
         "prompts each time, with 95 % intervals. The best of many evaluations is partly luck: compare before and after."
     )
-    head = ("step", "accuracy", "reward", "thinking tokens", "vs. the best before", "kept")
+    head = ("step", *(name_of(name, *sides) for name in shown), *thoughts, "vs. the best before", "kept")
     return f"<p class='notes'>{escape_text(text)}</p>" + make_table(
-        "Each evaluation, with its interval", head, rows, range(5)
+        "Each evaluation, with its interval", head, rows, range(len(head) - 1)
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
@@ -61,7 +62,11 @@ def load_result(run: RunConfig) -> TrainResult:
     if not status:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train writes one")
     metrics = run_dir.read_metrics()
-    seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
+    known: list[Any] = [
+        status.get("seconds"),
+        metrics[-1].get("seconds") if metrics else None,
+    ]  # a killed run has the second
+    seconds = next(filter(is_number, known), 0.0)
     state, rule = status.get("state"), status.get("stopped_by")
     ended = EARLY if status.get("stopped_early") else None
     return TrainResult(

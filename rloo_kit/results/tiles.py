@@ -1,25 +1,26 @@
 """The tiles at the top of a report: each measure before and after, with the difference and drawn intervals."""
 
-from rloo_kit.results.evaluation import Comparison, Evaluation, Measured
+from rloo_kit.data.answers import EXACT
+from rloo_kit.results.evaluation import Evaluation, Measured, name_of, says_nothing
 from rloo_kit.results.pages import escape_text
+from rloo_kit.results.verdict import Change, change_of
 
 PERCENT = 100
 
 
-def make_tiles(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
-    """The tiles as HTML; empty if nothing was measured."""
-    shows_reward = any(one is not None and one.reward != one.accuracy for one in (before, after))
-    names = {"accuracy": "Accuracy", "greedy_accuracy": "Accuracy, greedy"}
-    names |= {"reward": "Reward"} if shows_reward else {}
-    differences = {"accuracy": "", "greedy_accuracy": "greedy_", "reward": "reward_"}
+def make_tiles(before: Evaluation | None, after: Evaluation | None) -> str:
+    """The tiles as HTML, the deciding measure first; empty if nothing was measured."""
+    sides = [one for one in (before, after) if one is not None]
+    by_reward = any(one.leading == "reward" for one in sides)
+    repeats = all(one.judged_by == EXACT and one.accuracy == one.reward for one in sides)
+    names = [] if says_nothing(*sides) or repeats else ["accuracy", "greedy_accuracy"]
+    if by_reward or any(one.reward != one.accuracy for one in sides):
+        names = ["reward", "greedy_reward", *names] if by_reward else [*names, "reward"]
     tiles = []
-    for name, title in names.items():
+    for name in names:
         old, new = (None if one is None else one.measure(name) for one in (before, after))
-        prefix = differences[name]
-        change = None if comparison is None else [
-            getattr(comparison, f"{prefix}{end}") for end in ("difference", "low", "high")
-        ]  # fmt: skip
-        tiles.append(_measured(title, old, new, change, is_share=name != "reward"))
+        change = None if before is None or after is None else change_of(name, before, after)
+        tiles.append(_measured(name_of(name, *sides).capitalize(), old, new, change, is_share="accuracy" in name))
     plain = {"mean_thinking_tokens": ("Thinking tokens", False), "closed_share": ("Thinking closed", True)}
     for key, (title, is_share) in plain.items():
         values = [getattr(one, key, None) for one in (before, after)]
@@ -30,7 +31,7 @@ def make_tiles(before: Evaluation | None, after: Evaluation | None, comparison: 
 
 
 def _measured(
-    title: str, before: Measured | None, after: Measured | None, change: list[float | None] | None, is_share: bool
+    title: str, before: Measured | None, after: Measured | None, change: Change | None, is_share: bool
 ) -> str:
     if before is None and after is None:
         return ""
@@ -52,11 +53,13 @@ def _text(value: float | None, is_share: bool) -> str:
     return f"{PERCENT * value:.1f} %" if is_share else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def _change(change: list[float | None] | None, is_share: bool) -> str:
-    if change is None or change[0] is None:
+def _change(change: Change | None, is_share: bool) -> str:
+    if change is None:
         return ""
     factor, digits, unit = (PERCENT, 1, " points") if is_share else (1, 2, "")
-    value, low, high = (None if one is None else f"{factor * one:+.{digits}f}" for one in change)
+    value, low, high = (
+        None if one is None else f"{factor * one:+.{digits}f}" for one in (change.value, change.low, change.high)
+    )
     return f"{value}{unit}" + (f" [{low}, {high}]" if low is not None and high is not None else "")
 
 

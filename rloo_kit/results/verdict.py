@@ -11,16 +11,17 @@ from typing import Any, Literal
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Context, Finding
-from rloo_kit.results.evaluation import Evaluation, difference, setting_differences
+from rloo_kit.health.series import is_number
+from rloo_kit.health.signs import CEILING, REWARD_MEAN, at_ceiling
+from rloo_kit.results.evaluation import Evaluation, difference, name_of, setting_differences, shared_measures
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 NO_SIGNAL = ("no_signal", "truncation", "cold_start", "zero_gradient", "no_movement", "all_none", "reward_failures")
+BY_SUCCESS = ("no_signal", "zero_gradient", "nothing_learnt")  # what a solved task shows too
 BROKEN, GAMED = "broken_policy", "reward_hacking"
-SOLVED = 0.95  # accuracy above which there is little left to learn
-MEASURES = ("accuracy", "greedy_accuracy", "reward")  # the first that both evaluations have decides
 EXACTLY = 0.1  # a difference below this is shown with a decimal
 LONGEST_QUESTION = 60  # characters of an example in a command
 CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
@@ -31,7 +32,7 @@ class Change:
     """The change of a held-out measure through training; `low`, `high`: 95 % interval of `value`, None: open.
 
     Attributes:
-        measure: "accuracy", "greedy_accuracy" or "reward". before, after: its means. prompts: number of prompts.
+        measure: one of MEASURES. before, after: its means. prompts: number of prompts. name: `name_of` the measure.
     """
 
     measure: str
@@ -41,6 +42,12 @@ class Change:
     low: float | None
     high: float | None
     prompts: int
+    name: str = ""
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether it is a reward, which may be any number, and not a share."""
+        return self.measure.endswith("reward")
 
     @property
     def rose(self) -> bool:
@@ -54,31 +61,28 @@ class Change:
 
     def __str__(self) -> str:
         """For example: Accuracy rose from 26 % to 93 % (+67 points, 95 % CI 64 to 70, 1,000 held-out prompts)."""
-        name = {"accuracy": "Accuracy", "greedy_accuracy": "Greedy accuracy"}.get(self.measure, "The held-out reward")
+        name = f"The held-out {self.name}" if self.is_reward else self.name.capitalize()
         verb = "rose" if self.rose else "fell" if self.fell else "went"
-        unit = "" if self.measure == "reward" else " %"
+        unit = "" if self.is_reward else " %"
         ends = f"from {self._text(self.before)}{unit} to {self._text(self.after)}{unit}"
         return f"{name} {verb} {ends} ({self._by(self.value, self.low, self.high)})"
 
     def describe_lead(self) -> str:
         """The lead of one run over another after training, as a positive number whichever is ahead."""
-        ends = (self.low, self.high)
-        low, high = ends if self.value >= 0 else map(_minus, ends[::-1])
-        return f"{self.measure.replace('_', ' ')} {self._by(abs(self.value), low, high)}"
+        low, high = self.low, self.high
+        if self.value < 0 and low is not None and high is not None:
+            low, high = -high, -low
+        return f"{self.name} {self._by(abs(self.value), low, high)}"
 
     def _by(self, value: float, low: float | None, high: float | None) -> str:
-        points = "" if self.measure == "reward" else " points"
+        points = "" if self.is_reward else " points"
         interval = "no interval" if low is None or high is None else f"95 % CI {self._text(low)} to {self._text(high)}"
         return f"{self._text(value, '+')}{points}, {interval}, {self.prompts:,} held-out prompts"
 
     def _text(self, value: float, sign: str = "") -> str:
-        if self.measure == "reward":
+        if self.is_reward:
             return f"{value:{sign}.2f}"
         return f"{100 * value:{sign}.{0 if abs(self.value) >= EXACTLY else 1}f}"
-
-
-def _minus(value: float | None) -> float | None:
-    return None if value is None else -value
 
 
 @dataclass(frozen=True)
@@ -124,14 +128,19 @@ def judge_run(
         before, after: evaluations of the same prompts; None if the run was not evaluated.
     """
     change = _find_change(before, after)
-    kind, sentence, cause = _decide(result, before, after, change)
-    if change is not None and before is not None and after is not None and (words := measured_words(before, after)):
-        sentence += f", {words}"
+    solved = _was_solved(run, result, before, after, change)
+    kind, sentence, cause = _decide(result, before, after, change, solved)
+    if change is not None and before is not None and after is not None:
+        words = measured_words(before, after, change.measure)
+        sentence += f", {words}" if words else ""
     if change is not None and kind == "learnt":
         sentence += _context_of(change, before, after)
     if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
         sentence += f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
+    is_tied = kind in ("no evidence", "no signal") and (cause is None or cause.rule in BY_SUCCESS)
+    if solved and is_tied and result.stopped in (None, EARLY, "no signal"):
+        advice = f"it was solved before training{solved}: use harder prompts (data.source)"
     commands = _commands(result.folder, kind, after)
     rule = None if cause is None else cause.rule
     return Verdict(kind, f"{sentence}.", f"{advice}." if advice else "", commands, change, rule)
@@ -146,14 +155,14 @@ def record_verdict(folder: Path, verdict: Verdict) -> None:
 
 
 def _decide(
-    result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None
+    result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None, solved: str
 ) -> tuple[Kind, str, Finding | None]:
     """Kind, sentence, and the finding that explains them."""
     lasting = {one.rule: one for one in result.lasting}
     fallen = lasting.get(BROKEN)
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
     measured = "" if change is None else f"; {_lower(str(change))}"
-    if GAMED in lasting and not (change is not None and change.measure != "reward" and change.rose):
+    if GAMED in lasting and not (change is not None and not change.is_reward and change.rose):
         return (
             "gamed",
             f"The policy earns reward in an unintended way: {lasting[GAMED].evidence}{measured}",
@@ -172,7 +181,7 @@ def _decide(
         return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
     if result.stopped == "running":
         return "no evidence", f"The run has not ended; it is at step {result.steps}", _first(result.lasting)
-    if _all_tied(result) and not _was_solved(result, change):
+    if _all_tied(result) and not solved:
         return "no signal", f"In every step all completions of a prompt earned the same reward{measured}", None
     if result.stopped not in (None, EARLY):
         return "no evidence", f"The run ended early, at step {result.steps} ({result.stopped})", None
@@ -181,23 +190,26 @@ def _decide(
     return "no evidence", _why_not_compared(before, after), _first(result.lasting)
 
 
-def measured_words(before: Evaluation, after: Evaluation) -> str:
+def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     """The caveat for two evaluations that are comparable but were not made alike; empty without one."""
-    words = []
-    if before.prompts_digest != after.prompts_digest:
-        words.append("on different prompts")
+    words, found = [], difference(before, after, name)
+    if before.prompts_digest != after.prompts_digest and found is not None:
+        shared = f"the {found.num_prompts:,} prompts that both measured"
+        words.append(f"on {shared if found.paired else 'different prompts'}")
     if before.num_samples != after.num_samples:
         words.append(f"from {before.num_samples} and {after.num_samples} completions per prompt")
     return f"measured {' and '.join(words)}" if words else ""
 
 
 def _context_of(change: Change, before: Evaluation | None, after: Evaluation | None) -> str:
-    """The context of a rise: greedy accuracy, which a sharper policy does not raise, and the length of the thinking."""
+    """The context of a rise: the greedy measure, which a sharper policy does not raise, and the thinking's length."""
     if before is None or after is None:
         return ""
     words = ""
-    greedy = change_of("greedy_accuracy", before, after)
-    if change.measure == "accuracy" and greedy is not None:
+    greedy = change_of(f"greedy_{change.measure}", before, after)
+    if greedy is not None and greedy.is_reward:
+        words += f"; greedy from {greedy.before:.2f} to {greedy.after:.2f}"
+    elif greedy is not None:
         words += f"; greedy from {100 * greedy.before:.0f} % to {100 * greedy.after:.0f} %"
     lengths = (before.mean_thinking_tokens, after.mean_thinking_tokens)
     if None not in lengths:
@@ -211,39 +223,47 @@ def _all_tied(result: TrainResult) -> bool:
     return bool(tied) and all(one == 1.0 for one in tied)
 
 
-def _was_solved(result: TrainResult, change: Change | None) -> bool:
-    """Whether the answers were right before training, so that equal rewards are no fault."""
-    if change is not None:
-        return change.measure != "reward" and change.before >= SOLVED
-    names = [f"rewards/{name}/mean" for name in Context.answers]
-    shares = [row[name] for row in result.metrics for name in names if row.get(name) is not None]
-    return bool(shares) and min(shares) >= SOLVED
+def _was_solved(
+    run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None
+) -> str:
+    """By how much the task was solved before training, so that equal rewards are no fault; empty if it was not.
+
+    The answers were right, or, if the reward leads, each reward with a weight was at its ceiling (`at_ceiling`)."""
+    if change is not None and not change.is_reward:
+        return f" ({100 * change.before:.0f} %)" if change.before >= CEILING else ""
+    if before is not None and before.leading == "reward":
+        entries = [one.rewards.items() for one in (before, after) if one is not None]
+        sides = [{name: [v for v in one["per_prompt"] if v is not None] for name, one in found} for found in entries]
+        return f" (reward {before.reward:.2f})" if at_ceiling(run.reward_weights, *sides) else ""
+    names = list(dict.fromkeys(name for row in result.metrics for name in row if REWARD_MEAN.fullmatch(name)))
+    means = {name.split("/")[1]: [row[name] for row in result.metrics if is_number(row.get(name))] for name in names}
+    answers = {name: values for name, values in means.items() if name in Context.answers}
+    return " (on the training prompts)" if at_ceiling({} if answers else run.reward_weights, answers or means) else ""
 
 
 def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:
     """The sentence if the held-out reward rose while held-out accuracy fell; else empty."""
-    if before is None or after is None or change is None or change.measure == "reward" or not change.fell:
+    if before is None or after is None or change is None or change.is_reward or not change.fell:
         return ""
     reward = change_of("reward", before, after)
     return f"{reward}, but {_lower(str(change))}" if reward is not None and reward.rose else ""
 
 
 def _find_change(before: Evaluation | None, after: Evaluation | None) -> Change | None:
-    """The change of accuracy, else of greedy accuracy or the reward; None if the two cannot be compared."""
+    """The change of the first of `shared_measures`; None if the two cannot be compared."""
     if before is None or after is None or setting_differences(before, after):
         return None
-    found = (change_of(name, before, after) for name in MEASURES)
-    return next((one for one in found if one is not None), None)
+    return next((change_of(name, before, after) for name in shared_measures(before, after)), None)
 
 
 def change_of(name: str, before: Evaluation, after: Evaluation) -> Change | None:
     """The change of a measure; None if one of the two lacks it, or they cannot be compared."""
-    old, new, estimate = before.measure(name), after.measure(name), difference(before, after, name)
-    if old is None or new is None or estimate is None:
+    found = difference(before, after, name)
+    if found is None:
         return None
-    low, high = (end if abs(end) != float("inf") else None for end in estimate[1:])
-    sizes = [one.num_prompts if name == "reward" else one.prompts_compared for one in (before, after)]
-    return Change(name, old.value, new.value, estimate.value, low, high, min(sizes))
+    low, high = (end if abs(end) != float("inf") else None for end in found.estimate[1:])
+    words = name_of(name, before, after)
+    return Change(name, found.before, found.after, found.estimate.value, low, high, found.num_prompts, words)
 
 
 def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> str:
@@ -265,7 +285,7 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
         return "read the best completions, then fix the reward or change the weights of rewards"
     if kind == "no signal":
         return (
-            "use prompts that are solved sometimes (data.source), worked solutions first (rloo-kit sft), or a graded "
+            "use prompts that are solved sometimes (data.source), demonstrations first (rloo-kit sft), or a graded "
             "reward"
         )
     if kind == "broken":
@@ -277,8 +297,6 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
         return "continue with --resume"
     if change is None:
         return "evaluate it: run.evaluate=true, with the same eval.* before and after"
-    if change.measure != "reward" and change.before >= SOLVED:
-        return f"it was solved before training ({100 * change.before:.0f} %): use harder prompts (data.source)"
     if change.value > 0 and change.low is not None and change.value - change.low > CLOSE:
         count = change.prompts * ((change.value - change.low) / max(change.value, CLOSE)) ** 2
         more = max(-(-int(1.2 * count) // 100) * 100, change.prompts + 100)

@@ -12,9 +12,9 @@ from rich.text import Text
 from rloo_kit.config.resume import COMPARED_ON_RESUME, changed_keys
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.results.evaluation import Evaluation, setting_differences, with_interval
+from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures, signed, with_interval
 from rloo_kit.results.result import TrainResult, load_evaluation, load_result
-from rloo_kit.results.verdict import MEASURES, Change, Verdict, change_of, judge_run, measured_words
+from rloo_kit.results.verdict import Change, Verdict, change_of, judge_run, measured_words
 from rloo_kit.runs.find import find_run
 from rloo_kit.system.console import fill_text, format_seconds, render_text
 
@@ -67,11 +67,12 @@ class RunComparison:
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False)
-        for title in ("run", "verdict", "before", "after", "vs. the first", "steps", "time"):
+        name = name_of(measure_of(self.runs), *(one.after for one in self.runs))
+        for title in ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time"):
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
         for one in self.runs:
             change = one.verdict.change
-            lead = "-" if one.lead is None else _signed(one.lead)
+            lead = "-" if one.lead is None else signed(one.lead.value, one.lead.low, one.lead.high).replace(" [", "\n[")
             sides = [_value(side, measure_of(self.runs)) for side in (one.before, one.after)]
             steps, time = str(one.result.steps), format_seconds(one.result.seconds)
             table.add_row(one.name, one.verdict.kind if change or one.after else "-", *sides, lead, steps, time)
@@ -109,31 +110,40 @@ def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
 
 def measure_of(runs: Sequence[Contestant]) -> str:
     """The measure to compare the runs by: the first that every evaluated one has."""
-    after = [one.after for one in runs if one.after is not None]
-    return next((name for name in MEASURES if after and all(one.measure(name) for one in after)), MEASURES[0])
+    return next(iter(shared_measures(*(one.after for one in runs))), "accuracy")
 
 
 def _against(first: Contestant, one: Contestant, measure: str) -> Contestant:
-    sections = [_sections(side.run) for side in (first, one)]
-    lead, word = _lead(first.after, one.after, measure)
+    sections = [
+        {"run": {"seed": side.run.run.seed}} | side.run.model_dump(mode="json", include=set(COMPARED_ON_RESUME))
+        for side in (first, one)
+    ]
+    lead, word = _lead(first, one, measure)
     return replace(one, lead=lead, word=word, changed=changed_keys(*sections))
 
 
-def _sections(run: RunConfig) -> dict[str, Any]:
-    seed = {"run": {"seed": run.run.seed}}
-    return seed | run.model_dump(mode="json", include=set(COMPARED_ON_RESUME))
-
-
-def _lead(first: Evaluation | None, one: Evaluation | None, measure: str) -> tuple[Change | None, str]:
-    """How far `one` is ahead, by `measure` if both have it, and the caveat to show with it."""
-    if first is None or one is None:
+def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | None, str]:
+    """How far `one` is ahead, by `measure` if both have it and it is of one kind, and the caveat to show with it."""
+    if first.after is None or one.after is None:
         return None, "one was not evaluated after training"
-    if apart := setting_differences(first, one):
+    if apart := setting_differences(first.after, one.after):
         return None, f"measured differently ({'; '.join(apart)})"
-    for name in (measure, *MEASURES):
-        if (found := change_of(name, first, one)) is not None:
-            return found, measured_words(first, one)
-    return None, "no measure in common"
+    judges = [side.judged_by for side in (first.after, one.after) if side.judged_by is not None]
+    words = [f"their accuracies are not of one kind ({' and '.join(judges)})"] if len(set(judges)) > 1 else []
+    other_rewards = _rewards(first) != _rewards(one)
+    for name in sorted(shared_measures(first.after, one.after), key=lambda name: name != measure):
+        is_other = other_rewards if name.endswith("reward") else bool(words)
+        if not is_other and (found := change_of(name, first.after, one.after)) is not None:
+            return found, ", ".join(filter(None, (measured_words(first.after, one.after, name), *words)))
+    words += ["their rewards differ"] if other_rewards else []
+    return None, " and ".join(words) or "no measure in common"
+
+
+def _rewards(one: Contestant) -> tuple[Any, ...]:
+    """What the weighted sum is made of."""
+    entries = [entry.model_dump(include={"name", "weight", "params"}) for entry in one.run.rewards if entry.weight]
+    names = [] if one.after is None else [name for name in one.after.rewards if one.run.reward_weights.get(name, 1)]
+    return entries, sorted(names)
 
 
 def _ahead(one: Contestant, first: Contestant) -> str:
@@ -147,7 +157,7 @@ def _describe(one: Contestant) -> dict[str, Any]:
     found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
     found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict()}
     for when, side in (("before", one.before), ("after", one.after)):
-        values = {name: side.measure(name) for name in MEASURES} if side is not None else {}
+        values = {name: side.measure(name) for name in shared_measures(side)} if side is not None else {}
         found[when] = {name: list(value[:3]) for name, value in values.items() if value is not None}
         found[when] |= {} if side is None else {"thinking_tokens": side.mean_thinking_tokens}
     lead = None if one.lead is None else vars(one.lead)
@@ -158,12 +168,6 @@ def _describe(one: Contestant) -> dict[str, Any]:
 def _value(side: Evaluation | None, name: str) -> str:
     found = None if side is None else side.measure(name)
     return "-" if found is None else with_interval(*found[:3]).replace(" [", "\n[")
-
-
-def _signed(lead: Change) -> str:
-    if lead.low is None or lead.high is None:
-        return f"{lead.value:+.3f}"
-    return f"{lead.value:+.3f}\n[{lead.low:+.3f}, {lead.high:+.3f}]"
 
 
 def _keys(changed: dict[str, tuple[Any, Any]]) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rloo_kit.health.series import logged
 from rloo_kit.results.charts import COLORS, Chart, Point
-from rloo_kit.results.curves import draw_figure
+from rloo_kit.results.curves import draw_figure, signal_shares
+from rloo_kit.results.evaluation import name_of
 from rloo_kit.results.held_out import parse_evaluations, read_evaluations
 from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section, mark_verdict
 from rloo_kit.results.versus import Contestant, RunComparison, measure_of
@@ -15,8 +16,8 @@ from rloo_kit.runs.run_dir import RunDir
 
 PANELS = (  # title, form, metrics (the first that was logged counts)
     ("Reward", "number", ("reward",)),
-    ("Groups without signal", "share", ("frac_score_zero_std", "frac_reward_zero_std")),
-    ("Thinking tokens", "count", ("thinking/mean_length", "completions/mean_length")),
+    ("Completion tokens", "count", ("completions/mean_length",)),
+    ("Thinking tokens", "count", ("thinking/mean_length",)),
     ("Thinking closed", "share", ("thinking/closed_ratio",)),
     ("Entropy, nats", "number", ("entropy",)),
     ("KL to the reference, nats", "number", ("kl",)),
@@ -37,21 +38,22 @@ def write_comparison_page(found: RunComparison, path: Path) -> Path:
 
 def _table(found: RunComparison, place: Path) -> str:
     measure = measure_of(found.runs)
-    titles = ("run", "verdict", f"{measure.replace('_', ' ')} before", "after", "vs. the first", "steps", "time")
+    name = name_of(measure, *(one.after for one in found.runs))
+    titles = ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time")
     head = "".join(f"<th scope='col'>{escape_text(title)}</th>" for title in titles)
     body = ""
     for number, one in enumerate(found.runs):
         report = Path(one.result.folder).resolve() / "report.html"
-        name = escape_text(one.name)
+        link = escape_text(one.name)
         if report.is_file():
-            name = f"<a href='{escape_text(Path(os.path.relpath(report, place)).as_posix())}'>{name}</a>"
+            link = f"<a href='{escape_text(Path(os.path.relpath(report, place)).as_posix())}'>{link}</a>"
         mark = f"<span aria-hidden='true' class='key c{number % COLORS}'></span>"
         sides = [None if side is None else side.measure(measure) for side in (one.before, one.after)]
         values = ["-" if value is None else _value(*value[:3]) for value in sides]
         lead = "-" if one.lead is None else _value(one.lead.value, one.lead.low, one.lead.high, "+")
         lead += f"<span class='under'>{escape_text(one.word)}</span>" if one.word else ""
         cells = [
-            mark + name,
+            mark + link,
             mark_verdict(one.verdict.kind),
             *values,
             lead,
@@ -71,8 +73,11 @@ def _curves(runs: Sequence[Contestant]) -> str:
     measure = measure_of(runs)
     form = "share" if measure.endswith("accuracy") else "number"
     held_out = {one.name: _held_out(one, measure) for one in runs}
-    charts = [Chart(f"Held-out {measure.replace('_', ' ')}", held_out, form, dots=True)]
+    name = name_of(measure, *(one.after for one in runs))
+    charts = [Chart(f"Held-out {name}", held_out, form, dots=True)]
     charts += [Chart(title, {one.name: _logged(one, names) for one in runs}, form) for title, form, names in PANELS]
+    signal = {one.name: signal_shares(one.result.metrics) for one in runs}
+    charts.insert(2, Chart("Groups with signal", signal, "share"))
     figures = []
     for chart in charts:
         chart.alike = True

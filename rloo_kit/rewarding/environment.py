@@ -20,8 +20,6 @@ SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|
 def worker_environment(further: Iterable[str] = ()) -> dict[str, str]:
     """The variables of this process that a worker gets: listed ones that do not look like a secret, and those named in
     `further`, whatever their value."""
-    return {name: value for name, value in os.environ.items() if name in set(further) or _is_passed(name)}
-
-
-def _is_passed(name: str) -> bool:
-    return (name in PASSED_NAMES or name.startswith(PASSED_BEGINNINGS)) and not SECRET.search(name)
+    listed = {name for name in os.environ if name in PASSED_NAMES or name.startswith(PASSED_BEGINNINGS)}
+    passed = {name for name in listed if not SECRET.search(name)} | set(further)
+    return {name: value for name, value in os.environ.items() if name in passed}

@@ -4,7 +4,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rloo_kit import rewards
@@ -17,6 +16,7 @@ from rloo_kit.rewarding.gym import ReasoningGymScore
 from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
 from rloo_kit.rewarding.worker import WorkerReward
+from rloo_kit.system.input_files import find_input, places_of
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
 
@@ -149,10 +149,10 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerRewar
     for name in entry.env:
         if name not in os.environ:
             raise ConfigError(f"{key}.env names {name!r}, and there is no such variable: set it in .env, or remove it")
-    folders = [Path(run.source).resolve().parent] if run.source else []
-    target = entry.name
+    next_to = run.source and run.source.parent
+    target, folders = entry.name, places_of("", f"{key}.name", next_to)
     if module.endswith(".py"):
-        file = _find_reward_file(f"{key}.name", module, [Path.cwd(), *folders])
+        file = find_input(module, f"{key}.name", next_to).resolve()
         target, folders = f"{file}:{function}", [file.parent]
     reward = WorkerReward(target, params=entry.params, folders=folders, timeout_s=entry.timeout_s, env=entry.env)
     try:
@@ -165,15 +165,6 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerRewar
         reward.worker.close()
         raise ConfigError(f"{key}.name '{entry.name}': {error}") from None
     return reward
-
-
-def _find_reward_file(key: str, name: str, folders: list[Path]) -> Path:
-    """The file of a `path/to/file.py:function`, from the working directory, then from the config's folder."""
-    looked = list(dict.fromkeys((folder / Path(name).expanduser()).resolve() for folder in folders))
-    found = next((file for file in looked if file.is_file()), None)
-    if found is None:
-        raise ConfigError(f"{key}: there is no file {name}; it was looked for as {' and as '.join(map(str, looked))}")
-    return found
 
 
 def _describe(built: list[NamedReward], think_end_id: int | None) -> str:

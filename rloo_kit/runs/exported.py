@@ -13,6 +13,7 @@ from rloo_kit.config.yaml_files import apply_override, dump_yaml
 from rloo_kit.errors import ConfigError
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
+from rloo_kit.system.input_files import from_here
 
 NO_PROMPTS = "any.jsonl"  # a configuration has to name a data source; this one is never read
 RUN_FILE = "rloo_kit.yaml"  # in an export: the part of its run's configuration that `ask` reads
@@ -59,8 +60,9 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     export); else a run with defaults whose model is the folder. An export inside its run's folder finds its base as the
     run does, elsewhere in itself if it is included. Arguments and errors are those of `find_run`.
     """
-    gguf = find_gguf(Path(source))
-    folder = (Path(source) if gguf is None else gguf.parent).resolve()
+    source = from_here(source)
+    gguf = find_gguf(source)
+    folder = (source if gguf is None else gguf.parent).resolve()
     if gguf is None and not is_export(folder):
         return find_run(source, *overrides)
     above = (one / "config.yaml" for one in (folder.parent, folder.parent.parent))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import RunNotFoundError
+from rloo_kit.system.input_files import from_here
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 
@@ -12,12 +13,12 @@ def find_run(source: str | Path, *overrides: str) -> RunConfig:
     """The configuration of a run.
 
     Args:
-        source: its YAML file, or its folder, also after a move. overrides: KEY=VALUE.
+        source: its YAML file, or its folder, also after a move; from the working folder. overrides: KEY=VALUE.
 
     Raises:
         RunNotFoundError: the folder is not a run's. ConfigError: see `load_config`.
     """
-    source = Path(source)
+    source = from_here(source)
     run = load_config(config_file(source), *overrides)
     if source.is_dir():
         place_run(run, source)

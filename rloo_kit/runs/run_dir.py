@@ -54,7 +54,7 @@ _COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of sta
 _COMMANDS = ("command", "resume")  # may have overrides with passwords in addresses, which are hidden
 _ID = re.compile(rb"[0-9a-f]{12}")
 _OF_A_FAILURE = ("error", "resume", "stopped_by")
-_OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "verdict")  # invalid once a run continues
+_OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "seconds", "verdict")  # invalid once a run continues
 _OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # left by a process that was killed before it wrote anything
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # with the thread that opened each
@@ -81,7 +81,7 @@ class RunDir:
         self.resumes_from: Checkpoint | None = None
         self.restored = 0
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
-        self._config = ""
+        self._config = self._written = ""
         self._families: dict[str, bytes] = {}  # files of the user's task families
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
@@ -135,6 +135,7 @@ class RunDir:
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
         self._check(resume, overwrite)
         self._config, self._families = run.to_yaml(), _read_families(run)
+        self._written = run.with_absolute_files().to_yaml()  # a checkpoint holds the other: a project may be moved
         if not resume:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -163,7 +164,7 @@ class RunDir:
                 raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
 
     def _describe_run(self) -> None:
-        self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._config}")
+        self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._written}")
         self.write_json("versions.json", {"run": self.id} | describe_versions())
         for name, content in self._families.items():
             (self.folder / KEPT_FAMILIES).mkdir(exist_ok=True)
@@ -241,7 +242,7 @@ class RunDir:
         saved, now = self.resumes_from, count_processes()
         if saved is None:  # nothing is trained yet
             with suppress(OSError, UnicodeDecodeError):
-                refuse_changes((self.folder / "config.yaml").read_text(encoding="utf-8"), self._config, self.folder)
+                refuse_changes((self.folder / "config.yaml").read_text(encoding="utf-8"), self._written, self.folder)
             return
         refuse_changes(saved.config, self._config, self.folder)
         if saved.processes != now:  # rollouts would have another size, and the position in the data would differ
@@ -420,8 +421,8 @@ class RunDir:
         """Write `status.json`: the state (one of STATES), the process, the time, and `fields`, which update old ones.
 
         Fields are `step`, `max_steps`, `error`, `command` (that made the run), `resume` (that resumes it),
-        `adapter_step` (the step of the weights in `adapter/`), `stopped_early` (why), `stopped_by` (a rule of
-        `health:`), `method` ("sft" if it is not RLOO), `energy_wh` and `verdict`.
+        `adapter_step` (the step of the weights in `adapter/`), `seconds` (of training), `stopped_early` (why),
+        `stopped_by` (a rule of `health:`), `method` ("sft" if it is not RLOO), `energy_wh` and `verdict`.
         """
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")

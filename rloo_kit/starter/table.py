@@ -1,15 +1,16 @@
 """What `init` needs to know about the rows: their number, the length of the prompts, the form of the answers."""
 
 import re
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.messages import suggest
-from rloo_kit.data.columns import Columns
+from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.sources import find_file, read_file
 from rloo_kit.errors import ConfigError, excerpt
-from rloo_kit.rewards.answer import parse_number
+from rloo_kit.rewards.answer import answers_agree, find_last_number
 from rloo_kit.starter.columns import read_columns
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
@@ -21,23 +22,29 @@ class Table:
     """A file with prompts and answers.
 
     Attributes:
-        source: the file, as given. prompt_column, answer_column: their names.
-        num_rows: rows. longest_bytes: of a prompt, in UTF-8. gold: the answer of the first row that has one.
+        source: the file, as given. prompt_column, answer_column: their names. other_columns: those of the rest.
+        rows: as read. longest_bytes: of a prompt, in UTF-8. gold: the answer of the first row that has one.
         answer_after: the marker in front of every answer. are_numbers: every answer is a number.
-        not_an_addition: the first prompt that is not one, with its place; None if all look like `12+34=`.
-        are_texts: every prompt is text, not a list of messages.
+        are_texts: every prompt is text, not a list of messages. are_additions: each looks like `12+34=`.
     """
 
     source: str
     prompt_column: str
     answer_column: str
-    num_rows: int
+    other_columns: tuple[str, ...]
+    rows: DataSource
     longest_bytes: int
     gold: str
     answer_after: str | None
     are_numbers: bool
-    not_an_addition: str | None
     are_texts: bool
+    are_additions: bool
+
+    def find_other(self, alphabet: str) -> str | None:
+        """The first prompt with a character outside `alphabet` and white space, with its place."""
+        known = set(alphabet + string.whitespace)
+        texts = enumerate(map(_text, self.rows.prompts))
+        return next((f"{self.rows.where(row)}: {excerpt(text, 60)}" for row, text in texts if set(text) - known), None)
 
 
 def find_data(source: str) -> Path:
@@ -74,23 +81,20 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
         )
     marked = all(MARKER in gold for gold in golds)
     golds = [gold.rpartition(MARKER)[2].strip() for gold in golds] if marked else golds
-    odd = next((row for row, prompt in enumerate(rows.prompts) if not _is_addition(prompt)), None)
+    texts = [_text(prompt) for prompt in rows.prompts]
     return Table(
         source=source,
         prompt_column=prompt_column,
         answer_column=answer_column,
-        num_rows=len(rows.prompts),
-        longest_bytes=max(len(_text(prompt).encode("utf-8", "replace")) for prompt in rows.prompts),
+        other_columns=tuple(name for name in names if name not in (prompt_column, answer_column)),
+        rows=rows,
+        longest_bytes=max(len(text.encode("utf-8", "replace")) for text in texts),
         gold=golds[0],
         answer_after=MARKER if marked else None,
-        are_numbers=all(parse_number(gold) is not None for gold in golds),
-        not_an_addition=None if odd is None else f"{rows.where(odd)}: {excerpt(_text(rows.prompts[odd]), 60)}",
+        are_numbers=all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds),
         are_texts=all(isinstance(prompt, str) for prompt in rows.prompts),
+        are_additions=all(ADDITION.fullmatch(text.strip()) for text in texts),
     )
-
-
-def _is_addition(prompt: Any) -> bool:
-    return isinstance(prompt, str) and ADDITION.fullmatch(prompt.strip()) is not None
 
 
 def _text(prompt: Any) -> str:

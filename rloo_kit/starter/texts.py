@@ -6,14 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
+
 from rloo_kit.config.batches import GENERATIONS
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2
 from rloo_kit.config.schema import LORA_LEARNING_RATE
 from rloo_kit.data.byte_tokens import token_ids
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.starter.table import Table
 from rloo_kit.think_tags import QWEN3_IDS, THINK_END
 
-EMBEDDED_LEARNING_RATE = 2e-3  # of the embedded configs: a tiny model needs a higher rate
+# A small model needs a higher rate: those of the shipped configs of the built-in models.
+EMBEDDED_LEARNING_RATE, SMOLLM2_LEARNING_RATE = 2e-3, 5e-4
+SMOLLM2_THINK_END_ID = 16  # of `smollm2/thinking`, an unused token of SmolLM2's vocabulary
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,26 @@ class Settings:
 
     @property
     def is_embedded(self) -> bool:
-        return self.model.startswith("embedded/")
+        return self.model.startswith(EMBEDDED_PREFIX)
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.is_embedded or self.model in SMOLLM2
 
     @property
     def think_end_id(self) -> int | None:
         """Id of `</think>`, which the reward looks for; None for a model that does not think."""
+        if self.model in SMOLLM2:
+            return SMOLLM2_THINK_END_ID if self.thinks else None
         known = token_ids("compact")[THINK_END] if self.is_embedded else QWEN3_IDS[THINK_END]
         return known if self.thinks else None
 
     @property
     def form(self) -> str:
-        """Where the answer is: all text after the thinking (whole), or the last box in it (boxed)."""
-        return "whole" if self.is_embedded else "boxed"
+        """Where `answer_reward` finds the answer; a small language model writes numbers in sentences, and no boxes."""
+        if self.is_built_in:
+            return "last_number" if self.model in SMOLLM2 and self.table.are_numbers else "whole"
+        return "boxed"
 
 
 def _written(rate: float) -> str:
@@ -106,7 +119,7 @@ def _model(settings: Settings) -> Iterator[str]:
     if settings.on_cuda and not settings.is_embedded:
         yield "  load_in_4bit: true  # false is faster if it fits; check with rloo-kit plan"
         yield "  gradient_checkpointing: unsloth"
-    elif not settings.is_embedded:
+    elif not settings.is_built_in:
         yield "  gradient_checkpointing: true"
     yield "  lora: {r: 16, alpha: 16}  # null: full fine-tuning, at a tenth of the rate"
 
@@ -122,26 +135,29 @@ def _data(settings: Settings) -> Iterator[str]:
     if settings.form == "boxed" and table.are_texts:
         what = "Give the final answer, a number," if table.are_numbers else "Give the final answer"
         yield f"  system_prompt: {what} within \\boxed{{}}."
-    yield f"  test_size: {settings.test_size}  # of {table.num_rows} prompts, held out to measure accuracy"
+    elif settings.form == "whole" and not settings.is_embedded and table.are_texts:
+        yield "  system_prompt: Give only the answer."
+    yield f"  test_size: {settings.test_size}  # of {len(table.rows)} prompts, held out to measure accuracy"
     yield f"  max_prompt_length: {settings.prompt_length}  # tokens; longer prompts are dropped"
 
 
 def _rewards(settings: Settings) -> Iterator[str]:
     yield "rewards:"
     yield f"  - name: {_quoted(f'{settings.module}:score')}  # trained on; in {settings.module}.py"
-    end = _quoted(settings.think_end_id)
-    yield f"    params: {{think_end_id: {end}}}  # id of {THINK_END}; null: no thinking"
+    if settings.thinks:
+        yield f"    params: {{think_end_id: {settings.think_end_id}}}  # id of {THINK_END}"
     yield "  - name: answer_reward  # weight 0: measured as accuracy, not trained on"
     yield "    weight: 0.0"
     yield f"    params: {{find: {settings.form}}}"
 
 
 def _rloo(settings: Settings) -> Iterator[str]:
-    embedded, usual = settings.is_embedded, _written(LORA_LEARNING_RATE)
+    embedded, built_in, usual = settings.is_embedded, settings.is_built_in, _written(LORA_LEARNING_RATE)
     yield "rloo:"
-    yield f"  max_steps: {60 if embedded else 200}"
-    if embedded:
-        yield f"  learning_rate: {_written(EMBEDDED_LEARNING_RATE)}  # for a tiny model; the default is {usual}"
+    yield f"  max_steps: {60 if embedded else 40 if built_in else 200}"
+    if built_in:
+        rate = EMBEDDED_LEARNING_RATE if embedded else SMOLLM2_LEARNING_RATE
+        yield f"  learning_rate: {_written(rate)}  # for a small model; the default is {usual}"
     else:
         yield f"  learning_rate: {usual}  # lower if entropy drops fast, raise if reward is flat"
         yield "  lr_scheduler_type: constant_with_warmup"
@@ -155,12 +171,13 @@ def _rloo(settings: Settings) -> Iterator[str]:
         f"  per_device_train_batch_size: {settings.prompts * GENERATIONS}  # completions per step: {settings.prompts} "
         f"prompts x {GENERATIONS}"
     )
-    yield f"  max_completion_length: {settings.completion_length}  # tokens, thinking included"
+    included = ", thinking included" if settings.thinks else ""
+    yield f"  max_completion_length: {settings.completion_length}  # tokens{included}"
     if settings.thinking_budget is not None:
         yield f"  thinking_budget: {settings.thinking_budget}  # tokens, after which thinking is closed by force"
         yield "  answer_budget: 512  # tokens for the answer after that"
         yield "  thinking_close: sentence"
-    yield "  beta: 0.0  # no KL penalty, which would reward shorter thinking"
+    yield f"  beta: 0.0  # no KL penalty{', which would reward shorter thinking' if settings.thinks else ''}"
 
 
 def _eval(settings: Settings) -> Iterator[str]:
@@ -171,125 +188,111 @@ def _eval(settings: Settings) -> Iterator[str]:
     yield f"  batch_size: {settings.eval_batch}  # completions generated at once"
 
 
-_FIND = {
-    "boxed": '''\
-def find_answer(text):
-    """The content of the last \\\\boxed{...} in a completion; None without one."""
-    start = text.rfind("\\\\boxed{")
-    depth = 0
-    for place in range(start + len("\\\\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + len("\\\\boxed{") : place].strip()
-    return None
-''',
-    "whole": '''\
-def find_answer(text):
-    """The text after the thinking; None if it is empty."""
-    return text.strip() or None
-''',
+_JINJA = Environment("<%", "%>", "<<", ">>", trim_blocks=True, keep_trailing_newline=True)
+_FINDERS = {"boxed": "find_boxed", "last_number": "find_last_number", "whole": "str.strip"}
+# A right answer, a wrong one in the right form, and 1,000, as a model writes them.
+_FORMS = {
+    "boxed": (r"so \\boxed{{{GOLD}}}", r"so \\boxed{no such answer}", r"\\boxed{1,000}"),
+    "last_number": ("so it is {GOLD}.", "so it is -98765.", "**1,000**"),
+    "whole": ("{GOLD}", "no such answer", "1,000"),
 }
 
-_REWARD = '''\
-"""The reward of NAME.yaml: 1.0 for the right answer, 0.1 for a wrong answer in the right form, else 0.0.
+_REWARD = """\
+\"\"\"The reward of << file >>: 1.0 for the right answer, 0.1 for a wrong answer in the right form, else 0.0.
 
-It uses TRL's calling convention and runs in its own process. Edit it together with its test; the contract is in
+Answers are found and compared by the functions of answer_reward, which the evaluation measures, so the two agree. It
+uses TRL's calling convention and runs in its own process. Edit it together with its test; the contract is in
 docs/rewarding.md of rloo-kit.
-"""
+\"\"\"
 
-from fractions import Fraction
-
-
-FINDdef same(found, gold):
-    """Whether two answers are the same text, or the same number (42 and 42.0, 1,000 and 1000, 1/2 and 0.5)."""
-    if found.strip() == gold.strip():
-        return True
-    if max(len(found), len(gold)) > 40 or "e" in (found + gold).lower():  # not a plausible number
-        return False
-    try:
-        return Fraction(found.replace(",", "")) == Fraction(gold.replace(",", ""))
-    except (ValueError, ZeroDivisionError):
-        return False
+from rloo_kit.rewards.answer import answers_agree<% if "." not in finder %>, << finder >><% endif %>, has_no_answer
+from rloo_kit.rewards.text import << "answer_text, as_ids, as_text" if end else "as_text" >>
 
 
-def score(completions, completion_ids, answer, think_end_id=THINK_END_ID, **columns):
-    """One number per completion; None if the row has no answer.
+def score(completions, << "completion_ids, " if end >>answer, << "think_end_id=%s, " % end if end >>**columns):
+    \"\"\"One number per completion; None if the row has no answer.
 
     Args:
-        completions: the texts. completion_ids: their token ids, unpadded. answer: gold answers, one per completion.
-        think_end_id: id of </think>. Ids decide whether thinking has ended: text can spell the tag in other tokens.
-    """
+        completions: texts or conversations. answer: gold answers, one per completion.
+<% if end %>
+        completion_ids: token ids of the completions, unpadded. think_end_id: id of </think>. Ids decide whether the
+            thinking has ended: text can spell the tag in other tokens.
+<% endif %>
+    \"\"\"
     scores = []
+<% if end %>
     for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
-        if gold is None or not str(gold).strip():
+        answered = answer_text(as_text(text), as_ids(ids), think_end_id, thinking=True)  # None: it is still thinking
+        found = << finder >>(answered or "")
+<% else %>
+    for text, gold in zip(completions, answer, strict=True):
+        found = << finder >>(as_text(text))
+<% endif %>
+        if has_no_answer(gold):
             scores.append(None)
-            continue
-        text = text if isinstance(text, str) else text[-1]["content"]  # a conversation, in a bare TRL trainer
-        closed = think_end_id is None or think_end_id in list(ids)
-        found = find_answer(text.rpartition("</think>")[2]) if closed else None
-        scores.append(0.0 if found is None else 1.0 if same(found, str(gold)) else 0.1)
+        elif not found:
+            scores.append(0.0)
+        else:
+            scores.append(1.0 if answers_agree(found, str(gold)) else 0.1)
     return scores
-'''
+"""
 
-_TEST = '''\
-"""Tests of the reward of NAME.yaml. Run: pytest test_MODULE.py"""
+_TEST = """\
+\"\"\"Tests of the reward of << file >>. Run: pytest test_<< module >>.py\"\"\"
 
-from MODULE import score
+from << module >> import score
 
-END = THINK_END_ID  # the id of </think>
-GOLD = GOLD_TEXT  # the answer of the first row
+GOLD = << gold >>  # the answer of the first row
+<% if end %>
+END = << end >>  # the id of </think>
 
 
-def rate(text, ids=(END, 1), gold=GOLD):
-    return score([text], [list(ids)], [gold], think_end_id=END)[0]
+def rate(answer, ids=(END, 1), gold=GOLD):
+    return score([f"some thoughts</think>{answer}"], [list(ids)], [gold], think_end_id=END)[0]
+<% else %>
+
+
+def rate(answer, gold=GOLD):
+    return score([answer], answer=[gold])[0]
+<% endif %>
 
 
 def test_right_answer_gets_full_reward():
-    assert rate(f"some thoughts</think>RIGHT") == 1.0
+    assert rate(f"<< right >>") == 1.0
 
 
 def test_wrong_answer_gets_a_little_and_no_answer_gets_nothing():
-    assert rate("some thoughts</think>WRONG") == 0.1
-    assert rate("some thoughts</think>") == 0.0
+    assert rate("<< wrong >>") == 0.1
+    assert rate("") == 0.0
 
 
 def test_numbers_are_compared_as_numbers():
-    assert rate("</think>THOUSAND", gold="1000") == 1.0
+    assert rate("<< thousand >>", gold="1000") == 1.0
 
 
 def test_row_without_gold_answer_is_not_scored():
-    assert rate(f"</think>RIGHT", gold=None) is None
-'''
+    assert rate(f"<< right >>", gold=None) is None
+<% if end %>
 
-_UNCLOSED = '''
 
 def test_unclosed_thinking_has_no_answer():
-    """Text can spell </think> in ordinary tokens; only the id ends the thinking."""
-    assert rate(f"some thoughts</think>RIGHT", ids=(1, 2)) == 0.0
-'''
+    \"\"\"Text can spell </think> in ordinary tokens; only the id ends the thinking.\"\"\"
+    assert rate(f"<< right >>", ids=(1, 2)) == 0.0
+<% endif %>
+"""
 
 
 def make_reward(settings: Settings) -> str:
     """The text of the reward's file."""
-    text = _REWARD.replace("FIND", _FIND[settings.form] + "\n\n").replace("THINK_END_ID", str(settings.think_end_id))
-    return text.replace("NAME.yaml", settings.file.name)
+    values = {"file": settings.file.name, "finder": _FINDERS[settings.form], "end": settings.think_end_id}
+    return _JINJA.from_string(_REWARD).render(values)
 
 
 def make_test(settings: Settings) -> str:
-    """The text of the reward's test, which needs only the standard library and pytest."""
-    boxed, gold = settings.form == "boxed", settings.table.gold
+    """The text of the reward's test, which needs only rloo-kit and pytest."""
+    gold = settings.table.gold
     if gold.count("{") != gold.count("}") or THINK_END in gold:  # no completion could give such an answer
         gold = "42"
-    text = _TEST + (_UNCLOSED if settings.thinks else "")
-    words = {
-        "THINK_END_ID": str(settings.think_end_id),
-        "RIGHT": r"so \\boxed{{{GOLD}}}" if boxed else "{GOLD}",
-        "WRONG": r"so \\boxed{no such answer}" if boxed else "no such answer",
-        "THOUSAND": r"\\boxed{1,000}" if boxed else "1,000",
-        "MODULE": settings.module,
-        "NAME.yaml": settings.file.name,
-        "GOLD_TEXT": _quoted(gold),  # last: it may contain any of these words
-    }
-    for word, value in words.items():
-        text = text.replace(word, value)
-    return text
+    values = dict(zip(("right", "wrong", "thousand"), _FORMS[settings.form], strict=True))
+    values |= {"file": settings.file.name, "module": settings.module, "gold": _quoted(gold)}
+    return _JINJA.from_string(_TEST).render(values, end=settings.think_end_id)

@@ -21,7 +21,7 @@ class Starter:
     """What `write_starter` wrote. Prints as a summary with the next commands.
 
     Attributes:
-        config, reward, test: the files. plan: the memory plan. is_embedded: the model is embedded.
+        config, reward, test: the files. plan: the memory plan. time: of a step, in words; empty if unknown.
     """
 
     config: Path
@@ -29,7 +29,7 @@ class Starter:
     test: Path
     table: Table
     plan: VramPlan
-    is_embedded: bool
+    time: str
 
     @property
     def commands(self) -> list[str]:
@@ -39,11 +39,11 @@ class Starter:
         return [f"{pytest} {shlex.quote(str(self.test))}", *steps]
 
     def __str__(self) -> str:
-        plan = self.plan
+        plan, table = self.plan, self.table
         return "\n".join(
             [
-                f"{self.table.source}: {self.table.num_rows} rows, prompts in '{self.table.prompt_column}', answers in "
-                f"'{self.table.answer_column}'",
+                f"{table.source}: {len(table.rows)} rows, prompts in '{table.prompt_column}', answers in "
+                f"'{table.answer_column}'",
                 f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
                 "(computed, not measured)",
                 *self._notes(),
@@ -54,8 +54,12 @@ class Starter:
         )
 
     def _notes(self) -> Iterator[str]:
-        if not self.plan.machine.on_cuda and not self.is_embedded:
-            yield "without a GPU a step takes hours; --gpu-gib 8 writes the file for a GPU with 8 GiB"
+        if self.table.other_columns:
+            yield f"other columns: {', '.join(self.table.other_columns)}; --prompt-column and --answer-column choose"
+        if self.time:
+            yield self.time
+        if self.plan.no_gpu is not None:
+            yield "--gpu-gib 8 writes the file for a GPU with 8 GiB"
 
 
 def name_output(output: Path | None, source: str) -> Path:
@@ -96,7 +100,7 @@ def write_starter(
     config.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    return Starter(config, reward, test, table, fitted.plan, fitted.settings.is_embedded)
+    return Starter(config, reward, test, table, fitted.plan, fitted.time)
 
 
 def _as_module(stem: str) -> str:

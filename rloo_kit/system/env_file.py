@@ -13,6 +13,7 @@ from pathlib import Path
 from dotenv import dotenv_values
 
 from rloo_kit.errors import SetupError
+from rloo_kit.system.input_files import working_folder
 
 MARKERS = ("pyproject.toml", ".git", "configs", ".env")
 EXPECTED_KEYS = ("HF_TOKEN",)
@@ -31,10 +32,10 @@ class EnvFile:
 
 
 def find_root(start: Path | None = None) -> Path | None:
-    """The nearest folder at or above `start` (None: the working directory), else above the package, that contains
-    one of `MARKERS`; None if there is none."""
-    for origin in (Path(start or Path.cwd()).resolve(), Path(__file__).resolve().parents[2]):
-        for folder in (origin, *origin.parents):
+    """The nearest folder at or above `start` (None: the working folder, then the process's own), else above the
+    package, that contains one of `MARKERS`; None if there is none."""
+    for origin in (*([start] if start else [working_folder(), Path()]), Path(__file__).parents[2]):
+        for folder in (origin.resolve(), *origin.resolve().parents):
             if any(_is_marker(folder / name) for name in MARKERS):
                 return folder
     return None

@@ -1,13 +1,17 @@
-"""Files that a user wrote: text of a bounded size, YAML 1.2 (`5e-6` is a number, `no` is text) with bounded aliases.
+"""Files that a user wrote: where they are looked up, text of a bounded size, YAML 1.2 (`5e-6` is a number, `no` is
+text) with bounded aliases.
 
 Any fault in one raises a ConfigError with its line.
 """
 
 import os
 import stat
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ruamel.yaml import YAML, MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import YAMLError
@@ -83,6 +87,52 @@ def expand_user(path: str, key: str) -> Path:
         raise ConfigError(
             f"{key}: is {excerpt(path)}, but this machine has no such user; write the folder out"
         ) from None
+
+
+def working_folder() -> Path:
+    """The folder in which the user started the program: outputs land and lookups begin there. `Path()`: this process's.
+
+    A kernel runs in its notebook's folder; the user's is that of the program which started it (`jupyter lab`), until a
+    cell changes the directory. Hosted services start that program in `/`, which nobody chose.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if (
+        shell is not None
+        and shell.starting_dir == os.getcwd()
+        and os.environ.get("JPY_PARENT_PID") == str(os.getppid())
+    ):
+        with suppress(psutil.Error):
+            folder = Path(psutil.Process(os.getppid()).cwd())
+            return Path() if folder in (Path.cwd(), Path(folder.root)) else folder
+    return Path()
+
+
+def places_of(path: str, key: str, *others: Path | None) -> list[Path]:
+    """Where a path of the user's is looked up: in the working folder, in the process's own, then in the folders
+    `others`. An absolute path is its only place; `key` is for the error about `~nobody`."""
+    written = expand_user(path, key)
+    folders = (working_folder(), Path(), *filter(None, others))
+    return list(dict.fromkeys((folder / written).absolute() for folder in folders))
+
+
+def from_here(path: str | Path) -> Path:
+    """A path that a function was called with: as given, but in a kernel absolute, by the same lookup."""
+    places = [working_folder() / path, Path(path)]
+    found = next(filter(os.path.exists, places), places[-1])
+    return found if places[0] == places[1] else found.absolute()
+
+
+def looked_for(places: list[Path], key: str) -> str:
+    """The end of an error about a missing file or folder: its places, and `key` to set."""
+    return f"looked for as {' and as '.join(map(str, places))}; set {key} to its path"
+
+
+def find_input(path: str, key: str, *others: Path | None) -> Path:
+    """The first file among `places_of`; raises ConfigError if there is none."""
+    places = places_of(path, key, *others)
+    if (found := next(filter(is_file, places), None)) is None:
+        raise ConfigError(f"there is no file {path}; {looked_for(places, key)}")
+    return found
 
 
 def is_file(path: Path) -> bool:

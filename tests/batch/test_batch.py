@@ -48,8 +48,9 @@ KIT = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A project with one notebook of each kind."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with one notebook of each kind."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     write_notebook(tmp_path / "plain.ipynb", "print(seed)", parameters=PLAIN)
     write_notebook(tmp_path / "trains.ipynb", "print(seed)", parameters=TRAINS)
@@ -124,7 +125,7 @@ def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
         ({}, "give a grid or runs"),
         ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
         ({"runs": [{"timeout_s": 0}]}, "runs.0.timeout_s: is 0; it must be above 0"),
-        ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no notebook nowhere.ipynb; looked in"),
+        ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no file nowhere.ipynb; looked for"),
         ({"notebook": "configs/b.yaml", "runs": [{}]}, "(.ipynb)"),
         ({"notebook": None, "runs": [{}]}, "runs.0.notebook: required"),
         ({"notebook": None, "grid": {"seed": [1]}}, "notebook: required by grid"),
@@ -252,7 +253,6 @@ def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, mo
     """With the JPY_SESSION_NAME of the surrounding notebook, a run's last cell would take its kernel for one of a
     Jupyter server."""
     monkeypatch.setenv("JPY_SESSION_NAME", "mine.ipynb")
-    monkeypatch.delenv("RLOO_KIT_MEMORY")  # of the tests themselves
     code = "import os; print(sorted(name for name in os.environ if name[:3] in ('JPY', 'RLO')))"
     process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-2")
     wait_for(lambda: process.poll() is not None, "it ends")
@@ -608,3 +608,26 @@ def test_faults_of_a_run_are_found_before_the_batch_starts(tmp_path: Path) -> No
     file.write_text(f"notebook: {notebook}\nparameters: {{{run}}}\ngrid: {{seed: [0, 1]}}\n")
     with pytest.raises(ConfigError, match=r"and 1 more.*rewards.0.name: there is no reward 'answer_rewrd'"):
         load_batch(file)
+
+
+def test_a_batch_of_own_rewards_is_compared_by_them(
+    compared: BatchDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Table, figure and progress showed an accuracy of 0.000 of runs whose own reward had risen."""
+    monkeypatch.setenv("COLUMNS", "120")
+    for status in list(compared.statuses.values())[:2]:
+        for name, reward in (("before", 0.2), ("after", 0.8)):
+            file = compared.training(status.name).folder / f"{name}.json"
+            found = json.loads(file.read_text()) | {"judged_by": "exact match", "greedy_reward": {"mean": 0.9}}
+            found |= {"accuracy": 0.0, "reward": reward, "reward_low": reward - 0.1, "reward_high": reward + 0.1}
+            file.write_text(json.dumps(found))
+    page, table = write_comparison(compared)
+    row = next(csv.DictReader(table.open(encoding="utf-8")))
+    assert (row["measure"], row["judged_by"], row["greedy_reward_after"]) == ("reward", "exact match", "0.9")
+    text, html = render_text(make_text_table(compared)), page.read_text(encoding="utf-8")
+    assert "0.200 → 0.800" in text and "[0.700, 0.900]" in text and "accuracy" not in text
+    assert "<th>reward before</th>" in html and "Reward, thinking tokens and time" in html
+    assert "0.800 <span class='under'>[0.700, 0.900]</span>" in html and "0.000" not in html
+    with BatchDisplay(compared) as display:
+        display.report(next(iter(compared.statuses.values())))
+    assert "reward 0.200 -> 0.800" in capsys.readouterr().out

@@ -147,5 +147,5 @@ def test_a_users_family_takes_no_prompts_of_another(minimal: Path, monkeypatch: 
         assert run.data.source == source
     with pytest.raises(ConfigError, match=r"sft\.source is embedded/sorting; set sft\.source=embedded/own/b"):
         load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=embedded/sorting")
-    run = load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=worked.jsonl")
+    run = load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=demonstrations.jsonl")
     assert run.family_files == [(minimal.parent / "own" / "backward.py").resolve()]

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Batches are in test_batch.py.
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("batch_"))
 WANTED = {"arithmetic_instruct", "arithmetic_thinking", "qwen3_4b_instruct", "qwen3_1_7b", "qwen3_0_6b"}
-WANTED |= {"sft_arithmetic", "reasoning_gym_chain_sum", "qwen3_1_7b_reasoning_gym"} | {
+WANTED |= {"smollm2_sums", "smollm2_words", "sft_arithmetic", "reasoning_gym_chain_sum", "qwen3_1_7b_reasoning_gym"} | {
     f"qwen3_4b_thinking{size}" for size in ("", "_8gb", "_12gb", "_16gb", "_24gb")
 }
 ON_GPU = [path for path in FILES if path.stem.startswith("qwen3")]

@@ -27,6 +27,10 @@ SETTINGS = {
 # Objects of the kit: what `ctx` keeps for the backward pass, the function that stands in, engines that are measured,
 # the module that is made for tqdm, the config's notes; a config that Unsloth changed, restored to the user's values.
 OWN = {
+    "config/run.py: setattr(config.model, key)", "config/run.py: setattr(owner, key)",
+    "embedded/smollm2.py: tokenizer.eos_token",
+    "embedded/smollm2.py: tokenizer.model_max_length", "embedded/smollm2.py: settings.eos_token_id",
+    "embedded/smollm2.py: tokenizer.clean_up_tokenization_spaces",
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "measure/memory.py: engine._halve", "measure/memory.py: engine._fill", "measure/memory.py: engine._cache_options",

@@ -12,6 +12,7 @@ from rloo_kit.data.gym_tasks import REFUSED, SOUND
 from rloo_kit.system.versions import is_importable
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+LONG = (pytest.mark.slow, pytest.mark.long)
 SELDOM = ("too slow",)  # measured by the benchmark: a figure of seconds is one of that machine
 pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
 
@@ -66,7 +67,7 @@ def test_a_verifier_that_runs_answers_is_found(bench: Any, tmp_path: Path) -> No
     assert not bench.runs_python(Verifier(lambda answer, _: float(answer)), {})
 
 
-@pytest.mark.parametrize("rows", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [2, pytest.param(20, marks=LONG)])
 def test_offered_tasks_have_sound_verifiers(bench: Any, rows: int) -> None:
     """The stored answer scores 1, every kind of nonsense 0, nothing raises, and no answer is run as Python: reward for
     nonsense is what a policy finds first, and its text must never be a program."""
@@ -78,7 +79,7 @@ def test_offered_tasks_have_sound_verifiers(bench: Any, rows: int) -> None:
     assert not faulty
 
 
-@pytest.mark.parametrize("rows", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [2, pytest.param(50, marks=LONG)])
 def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, rows: int) -> None:
     """list_functions draws some rows with the generator that all share, that of seed 74 too: a run that was resumed had
     others."""
@@ -95,6 +96,7 @@ print("\\n" + json.dumps(found))
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_refused_tasks_are_refused_for_their_reason(bench: Any) -> None:
     """A task that a new version has fixed may be offered again."""
     for task, why in REFUSED.items():

@@ -123,7 +123,7 @@ def test_file_is_looked_up_next_to_the_config(make_run, tmp_path, tiny_tokenizer
     (tmp_path / "configs" / "rows.jsonl").write_text(jsonl({"prompt": "hi"}))
     monkeypatch.chdir(tmp_path)
     run = make_run("rows.jsonl")
-    with pytest.raises(DataError, match=f"no file rows.jsonl, looked in {tmp_path}"):
+    with pytest.raises(DataError, match=f"no file rows.jsonl; looked for as {tmp_path}/rows.jsonl; set data.source"):
         load_data(run, tiny_tokenizer)
     run._source = tmp_path / "configs" / "run.yaml"
     assert len(load_data(run, tiny_tokenizer).train) == 1
@@ -134,8 +134,8 @@ def test_file_is_looked_up_next_to_the_config(make_run, tmp_path, tiny_tokenizer
     [
         ("rows.txt", "has the ending '.txt'; supported are .jsonl, .csv, .parquet"),
         (".", "is a folder; name a file in it"),
-        ("missing.csv", "no file missing.csv, looked in"),
-        ("a/b/c", "no file a/b/c, looked in"),
+        ("missing.csv", "no file missing.csv; looked for as /"),
+        ("a/b/c", "no file a/b/c; looked for as /"),
     ],
 )
 def test_sources_that_are_none(make_run, tmp_path, tiny_tokenizer, monkeypatch, source, text):
@@ -190,8 +190,9 @@ def test_bad_rows_are_named_by_file_and_line(make_run, write, tiny_tokenizer, en
     """In a file of 50,000 lines "KeyError: 'prompt'" is no help: the line is what one has to know. Line numbers are
     those of an editor: records over several lines count all of them."""
     path = write(f"rows.{ending}", content)
+    reward = "answer_reward" if "an answer of type" in text else "length_reward"  # others may read such answers
     with pytest.raises(DataError) as caught:
-        load_data(make_run(path), tiny_tokenizer)
+        load_data(make_run(path, reward=reward), tiny_tokenizer)
     assert str(path) in str(caught.value) and text in str(caught.value)
 
 
@@ -254,7 +255,7 @@ def test_missing_answer_column(make_run, write, tiny_tokenizer):
 
 
 def test_answer_after_a_marker(make_run, write, tiny_tokenizer):
-    """A worked solution as the gold answer can never be matched; one without its marker must not slip through."""
+    """A demonstration as the gold answer can never be matched; one without its marker must not slip through."""
     path = write("rows.jsonl", jsonl({"prompt": "a", "answer": "2+2\n#### 4"}, {"prompt": "b", "answer": "5"}))
     with pytest.raises(DataError, match=r"line 2: the answer has no '####' in it \(data.answer_after"):
         load_data(make_run(path, answer_after="####"), tiny_tokenizer)

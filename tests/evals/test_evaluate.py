@@ -1,7 +1,9 @@
 """Held-out accuracy: what counts as right, what is measured alongside, and how two evaluations compare."""
 
 import copy
+import itertools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +12,15 @@ import pytest
 import torch
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data.load import load_data
 from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import Evaluation, compare
+from rloo_kit.results.evaluation import Evaluation, compare, difference, pair_means
 from rloo_kit.results.intervals import wilson
 from rloo_kit.rewarding.registry import build_rewards
+from rloo_kit.rewards import AnswerReward
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.think_tags import bind_think_tags, split_thinking
 from tests.rollout.models import lean
@@ -115,9 +119,11 @@ def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
     assert f"{len(judged)} of {NUM_PROMPTS}" in str(part) and "with an answer" not in str(whole)
     assert Evaluation.from_dict(json.loads(json.dumps(part.to_dict()))) == part
     change = compare(part, part)
-    assert change.paired and change.num_prompts == len(judged) and not compare(whole, part).paired
+    assert change.paired and change.num_prompts == len(judged)
+    change = compare(whole, part)
+    assert change.paired and change.num_prompts == len(judged) and change.difference == 0
     nothing = evaluate(make_run(greedy=False), policy, make_dataset([None] * NUM_PROMPTS))
-    assert nothing.accuracy is None and nothing.per_prompt is None and "no answer column" in str(nothing)
+    assert nothing.accuracy is None and nothing.per_prompt is None and "no answers" in str(nothing)
 
 
 def test_only_full_marks_count(make_run, make_policy):
@@ -160,7 +166,7 @@ def test_without_answers_accuracy_is_none(make_run, make_policy):
     measured = evaluate(run, digits_policy(make_policy), make_dataset())
     assert (measured.accuracy, measured.greedy_accuracy, measured.pass_at_k) == (None, None, {})
     assert measured.budgets[0]["accuracy"] is None and measured.budgets[0]["forced_share"] > 0
-    assert "not measured: no answer column" in str(measured)
+    assert "not measured: no answers" in str(measured)
     assert measured.closed_share is not None and measured.samples[0]["gold"] is None
 
 
@@ -368,7 +374,8 @@ def test_held_out_reward_is_that_of_training(make_run, make_policy):
     assert found.accuracy is None and found.reward_unscored == 0
     assert "reward, weighted sum" in str(found) and "reward length_reward" in str(found)
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert str(compare(found, found)).startswith("reward +0.000 [+0.000, +0.000] on the same 12 prompts")
+    same = compare(found, found)
+    assert same.reward_difference == 0 and same.reward_low < 0 < same.reward_high and same.num_prompts == 12
 
 
 def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
@@ -464,6 +471,53 @@ def test_compare_pairs_the_same_prompts():
     assert paired.greedy_difference is None and "greedy" not in str(paired)
 
 
+def test_nested_evaluations_are_paired_on_what_they_share(make_run, make_policy):
+    """5 of the same 12 prompts, in another order, were "measured on different prompts", because there was one digest of
+    all of them. Each prompt has its own; an evaluation without, from an older version, pairs as a whole or not."""
+
+    def long(completion_ids, **_):
+        return [len(ids) / 6 for ids in completion_ids]
+
+    policy = digits_policy(make_policy)
+    data = make_dataset([answer or "none" for answer in answers_of(policy)])
+    before = evaluate(make_run(), policy, data, reward_funcs=[long])
+    order = [7, 3, 0, 11, 5]
+    after = evaluate(make_run(temperature=0.7), digits_policy(make_policy), data.select(order), reward_funcs=[long])
+    for name, old, new in (
+        ("accuracy", before.per_prompt, after.per_prompt),
+        ("greedy_accuracy", before.greedy_per_prompt, after.greedy_per_prompt),
+        ("reward", before.reward_per_prompt, after.reward_per_prompt),
+    ):
+        for sides, sign in (((before, after), 1), ((after, before), -1)):
+            found = difference(*sides, name)
+            assert found.paired and found.num_prompts == 5
+            expected = sum(new) / 5 - sum(old[place] for place in order) / 5
+            assert found.estimate.value == pytest.approx(sign * expected) == found.after - found.before
+    assert len(set(before.reward_per_prompt)) > 1, "else the order would not matter"
+    assert compare(before, after).num_prompts == 5 and compare(before, after).paired
+    old = [Evaluation.from_dict({k: v for k, v in one.to_dict().items() if k not in NEW}) for one in (before, after)]
+    assert not compare(*old).paired and not compare(before, old[1]).paired
+    assert compare(before, old[0]) == compare(before, before) == compare(old[0], old[0])
+    shifted = evaluate(make_run(), policy, data.select([11, 0]), reward_funcs=[long])
+    assert (
+        compare(after, shifted).paired
+        and not compare(evaluate(make_run(), policy, data.select([1, 2, 7])), after).paired
+    )
+    for wrong in ({"prompt_digests": before.prompt_digests[1:]}, {"unjudged": [3]}):
+        with pytest.raises(ValueError):
+            Evaluation.from_dict(before.to_dict() | wrong)
+
+
+NEW = ("prompt_digests", "unjudged")  # keys that evaluations of older versions lack
+
+
+def test_of_two_equal_prompts_the_first_is_paired_with_the_first():
+    """By digest alone, both would be paired with the last one."""
+    before, after = measured([1.0, 0.0, 1.0], digest="x"), measured([0.0, 0.0, 1.0, 1.0], digest="y")
+    before.prompt_digests, after.prompt_digests = ["a", "a", "b"], ["b", "a", "c", "a"]
+    assert pair_means(before, after, "accuracy") == {("a", 0): (1.0, 0.0), ("a", 1): (0.0, 1.0), ("b", 0): (1.0, 0.0)}
+
+
 def test_compare_greedy_and_none():
     """Greedy accuracy is compared separately; without answers there is nothing to compare."""
     found = compare(measured([0.0, 1.0], greedy=[1.0, 1.0]), measured([1.0, 1.0], greedy=[0.0, 1.0]))
@@ -471,3 +525,85 @@ def test_compare_greedy_and_none():
     assert "greedy -0.500 [" in str(found)
     nothing = compare(Evaluation("", 2, 1, 1.0, 6), measured([1.0, 0.0]))
     assert nothing.difference is None and nothing.apart is None and "neither an accuracy nor a reward" in str(nothing)
+
+
+# ------------------------------------------------------------------------------------------ rewards of ones own
+
+
+def sentence(completions, answer, **_):
+    """1 for the answer anywhere in the completion."""
+    return [float(str(gold) in text) for text, gold in zip(completions, answer, strict=True)]
+
+
+def test_an_own_reward_leads_and_exact_match_is_called_that(make_run, make_policy):
+    """The judge was the default answer reward, which the run did not have: a sentence with the right answer was wrong
+    in the table, in each sample, and at temperature 0, where the reward was not measured at all."""
+    policy = digits_policy(make_policy)
+    rows = make_dataset(["7"] * NUM_PROMPTS)
+    run = make_run([{"name": "length_reward"}])
+    measured = evaluate(run, policy, rows, reward_funcs=[sentence])
+    assert (measured.judged_by, measured.leading) == ("exact match", "reward")
+    assert 0 < measured.reward == measured.rewards["sentence"]["mean"] and measured.reward != measured.accuracy
+    greedy = generate_completions(policy, rows["prompt"][:], max_completion_length=6, temperature=0, seed=0)
+    expected = [float("7" in one.text) for one in greedy]
+    assert measured.greedy_reward["per_prompt"] == expected and 0 < sum(expected) < NUM_PROMPTS
+    samples = [*measured.samples, *measured.more_samples]
+    assert [one["reward"] for one in samples] == measured.reward_per_prompt
+    assert {one["correct"] for one in samples} == {None}
+    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+    same = evaluate(make_run([{"name": "length_reward"}], temperature=0), policy, rows, reward_funcs=[sentence])
+    assert same.greedy_reward["mean"] == same.reward == measured.greedy_reward["mean"]
+
+
+def test_an_answer_reward_made_in_python_judges_with_its_own_settings(make_run, make_policy):
+    """It was passed to `train` and logged as answer_reward, while held-out answers were judged with the defaults."""
+    policy = make_policy(bias={22: 9.0, 28: 9.0, THINK_END: 9.0, TURN_END: 9.0})
+    rows = make_dataset(["7"] * NUM_PROMPTS)
+    run = make_run([{"name": "length_reward"}], greedy=False, num_samples=8)
+    own = AnswerReward(think_end_id=THINK_END, find="last_number")
+    measured = evaluate(run, policy, rows, reward_funcs=[own])
+    assert (measured.judged_by, measured.leading) == ("answer_reward", "accuracy")
+    assert 0 < measured.accuracy == measured.reward and not measured.greedy_reward
+    configured = make_run([{"name": "answer_reward", "params": {"find": "last_number"}}], greedy=False, num_samples=8)
+    assert evaluate(configured, policy, rows).accuracy == measured.accuracy
+
+
+@pytest.mark.parametrize("gold", [{"sum": 7, "steps": ["1+6"]}, [7, "seven"], True, "7 because 1+6 = 7 #### 7", 7])
+def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_policy, tiny_tokenizer):
+    """A list was refused, an object had the keys of all rows, and text with its working was 0 % right."""
+    rows = [{"prompt": f"{n}+1=", "answer": gold if n else {"other": None} if isinstance(gold, dict) else gold}
+            for n in range(20)]  # fmt: skip
+    run = make_run([{"name": "length_reward"}], greedy=False)
+    data = load_data(run, tiny_tokenizer, rows=rows)
+    seen = []
+
+    def own(completions, answer, **_):
+        seen.extend(answer)
+        return [0.5] * len(completions)
+
+    measured = evaluate(run, make_policy(), data.test, reward_funcs=[own])
+    kept = str(gold) if isinstance(gold, int) and gold is not True else gold
+    assert seen == data.test["answer"][:] and all(one in (kept, {"other": None}) for one in seen) and kept in seen
+    is_text = isinstance(kept, str)
+    assert (measured.accuracy is not None, measured.judged_by) == (is_text, "exact match" if is_text else None)
+    assert measured.leading == "reward" and measured.samples[0]["gold"] == seen[0]
+    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+    if not is_text:
+        with pytest.raises(DataError, match="it must be text or a number"):
+            load_data(make_run(), tiny_tokenizer, rows=rows)
+
+
+def test_progress_counts_all_passes_and_says_when_it_ends(make_run, make_policy, monkeypatch, capsys):
+    """The greedy pass counted from 0 again, and no line said how long an evaluation of ten minutes still takes."""
+    clock = itertools.count()
+    monkeypatch.setattr(answer_judge.time, "monotonic", lambda: next(clock))
+    run = make_run(num_samples=2, batch_size=4, thinking_budgets=[2])
+    run.run.progress_every_s = 0.0
+    evaluate(run, digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS), label="before")
+    line = re.compile(r"evaluation before: (\d+)/48 completions \((.*)\) \| eta 0:(\d\d)")
+    printed = capsys.readouterr().out
+    assert not re.search(r" [1-4]/48 .*eta", printed), "one of 400 completions ended first: 2:41:49, it took 2:30"
+    found = [(int(done), what, int(left)) for done, what, left in line.findall(printed)]
+    assert [done for done, *_ in found] == sorted({done for done, *_ in found}) and found[-1][0] < 48
+    assert list(dict.fromkeys(what for _, what, _ in found)) == ["sampled", "greedy", "budget 2"]
+    assert found[0][2] > found[-1][2]

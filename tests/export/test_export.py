@@ -48,7 +48,8 @@ def certified(found: Any, prompts: int) -> dict[str, Any]:
 def test_the_embedded_model_is_what_was_trained(embedded_run: Path, tmp_path: Path, case: Any) -> None:
     found = kit.export_model(embedded_run, case[0], output=tmp_path / "out", num_prompts=6, **case[1])
     check = certified(found, 6)
-    assert check["largest"] < (0.05 if "q8_0" in case[1].values() else 1e-4) and check["equal"] == 6
+    # 8 bits: 0.005 to 0.115 nats, by the processor that built the embedded model
+    assert check["largest"] < (0.2 if "q8_0" in case[1].values() else 1e-4) and check["equal"] == 6
 
 
 @pytest.mark.slow

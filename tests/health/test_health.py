@@ -163,6 +163,16 @@ def test_a_reward_that_is_gamed(truth: str) -> None:
     assert look(falling) == [], "a reward that falls with it is not gamed"
 
 
+@pytest.mark.parametrize(("half", "is_found"), [(0.02, True), (0.6, False)])
+def test_a_fall_within_the_interval_is_no_reward_hacking(half: float, is_found: bool) -> None:
+    """Held-out accuracy that fell from 0.775 to 0.725 on 40 prompts, two of them, was alarming."""
+    rows = hacked("eval/accuracy")
+    wide = [
+        row | {"eval/accuracy_high": row["eval/accuracy"] + half} if "eval/accuracy" in row else row for row in rows
+    ]
+    assert ("reward_hacking" in {one.rule for one in look(wide)}) is is_found
+
+
 def test_a_trade_that_is_meant_is_none() -> None:
     """A length penalty falls when longer thinking finds more answers; that is intended."""
     rows = drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})
@@ -239,6 +249,23 @@ def test_the_published_recipe_is_truncation_alone() -> None:
     assert found.rule == "truncation" and "rloo.max_completion_length (currently 128)" in found.fix
     assert "100% of the completions" in found.evidence and "0% close their thinking" in found.evidence
     assert {"no_signal", "zero_gradient", "cold_start"} <= set(found.explains)
+
+
+def test_a_policy_that_became_one_wrong_answer_is_broken() -> None:
+    """SmolLM2 on sums at 1e-3: reward 0.81 at step 9, 0.13 at step 10, because it writes one wrong answer a prompt. Its
+    entropy was low before too, so nothing was reported but groups without a signal, with the advice to use other
+    prompts."""
+    rewards = [0.11, 0.05, 0.17, 0.16, 0.14, 0.30, 0.67, 0.69, 0.81, 0.13, 0.16, 0.14, 0.13, 0.17, 0.25]
+    entropies = [2.53, 2.14, 1.99, 1.57, 1.48, 1.19, 0.59, 0.30, 0.13, 0.11, 0.07, 0.13, 0.10, 0.26, 0.07]
+    tied = [0.5, 0.63, 0.38, 0.38, 0.38, 0.13, 0.13, 0.38, 0.63, 1.0, 0.88, 0.88, 1.0, 0.88, 1.0]
+    rows = [
+        WELL | {"reward": reward, "reward_std": math.sqrt(reward * (1 - reward)), "entropy": entropy,
+                "frac_reward_zero_std": share, "frac_score_zero_std": share}
+        for reward, entropy, share in zip(rewards, entropies, tied, strict=True)
+    ]  # fmt: skip
+    found = look(rows)
+    assert [(one.rule, one.since) for one in found] == [("broken_policy", 10)] and found[0].step <= 12
+    assert "equal rewards" in found[0].evidence and "rloo.learning_rate" in found[0].fix
 
 
 def test_a_broken_policy_is_not_called_hard_prompts() -> None:

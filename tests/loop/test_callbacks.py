@@ -34,10 +34,21 @@ def state(step, max_steps=20):
     return SimpleNamespace(global_step=step, max_steps=max_steps, is_world_process_zero=True)
 
 
-def begun(rollouts, every_s, step=0):
-    line = ProgressLine(rollouts, every_s)
-    line.on_train_begin(None, state(step), None)
-    return line
+@pytest.fixture
+def begin(tmp_path):
+    """`begin(every_s)`: a progress line as a run has it, behind the writer of its rows; `after_s` is its evaluation."""
+
+    def build(every_s, step=0, after_s=0.0):
+        line = ProgressLine(MetricsWriter(RunDir(tmp_path)), every_s, after_s)
+        line.on_train_begin(None, state(step), None)
+        return line
+
+    return build
+
+
+def log(line, step, logs):
+    for callback in (line.writer, line):
+        callback.on_log(None, state(step), None, logs=logs)
 
 
 def row(ids, **changes):
@@ -45,44 +56,51 @@ def row(ids, **changes):
     return values | {"reward": 1.0, "advantage": 0.5, "truncated": False} | changes
 
 
-def test_progress_line_says_where_the_run_is(rollouts, clock, capsys):
+def test_progress_line_says_where_the_run_is(begin, clock, capsys):
     """A progress bar in a notebook that is run in batch is frozen at 0 %; a line is read as it comes."""
-    line = begun(rollouts, every_s=5.0)
+    line = begin(every_s=5.0)
     clock.now += 4
-    rollouts([row([1] * 100), row([1] * 60)])
-    line.on_log(None, state(5), None, logs=LOGS)
+    log(line, 5, LOGS | {"completions/mean_length": 80.0, "episode": 2.0, "step_time": 0.8})
     expected = "step 5/20 | reward 0.250 | accuracy 0.500 | think 41 | 40 tok/s | eta 0:12\n"
     assert capsys.readouterr().out == expected
 
 
-def test_progress_is_throttled_but_never_misses_the_first_and_the_last(rollouts, clock, capsys):
+def test_eta_includes_what_follows_the_steps(begin, clock, capsys):
+    """The evaluation after training took 736 s, for which the line had promised 0."""
+    line = begin(every_s=0.0, after_s=736.0)
+    clock.now += 4
+    log(line, 5, LOGS)
+    assert "eta 12:28" in capsys.readouterr().out
+
+
+def test_progress_is_throttled_but_never_misses_the_first_and_the_last(begin, clock, capsys):
     """nbclient keeps every flush as a separate output: a line per step makes a notebook of megabytes."""
-    line = begun(rollouts, every_s=5.0)
+    line = begin(every_s=5.0)
     for step in range(1, 21):
         clock.now += 1
-        line.on_log(None, state(step), None, logs=LOGS)
-    line.on_log(None, state(20), None, logs={"train_runtime": 1.0})
+        log(line, step, LOGS)
+    log(line, 20, {"train_runtime": 1.0})
     line.on_train_end(None, state(20), None)
     steps = [text.split("|")[0].strip() for text in capsys.readouterr().out.splitlines()]
     assert steps == ["step 1/20", "step 6/20", "step 11/20", "step 16/20", "step 20/20"]
 
 
-def test_progress_keeps_what_the_last_rollout_said(rollouts, clock, capsys):
+def test_progress_keeps_what_the_last_rollout_said(begin, clock, capsys):
     """With num_iterations=2 every second step logs no reward, and half of the lines said nothing."""
-    line = begun(rollouts, every_s=0.0)
+    line = begin(every_s=0.0)
     for step, logs in enumerate([LOGS, {"loss": 0.1}, LOGS | {"reward": None}], start=1):
         clock.now += 1
-        line.on_log(None, state(step), None, logs=logs)
+        log(line, step, logs)
     first, second, third = capsys.readouterr().out.splitlines()
     assert "reward 0.250 | accuracy 0.500 | think 41" in second and second.startswith("step 2/20")
     assert "reward" in first and "reward" not in third.replace("accuracy", "")
 
 
-def test_eta_of_a_resumed_run_counts_its_own_steps(rollouts, clock, capsys):
+def test_eta_of_a_resumed_run_counts_its_own_steps(begin, clock, capsys):
     """Divided by all steps, those of yesterday included, the time left came out far too short."""
-    line = begun(rollouts, every_s=0.0, step=10)
+    line = begin(every_s=0.0, step=10)
     clock.now += 60
-    line.on_log(None, state(11), None, logs=LOGS)
+    log(line, 11, LOGS)
     assert "eta 9:00" in capsys.readouterr().out
 
 

@@ -17,6 +17,7 @@ from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
 from rloo_kit.loop.run import run_and_report
 from rloo_kit.results.result import load_result
+from rloo_kit.rewards import AnswerReward
 from rloo_kit.runs.run_dir import RunDir
 from tests.loop.conftest import by_ids
 
@@ -96,7 +97,9 @@ def test_an_evaluation_changes_nothing_of_the_training(start):
 
 def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
     """The held-out measure was in a separate file, where neither the progress line nor a tracker showed it."""
-    result = start(*EVERY_TWO, "eval.every_steps=4", "rloo.logging_steps=3", "eval.num_samples=2")
+    compared = AnswerReward(think_end_id=260)  # made in Python, so known by its name only
+    keys = (*EVERY_TWO, "eval.every_steps=4", "rloo.logging_steps=3", "eval.num_samples=2")
+    result = start(*keys, rewards=[by_ids, compared])
     assert [step for step, *_ in found_by(result.folder)] == [0, 4, 6], "the start and the last step too"
     assert {row["step"]: "eval/accuracy" in row for row in result.metrics} == {3: False, 4: True, 6: True}
     row, evaluation = result.metrics[1], lines(result.folder, "evaluations.jsonl")[1]
@@ -106,6 +109,17 @@ def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
     assert row["eval/accuracy"] == evaluation["value"] and evaluation["measure"] == "accuracy"
     printed = capsys.readouterr().out
     assert "held-out at step 4: accuracy 0.000 [0.000, " in printed and "| held-out 0.000 |" in printed
+
+
+def test_patience_follows_the_reward_where_none_compares_answers(start, capsys):
+    """While an own reward rose, exact match stayed at 0, and patience stopped the run at step 8 of 30."""
+    result = start(*EVERY_TWO, "rloo.learning_rate=0.2", "eval.num_samples=4", "eval.patience=1", rewards=[low_ids])
+    rows = lines(result.folder, "evaluations.jsonl")
+    assert {row["measure"] for row in rows} == {"reward"} and rows[-1]["value"] > rows[0]["value"]
+    assert rows[0]["evaluation"]["judged_by"] == "exact match" and rows[-1]["evaluation"]["accuracy"] == 0
+    assert result.stopped is None and result.adapter_step == 6
+    assert not any(name.startswith("eval/accuracy") for row in result.metrics for name in row)
+    assert "accuracy" not in capsys.readouterr().out
 
 
 def test_a_run_is_stopped_early_and_its_adapter_is_the_best(start, capsys):

@@ -1,4 +1,4 @@
-"""A run's measured peak next to its plan: the printed line, `memory.json`, and what the next plan learns from it."""
+"""A run's measured peak next to its plan: the printed line and `memory.json`."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,6 @@ import torch
 from rloo_kit import load_config
 from rloo_kit.loop.memory import MemoryWatch
 from rloo_kit.plan import parts
-from rloo_kit.plan.history import past_runs
 from rloo_kit.plan.load import read_load
 from rloo_kit.plan.peaks import rollout_gib
 from rloo_kit.plan.result import Machine
@@ -23,10 +22,8 @@ GPU = Machine("RTX 3060", 11.2, 0.8, True)
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("RLOO_KIT_MEMORY", str(tmp_path / "kept" / "memory.json"))
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "kept" / "memory.json"
 
 
 @pytest.fixture
@@ -68,12 +65,10 @@ def test_the_peak_on_a_gpu_is_compared_at_the_lengths_of_the_run(
     line = " ".join(capsys.readouterr().out.split())
     assert f"planned {planned:.2f} GiB" in line and "measured peak 6.70 GiB" in line
     assert f"({6.7 / computed:.2f})" in line
-    (past,) = past_runs(GPU, watch.load)
-    assert past.ratio == pytest.approx(6.7 / computed) and past.spare_gib == 1.5
 
 
 def test_a_run_on_the_cpu_is_measured_by_what_it_added(
-    kept: Path, tmp_path: Path, run_dir: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_dir: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A notebook that holds a dataset of 20 GiB would double every plan of its machine."""
     ballast = torch.ones(2**26)
@@ -86,18 +81,18 @@ def test_a_run_on_the_cpu_is_measured_by_what_it_added(
     there = parts.context_bytes(watch.load) + parts.body_bytes(watch.load) + parts.table_bytes(watch.load)
     there += parts.FLOAT * parts.trained_weights(watch.load)
     assert found["measured_gib"] == pytest.approx(there / GIB + 0.5, abs=0.1) and ballast is not None
-    assert "measured peak" in " ".join(capsys.readouterr().out.split()) and kept.is_file()
+    assert "measured peak" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_without_a_rollout_says_nothing(tmp_path: Path, run_dir: SimpleNamespace, kept: Path) -> None:
+def test_a_run_without_a_rollout_says_nothing(tmp_path: Path, run_dir: SimpleNamespace) -> None:
     """A resumed run that was finished already has no peak to report."""
     watch_of(Machine("the CPU", 16.0, 0.3, False)).report(run_dir)
-    assert not (tmp_path / "memory.json").exists() and not kept.exists()
+    assert not (tmp_path / "memory.json").exists()
 
 
-def test_training_writes_the_figures_into_its_folder(start, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run ends with its measured peak; one that is mostly Python itself says nothing about a plan and is not kept."""
+def test_training_writes_the_figures_into_its_folder(start, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run ends with its measured peak next to the planned one."""
     result = start("rloo.max_steps=1")
     found = json.loads((result.folder / "memory.json").read_text())
     assert found["measured_gib"] > 0 and found["planned_gib"] >= found["computed_gib"] > 0
-    assert "measured peak" in " ".join(capsys.readouterr().out.split()) and not kept.exists()
+    assert "measured peak" in " ".join(capsys.readouterr().out.split())

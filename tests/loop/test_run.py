@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.run_arguments import mixed_precision
 from rloo_kit.preflight.faults import PreflightError
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.rollouts import read_rollouts
@@ -93,6 +95,19 @@ def test_a_run_leaves_everything_in_its_folder(start, capsys):
     assert "step 1/2 | reward" in printed and "tok/s | eta" in printed
     assert "{'loss'" not in printed and "%|" not in printed, "the libraries' own printing is off"
     assert "Completions of step 1" in printed and "thinking" in printed
+
+
+def test_the_eta_of_the_last_step_is_the_evaluation_after_it(write_config, capsys):
+    """It was 0:00 for the 12 minutes that the evaluation took; a run without one keeps its 0:00."""
+    for evaluates, eta in (("true", "12:16"), ("false", "0:00")):
+        config = load_config(
+            write_config(), f"run.evaluate={evaluates}", "rloo.max_steps=1", f"run.name=with_{evaluates}"
+        )
+        policy = load_policy(config)
+        with RunDir.create(config) as run_dir:
+            run_dir.write_json("before.json", Evaluation("before", 2, 1, 1.0, 6, seconds=736.0).to_dict())
+            train(config, policy, load_data(config, policy.tokenizer), [by_ids], run_dir=run_dir)
+        assert re.search(rf"^step 1/1 .* \| eta {eta}$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path):

@@ -81,8 +81,8 @@ def test_the_correction_weighs_gradients_by_the_gap(form, make_trainer):
         trainer = make_trainer(first_id, sampler_correction=correction, sampler_correction_cap=1.5, max_grad_norm=0.0)
         sample = trainer.rloo.sampler.engine.sample
 
-        def shifted(prompt_ids, limits, expected, sample=sample):
-            rollout = sample(prompt_ids, limits, expected)
+        def shifted(*arguments, sample=sample):
+            rollout = sample(*arguments)
             lower = [[logp - 10.0 for logp in row] for row in rollout.sampler_logps]  # far below: every weight is cut
             return type(rollout)(rollout.completion_ids, rollout.forced, lower)
 
@@ -114,8 +114,8 @@ def corrected_gradient(make_trainer):
         )
         sample, close, kept = trainer.rloo.sampler.engine.sample, trainer._close_step, []
 
-        def shifted(prompt_ids, limits, expected):
-            rollout = sample(prompt_ids, limits, expected)
+        def shifted(*arguments):
+            rollout = sample(*arguments)
             rows = zip(rollout.sampler_logps, shifts, strict=True)
             return type(rollout)(rollout.completion_ids, rollout.forced, [[p - by for p in row] for row, by in rows])
 
@@ -194,7 +194,7 @@ def test_prompts_that_took_long_start_first_the_next_time(make_trainer):
     trainer = make_trainer(first_id, rollout_rows=3, max_steps=2, prompts=2)
     seen = []
     sample = trainer.rloo.sampler.engine.sample
-    trainer.rloo.sampler.engine.sample = lambda prompt_ids, limits, expected_lengths: (
+    trainer.rloo.sampler.engine.sample = lambda prompt_ids, limits, expected_lengths, *_: (
         seen.append((prompt_ids, expected_lengths)),
         sample(prompt_ids, limits, expected_lengths),
     )[1]

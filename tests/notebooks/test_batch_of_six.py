@@ -13,7 +13,7 @@ from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import make_rows
 from tests.notebooks.batch_notebooks import call_batch, processes_of, read_status, start_batch, stop, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "arithmetic_thinking.ipynb"
 SMALL = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size=32 run.sample_every_steps=0"

@@ -23,7 +23,7 @@ from tests.notebooks.runner_cells import (
     outputs_complete,
 )
 from tests.notebooks.runner_table import ORDER, check_row, rows
-from tests.notebooks.runners import COMMANDS, HERE, Ended, all_gone, environment, processes, run, wait_until
+from tests.notebooks.runners import COMMANDS, HERE, REPOSITORY, Ended, all_gone, environment, processes, run, wait_until
 from tests.notebooks.server import JupyterServer, jupyter_lab, own_certificate
 
 TERMINAL = "IPython in a terminal"
@@ -136,15 +136,15 @@ def test_a_client_that_sleeps_gets_everything(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_training_run_in_a_thread_is_not_ended(tmp_path: Path) -> None:
     """Somebody trains in a thread to keep the notebook usable, and runs the last cell too early."""
-    train = """
+    train = f"""
 import threading
-from types import SimpleNamespace
-from pathlib import Path
+from rloo_kit import load_config
 from rloo_kit.runs.run_dir import RunDir
 done = threading.Event()
 
 def train():
-    with RunDir.create(SimpleNamespace(folder=Path("run"), to_yaml=lambda: "{}", family_files=())) as run_dir:
+    config = load_config("{REPOSITORY}/configs/arithmetic_thinking.yaml", "run.output_dir=.", "run.name=run")
+    with RunDir.create(config) as run_dir:
         opened.set()
         done.wait(60)
         run_dir.set_status("finished")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rloo_kit import load_config, plan_vram
-from rloo_kit.plan import corrections
+from rloo_kit.plan import corrections, planner
 from rloo_kit.plan import load as plan_load
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_4b_thinking_12gb.yaml"
@@ -15,7 +15,8 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_4b_thinking_12
 @pytest.fixture
 def corrected(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = {"source": "a GPU", "factors": {"unsloth rollout": 1.1, "unsloth training": 1.5}}
-    monkeypatch.setattr(corrections, "load_corrections", lambda: found)
+    for module in (corrections, planner):
+        monkeypatch.setattr(module, "load_corrections", lambda: found)
 
 
 def test_measured_peaks_correct_computed_ones(request: pytest.FixtureRequest) -> None:

@@ -153,7 +153,16 @@ FAULTS = (
         "a library of a tracker that is not there", ("rloo.report_to=wandb",), ("rloo.report_to", "pip install wandb")
     ),
     Faulty("a model's folder that is not there", ("model.name=./models/mine",), ("model.name", "no such folder")),
-    Faulty("a run's folder for its adapter", ("model.adapter=old",), ("model.adapter", "adapter_config.json")),
+    Faulty("an adapter's folder that is not there", ("model.adapter=old",), ("model.adapter", "/old")),
+    Faulty(
+        "a run's folder for its adapter",
+        ("model.adapter=old",),
+        ("model.adapter=old/adapter", "adapter_config.json"),
+        lambda folder: (
+            (folder / "old/adapter").mkdir(parents=True),
+            write("old/adapter/adapter_config.json", "{}")(folder),
+        ),
+    ),
     Faulty("a 4B model and no GPU", ("model.name=Qwen/Qwen3-4B-Thinking-2507", "rloo.max_steps=9999"), NO_GPU),
     Faulty(
         "a thinking budget for a model that does not think",

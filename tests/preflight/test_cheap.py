@@ -11,7 +11,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.preflight.cheap import FolderUse, find_faults, refuse_faults
 from rloo_kit.preflight.faults import Fault, PreflightError
-from tests.preflight.faulty import FAULTS, Faulty, prepare
+from tests.preflight.faulty import FAULTS, OWN, Faulty, prepare, reward
 
 SOUND = Faulty("a sound run", (), ())
 
@@ -130,3 +130,9 @@ def test_one_process_looks_without_waiting_for_the_others(place: Path, monkeypat
     monkeypatch.setattr(collective, "_has_group", wait)
     run = load_config(prepare(place, SOUND), "rewards.0.name='my_rewards:longest'")
     assert find_faults(run, folder=FolderUse()) == []
+
+
+def test_a_reward_of_ones_own_may_give_the_raw_column_nothing(place: Path) -> None:
+    """The column held the working before a marker, which no completion repeats: "gives 0 to the gold answer"."""
+    body = "    return [float(text.startswith('So it is')) for text in completions]\n"
+    assert faults_of(place, Faulty("an answer in a sentence", OWN, (), reward(body))) == []

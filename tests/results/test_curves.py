@@ -9,7 +9,7 @@ import pytest
 
 from rloo_kit.health.rule import Finding
 from rloo_kit.results.charts import MOST_POINTS, Chart, Mark, Point, draw_chart, thin_out
-from rloo_kit.results.curves import budget_chart, draw_curves_of, held_out_chart, tokens_generated
+from rloo_kit.results.curves import budget_chart, draw_curves_of, held_out_chart, tokens_generated, tokens_per_second
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.figures import moving_mean
 
@@ -79,8 +79,8 @@ def test_every_reward_has_its_panel() -> None:
     """With two rewards, the sum hides which of them changed."""
     parts = {"rewards__a__mean": lambda step: step / 10, "rewards__b__mean": lambda step: 1 - step / 10}
     metrics = rows(9, reward=lambda step: 2 * step, **parts, frac_score_zero_std=lambda step: step / 10)
-    html = draw_curves_of(metrics, [], names=["b", "a"])
-    assert titles(html) == ["Reward, weighted sum", "Reward: b", "Reward: a"], (
+    html = draw_curves_of(metrics, [])
+    assert titles(html) == ["Reward, weighted sum", "Reward: a", "Reward: b"], (
         "the groups with signal are the curve of b"
     )
     damaged = [{"step": 1, "reward": 0.1, "kl": None}, {"step": 2, "reward": float("nan")}, {"step": 3, "reward": 0.4}]
@@ -133,3 +133,15 @@ def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
     ]
     assert tokens_generated(metrics) == 12 * 8 * 10
     assert titles(draw_curves_of(metrics, [])) == [] and "tokens per second 40.0" in draw_curves_of(metrics, [])
+
+
+def test_a_step_that_reuses_a_rollout_takes_its_time() -> None:
+    """With num_iterations=2 the time of every second step was that of the step that samples, which is longer."""
+    metrics = [
+        {"step": step, "episode": 8.0 * ((step + 1) // 2), "step_time": 3.0 if step % 2 else 1.0}
+        | ({"completions/mean_length": 10.0} if step % 2 else {})
+        for step in range(1, 6)
+    ]
+    assert tokens_per_second(metrics) == 3 * 80 / (3 + 1 + 3 + 1 + 3)
+    assert tokens_per_second(metrics, after=1) == 2 * 80 / (1 + 3 + 1 + 3)
+    assert tokens_per_second(metrics, after=5) is None

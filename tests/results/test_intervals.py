@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+import statistics
+from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +14,6 @@ from rloo_kit.results.intervals import (
     paired_difference,
     paired_mean_difference,
     pass_at_k,
-    t_quantile,
     unpaired_difference,
     wilson,
 )
@@ -95,40 +96,90 @@ def test_no_change_on_few_prompts_is_not_certainty() -> None:
     assert everything.low < 0.7 and everything.high == 1.0
 
 
-def test_t_quantile_as_tabulated() -> None:
-    """With few prompts the tails are heavy: 1.96 with 4 prompts covers the truth in only 86 %."""
-    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 63: 1.998, 1000: 1.962}
-    for freedom, value in table.items():
-        assert t_quantile(freedom) == pytest.approx(value, rel=2e-3), freedom
-
-
 def test_interval_of_a_mean_reward() -> None:
-    """Rewards have no bounds, so Wilson's interval does not apply: Student's t over prompts. Rewards of 0 and 1 keep
-    Wilson's, which has a width even if all prompts earn the same. One prompt has no interval."""
+    """Student's t over the prompts left the reward's range (0.9 to 1.1 for a share), was open for one prompt and had no
+    width where all earn the same. Rewards of 0 and 1 keep Wilson's and Bonett and Price's, to the last bit."""
     values = [0.5, -1.0, 2.0, 3.5]
-    found = mean_of_prompts(values, 1)
-    spread = math.sqrt(sum((value - 1.25) ** 2 for value in values) / 3 / 4)
-    assert found == pytest.approx((1.25, 1.25 - 3.182 * spread, 1.25 + 3.182 * spread), rel=2e-3)
+    padded = [*values, -1.0, 3.5]
+    half = 1.959964 * statistics.pstdev(padded) / math.sqrt(6)
+    assert mean_of_prompts(values, 1) == pytest.approx((1.25, 1.25 - half, 1.25 + half), rel=1e-6)
     assert mean_of_prompts([0.5, 1.0, 0.0], 2) == clustered([0.5, 1.0, 0.0], 2)
     assert mean_of_prompts([0.5, 1.0, 0.0], 1) != clustered([0.5, 1.0, 0.0], 1)
-    assert mean_of_prompts([0.3], 1)[1:] == (-math.inf, math.inf)
-    difference = paired_mean_difference([1.0, 10.0, 100.0], [1.5, 10.5, 101.0], 1)
-    assert difference.value == pytest.approx(2 / 3) and 0 < 2 / 3 - difference.low < 1
+    for equal in ([0.3], [0.3] * 5, [1.0, 0.9], [0.02, 0.02], [2.5] * 5, [-0.2] * 200, [0.12] * 9, [-0.5, 0.9]):
+        low, high = min(0, *equal), max(0, *equal)
+        found = mean_of_prompts(equal, 1)
+        assert found.low < found.value < found.high or 2.5 == found.value == found.high > found.low
+        assert (0 if low == 0 else min(low, -1)) <= found.low and found.high <= (0 if high == 0 else max(high, 1))
+    for edge in ([-0.1] * 200, [0.1] * 9):  # all at a power of ten, which counts as the range's end: open to one side
+        found = mean_of_prompts(edge, 1)
+        assert found.low < found.high and edge[0] in (found.low, found.high)
 
 
-def test_interval_of_a_mean_reward_covers() -> None:
-    """A 95 % interval has to cover 95 %: graded, skewed rewards on 20 prompts of different difficulty, 4 completions
-    each."""
-    rng = random.Random(2)
-    hits = 0
-    for _ in range(1500):
-        means = [
-            sum(rng.choice((-0.5, 0.1, 2.0)) if rng.random() < ease else -0.5 for _ in range(4)) / 4
-            for ease in (rng.random() for _ in range(20))
-        ]
-        estimate = mean_of_prompts(means, 4)
-        hits += estimate.low <= 0.5 * (1.6 / 3) + 0.5 * -0.5 <= estimate.high
-    assert 0.92 <= hits / 1500 <= 0.97
+def test_a_small_penalty_with_a_large_reward() -> None:
+    """Accuracy and a length penalty of at most 0.1: the interval went down to -0.21, as if the penalty could be 1."""
+    values = [-0.02, -0.1, 0.97, 0.29, 0.1 - 0.2]
+    assert mean_of_prompts(values, 1).low >= -0.1 - 1e-9
+    change = paired_mean_difference(values, [value + 0.01 for value in values], 1)
+    assert -1.1 - 1e-9 <= change.low < 0 < change.high <= 1.1 + 1e-9
+
+
+def test_an_equal_change_of_two_prompts_is_no_certainty() -> None:
+    """Two prompts that rose by 0.2 each gave +0.200 [+0.200, +0.200] and the verdict "learnt". The unit of the reward
+    decides nothing: as points out of 100, or as hundredths, the same change has the same interval in that unit."""
+    few, many = ([0.3 + 0.01 * number for number in range(size)] for size in (2, 60))
+    for unit in (1.0, 0.01, 100.0):
+        changes = []
+        for values in (few, many):
+            before, after = [unit * value for value in values], [unit * (value + 0.1) for value in values]
+            changes.append(paired_mean_difference(before, after, 1))
+        assert changes[0].low < 0 < changes[0].high and changes[0].value == pytest.approx(unit / 10)
+        assert changes[1].low > 0 and changes[1].high < unit
+    assert paired_mean_difference([0.1, 0.1], [1.0, 0.9], 1).high == 1.0
+    assert paired_mean_difference([-0.9, -1.0], [0.9, 1.0], 1).high == 2.0
+
+
+def student(values: list[float]) -> float:
+    """The width of Student's interval, for comparison; 1.972 is its quantile for 199 degrees of freedom."""
+    return 2 * 1.972 * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def weighted(rng: random.Random, right: float, formed: float) -> float:
+    """Two rewards of 0 or 1 with weights 1 and 0.2, added."""
+    return (rng.random() < right) + 0.2 * (rng.random() < formed)
+
+
+REWARDS: dict[str, Callable[[random.Random], tuple[float, float]]] = {
+    "graded": lambda rng: (rng.random(), rng.random()),
+    "partial credit": lambda rng: (rng.choices(LEVELS, (6, 3, 1))[0], rng.choices(LEVELS, (2, 3, 5))[0]),
+    "penalty": lambda rng: (-rng.betavariate(1, 3), -rng.betavariate(1, 4)),
+    "two rewards": lambda rng: (weighted(rng, 0.3, 0.5), weighted(rng, 0.6, 0.9)),
+    "mean of four, skewed": lambda rng: tuple(
+        sum(rng.choice((-0.5, 0.1, 2.0)) if rng.random() < ease else -0.5 for _ in range(4)) / 4
+        for ease in [rng.random()] * 2
+    ),
+}
+LEVELS = (0.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("num", [5, 20, 200])
+@pytest.mark.parametrize("name", REWARDS)
+def test_interval_of_a_mean_reward_covers(name: str, num: int) -> None:
+    """A 95 % interval has to cover 95 %: the mean reward after, and its change on the same prompts. With 200 prompts it
+    is about as wide as Student's, which has too few with 5: it rarely covers where most earn the same."""
+    rng, trials = random.Random(name), 800 if num < 200 else 400
+    draws = [REWARDS[name](rng) for _ in range(30_000)]
+    truths = statistics.fmean(new for _, new in draws), statistics.fmean(new - old for old, new in draws)
+    hits, width, of_student = [0, 0], [0.0, 0.0], [0.0, 0.0]
+    for _ in range(trials):
+        before, after = zip(*rng.choices(draws, k=num), strict=True)
+        found = mean_of_prompts(after, 1), paired_mean_difference(before, after, 1)
+        differences = [new - old for old, new in zip(before, after, strict=True)]
+        for place, (estimate, values) in enumerate(zip(found, (after, differences), strict=True)):
+            hits[place] += estimate.low <= truths[place] <= estimate.high
+            width[place] += estimate.high - estimate.low
+            of_student[place] += student(values)
+    assert min(hits) / trials >= 0.92
+    assert num < 200 or max(new / old for new, old in zip(width, of_student, strict=True)) < 1.07
 
 
 def test_pass_at_k_is_the_mean_over_all_draws() -> None:

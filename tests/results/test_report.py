@@ -238,7 +238,7 @@ def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) 
     """Evaluated only before training (the run failed later), or on prompts without answers."""
     only = Evaluation("before", 5, 2, 1.0, 64, samples=[make_sample(1, None, gold=None, thinking="", closed=False)])
     text = write_report(run, result, only).read_text("utf-8")
-    assert "not measured: no answer column" in words(text) and "2 completions each" in words(text)
+    assert "not measured: no answers" in words(text) and "2 completions each" in words(text)
     assert "gold" not in embedded(text)["prompts"][0] and "After minus before" not in words(text)
     both = words(write_report(run, result, only, only).read_text("utf-8"))
     assert "neither an accuracy nor a reward" in both and "cannot be compared prompt by prompt" in both
@@ -257,7 +257,7 @@ def test_report_of_a_run_with_rewards_of_its_own(run: RunConfig, result: Any) ->
     after = with_reward("after", [1.0, 2.5, 3.5, 2.0], brevity=[1.0, 2.0, 1.5, 3.0], form=[0.0, 0.5, 2.0, 0.0])
     shown = words(write_report(run, result, before, after).read_text("utf-8"))
     assert "Reward 1.62 → 2.25 +0.62" in shown and "Held-out reward" in shown
-    assert "reward, weighted sum" in shown and "reward brevity" in shown and "not measured: no answer column" in shown
+    assert "reward, weighted sum" in shown and "reward brevity" in shown and "not measured: no answers" in shown
     assert "measure reward rose reward the same reward 3 1" in shown
 
 
@@ -281,7 +281,7 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
     shown = words(text)
     assert "stopped early" in shown and "adapter/ has the weights of step 10, the best evaluation." in shown
     assert "Held-out reward" in shown and "during training, 3 prompts" in shown and "evaluations.jsonl" in text
-    assert "+1.000 [+1.000, +1.000] best" in shown and "-0.750 [-0.750, -0.750]" in shown
+    assert "+1.000 [-1.118, +2.318] best" in shown and "-0.750 [-2.144, +1.244]" in shown
     assert shown.count("vs. the best before") == 1
 
 
@@ -294,3 +294,21 @@ def test_drawings_follow_the_page(written: str) -> None:
         assert 'role="img"' in drawing and re.search(r'aria-label="[^"]+: [^"]+ at ', drawing)
     ids = Page(written).values("id")
     assert len(ids) == len(set(ids))
+
+
+def test_a_report_of_an_own_reward_leads_with_it(run: RunConfig, result: Any) -> None:
+    """The first tile was an accuracy of 0 %, and each completion with the right answer in a sentence "wrong"."""
+    sides = []
+    for name, rewards in (("before", [0.0, 0.0, 1.0, 0.0]), ("after", [1.0, 1.0, 1.0, 1.0])):
+        side = with_reward(name, rewards, own=rewards)
+        side.accuracy, side.low, side.high, side.per_prompt, side.num_judged = 0.0, 0.0, 0.5, [0.0] * 4, 4
+        side.judged_by, side.samples = "exact match", [make_sample(1, None, reward=rewards[0])]
+        side.greedy_reward = side.rewards["own"]
+        sides.append(side)
+    page = write_report(run, result, *sides).read_text("utf-8")
+    shown = words(page)
+    assert shown.index("Reward 0.25 → 1.00") < shown.index("Greedy reward 0.25 → 1.00")
+    assert "ccuracy" not in shown.partition("Configuration")[0] and "exact match" not in shown
+    (entry,) = embedded(page)["prompts"]
+    assert entry["kind"] == "reward rose" and entry["after"]["correct"] is None
+    assert entry["after"]["notes"].startswith("reward 1, 9 tokens")

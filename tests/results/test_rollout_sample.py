@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rloo_kit.results.changes import find_changes
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, digest_prompt
+from rloo_kit.results.intervals import clustered
 from rloo_kit.results.rollout_sample import EACH, ROOM, WHOLE, sample_rollouts
 from tests.results.test_report import make_rollout, make_sample
 
@@ -135,6 +136,8 @@ def make_sides(old: list[float], new: list[float], samples: int) -> tuple[Evalua
         one = Evaluation(
             "", len(values), 1, 1.0, 64, per_prompt=values, greedy_per_prompt=values[::-1], prompts_digest="x"
         )
+        one.accuracy, one.low, one.high = clustered(values, 1)
+        one.greedy_accuracy, one.greedy_low, one.greedy_high = clustered(values, 1)
         kept = [make_sample(n, value == 1.0) for n, value in enumerate(values[:samples])]
         one.samples, one.more_samples = kept[:1], kept[1:]
         made.append(one)
@@ -164,3 +167,16 @@ def test_evaluations_of_different_prompts_are_not_counted() -> None:
     before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
     after.prompts_digest = "y"
     assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
+
+
+def test_prompts_of_nested_evaluations_are_counted_where_both_measured() -> None:
+    """100 of the same 300 prompts: nothing was counted, because one digest stood for all of them."""
+    before, after = make_sides([1, 0, 0, 1, 1, 0], [0, 1, 1], samples=6)
+    before.prompt_digests = [digest_prompt(f"{number}+1=") for number in range(6)]
+    after.samples, after.more_samples = [], [make_sample(number, number > 3) for number in (3, 4, 2)]
+    after.prompts_digest, after.prompt_digests = "y", [digest_prompt(f"{number}+1=") for number in (3, 4, 2)]
+    found = find_changes(before, after)
+    assert found.counts["temperature 1"] == {"broken": 1, "fixed": 1, "still right": 1}
+    kinds = {entry["prompt"]: entry["kind"] for entry in found.prompts}
+    both = {"3+1=": "broken", "4+1=": "still right", "2+1=": "fixed"}
+    assert kinds == both | {"0+1=": "right", "1+1=": "wrong", "5+1=": "wrong"}

@@ -67,7 +67,7 @@ def test_ties_are_those_before_the_penalty(make_run: Callable[..., Path]) -> Non
     """With beta above 0 the other share stays at 0, and the curve was omitted as flat."""
     rows = [{"step": n, **HEALTHY, "frac_score_zero_std": n / 12, "frac_reward_zero_std": 0.0} for n in range(1, 13)]
     _, printed, _ = call(make_run(rows))
-    assert re.search(r"groups without signal +\S+ +8\.3% +100\.0%", printed)
+    assert re.search(r"Groups with signal +\S+ +91\.7 % +0\.0 %", printed)
 
 
 def test_brackets_in_a_name_are_shown(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_numbers_curves_and_prompts_in_80_columns(make_run: Callable[..., Path],
     lines = printed.splitlines()
     assert code == 0 and max(map(len, lines)) <= 80
     assert "learnt: Accuracy rose from 20 % to 80 % (+60 points" in printed
-    assert any(line.startswith("reward") and "▁" in line and "█" in line and "0.500" in line for line in lines)
-    assert not any(line.startswith("entropy") for line in lines), "a flat curve says nothing"
+    assert any(line.startswith("Reward") and re.search("▁.*█ +0.03 +0.48", line) for line in lines), "means of 5"
+    assert not any(line.startswith("Entropy") for line in lines), "a flat curve says nothing"
     assert "20 still wrong, 60 fixed, 20 still right" in printed
 
 
@@ -202,7 +202,8 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
         ("two</think>and", "2", None),
         (None, "just 2", None),
     ]
-    assert found["closed_share"] == 0.5 and found["truncated_share"] == pytest.approx(1 / 3)
+    assert found["closed_share"] == pytest.approx(1 / 3), "as thinking/closed_ratio: a forced close does not count"
+    assert found["truncated_share"] == pytest.approx(1 / 3)
     assert found["forced_share"] == pytest.approx(1 / 6), "a run of before there were budgets has no such entry"
     assert [one["forced"] for one in found["completions"]] == [False] * 4 + [True, False]
     printed = call(folder, "--completions", "9")[1]
@@ -237,6 +238,9 @@ def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callab
 
 
 # ---------------------------------------------------------------------------------------------- several runs
+
+
+ONE = {"mean": 0.98, "low": 0.9, "high": 1.0, "per_prompt": [1.0] * 98 + [0.0] * 2}
 
 
 def write_evaluation(folder: Path, right: int, digest: str = "same", name: str = "after", **changes: Any) -> None:
@@ -292,3 +296,43 @@ def test_three_runs_and_names_that_are_alike(make_run: Callable[..., Path], tmp_
     found = call_json(a, *others)[1]
     assert [one["name"] for one in found["runs"]][1:] == ["x/made", "y/made"]
     assert "x/made is ahead of" in found["sentence"] and "y/made and" in found["sentence"]
+
+
+def test_runs_that_are_judged_differently_are_not_ranked(make_run: Callable[..., Path]) -> None:
+    """A run with an own reward was "98 points behind" an equal one: its accuracy was exact match."""
+    reward = {
+        "low": 0.0,
+        "high": 1.0,
+        "reward_low": 0.9,
+        "reward_high": 1.0,
+        "reward_per_prompt": [1.0] * 98 + [0.0] * 2,
+    }
+    a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b", "rewards.0.params={find: boxed}"))
+    write_evaluation(a, 98, judged_by="answer_reward", reward=0.98, rewards={"answer_reward": ONE}, **reward)
+    write_evaluation(b, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    code, found = call_json(a, b)
+    assert code == 0 and "98 points" not in found["sentence"] and "cannot be compared with made" in found["sentence"]
+    assert "not of one kind (answer_reward and exact match) and their rewards differ" in found["sentence"]
+    assert found["runs"][1]["lead"] is None and found["runs"][1]["after"]["reward"][0] == 0.98
+    write_evaluation(a, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    c = make_run(make_rows(), "finished", ("run.name=c",))
+    write_evaluation(c, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    found = call_json(a, c)[1]
+    assert found["runs"][1]["lead"]["measure"] == "reward" and "do not differ significantly" in found["sentence"]
+    assert "reward before" in " ".join(call(a, c)[1].split())
+
+
+def test_a_run_with_an_own_reward_is_shown_by_it(make_run: Callable[..., Path]) -> None:
+    """`show` began with an accuracy of 0.000, and counted all prompts as still wrong."""
+    folder = make_run(make_rows())
+    for name, right in (("before", 10), ("after", 60)):
+        values = [1.0] * right + [0.0] * (100 - right)
+        reward = {"low": 0.0, "reward": right / 100, "reward_low": 0.0, "reward_high": 1.0, "reward_per_prompt": values}
+        write_evaluation(folder, 0, name=name, judged_by="exact match", **reward)
+    printed = " ".join(call(folder)[1].split())
+    assert "learnt: The held-out reward rose from 0.10 to 0.60" in printed and "reward, weighted sum 0.100" in printed
+    assert "Prompt by prompt (reward): 50 reward rose, 50 reward the same" in printed
+    assert "ccuracy" not in printed and "exact match" not in printed
+    found = call_json(folder)[1]
+    assert found["measure"] == "reward" and found["accuracy"]["reward_difference"]["value"] == pytest.approx(0.5)
+    assert found["accuracy"]["after"]["judged_by"] == "exact match"

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.health.rule import Finding
-from rloo_kit.results.evaluation import Evaluation, compare
+from rloo_kit.config.schema import RewardSection
+from rloo_kit.data.answers import EXACT
+from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.watch import examine
+from rloo_kit.results.evaluation import Evaluation, compare, mean_reward, shared_measures
 from rloo_kit.results.intervals import clustered, mean_of_prompts
 from rloo_kit.results.result import TrainResult, load_result
 from rloo_kit.results.verdict import judge_run, record_verdict
@@ -40,6 +43,17 @@ def evaluation(right: int, **changes: Any) -> Evaluation:
 def with_reward(found: Evaluation, values: list[float]) -> Evaluation:
     found.reward, found.reward_low, found.reward_high = mean_of_prompts(values, 1)
     return replace(found, reward_per_prompt=values)
+
+
+def by_reward(right: int, exact: int = 0, greedy: int | None = None, **rewards: list[float]) -> Evaluation:
+    """Of a run whose rewards compare no answers: `right` prompts earn 1, `exact` match."""
+    found = evaluation(exact, judged_by=EXACT)
+    rewards = rewards or {"sentence": [1.0] * right + [0.0] * (COUNT - right)}
+    total = [sum(values) for values in zip(*rewards.values(), strict=True)]
+    found.take_rewards([[one] for one in total], {name: [[one] for one in of] for name, of in rewards.items()})
+    if greedy is not None:
+        found.greedy_reward = mean_reward([[1.0]] * greedy + [[0.0]] * (COUNT - greedy), 1)
+    return found
 
 
 def result(run: RunConfig, *findings: Finding, **changes: Any) -> TrainResult:
@@ -112,7 +126,7 @@ def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
     solved = [row | {"rewards/answer_reward/mean": 1.0} for row in tied]
     assert "solved" not in judge_run(run, result(run, metrics=tied)).sentence
     assert judge_run(run, result(run, metrics=tied)).kind == "no signal"
-    assert judge_run(run, result(run, metrics=solved)).kind == "no evidence", "worked solutions would not help"
+    assert judge_run(run, result(run, metrics=solved)).kind == "no evidence", "demonstrations would not help"
 
 
 def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None:
@@ -180,6 +194,13 @@ def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
     assert verdict.kind == "learnt" and verdict.sentence.startswith("The held-out reward rose from 0.14 to 1.1")
 
 
+def test_two_prompts_that_rise_equally_are_no_evidence(run: RunConfig) -> None:
+    """Graded rewards of two prompts, each 0.2 higher: the interval was [0.20, 0.20] and the verdict "learnt"."""
+    nothing = evaluation(0, num_prompts=2, num_judged=0, accuracy=None, low=None, high=None, per_prompt=None)
+    verdict = judge_run(run, result(run), with_reward(nothing, [0.3, 0.5]), with_reward(nothing, [0.5, 0.7]))
+    assert verdict.kind == "no evidence" and verdict.change.low < 0 < verdict.change.high
+
+
 @pytest.mark.parametrize(
     "changes, word",
     [({"temperature": 0.5}, "temperature 1 and 0.5"), ({"max_completion_length": 32}, "completion limit 64 and 32")],
@@ -194,6 +215,14 @@ def test_evaluations_made_differently_are_not_compared(run: RunConfig, changes: 
 def test_other_prompts_and_sample_counts_are_compared_with_a_word(run: RunConfig) -> None:
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, prompts_digest="others"))
     assert verdict.kind == "learnt" and "on different prompts" in verdict.sentence
+    digests = [str(number) for number in range(COUNT)]
+    before, half = evaluation(88, prompt_digests=digests), evaluation(0, num_prompts=300, num_judged=300)
+    half = replace(half, prompts_digest="others", prompt_digests=digests[100:], per_prompt=[0.0] * 60 + [1.0] * 240)
+    half.accuracy, half.low, half.high = clustered(half.per_prompt, 1)
+    verdict = judge_run(run, result(run), before, half)
+    assert "on the 300 prompts that both measured" in verdict.sentence and "different" not in verdict.sentence
+    change = verdict.change
+    assert (change.before, change.after, change.value, change.prompts) == (0.0, 0.8, 0.8, 300), "22 % of all were right"
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, num_samples=4))
     assert "from 1 and 4 completions per prompt" in verdict.sentence
 
@@ -227,3 +256,103 @@ def test_the_line_of_an_evaluation_names_each_thinking_budget() -> None:
     budgets = [{"budget": 8, "accuracy": 0.5}, {"budget": 4, "accuracy": None}]
     line = Evaluation("after", 1000, 1, 1.0, 48, pass_at_k={4: 0.75}, budgets=budgets).describe()
     assert line == "Evaluation after: pass@4 0.750, 0.500 at 8 tokens of thinking, 0% truncated; 1,000 held-out prompts"
+
+
+# ------------------------------------------------------------------------------------------------ rewards that lead
+
+
+def test_an_answer_inside_a_sentence_is_learnt(run: RunConfig) -> None:
+    """A real model's own reward rose from 0.015 to 0.740: "no evidence: accuracy went from 0.0 % to 0.0 %"."""
+    before, after = by_reward(8, greedy=8), by_reward(296, greedy=320)
+    verdict = judge_run(run, result(run), before, after)
+    assert verdict.kind == "learnt" and verdict.change is not None and verdict.change.measure == "reward"
+    assert verdict.sentence.startswith("The held-out reward rose from 0.02 to 0.74")
+    assert "greedy from 0.02 to 0.80" in verdict.sentence and "ccuracy" not in verdict.sentence
+    for text in (str(compare(before, after)), after.describe(), str(after)):
+        assert "reward" in text and "exact match" not in text and "ccuracy" not in text
+    assert str(compare(before, after)).startswith("reward +0.720") and "greedy +0.780" in str(compare(before, after))
+    assert compare(before, after).leading == "reward" and compare(before, after).apart
+
+
+def test_exact_match_is_called_that_where_it_says_something(run: RunConfig) -> None:
+    """The judge was the default answer reward, which the run did not have, and the table called it accuracy."""
+    before, after = by_reward(6, exact=6), by_reward(296, exact=40)
+    rows = [name for name, _ in after.rows()]
+    assert rows.index("reward, weighted sum") < rows.index("exact match, temperature 1")
+    assert "exact match +0.085" in str(compare(before, after)) and "exact match 0.100" in after.describe()
+    assert "ccuracy" not in f"{compare(before, after)}{after}{judge_run(run, result(run), before, after)}"
+    no_reward = replace(before, reward=None), replace(after, reward=None)
+    assert judge_run(run, result(run), *no_reward).sentence.startswith("Exact match rose from 1.5 % to 10.0 %")
+
+
+def test_files_of_older_runs_lead_with_accuracy(run: RunConfig) -> None:
+    """They do not say what judged; their verdicts stay."""
+    sides = [with_reward(evaluation(right), [0.5] * COUNT).to_dict() for right in (88, 368)]
+    for side in sides:
+        side["samples"] = []
+        for name in [name for name in side if name == "judged_by" or name.startswith("greedy_reward")]:
+            del side[name]
+    before, after = map(Evaluation.from_dict, sides)
+    assert shared_measures(before, after) == ("accuracy", "reward")
+    assert judge_run(run, result(run), before, after).sentence.startswith("Accuracy rose")
+
+
+def test_a_penalty_and_weights_are_judged_by_their_sum(run: RunConfig) -> None:
+    """Negative rewards and several with weights are one sum; it rises and falls like any other."""
+    low, high = (with_reward(by_reward(0), [-2.0 + level + 0.1 * (n % 7) for n in range(COUNT)]) for level in (0, 1))
+    assert judge_run(run, result(run), low, high).kind == "learnt"
+    assert judge_run(run, result(run), high, low).kind == "broken"
+
+
+TIED = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "before", "after", "solved"),
+    [
+        ({"sentence": 1.0}, {"sentence": [1.0] * 392 + [0.0] * 8}, None, True),
+        ({"sentence": 1.0}, {"sentence": [0.0] * COUNT}, None, False),  # never solved is no signal
+        ({"sentence": 1.0}, {"sentence": [5.0] * COUNT}, None, False),  # all equal: the best is not known
+        ({"sentence": 1.0}, {"sentence": [5.0] * COUNT}, {"sentence": [5.0] * 399 + [2.0]}, True),
+        ({"form": 1.0, "sentence": 1.0}, {"form": [1.0] * COUNT, "sentence": [0.0] * COUNT}, None, False),
+        ({"form": 0.0, "sentence": 0.5}, {"form": [0.2] * COUNT, "sentence": [1.0] * COUNT}, None, True),
+        ({"sentence": 1.0}, {"sentence": [1.0] * COUNT, "repetition_penalty": [0.0] * COUNT}, None, True),
+        ({"wordiness": -1.0}, {"wordiness": [0.0] * COUNT}, None, True),
+        ({"wordiness": -1.0}, {"wordiness": [1.0] * COUNT}, None, False),
+    ],
+)
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_run_that_starts_solved_needs_harder_prompts(
+    run: RunConfig, weights: dict[str, float], before: Any, after: Any, solved: bool, evaluated: bool
+) -> None:
+    """Only an accuracy could be solved: an SFT that had reached 98 % was advised to raise its learning rate."""
+    run.rewards = [RewardSection(name=f"mine.py:{name}", weight=weight) for name, weight in weights.items()]
+    if evaluated:
+        sides = by_reward(0, **before), by_reward(0, **(after or before))
+        verdict = judge_run(run, result(run, metrics=TIED), *sides)
+    elif after is not None:
+        return
+    else:
+        means = {f"rewards/{name}/mean": sum(values) / COUNT for name, values in before.items()}
+        verdict = judge_run(run, result(run, metrics=[row | means for row in TIED]))
+    assert ("harder prompts" in verdict.next) == solved
+    assert verdict.kind == ("no evidence" if solved else "no signal")
+    assert solved or "learning_rate" not in verdict.next
+
+
+def test_health_knows_a_solved_start_from_rewards_alone(run: RunConfig) -> None:
+    """nothing_learnt fired on a reward that stayed at 0.98: "raise rloo.learning_rate two to five times"."""
+    run.rewards, run.rloo.max_steps = [RewardSection(name="mine.py:sentence")], 40
+    for level, expected in ((0.98, set()), (0.4, {"nothing_learnt"})):
+        rows = [
+            {"step": n, "reward": level, "reward_std": 0.1, "rewards/sentence/mean": level + 0.01 * (n % 2)}
+            for n in range(1, 41)
+        ]
+        assert {one.rule for one in examine(rows, Context.of(run))} == expected
+
+
+def test_a_reward_with_accuracy_in_its_name_keeps_it() -> None:
+    """Under exact match the row of the user's reward accuracy_of_digits was called "reward exact match_of_digits"."""
+    found = by_reward(0, exact=100, accuracy_of_digits=[1.0] * COUNT, brief=[0.5] * COUNT)
+    names = [name for name, _ in found.rows()]
+    assert "reward accuracy_of_digits" in names and "exact match, temperature 1" in names

@@ -186,7 +186,7 @@ def test_a_reward_of_a_file_by_its_path(make_run: Make, tiny_tokenizer: Any, tmp
     assert reward.__name__ == "own"
     assert reward(prompts=["a"], completions=["b"], completion_ids=[[1]]) == [3.0]
     reward.reward.worker.close()
-    with pytest.raises(ConfigError, match=r"rewards.0.name: there is no file .*nowhere.py"):
+    with pytest.raises(ConfigError, match=r"there is no file .*nowhere.py; .*; set rewards.0.name"):
         build_rewards(make_run({"name": f"{tmp_path}/nowhere.py:own"}), tiny_tokenizer)
 
 

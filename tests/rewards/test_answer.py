@@ -24,9 +24,12 @@ EQUAL = [
 ]
 EQUAL += [("-0.5", "\N{MINUS SIGN}1/2"), ("1,234,567", "1234567"), ("1e3", "1000"), ("**$1,000$**", "1000.00")]
 EQUAL += [("0.30", "3/10"), ("2.5", 2.5)]
+# The forms that real models write around a right answer.
+EQUAL += [("**42**", "42"), ("$42", "42"), ("４２", "42"), ("１，２３４．５", "1234.5"), (r"\boxed{42}", "42")]
+EQUAL += [(r"$\boxed{1,234}$.", "1234"), ("**Paris**", "Paris"), ("Paris.", "Paris"), (r"\boxed{Paris}", "Paris")]
 OTHER = [("43", "42"), ("4 2", "42"), ("12", "1,2"), ("1,2345", "12345"), ("0.3333333333", "1/3"), ("1/0", "0")]
 OTHER += [("paris", "Paris"), ("The answer is 42", "42"), ("", "42"), ("nan", "7"), ("inf", "7"), ("1_000", "1000")]
-OTHER += [("0.1" + "0" * 70 + "1", "0.1")]
+OTHER += [("0.1" + "0" * 70 + "1", "0.1"), ("4²", "42"), (r"\boxed{4} or \boxed{2}", "42"), ("**", "$")]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,8 @@ def test_a_missing_column_is_an_error_that_names_what_there_is() -> None:
         ("boxed", "42", 0.0),
         ("last_number", "There are 7 boxes, so the total is 6*7 = **42** apples.", 1.0),
         ("last_number", "It is 42, not 43.", 0.0),
+        ("last_number", r"The sum is $\boxed{42}$.", 1.0),
+        ("last_number", "It is ４２。", 1.0),
         ("last_number", "none", 0.0),
     ],
 )

@@ -42,6 +42,9 @@ class Run:
     def to_yaml(self):
         return json.dumps(self.sections)
 
+    def with_absolute_files(self):
+        return self
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -594,6 +597,38 @@ def test_a_run_goes_on_with_the_task_family_that_it_began_with(own_family):
     assert (folder / "task_families" / "backward.py").read_bytes() == family.read_bytes()
     RunDir.create(load_config(config, "model.name=m", "data.source=d", "run.name=own"), overwrite=True).close()
     assert not (folder / "task_families").exists()
+
+
+NEXT_TO_IT = """
+model: {name: m}
+data: {sources: [{source: task/rows.csv}, {source: openai/gsm8k}], test_size: 1}
+rewards: [{name: "task/mine.py:right"}, {name: "own_reward:even"}, {name: answer_reward}]
+rloo: {max_steps: 3}
+run: {output_dir: outputs}
+"""
+
+
+def test_a_runs_config_finds_data_and_rewards_next_to_the_users_file(tmp_path, monkeypatch):
+    """`rloo-kit train configs/smollm2_sums.yaml` found them; `rloo-kit export outputs/smollm2_sums` looked for them in
+    the run's folder, and named a place where nobody had put them."""
+    configs, own = tmp_path / "configs", tmp_path / "configs" / "own.yaml"
+    (configs / "task").mkdir(parents=True)
+    for name in ("task/rows.csv", "task/mine.py", "own_reward.py"):
+        (configs / name).write_text("prompt,answer\n")
+    own.write_text(NEXT_TO_IT)
+    monkeypatch.chdir(tmp_path)
+    with RunDir.create(load_config(own)) as run_dir:
+        saved = load_config(run_dir.folder / "config.yaml")
+    assert saved.data.all_sources == [str(configs / "task" / "rows.csv"), "openai/gsm8k"]
+    assert [entry.name for entry in saved.rewards] == [
+        f"{configs}/task/mine.py:right", f"{configs}/own_reward.py:even", "answer_reward"
+    ]  # fmt: skip
+    assert list(saved.reward_weights) == ["right", "even", "answer_reward"], "logged under the same names"
+    RunDir.create(load_config(own), resume=True).close()
+
+    monkeypatch.chdir(configs)  # found from here, so from here again, wherever the project is moved
+    with RunDir.create(load_config(own)) as run_dir:
+        assert load_config(run_dir.folder / "config.yaml").data.all_sources[0] == "task/rows.csv"
 
 
 def test_two_task_families_of_one_name_are_refused(own_family, tmp_path):

@@ -112,9 +112,76 @@ def test_a_model_that_does_not_think_is_not_asked_to(folder: Path) -> None:
     """A reward that waits for </think> gives a model that never thinks 0 for every right answer."""
     assert call("--data", school("{}"), "--yes", "--model", INSTRUCT, "--gpu-gib", 8)[0] == 0
     run = load_config("school.yaml")
-    assert run.rloo.thinking_budget is None and run.rewards[0].params == {"think_end_id": None}
+    assert run.rloo.thinking_budget is None and run.rewards[0].params == {}
+    for file in folder.glob("*school*.[py]*"):
+        assert not re.search("think", file.read_text(), re.I), f"{file.name} speaks of thinking"
     done = run_test("test_school_rewards.py")
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+
+
+def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) -> None:
+    """`init` proposed Qwen3-0.6B at 8,192 tokens for two cores, "hours a step" by a constant. Which column became the
+    answer was said nowhere, and here several could be it."""
+    rows = [[n, f"What is {n} plus 3?", "add", n + 3] for n in range(40)]
+    write_csv("words.csv", ["id", "question", "solution", "answer"], rows)
+    code, printed, said = call("--data", "words.csv", "--yes")
+    assert code == 0, said
+    assert "prompts in 'question', answers in 'answer'" in printed
+    assert "other columns: id, solution; --prompt-column and --answer-column" in printed
+    run = load_config("words.yaml")
+    shipped = load_config(Path(__file__).parents[2] / "configs" / "smollm2_sums.yaml")  # at 1e-3 it collapsed
+    assert (run.model.name, run.rloo.num_generations) == ("smollm2/instruct", 8)
+    assert run.rloo.learning_rate == shipped.rloo.learning_rate
+    assert run.rloo.max_completion_length <= 64 and run.rloo.thinking_budget is None and plan_vram(run).fits
+    assert run.rewards[1].params == {"find": "last_number"}
+    assert re.search(r"CPU cores a step takes about \d+ (s|min), 40 of them \d+ (min|h)", printed), printed
+    for file in folder.glob("*words*.[py]*"):
+        assert not re.search("think", file.read_text(), re.I), f"{file.name} speaks of thinking"
+    done = run_test("test_words_rewards.py")
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+    code, printed, said = call("--data", school(), "--yes", "--model", "Qwen/Qwen3-0.6B")
+    assert code == 0 and re.search(
+        r"Qwen3-0.6B, .*a step takes about \d+ (min|h), 200 of them \d+ (h|days)", printed, re.S
+    )
+    code, printed, said = call("--data", school(), "--yes", "--gpu-gib", "7.45", "--overwrite")
+    assert code == 0 and re.search(r"RTX 3060 Ti \(computed.*a step takes \d+ min, 200 steps [\d.]+ h", printed), said
+
+
+@pytest.mark.parametrize("model", ["embedded/thinking@sorting", "embedded/instruct", "smollm2/thinking"])
+def test_any_model_is_taken_that_knows_the_characters(model: str) -> None:
+    """Every embedded family but addition was refused with "knows only additions"."""
+    prompts = ["sort(3124)=", "sort(98)="] if "sorting" in model else ["12+34=", "5+6="]
+    write_csv("own.csv", ["prompt", "answer"], [[prompts[n % 2], 1234 + n] for n in range(40)])
+    code, _, said = call("--data", "own.csv", "--yes", "--model", model)
+    assert code == 0, said
+    run = load_config("own.yaml")
+    thinks = "thinking" in model
+    ends = {"embedded/thinking@sorting": 260, "smollm2/thinking": 16}
+    assert run.model.name == model and run.rewards[0].params == ({"think_end_id": ends[model]} if thinks else {})
+    assert plan_vram(run).fits and run.rloo.max_completion_length == 64
+    assert run_test("test_own_rewards.py").returncode == 0
+
+
+@pytest.mark.parametrize("gpu", [[], ["--gpu-gib", "8"]], ids=["in a sentence", "in a box"])
+def test_the_generated_reward_and_the_judge_agree(
+    gpu: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """The reward paid nothing for `**42**`, which the evaluation counted as right; a run was trained away from it."""
+    from rloo_kit.rewards import answer_reward
+
+    name = "boxes" if gpu else "sentences"
+    write_csv(f"{name}.csv", ["prompt", "answer"], [[f"What is {n} plus 3?", n + 3] for n in range(40)])
+    assert call("--data", f"{name}.csv", "--yes", *gpu)[0] == 0
+    run = load_config(f"{name}.yaml")
+    monkeypatch.syspath_prepend(folder)
+    score = __import__(f"{name}_rewards").score
+    judge = answer_reward.with_(thinking=bool(gpu), **run.rewards[1].params)
+    for gold, answers in {"42": ["**42**", "$42", "４２", "42.", r"\boxed{42}", "43", ""], "1234": ["1,234"]}.items():
+        for answer in answers:
+            text = f"so</think>\\boxed{{{answer}}}" if gpu else answer
+            columns = {"completions": [text], "completion_ids": [[7, 151668, 8]], "answer": [gold]}
+            paid, right = score(**columns)[0], judge(**columns)[0]
+            assert (paid == 1.0) == (right == 1.0) == (answer not in ("43", "")), (answer, paid, right)
 
 
 def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +205,15 @@ BAD: dict[str, tuple[list[str], str]] = {
     "one column twice": (["--data", "sums.csv", "--yes", "--answer-column", "prompt"], "both prompt"),
     "no addition": (
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
-        "line 2: 'How many.*--model Qwen",
+        r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct",
+    ),
+    "another family's": (
+        ["--data", "sums.csv", "--yes", "--model", "embedded/thinking@sorting"],
+        r"characters 0123456789sort\(\)=: alone, and .*sums.csv, line 2.*--model smollm2/instruct",
+    ),
+    "no such family": (
+        ["--data", "sums.csv", "--yes", "--model", "embedded/thinking@sortin"],
+        "there is no task family 'sortin'",
     ),
     "empty": (["--data", "empty.csv", "--yes"], "empty.csv has no rows"),
     "a header": (["--data", "header.csv", "--yes"], "header.csv has no rows"),

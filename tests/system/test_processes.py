@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, ConfigError, RunExistsError, SetupError
 from rloo_kit.runs.checkpoints import seal
 from rloo_kit.runs.run_dir import RunDir
@@ -40,14 +41,14 @@ def be(monkeypatch):
     return become
 
 
-class Run:
-    family_files = ()
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def to_yaml(self):
-        return "run: {seed: 0}\n"
+def run_in(folder):
+    return RunConfig(
+        run={"name": "run", "output_dir": str(folder)},
+        model={"name": "embedded/thinking"},
+        data={"source": "embedded/addition"},
+        rewards=[{"name": "answer_reward"}],
+        rloo={"max_steps": 1},
+    )
 
 
 # ---- who is who
@@ -119,7 +120,7 @@ def test_collectives_of_one_process_return_their_input_without_torch(run_fresh):
 
 def test_only_the_main_process_writes(tmp_path, be):
     """Two processes appended each step to metrics.jsonl: every step was there twice."""
-    run = Run(tmp_path / "run")
+    run = run_in(tmp_path)
     be(1)
     with RunDir.create(run) as other:
         other.write_text("config.yaml", "mine")
@@ -149,7 +150,7 @@ def test_only_the_main_process_writes(tmp_path, be):
 def test_an_error_that_one_process_had_is_recorded_once(tmp_path, be, monkeypatch, told_by_main):
     """The second GPU ran out of memory, the main process hung in a collective: status.json said "running" for ever."""
     monkeypatch.setattr("rloo_kit.runs.run_dir.SECONDS_FOR_MAIN", 0)
-    run = Run(tmp_path / "run")
+    run = run_in(tmp_path)
     main = RunDir.create(run)
     be(1)
     with pytest.raises(MemoryError), RunDir.create(run, resume=True):
@@ -165,11 +166,11 @@ def test_an_error_that_one_process_had_is_recorded_once(tmp_path, be, monkeypatc
 @pytest.mark.parametrize(("before", "now", "fix"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
 def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, fix):
     """Four processes went on with a run of two: each rollout was twice as large, and half of the prompts came twice."""
-    run = Run(tmp_path / "run")
+    run = run_in(tmp_path)
     be(0, before)
     with RunDir.create(run) as run_dir:
         run_dir.set_status("interrupted", step=1)
-        checkpoint = run.folder / "checkpoints" / "checkpoint-1"
+        checkpoint = Path(run.folder) / "checkpoints" / "checkpoint-1"
         checkpoint.mkdir(parents=True)
         (checkpoint / "trainer_state.json").write_text("{}")
         seal(checkpoint, 1, **run_dir.checkpoint_record)

@@ -129,13 +129,13 @@ def imitate(policy: Any) -> dict[str, Any]:
     """Two steps of supervised training of two micro-steps each: losses, entropies, the adapter after them, and which
     SFTTrainer of TRL's it was. Plain gradient descent, as in `steps`."""
     from rloo_kit import load_config
-    from rloo_kit.data.worked import Example, WorkedAnswers
+    from rloo_kit.data.worked import Demonstrations, Example
     from rloo_kit.loop.sft import build_trainer
 
     tokenizer = policy.tokenizer
     texts = [PROMPTS[row % 2] for row in range(8)], [text for text in COMPLETIONS if text != "<|im_end|>"][:8]
     rows = [[tokenizer(text)["input_ids"] for text in side] for side in texts]
-    worked = WorkedAnswers([Example(*pair) for pair in zip(*rows, strict=True)], 8)
+    worked = Demonstrations([Example(*pair) for pair in zip(*rows, strict=True)], 8)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "imitate.yaml"
         file.write_text(IMITATE)

@@ -27,7 +27,7 @@ def run(vllm_is_here: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     kit.setup_environment()
     folder = tmp_path_factory.mktemp("runs")
     words = ["rollout.engine=vllm", f"run.output_dir={folder}", "model.lora.alpha=32", "model.max_seq_length=512"]
-    words += ["eval.num_prompts=16"]
+    words += ["eval.num_prompts=64"]  # some are right: 12 % are, and of 16 prompts none may be
     return kit.load_config(THINKING, *words)
 
 
@@ -302,6 +302,7 @@ def train(run: Any, policy: Any, data: Any) -> Callable[..., Any]:
     return start
 
 
+@pytest.mark.long
 def test_it_learns_as_the_native_engine_does(train, policy, monkeypatch):
     """25 steps from the same adapter. TRL's own path merges the adapter into the base at each sync and unmerges it: a
     4-bit base is re-quantised each time, and a 16-bit one drifts."""

@@ -1,1 +1,1 @@
-"""The kit's task families, one per file: a generator, a worked solution, a habit."""
+"""The kit's task families, one per file: a generator, the work and the answer, a habit."""

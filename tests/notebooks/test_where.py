@@ -1,0 +1,147 @@
+"""One rule of where outputs land and files are looked up: the real command, papermill, nbconvert and JupyterLab.
+
+No model is loaded: the notebook says where its run would be, and which files it would read.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rloo_kit.config.run import load_config
+from rloo_kit.preflight.cheap import find_faults
+from tests.notebooks.batch_notebooks import write_notebook
+from tests.notebooks.runners import PYTHON, environment
+from tests.notebooks.server import jupyter_lab
+
+PARAMETERS = "# Parameters\nconfig = 'task/mine.yaml'\noutput_dir = None\n"
+BODY = """import json
+import rloo_kit as kit
+from rloo_kit.data.sources import find_file
+from rloo_kit.system.input_files import find_input
+from rloo_kit.system.env_file import find_root
+parameters = kit.read_parameters(globals())
+run = kit.load_config(parameters.config, *parameters.overrides)
+found = {"folder": run.folder.absolute(), "data": find_file(run.data.source, run.source)}
+found |= {"reward": find_input("own.py", "rewards.0.name", run.source.parent), "adapter": run.model.adapter}
+found |= {"family": run.family_files[0], "root": find_root(), "again": kit.load_config(str(parameters.config)).source}
+print("FOUND", json.dumps({key: str(value) for key, value in found.items()}))
+"""
+OWN = {
+    "model": {"name": "embedded/thinking@family.py", "adapter": "old"},
+    "data": {"source": "rows.csv", "test_size": 1},
+    "rewards": [{"name": "own.py:score"}],
+    "rloo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2},
+}
+FILES = {
+    "mine.yaml": yaml.safe_dump(OWN),
+    "rows.csv": "prompt,answer\n" + "".join(f"1{n}+23=,{n + 33}\n" for n in range(9)),
+    "own.py": "def score(completions, **columns):\n    return [float(len(text)) for text in completions]\n",
+    "family.py": "from rloo_kit.data.families.addition import FAMILY\n",
+    "old/adapter_config.json": "{}",
+}
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """The folder in which a user starts everything: a config with its files in task/, a notebook in clone/notebooks/,
+    which looks like a project of its own."""
+    folder = tmp_path / "started"
+    for name in ("task/old", "clone/notebooks", "clone/configs"):
+        (folder / name).mkdir(parents=True)
+    for name, text in FILES.items():
+        (folder / "task" / name).write_text(text)
+    (folder / ".env").write_text("")
+    write_notebook(folder / "clone" / "notebooks" / "x.ipynb", BODY, parameters=PARAMETERS)
+    (folder / "clone" / "notebooks" / "x.py").write_text(f"# %%\n{PARAMETERS}# %%\n{BODY}")
+    return folder
+
+
+def check(text: str, folder: Path, output: str = "outputs/mine") -> None:
+    (line,) = [line for line in text.splitlines() if line.startswith("FOUND ")]
+    found = json.loads(line.removeprefix("FOUND "))
+    assert found.pop("folder") == str(folder / output)
+    assert found.pop("root") == str(folder)
+    names = {"data": "rows.csv", "reward": "own.py", "adapter": "old", "family": "family.py", "again": "mine.yaml"}
+    assert found == {key: str(folder / "task" / name) for key, name in names.items()}
+
+
+def start(folder: Path, *words: object) -> str:
+    """What a command, started in `folder`, printed, or what its notebook did."""
+    with environment(folder) as (env, _):
+        command = [str(word) for word in words]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return printed(folder / "out.ipynb") if (folder / "out.ipynb").exists() else done.stdout
+
+
+def printed(notebook: Path) -> str:
+    cells = json.loads(notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return "".join("".join(output.get("text", "")) for output in outputs)
+
+
+COMMANDS = {
+    "papermill": [PYTHON, "-m", "papermill", "clone/notebooks/x.ipynb", "out.ipynb", "--no-progress-bar"],
+    "nbconvert": [
+        *(PYTHON.with_name("jupyter"), "nbconvert", "--to", "notebook", "--execute", "clone/notebooks/x.ipynb"),
+        *("--output", "out", "--output-dir", "."),
+    ],
+    "script": [PYTHON, "clone/notebooks/x.py"],
+}
+
+
+@pytest.mark.parametrize("runner", ["papermill", "script", pytest.param("nbconvert", marks=pytest.mark.slow)])
+def test_the_folder_in_which_it_was_started(runner: str, started: Path) -> None:
+    """papermill in a bare folder wrote the run into the clone of the kit, and nbconvert next to the notebook."""
+    check(start(started, *COMMANDS[runner]), started)
+
+
+@pytest.mark.slow
+def test_a_batch_is_started_there_too(started: Path) -> None:
+    """Its notebooks ran in the folder of the batch file's project; `config` is looked up next to that file as well."""
+    values = {"notebook": "x.ipynb", "output_dir": "found", "runs": [{"name": "one"}]}
+    file = started / "clone" / "notebooks" / "b.yaml"
+    file.write_text(yaml.safe_dump(values))
+    start(started, PYTHON, "-m", "rloo_kit.cli", "batch", "clone/notebooks/b.yaml")
+    check(printed(started / "found" / "b" / "one" / "notebook.ipynb"), started, "found/b/one/mine")
+
+
+@pytest.mark.slow
+def test_a_jupyter_server_is_started_there_too(started: Path) -> None:
+    """JupyterLab runs a notebook in the notebook's folder; a cell that changes the directory decides for itself."""
+    with jupyter_lab(started) as server:
+        kernel = server.start_session("clone/notebooks/x")
+        moved = "\nimport os\nos.chdir('..')\nprint('MOVED', run.folder)\nkit.shutdown_kernel()"
+        text = server.run_all(kernel, [PARAMETERS, BODY + moved])
+    check(text, started)
+    assert "MOVED outputs/mine" in text
+
+
+def test_the_command_line_finds_what_lies_next_to_its_file(started: Path) -> None:
+    """`rloo-kit config` of a file in another folder: model.adapter alone was looked up in the working folder only."""
+    text = start(started, PYTHON, "-m", "rloo_kit.cli", "config", "task/mine.yaml")
+    assert yaml.safe_load(text)["model"]["adapter"] == str(started / "task" / "old")
+    assert yaml.safe_load(text)["run"]["output_dir"] == "outputs"
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("data.source=no.csv", "data.source"),
+        ("rewards.0.name=no.py:score", "rewards.0.name"),
+        ("model.name=embedded/thinking@no.py", "model.name"),
+        ("model.adapter=no", "model.adapter"),
+    ],
+)
+def test_a_missing_file_names_its_places_and_its_key(
+    started: Path, change: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`no file rows.csv` does not say that the working folder was another one."""
+    monkeypatch.chdir(started)
+    faults = [str(fault) for fault in find_faults(load_config("task/mine.yaml", change))]
+    name = re.search(r"no(\.\w+)?(?=:|$)", change)[0]
+    assert any(key in one and all(str(started / at / name) in one for at in ("", "task")) for one in faults), faults

@@ -1,0 +1,132 @@
+"""Runs a task through the command line, and collects everything that the kit then shows of the run."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.notebooks.batch_notebooks import write_notebook
+from tests.tasks.tasks import Task, write_task
+
+TRAINS = "# Parameters\nseed = 0\nrun_name = ''\noutput_dir = 'outputs'\nresume = False\noverwrite = False\n"
+WIDTH = "400"  # columns, so that nothing wraps
+
+
+@dataclass
+class Surfaces:
+    """What a run shows. Texts and pages as they are; JSON as values.
+
+    Attributes:
+        folder: of the run. twin: its copy in which `after.json` is `before.json`, as if it had not been trained.
+        printed: by `rloo-kit train`. show, versus: `rloo-kit show` of the run, and of twin and run. report, page:
+            `report.html`, `comparison.html` of both. batch: the table of a batch of both.
+        plot, completions, evaluation, comparison: what a notebook shows, as text; cells: the same as HTML.
+    """
+
+    folder: Path
+    twin: Path
+    printed: str
+    show: str
+    show_json: dict[str, Any]
+    versus: str
+    versus_json: dict[str, Any]
+    report: str
+    page: str
+    batch: str
+    batch_rows: list[dict[str, str]]
+    batch_page: str
+    plot: str
+    completions: str
+    cells: str
+    evaluation: str
+    comparison: str
+
+
+def run_task(task: Task, model: str, folder: Path) -> Surfaces:
+    """Train `task` on `model` ("toy" or "real") in `folder`, with `rloo-kit train`, and look at it everywhere."""
+    os.environ["COLUMNS"] = WIDTH
+    from rloo_kit.cli import app
+
+    config = write_task(task, model, folder)
+    printed = _call(app, "train", config)
+    (folder / "printed.txt").write_text(printed, encoding="utf-8")
+    return look_at(folder / "outputs" / task.name, folder, printed)
+
+
+def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
+    """The surfaces of a run that is there; `folder` takes the twin, the batch and the pages."""
+    import rloo_kit as kit
+    from rloo_kit.batch.comparison import make_text_table, write_comparison
+    from rloo_kit.cli import app
+    from rloo_kit.results.result import load_evaluation, load_result
+    from rloo_kit.runs.find import find_run
+    from rloo_kit.system.console import render_text
+
+    os.environ["COLUMNS"] = WIDTH
+    twin = run.parent / "untrained"
+    shutil.copytree(run, twin)
+    shutil.copy(twin / "before.json", twin / "after.json")
+    page = folder / "comparison.html"
+    _call(app, "report", twin, run, "--output", page)
+    place = _make_batch(folder, run, twin)
+    with place:
+        batch_page, table = write_comparison(place)
+        batch = render_text(make_text_table(place))
+    found = find_run(run)
+    before, after = load_evaluation(found, "before"), load_evaluation(found, "after")
+    with contextlib.redirect_stdout(io.StringIO()):  # outside a notebook they print themselves
+        plot, pairs = kit.plot_training(load_result(found)), kit.show_completions(before, after)
+    return Surfaces(
+        folder=run,
+        twin=twin,
+        printed=printed,
+        show=_call(app, "show", run),
+        show_json=json.loads(_call(app, "show", run, "--json")),
+        versus=_call(app, "show", twin, run),
+        versus_json=json.loads(_call(app, "show", twin, run, "--json")),
+        report=(run / "report.html").read_text(encoding="utf-8"),
+        page=page.read_text(encoding="utf-8"),
+        batch=batch,
+        batch_rows=list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8")))),
+        batch_page=batch_page.read_text(encoding="utf-8"),
+        plot=repr(plot),
+        completions=repr(pairs),
+        cells=pairs._repr_mimebundle_()["text/html"],
+        evaluation=f"{before}\n{after}",
+        comparison=str(kit.compare(before, after)),
+    )
+
+
+def _call(app: Any, *words: Any) -> str:
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    allowed = (0, 1) if words[0] == "show" else (0,)  # show: 1 for a run that is alarming
+    if result.exit_code not in allowed:
+        raise RuntimeError(f"rloo-kit {' '.join(map(str, words))} ended with {result.exit_code}:\n{result.output}")
+    return result.stdout
+
+
+def _make_batch(folder: Path, *runs: Path) -> Any:
+    """A batch whose runs are done and have these runs' folders."""
+    from rloo_kit.batch.file import load_batch
+    from rloo_kit.batch.status import BatchDir
+
+    (folder / "configs").mkdir()
+    write_notebook(folder / "trains.ipynb", "print(seed)", parameters=TRAINS)
+    file = folder / "configs" / "b.yaml"
+    values = {"notebook": str(folder / "trains.ipynb"), "output_dir": str(folder / "batch"),
+              "grid": {"seed": list(range(len(runs)))}}  # fmt: skip
+    file.write_text(json.dumps(values), encoding="utf-8")
+    place = BatchDir.create(load_batch(file))
+    for status, run in zip(place.statuses.values(), runs, strict=True):
+        status.state, status.seconds, status.attempts = "done", 75.0, 1
+        shutil.copytree(run, place.training(status.name).folder)
+    return place
