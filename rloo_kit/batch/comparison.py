@@ -172,11 +172,12 @@ def leading_figure(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _other(row: dict[str, Any], lead: str) -> str:
-    """The accuracy if the reward leads, and the other way round; exact match is labelled, and left out if it is 0."""
+    """The accuracy if the reward leads, else the reward; exact match is labelled, left out if only it is 0."""
     if lead == "accuracy":
         return change(row, "held_out_reward", ".3f")
     is_exact = row["judged_by"] == EXACT
-    if is_exact and not any(row[f"accuracy_{when}"] for when in ("before", "after")):
+    is_zero = {name: not (row[f"{name}_before"] or row[f"{name}_after"]) for name in ("accuracy", "held_out_reward")}
+    if is_exact and is_zero["accuracy"] and not is_zero["held_out_reward"]:
         return "-"
     return change(row, "accuracy", ".3f") + (f" ({EXACT})" if is_exact else "")
 

@@ -118,7 +118,9 @@ def try_steps(run: RunConfig, policy: Policy, weights: Weights, measures: Measur
     measures.usable_gib = plan.machine.usable_gib
     found = StepsFound(FirstSteps(weights, tell))
     if not plan.machine.on_cuda and plan.headroom_gib < 0:  # no error on a CPU: the system kills programs
-        found.faults.append(Fault("memory", f"{_too_much(plan)}; the step was not run. {_changes(run, plan, policy)}"))
+        limit = f"and {plan.machine.name} has {plan.machine.usable_gib:.2f}; the step was not run"
+        text = f"the run takes {plan.peak_gib:.2f} GiB (computed), {limit}. {_changes(run, plan, policy)}"
+        found.faults.append(Fault("memory", text))
         return found
     found.rows = 0 if engine in FOREIGN else plan.rows
     completions, row_tokens = size_of_steps(policy, run)
@@ -160,12 +162,6 @@ def _unless_full(call: Callable[[], tuple[Peak, Peak]]) -> tuple[Peak, Peak] | N
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
-
-
-def _too_much(plan: VramPlan) -> str:
-    return (
-        f"the run takes {plan.peak_gib:.2f} GiB (computed), and {plan.machine.name} has {plan.machine.usable_gib:.2f}"
-    )
 
 
 def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:

@@ -314,11 +314,8 @@ def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, 
     question = plain_prompt(after.samples[0]["prompt"]) if after is not None and after.samples else "..."
     if len(question) > LONGEST_QUESTION or "\n" in question:
         question = "..."
-    return (f"rloo-kit ask {place} {_quote(question)}", f"rloo-kit export {place} --to merged")
-
-
-def _quote(text: str) -> str:
-    return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
+    quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
+    return (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")
 
 
 def _first(findings: Sequence[Finding]) -> Finding | None:

@@ -75,7 +75,9 @@ def _curves(runs: Sequence[Contestant]) -> str:
     held_out = {one.name: _held_out(one, measure) for one in runs}
     name = name_of(measure, *(one.after for one in runs))
     charts = [Chart(f"Held-out {name}", held_out, form, dots=True)]
-    charts += [Chart(title, {one.name: _logged(one, names) for one in runs}, form) for title, form, names in PANELS]
+    for title, form, names in PANELS:
+        points = {one.name: [Point(*found) for found in logged(one.result.metrics, *names)] for one in runs}
+        charts.append(Chart(title, points, form))
     signal = {one.name: signal_shares(one.result.metrics) for one in runs}
     charts.insert(2, Chart("Groups with signal", signal, "share"))
     figures = []
@@ -94,10 +96,6 @@ def _held_out(one: Contestant, measure: str) -> list[Point]:
     sides |= {step: side for step, side in ends.items() if side is not None}
     found = {step: side.measure(measure) for step, side in sides.items()}
     return [Point(step, *value[:3]) for step, value in sorted(found.items()) if value is not None]
-
-
-def _logged(one: Contestant, names: Sequence[str]) -> list[Point]:
-    return [Point(*found) for found in logged(one.result.metrics, *names)]
 
 
 def _changes(runs: Sequence[Contestant]) -> str:

@@ -25,9 +25,7 @@ from rloo_kit.starter.texts import Settings, make_body, make_header
 
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
-FOR_GPU = tuple(
-    f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B")
-)  # fmt: skip
+FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
 FOR_CPU = ("smollm2/instruct",)
 # (tokens of a completion, completions that must fit at once); the first that fits is taken.
 LENGTHS = {
@@ -102,10 +100,9 @@ def fit(model: str, file: Path, module: str, table: Table, gpu_gib: float | None
 
 
 def _first_that_fits(model: str, file: Path, module: str, table: Table, gpu_gib: float | None) -> Fitted | None:
-    for candidate, rows in _candidates(model, file, module, table, gpu_gib):
-        if candidate.plan.fits and candidate.plan.rows >= min(rows, candidate.plan.completions):
-            return candidate
-    return None
+    found = _candidates(model, file, module, table, gpu_gib)
+    fitting = (one for one, rows in found if one.plan.fits and one.plan.rows >= min(rows, one.plan.completions))
+    return next(fitting, None)
 
 
 def _candidates(

@@ -631,3 +631,9 @@ def test_a_batch_of_own_rewards_is_compared_by_them(
     with BatchDisplay(compared) as display:
         display.report(next(iter(compared.statuses.values())))
     assert "reward 0.200 -> 0.800" in capsys.readouterr().out
+
+    for status in list(compared.statuses.values())[:2]:  # a reward of 0 throughout: exact match says as much
+        for name in ("before", "after"):
+            file = compared.training(status.name).folder / f"{name}.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"reward": 0.0}))
+    assert "0.000 → 0.000 (exact match)" in write_comparison(compared)[0].read_text(encoding="utf-8")
