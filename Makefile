@@ -68,7 +68,7 @@ format: $(STAMP_DEV) ## write ruff's format and its safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(STAMP_DEV) ## the core tests (17 minutes on two cores of an AMD EPYC, installs included)
+test: $(STAMP_DEV) ## the core tests (11 to 17 minutes on two cores, installation included)
 	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP_DEV)

@@ -206,6 +206,7 @@ def test_both_sides_of_the_real_model_train_the_same(module: Any, tiny_folder: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_step_of_the_real_model_is_measured_by_its_parts(module: Any, smollm2_at: Any, tmp_path: Path) -> None:
     """A part that was renamed in the kit would be counted under "rest", and the page would explain nothing."""
     smollm2_at("smollm2/instruct")
@@ -414,6 +415,7 @@ def test_the_list_is_whole(module: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) -> None:
     """Code that runs for the first time on a rented GPU spends the lease on its typing errors. The hour itself is
     rehearsed by `make test-unsloth`."""
@@ -432,6 +434,7 @@ def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_any_amount_of_completions_is_opened_in_the_same_memory(module: Any, tmp_path: Path) -> None:
     """276 MB of completions took 1.6 GB and 55 s to resume. Here a few files in both layouts; --gib 5 is long."""
     out = tmp_path / "load.json"
@@ -442,9 +445,10 @@ def test_any_amount_of_completions_is_opened_in_the_same_memory(module: Any, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "rule"), [("rate", "broken_policy"), ("none", "all_none"), ("seven", "reward_hacking")]
-)
+@pytest.mark.parametrize(("name", "rule"), [
+    ("seven", "reward_hacking"),
+    *(pytest.param(*one, marks=pytest.mark.long) for one in (("rate", "broken_policy"), ("none", "all_none"))),
+])  # fmt: skip
 def test_a_run_that_is_made_to_fail_says_how(name: str, rule: str, module: Any, tmp_path: Path) -> None:
     """The rules over recorded rows say nothing about a metric that is not logged any more, or a line not printed."""
     out = tmp_path / "health.json"

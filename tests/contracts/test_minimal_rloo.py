@@ -226,6 +226,7 @@ def test_it_runs(tiny_folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_learns() -> None:
     """Its page promises that it does; a sign that is wrong in the loss shows here alone."""
     before, after = run_script("--steps", 25, "--held-out", 300)

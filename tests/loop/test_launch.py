@@ -218,6 +218,7 @@ def test_ctrl_c_saves_and_another_launcher_goes_on(launched, config):
     assert_same_adapter(launched[0], folder)
 
 
+@pytest.mark.long
 def test_a_signal_to_the_second_process_stops_both(config):
     """A scheduler that ends one process first: the main one waited for it in the next step until it was killed."""
     started = Started(command_of("kit", config, "run.name=one_stopped"), config.parent).until("step 2/30")
@@ -238,6 +239,7 @@ def test_a_refusal_ends_all_processes_with_one_message(how, expected, launched, 
     assert ("Traceback" in started.text) == (how == "accelerate"), "accelerate's own, around a process that refused"
 
 
+@pytest.mark.long
 def test_a_run_outlives_no_process_that_was_killed(config):
     """One process was killed for its memory, and the other one waited for it: the GPU was taken until somebody saw."""
     started = Started(command_of("kit", config, "run.name=killed"), config.parent).until("step 2/30")
@@ -249,6 +251,7 @@ def test_a_run_outlives_no_process_that_was_killed(config):
     assert json.loads((config.parent / "outputs" / "killed" / "status.json").read_text())["state"] == "failed"
 
 
+@pytest.mark.long
 def test_two_machines_meet_and_stop_together(config):
     """A launcher each, with one process each, as on two machines; Ctrl-C reaches one launcher only."""
     with socket.socket() as free:
@@ -272,6 +275,7 @@ def test_two_machines_meet_and_stop_together(config):
     assert "step 2/30" not in second.text, "the second machine prints nothing itself"
 
 
+@pytest.mark.long
 def test_a_script_gets_the_same_in_every_process(config):
     """A script under torchrun decided by result.metrics: they were empty in the second process, and it took a turn of
     its own."""
@@ -313,7 +317,7 @@ def test_shards_train_evaluate_and_go_on_as_copies_do(config, copies, kind):
     assert found[0]["after"]["samples"] == copies[0]["after"]["samples"]
 
 
-@pytest.mark.parametrize("kind", [None, "fsdp2", "zero3"])
+@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.long), "fsdp2", "zero3"])
 def test_processes_keep_the_best_weights_together(config, kind):
     """Each process decided by its own part of the prompts, and one stopped alone; or adapter/ had the last weights,
     because what is shared out cannot be loaded as a file."""
@@ -351,6 +355,7 @@ def test_copies_of_a_4bit_model_train(config, tmp_path, make_tiny_model, tiny_to
     assert first == second and first["steps"] == 2 and first["in_4bit"]
 
 
+@pytest.mark.long
 def test_pass_rates_are_measured_by_all_processes_together(config):
     """Each process measured every prompt: twice the work, and twice in the cache."""
     (first, second), _ = run_script(

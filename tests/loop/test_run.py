@@ -449,6 +449,7 @@ def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_trains_alike_however_the_batch_is_split(write_config, tmp_path):
     """Who lowers the batch to save memory and raises the accumulation must get the run that was meant, not another."""
     (tmp_path / "own.py").write_text(

@@ -836,7 +836,7 @@ def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.Compl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", [False, True], ids=["replicas", "FSDP 2"])
+@pytest.mark.parametrize("sharding", [pytest.param(False, marks=pytest.mark.long), True], ids=["replicas", "FSDP 2"])
 def test_two_processes_share_one_adapter(sharding, tiny_folder, tmp_path):
     """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
     matrices. Each process sends its own half, with its own seeds; the gap is none in either step."""
@@ -863,6 +863,7 @@ def test_two_processes_share_one_adapter(sharding, tiny_folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_refusal_ends_both_processes(tiny_folder, tmp_path):
     """The main process alone talks to the server about the adapter: the answer has to reach the other one, which
     would wait for completions forever."""

@@ -417,6 +417,7 @@ def await_requests(server: VllmServer, run: Run) -> None:
     run.until(lambda: running.search(httpx.get(f"{server.url}/metrics", trust_env=False).text) is not None)
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_in_mid_run(strict_server, tmp_path):
     """vLLM's engine dies under completions, which are answered with status 500 and ended the run; later the server is
     shut down, which answers them never. Both times the run waits for the server, hands the adapter over again and goes
