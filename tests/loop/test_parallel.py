@@ -152,6 +152,7 @@ def test_processes_sample_different_completions_and_agree_on_what_is_drawn_again
     assert all(log.get("frac_reward_zero_std", 0) == 0 for log in first["logs"])
 
 
+@pytest.mark.long
 def test_gathered_weights_sample_as_whole_ones(replicas, shards):
     """Weights that are gathered for a rollout and freed again have to be those that are trained."""
     for whole, gathered in zip(replicas["sampled"], shards["sampled"], strict=True):

@@ -53,6 +53,7 @@ def lines(folder, name):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_seed_gives_one_run_in_two_processes(write_config, tmp_path):
     """What the docs promise of one machine: the same seed, bit by bit. A set that is iterated, or a hash that differs
     from process to process, would show in no test within one process."""

@@ -93,7 +93,9 @@ def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
     assert "to go on: rloo-kit batch" in printed and "--resume" in printed
 
 
-@pytest.mark.parametrize("guarded", [True, False], ids=["watchdog", "watchdog-killed-too"])
+@pytest.mark.parametrize(
+    "guarded", [True, pytest.param(False, marks=pytest.mark.long)], ids=["watchdog", "watchdog-killed-too"]
+)
 def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
     """After SIGKILL (the system out of memory) nothing is left to end the kernels, which trained on for hours with the
     batch that was started next."""

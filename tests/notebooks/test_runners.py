@@ -29,6 +29,7 @@ from tests.notebooks.server import JupyterServer, jupyter_lab, own_certificate
 TERMINAL = "IPython in a terminal"
 SERVER = "JupyterLab's server"
 RUNNERS = [*COMMANDS, TERMINAL]
+ALIKE = ("jupyter execute", "nbclient", "jupyter_client")  # what papermill and nbconvert stand on: long
 
 
 def measure(case: str, ended: Ended, folder: Path) -> list[str | bool]:
@@ -49,7 +50,9 @@ def merge(first: list[str | bool], second: list[str | bool]) -> list[str | bool]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    "runner", [pytest.param(one, marks=pytest.mark.long) if one in ALIKE else one for one in RUNNERS]
+)
 def test_a_runner(runner: str, tmp_path: Path) -> None:
     """`do_shutdown` in the last cell raced with the runner: papermill ended with 138 and lost the last outputs."""
     measured = []

@@ -45,7 +45,7 @@ def _check_commands(person: Person, skill: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("editable", [False, True], ids=["plain", "editable"])
+@pytest.mark.parametrize("editable", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "editable"])
 def test_pip_installs_the_installed_skill(
     editable: bool, make_person: Callable[..., Person], package_index: None, expected: Tree
 ) -> None:

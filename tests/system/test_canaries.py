@@ -160,7 +160,7 @@ def test_commands_and_failures_keep_keys_to_themselves(project, tiny_config, hub
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", ["022", "077"])
+@pytest.mark.parametrize("mask", [pytest.param("022", marks=pytest.mark.long), "077"])
 def test_files_follow_the_umask(project, tiny_config, mask):
     """A file made by way of a temporary one is 0600 whatever the user chose, and a group that shares its runs cannot
     read it; a looser one would show rollouts to everybody."""

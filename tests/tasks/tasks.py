@@ -167,10 +167,10 @@ def long(completions, **_):
         "solved",
         literal,
         """
-def any_digit(completions, **_):
-    return [1.0 if re.search("[0-9]", text) else 0.0 for text in completions]
+def not_empty(completions, **_):
+    return [1.0 if re.search("[0-9A-Za-z]", text) else 0.0 for text in completions]
 """,
-        ({"name": "rewards.py:any_digit"},),
+        ({"name": "rewards.py:not_empty"},),
         0,
         1,
         kinds=("no evidence", "no signal"),

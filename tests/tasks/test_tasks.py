@@ -16,7 +16,6 @@ from tests.tasks.surfaces import Surfaces, run_task
 from tests.tasks.tasks import BY_NAME, TASKS
 
 CORE = ("literal", "marker", "penalty", "never")  # the others are alike, and slow
-REAL = ("sentence",)  # minutes each; all twelve: python tests/tasks/run.py --model smollm2/instruct
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +42,8 @@ def test_every_figure_of_a_task_is_true(toy_runs: Any, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.long
 def test_every_figure_of_a_task_is_true_on_a_real_model(
     smollm2_at: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_both_backends_compute_the_same(load: Any, reference: Any, tmp_path: Pat
     compare(found, expected, atol=2e-5, gradient_rtol=1e-4)
 
 
+@pytest.mark.long
 def test_fused_kernels_on_the_embedded_models_sizes(
     load: Any, reference: Any, embedded_folder: Path, tmp_path: Path
 ) -> None:

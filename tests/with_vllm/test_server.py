@@ -400,6 +400,7 @@ def test_eval_samples_on_the_server(server, learned, tmp_path):
     assert ours["mean_tokens"] == pytest.approx(native["mean_tokens"], rel=0.02)
 
 
+@pytest.mark.long
 def test_two_processes(server, tmp_path):
     """Each process sends its own prompts; the adapter is loaded once, and both sample from it."""
     launch = ["--launch", str(ROOT / "configs" / "accelerate" / "cpu_two.yaml")]

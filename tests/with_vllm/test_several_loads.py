@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 BEGINNING = """
 import gc, random, sys
@@ -36,6 +38,7 @@ def run_script(script: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_second_load_takes_the_place_of_the_first(tmp_path, vllm_is_here):
     """The first one's gigabyte stayed for good (vLLM hides what is alive from garbage collection), and when it was
     collected after all its end took the process groups of the second along: "pipeline model parallel group"."""
