@@ -195,7 +195,7 @@ RULES: tuple[Rule, ...] = (
         ("reward", "eval/accuracy"),
         15,
         signs.nothing_learnt,
-        "Neither the reward nor held-out accuracy has changed beyond its noise",
+        "Neither the reward nor, where it was measured meanwhile, held-out accuracy has changed beyond its noise",
         "check that the rewards pay for the task; raise rloo.learning_rate (currently {learning_rate}) two to five "
         "times, or rloo.num_generations (currently {num_generations}) to reduce noise",
         follows=(*NOTHING_SCORED, *BREAKS, "no_signal", "truncation", "cold_start", "zero_gradient", "no_movement",
