@@ -144,7 +144,7 @@ class RunOverview:
         each = f" {mean_window(len(self.rows))}" if len(self.rows) >= SMOOTH_FROM else ""
         table = Table(box=None, pad_edge=False)
         for title in ("training", "over the steps", f"first{each}", f"last{each}"):
-            table.add_column(title, justify="right" if "st" in title[2:5] else "left", no_wrap=True)
+            table.add_column(title, justify="right" if title.startswith(("first", "last")) else "left", no_wrap=True)
         for title, values, panel in found:
             if len(set(values)) > 1:
                 ends = (format_value(end, panel.chart.form) for end in first_and_last(values))
