@@ -336,7 +336,8 @@ for right in (1, 4, 7):
 #
 # Each step samples K completions for some prompts, computes the rewards, subtracts the baselines and updates the
 # adapter. A line of text every few seconds shows the progress. The stop button (Ctrl-C in a terminal) lets the step
-# finish and saves; `resume = True` continues from there.
+# finish and saves; `resume = True` continues from there. To train again from the start, begin with section 3: this cell
+# refuses a policy that it has trained, and deletes nothing then.
 
 # %% [markdown]
 # **What to look for.** `reward` moves over tens of steps, not from one to the next, because prompts differ. Check that

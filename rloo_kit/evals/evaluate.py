@@ -52,13 +52,18 @@ def evaluate(
         policy: from `load_policy`, trained or not.
         dataset: `load_data(...).test`: rendered prompts, with or without an `answer` column. The first
             `eval.num_prompts` are used, so that two evaluations use the same prompts.
-        label: a word for the table's title.
+        label: a word for the table's title. "before" is for a policy that `train` has not trained; without a label
+            a trained one is called "after N steps".
         reward_funcs: rewards to measure, in the form that `train` takes; None: `run.rewards`, built for this call.
 
     Raises:
         DataError: no prompts.
-        ConfigError: thinking budgets for a model that does not think, or that exceed `model.max_seq_length`.
+        ConfigError: thinking budgets for a model that does not think, or that exceed `model.max_seq_length`; a trained
+            policy as "before".
     """
+    if label == "before":
+        policy.refuse_trained("it is not the policy before training", "RLOO")
+    label = label or (f"after {policy.trained['RLOO']} steps" if "RLOO" in policy.trained else "")
     _check_budgets(run, policy)
     dataset = _first_prompts(dataset, run.eval.num_prompts)
     judge = AnswerJudge(run, policy.tokenizer, gold_answers(dataset), reward_funcs)

@@ -198,6 +198,8 @@ class _Training:
             adapter = self._save_adapter()
             seconds = round(self.writer.seconds, 3)
         finally:
+            if done := self.trainer.state.global_step + (not self.interrupts.between_steps):
+                self.policy.trained["RLOO"] = done
             end_workers()
             self._drop_reference()
             if not self.was_training:  # in training mode, checkpointing drops the KV cache and decodes nonsense

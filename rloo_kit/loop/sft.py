@@ -83,10 +83,12 @@ def fine_tune(
         `SftResult`. Ctrl-C does not raise: the current weights are saved, and `stopped` is "interrupted".
 
     Raises:
-        DataError: the demonstrations cannot be used. ConfigError: several processes.
+        DataError: the demonstrations cannot be used. ConfigError: several processes, or this policy
+            is trained already.
         RunExistsError: the folder has an earlier training, and `overwrite` is not set.
         NonFiniteError: the loss became NaN or infinite; nothing is saved.
     """
+    policy.refuse_trained("this training would not begin at the start", "RLOO", "SFT")
     if count_processes() > 1:
         raise ConfigError(
             f"supervised training runs in one process, and there are {count_processes()}: start it without a launcher; "
@@ -132,6 +134,7 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
             save_adapter(policy, staged)
             publish(staged, target)
     finally:
+        policy.trained["SFT"] = trainer.state.global_step + (not interrupts.between_steps)
         with suppress(OSError):
             unused.rmdir()
         if not was_training:

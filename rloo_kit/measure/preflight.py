@@ -253,7 +253,11 @@ def train(
 
     Raises:
         PreflightError: the preflight's verdict is NO-GO; no folder was made and nothing trained.
+        ConfigError: this policy is trained already, and no checkpoint replaces its weights; the folder is untouched.
     """
-    if not (resume or (run_dir is not None and run_dir.resumed)):
+    resumed = resume if run_dir is None else run_dir.resumed
+    if not (resumed and (run_dir or RunDir(run.folder)).last_checkpoint()):
+        policy.refuse_trained("a new run would not begin at the start (resume=True continues its own)", "RLOO")
+    if not resumed:
         require_go(run, policy, data, reward_funcs)
     return loop.train(run, policy, data, reward_funcs, resume=resume, overwrite=overwrite, run_dir=run_dir)

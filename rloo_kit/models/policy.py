@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +60,7 @@ class Policy:
         config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
         rollout: `run.rollout` of the run that it was loaded for; None if it was built by hand.
         sharding: gathers whole weights after training with FSDP or DeepSpeed; None if each process has them.
+        trained: optimizer steps that it has had since it was loaded: of "RLOO" (`train`), of "SFT" (`fine_tune`).
     """
 
     model: Any
@@ -71,10 +72,19 @@ class Policy:
     config_arguments: dict[str, Any]
     rollout: RolloutSection | None = None
     sharding: Sharding | None = None
+    trained: dict[str, int] = field(default_factory=dict)
 
     def whole_weights(self) -> AbstractContextManager[Any]:
         """A block in which this process has all weights and may sample without the others; all enter it together."""
         return nullcontext() if self.sharding is None else self.sharding.whole_weights()
+
+    def refuse_trained(self, so: str, *methods: str) -> None:
+        """Raise ConfigError, with the consequence `so`, if it has had steps of one of the methods."""
+        if found := [f"{steps} steps of {name}" for name, steps in self.trained.items() if name in methods and steps]:
+            raise ConfigError(
+                f"this policy has had {' and '.join(found)} since it was loaded, so {so}: load it again with "
+                "policy = kit.load_policy(run), and run what follows"
+            )
 
     def inference_mode(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients, for generation; the previous mode is restored afterwards."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rewards import thinking_reward
-from rloo_kit import build_rewards, load_config, load_data, load_policy, train
+from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.run_arguments import mixed_precision
@@ -298,6 +298,32 @@ def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):
     assert "interrupted at step 2 of 4" in printed and "resume=True" in printed
     assert signal.getsignal(signal.SIGINT) is before, "the process gets its handler back"
     assert start(rewards=[interrupting], resume=True).steps == 4
+
+
+def test_a_training_cell_that_is_run_again_is_refused(start, write_config):
+    """Three runs of one notebook cell reported 26 -> 48 %, -> 86 % and -> 93 %: each deleted the run before it, with
+    the checkpoint that Ctrl-C had just offered, and trained its weights further."""
+    sent = []
+
+    def interrupting(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 1 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+        return by_ids(completion_ids)
+
+    result = start(rewards=[interrupting])
+    policy, run = start.policy, load_config(write_config())
+    test = load_data(run, policy.tokenizer).test
+    for folder in ("tiny", "another"):
+        with pytest.raises(ConfigError, match=r"2 steps of RLOO .*resume=True.*kit.load_policy\(run\)"):
+            start(f"run.name={folder}", policy=policy, overwrite=True)
+    with pytest.raises(ConfigError, match="resume=True"):  # there is no checkpoint that would replace the weights
+        start("run.name=another", policy=policy, resume=True)
+    assert RunDir(result.folder).last_checkpoint().step == 2 and not (result.folder.parent / "another").exists()
+    with pytest.raises(ConfigError, match=r"2 steps of RLOO.*not the policy before training.*load_policy"):
+        evaluate(run, policy, test, "before")
+    assert evaluate(run, policy, test).label == "after 2 steps"
+    assert start(policy=policy, resume=True).steps == 4
+    assert evaluate(run, load_policy(run), test, "before").label == "before"
 
 
 def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):

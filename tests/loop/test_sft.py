@@ -168,8 +168,10 @@ def test_a_folder_like_a_runs(load, capsys):
     for name, value in trained(policy.model).items():
         assert torch.equal(value, trained(again.model)[name])
     with pytest.raises(RunExistsError, match=r"tiny-sft already contains the supervised training of tiny.*--overwrite"):
-        fine_tune(run, policy, data)
-    assert fine_tune(run, policy, data, overwrite=True).steps == 2
+        fine_tune(run, load("run.evaluate=true")[1], data)
+    with pytest.raises(ConfigError, match=r"2 steps of SFT.*kit.load_policy\(run\)"):  # it would be trained further
+        fine_tune(run, policy, data, overwrite=True)
+    assert fine_tune(run, load("run.evaluate=true")[1], data, overwrite=True).steps == 2
 
 
 def test_ctrl_c_saves_what_is_trained(load, press):

