@@ -5,6 +5,7 @@ Families: `thinking` (the prompt ends with an open `<think>`), `hybrid` (the tem
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,13 @@ ROLES = ("system", "user", "assistant", "tool")
 THINK_TAGS = (THINK_START, THINK_END)
 # An assistant turn with thinking: at the start, closed once, opened there or by the template.
 _THOUGHT = re.compile(rf"\A\s*(?:{THINK_START})?((?!</?think>).)*{THINK_END}", re.DOTALL)
+# What Unicode displays as nothing (default ignorable), and control characters other than white space.
+_INVISIBLE = re.compile(
+    "[\0-\b\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]"
+)
+_PUNCTUATION = re.compile(r"[?!.。؟]+(?=[\s<\[]|$)")  # of a sentence: also before the template's end of a turn
 _PROBE = [{"role": "user", "content": "1+1?"}]
 
 Message = dict[str, Any]
@@ -100,6 +108,22 @@ def render_prompt(
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     return _without_bos(tokenizer, _apply(tokenizer, messages, **options))
+
+
+def prompt_identity(text: str) -> str:
+    """What distinguishes rendered prompts for a split: the words, without case, Unicode form, invisible characters,
+    white space and the punctuation that ends a sentence.
+
+    >>> prompt_identity("<|user|> Is\\n 3.5 MORE?<|end|>") == prompt_identity("<|user|>is 3.5 more<|end|>")
+    True
+    """
+    text = _INVISIBLE.sub("", text)
+    if not text.isascii():  # as Unicode's caseless matching does
+        text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    text = " ".join(_PUNCTUATION.sub("", text.casefold()).split())
+    return (
+        text.replace(" <", "<").replace("> ", ">").replace(" [", "[").replace("] ", "]")
+    )  # next to a template's tokens
 
 
 def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:

@@ -9,7 +9,7 @@ from rloo_kit.collective import main_first
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
 from rloo_kit.data.answers import is_plain
-from rloo_kit.data.chat import render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import prompt_identity, render_prompt, resolve_family, thinks
 from rloo_kit.data.columns import DataSource
 from rloo_kit.data.reading import read_test, read_training
 from rloo_kit.data.tables import to_dataset
@@ -102,13 +102,14 @@ def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
     fitting = _fitting_rows(run, tokenizer, source, texts, notes)
     dropped = len(texts) - len(fitting)
     if held_out is None:
-        train_rows, test_rows = _split(source, fitting, run.data, notes)
+        train_rows, test_rows = _split(Side(source, texts, fitting), run.data, notes)
         return Prepared(Side(source, texts, train_rows), Side(source, texts, test_rows), dropped, notes)
     notes += held_out.notes
     test_texts = [render_row(run, tokenizer, family, held_out, row) for row in range(len(held_out))]
     test_fitting = _fitting_rows(run, tokenizer, held_out, test_texts, notes)
     dropped += len(test_texts) - len(test_fitting)
-    train_rows, test_rows = _hold_out(source, fitting, held_out, test_fitting, run.data, notes)
+    sides = Side(source, texts, fitting), Side(held_out, test_texts, test_fitting)
+    train_rows, test_rows = _hold_out(*sides, run.data, notes)
     return Prepared(Side(source, texts, train_rows), Side(held_out, test_texts, test_rows), dropped, notes)
 
 
@@ -154,9 +155,9 @@ def _refuse_appended_eos(tokenizer: Any, text: str, ids: list[int]) -> None:
         )
 
 
-def _split(source: DataSource, rows: list[int], section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
+def _split(found: Side, section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
     """Training rows in order, test rows shuffled; no prompt is on both sides."""
-    groups = _group(source, rows)
+    groups, source, rows = _group(found), found.source, found.rows
     size = section.test_size
     wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
@@ -190,53 +191,40 @@ def _ways_out(source: DataSource, prompts: int, dropped: int) -> str:
     return text[0].upper() + text[1:]
 
 
-def _hold_out(
-    source: DataSource,
-    rows: list[int],
-    held_out: DataSource,
-    test_rows: list[int],
-    section: DataSection,
-    notes: list[str],
-) -> tuple[list[int], list[int]]:
+def _hold_out(found: Side, held_out: Side, section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
     """Training rows of the source, and shuffled, distinct rows of the test source (`data.test_size` of them if it is a
     count); no prompt is on both sides."""
-    groups = _group(held_out, test_rows)
+    groups = _group(held_out)
     keys = _shuffled(groups, section.seed)
     if section.test_size >= 1:
         keys = keys[: int(section.test_size)]
-    if len(groups) < len(test_rows):
-        notes.append(f"{len(test_rows) - len(groups)} repeats of held-out prompts are left out of {held_out.name}")
+    if left_out := len(held_out.rows) - len(groups):
+        notes.append(f"{left_out} repeats of held-out prompts are left out of {held_out.source.name}")
     known = set(keys)
-    train = [row for row in rows if _identity(source.prompts[row]) not in known]
-    both = len(rows) - len(train)
+    train = [row for row in found.rows if prompt_identity(found.texts[row]) not in known]
+    both = len(found.rows) - len(train)
     if not train:
         raise DataError(
-            f"all {both} training prompts of {source.name} are held-out prompts of {held_out.name} too: none is left "
-            "to train on. Name another file or split in data.test_source or data.test_split"
+            f"all {both} training prompts of {found.source.name} are held-out prompts of {held_out.source.name} too: "
+            "none is left to train on. Name another file or split in data.test_source or data.test_split"
         )
     if both:
-        notes.append(f"{both} rows of {source.name} are left out of training: their prompts are held out too")
+        notes.append(f"{both} rows of {found.source.name} are left out of training: their prompts are held out too")
     return train, [groups[key][0] for key in keys]
 
 
-def _group(source: DataSource, rows: list[int]) -> dict[Any, list[int]]:
+def _group(side: Side) -> dict[str, list[int]]:
     """The rows of each different prompt, in order."""
-    groups: dict[Any, list[int]] = {}
-    for row in rows:
-        groups.setdefault(_identity(source.prompts[row]), []).append(row)
+    groups: dict[str, list[int]] = {}
+    for row in side.rows:
+        groups.setdefault(prompt_identity(side.texts[row]), []).append(row)
     return groups
 
 
-def _shuffled(groups: dict[Any, list[int]], seed: int) -> list[Any]:
+def _shuffled(groups: dict[str, list[int]], seed: int) -> list[str]:
     keys = list(groups)
     random.Random(f"split-{seed}").shuffle(keys)
     return keys
-
-
-def _identity(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """What distinguishes prompts: roles and words, not white space."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return tuple((message["role"], " ".join(message["content"].split())) for message in messages)
 
 
 def _datasets(source: DataSource, texts: list[str], *sides: list[int]) -> list[Any]:

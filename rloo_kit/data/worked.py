@@ -8,7 +8,7 @@ from typing import Any
 
 from rloo_kit.config.embedded import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import prompt_identity, refuse_surrogates, render_prompt, resolve_family, thinks
 from rloo_kit.data.columns import Columns, DataSource, select_rows
 from rloo_kit.data.gym import is_gym
 from rloo_kit.data.reading import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part
@@ -73,7 +73,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
         )
     source = _read(run, rows, thinking)
     thoughts = _thoughts(run, source)
-    known = {_words(text) for text in held_out}
+    known = {prompt_identity(text) for text in held_out}
     left_out: Counter[str] = Counter()
     examples, unclosed = [], []
     limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
@@ -88,7 +88,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             left_out[f"whose column '{run.sft.thinking_column}' is empty (sft.thinking_column)"] += 1
             continue
         prompt = _render(run, tokenizer, family, source, row)
-        if _words(prompt) in known:
+        if prompt_identity(prompt) in known:
             left_out["whose prompts are held out for the evaluation"] += 1
             continue
         completion = _render_completion(tokenizer, prompt, answer, thought, thinking, where)
@@ -223,8 +223,3 @@ def _refuse_control_tokens(tokenizer: Any, text: str, where: str) -> None:
 
 def _ids(tokenizer: Any, completion: str) -> list[int]:
     return [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-
-
-def _words(text: str) -> str:
-    """A rendered prompt with normalised white space, to compare prompts."""
-    return " ".join(text.split())

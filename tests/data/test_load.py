@@ -10,6 +10,7 @@ import datasets
 import pytest
 from tokenizers import processors
 
+from rloo_kit.data.chat import prompt_identity
 from rloo_kit.data.load import Data, load_data
 from rloo_kit.errors import ConfigError, DataError
 from tests.data.conftest import jsonl, plain, rendered
@@ -368,6 +369,33 @@ def test_split_with_repeated_prompts(make_run, tiny_tokenizer):
     data = load_data(make_run(test_size=1), tiny_tokenizer, rows=["1 1+2=", "11+2=", "1  1+2="])
     assert len({*data.train["prompt"], *data.test["prompt"]}) >= 2
     assert data.notes and "1 rows repeat" in data.notes[0]
+
+
+def test_split_by_what_the_model_reads(make_run, write, tiny_tokenizer):
+    """With `data.system_prompt`, rows that carry the same system message themselves stood in training and test: 16 of
+    20 held-out prompts had been trained on."""
+    system = "Answer briefly."
+    asked = [f"what is {number}+1?" for number in range(20)]
+    talks = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in asked]
+    data = load_data(make_run(test_size=8, system_prompt=system), tiny_tokenizer, rows=[*asked, *talks])
+    assert (len(data.train), len(data.test)) == (24, 8) and not {*data.train["prompt"]} & {*data.test["prompt"]}
+    with pytest.raises(DataError, match="all 20 training prompts"):
+        held_out = write("test.jsonl", jsonl(*({"prompt": talk} for talk in talks)))
+        load_data(make_run(test_source=str(held_out), system_prompt=system), tiny_tokenizer, rows=asked)
+    other = load_data(make_run(test_size=20), tiny_tokenizer, rows=[*asked, *talks])
+    assert (len(other.train), len(other.test), other.notes) == (20, 20, []), "without the key they are other prompts"
+
+
+def test_twins_of_a_prompt():
+    """A scraped data set has each question several times over, typed differently."""
+    text = "<|im_start|>user\nWie groß ist José's Café in m²?<|im_end|>\n<|im_start|>assistant\n"
+    changes = [
+        ("groß", "GROSS"), ("é", "e\u0301"), ("²", "2"), ("Café", "Ca\u200bfé\ufeff"), ("groß", "gr\u00adoß\ufe0f"),
+        ("m²?", "m²"), ("m²?", "m² ?!"), ("m²?", "m²？"), ("m²?", "m²? \n"), (" ist ", "\u00a0 ist\t"), ("C", "Ｃ"),
+    ]  # fmt: skip
+    assert {prompt_identity(text.replace(*change)) for change in changes} == {prompt_identity(text)}
+    others = ["1 1+2=", "11+2=", "1.1+2=", "-11+2=", "1+12=", "11+2=-", "e", "é", "e'", "x^2", "x2", "?x", "1?2", "1.2"]
+    assert len({prompt_identity(other) for other in others}) == len(others)
 
 
 def test_split_is_that_of_the_seed(make_run, tiny_tokenizer):

@@ -95,7 +95,8 @@ def test_what_is_left_out_is_counted(make_run):
     rows += [{"prompt": "d", "completion": text} for text in ("<|im_end|>", "</think>", "e</think> <|im_end|>")]
     tokenizer = build_tokenizer("thinking")
     held_out = prepare_data(make_run(), tokenizer).test
-    worked = load_worked(make_run(rows + [{"prompt": "c"}], max_length=60), tokenizer, [held_out.texts[0]])
+    twin = held_out.texts[0].replace("<|im_end|>", " ?<|im_end|>").upper()
+    worked = load_worked(make_run(rows + [{"prompt": "c"}], max_length=60), tokenizer, [twin])
     assert (len(worked.examples), worked.num_rows) == (9, 16)
     assert worked.notes == [
         "5 of 16 rows whose column 'completion' is empty (sft.completion_column) are left out",
