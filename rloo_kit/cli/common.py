@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rloo_kit import __version__
-from rloo_kit.errors import RlooKitError
+from rloo_kit.errors import RlooKitError, shorten
+from rloo_kit.runs.files import is_disk_full
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, count_processes, is_main_process, process_index, say
 
@@ -58,9 +59,14 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
-            name = error.filename if error.filename2 is None else error.filename2
-            print(f"rloo-kit: {name}: {error.strerror}", file=sys.stderr, flush=True)
+        why = ""
+        if is_disk_full(error):
+            found = f"{type(error).__name__}: {shorten(str(error))}"
+            why = f"the disk is full, or a quota is used up ({found}): free some space, then repeat the command"
+        elif isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
+            why = f"{error.filename if error.filename2 is None else error.filename2}: {error.strerror}"
+        if why:
+            print(f"rloo-kit: {why}", file=sys.stderr, flush=True)
             raise typer.Exit(refused) from None
         if refused == REFUSED:
             raise

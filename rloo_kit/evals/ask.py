@@ -14,7 +14,7 @@ from rloo_kit.models.policy import Policy, find_vllm
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.text_stream import TextStream
 from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.system.console import plain_prompt
+from rloo_kit.system.console import picture_controls, plain_prompt
 from rloo_kit.think_tags import split_thinking
 
 OnText = Callable[[str, str], None]
@@ -60,7 +60,7 @@ class Answer:
 
     def __str__(self) -> str:
         parts = [self.thinking and f"thinking:\n{self.thinking}\n\nanswer:", self.answer, f"({self.summary})"]
-        own = "\n".join(filter(None, parts))
+        own = picture_controls("\n".join(filter(None, parts)))
         return own if self.base is None else f"base:\n{self.base}\n\ntrained:\n{own}"
 
 

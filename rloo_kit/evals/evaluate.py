@@ -52,8 +52,7 @@ def evaluate(
         policy: from `load_policy`, trained or not.
         dataset: `load_data(...).test`: rendered prompts, with or without an `answer` column. The first
             `eval.num_prompts` are used, so that two evaluations use the same prompts.
-        label: a word for the table's title. "before" is for a policy that `train` has not trained; without a label
-            a trained one is called "after N steps".
+        label: a word for the table's title; by default "after N steps" for a policy that `train` has trained.
         reward_funcs: rewards to measure, in the form that `train` takes; None: `run.rewards`, built for this call.
 
     Raises:

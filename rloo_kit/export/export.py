@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
 from rloo_kit.embedded.model import name_built
-from rloo_kit.errors import ConfigError, ExportError, RunExistsError
+from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError, SetupError
 from rloo_kit.export import adapter, gguf
 from rloo_kit.export.card import public_name, write_card
 from rloo_kit.export.hub import push_folder
@@ -23,6 +23,7 @@ from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.models.trained import trained_run
 from rloo_kit.plan.shapes import find_shape
+from rloo_kit.results.result import load_evaluation
 from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.exported import RUN_FILE, describe_origin
 from rloo_kit.runs.files import now, read_object, saving, write_json
@@ -184,7 +185,14 @@ def _check_memory(run: RunConfig) -> None:
 
 
 def _ask_policy(run: RunConfig, policy: Policy, num_prompts: int) -> Reference:
-    prompts = list(load_data(run, policy.tokenizer).test["prompt"][:num_prompts])
+    try:
+        prompts = list(load_data(run, policy.tokenizer).test["prompt"][:num_prompts])
+    except (DataError, SetupError) as error:  # the data, or the library that draws it, need not be on this machine
+        found = load_evaluation(run, "after") or load_evaluation(run, "before")
+        prompts = [one["prompt"] for one in (*found.samples, *found.more_samples)][:num_prompts] if found else []
+        if not prompts:
+            raise
+        say(f"export: the prompts of the run's evaluation are used, because its data cannot be read: {error}")
     if not prompts:
         raise ExportError("the run has no held-out prompts to compare on: add the override data.test_size=20")
     say(f"export: {policy.describe()}; sampling greedy answers to {len(prompts)} held-out prompts")

@@ -312,7 +312,7 @@ def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, 
     if kind != "learnt":
         return (f"rloo-kit show {place}",)
     question = plain_prompt(after.samples[0]["prompt"]) if after is not None and after.samples else "..."
-    if len(question) > LONGEST_QUESTION or "\n" in question:
+    if len(question) > LONGEST_QUESTION or not question.isprintable():
         question = "..."
     quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
     return (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")

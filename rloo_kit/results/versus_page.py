@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rloo_kit.errors import ConfigError
 from rloo_kit.health.series import logged
 from rloo_kit.results.charts import COLORS, Chart, Point
 from rloo_kit.results.curves import draw_figure, signal_shares
@@ -14,6 +15,7 @@ from rloo_kit.results.versus import Contestant, RunComparison, measure_of
 from rloo_kit.runs.files import write_text
 from rloo_kit.runs.run_dir import RunDir
 
+TITLE = "RLOO runs side by side"
 PANELS = (  # title, form, metrics (the first that was logged counts)
     ("Reward", "number", ("reward",)),
     ("Completion tokens", "count", ("completions/mean_length",)),
@@ -25,7 +27,10 @@ PANELS = (  # title, form, metrics (the first that was logged counts)
 
 
 def write_comparison_page(found: RunComparison, path: Path) -> Path:
-    """Write the page, with links to the runs' reports if they exist. Returns the file."""
+    """Write the page, with links to the runs' reports if they exist. Returns the file; raises ConfigError if `path` is
+    there and not such a page."""
+    if path.exists() and not (path.is_file() and TITLE.encode() in path.read_bytes()):
+        raise ConfigError(f"{path} exists and is not a comparison of runs, so it is kept: name another file")
     sections = [
         f"<h1>{len(found.runs)} runs side by side</h1>\n<p>{escape_text(found.sentence)}</p>\n",
         make_section("Every run", _region("Every run", _table(found, path.resolve().parent))),
@@ -33,7 +38,7 @@ def write_comparison_page(found: RunComparison, path: Path) -> Path:
         make_section("What differs", _changes(found.runs)),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_text(path, make_page("RLOO runs side by side", sections))
+    return write_text(path, make_page(TITLE, sections))
 
 
 def _table(found: RunComparison, place: Path) -> str:

@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -82,6 +83,7 @@ class ServerEngine:
         self._stem = f"{PREFIX}{uuid4().hex}"
         self._count = 0
         self._adapter: str | None = None  # its name, on the server and as a folder
+        self._made_folder = False  # by this process, for its adapters
         self._max_tokens: int | None = None
         self._reloading = threading.Lock()
         self._reloads = 0  # of the adapter, in this rollout
@@ -135,21 +137,31 @@ class ServerEngine:
         name = f"{self._stem}-{self._count:06d}"  # only the main process's count matters: `share` replaces the others'
         if problem := share(self._make_folder(name)):
             raise RolloutServerError(problem)
-        self._settings.hand_over(self._folder / name)
-        wait_for_all()  # from here on, no process samples from the last adapter
-        outcome: tuple[str | None, int | None, str] = (None, None, "")
-        raised: Exception | None = None
-        if is_main_process():
-            try:
-                outcome = (self._replace(name, prompt), self._max_tokens, "")
-            except Exception as error:
-                raised, outcome = error, (None, None, str(error))
-        adapter, self._max_tokens, problem = share(outcome)
-        if raised is not None:
-            raise raised
-        if adapter is None:
-            raise RolloutServerError(f"the main process could not load the adapter into the server: {problem}")
-        self._adapter = adapter
+        try:
+            self._settings.hand_over(self._folder / name)
+            wait_for_all()  # from here on, no process samples from the last adapter
+            outcome: tuple[str | None, int | None, str] = (None, None, "")
+            raised: Exception | None = None
+            if is_main_process():
+                try:
+                    outcome = (self._replace(name, prompt), self._max_tokens, "")
+                except Exception as error:
+                    raised, outcome = error, (None, None, str(error))
+            adapter, self._max_tokens, problem = share(outcome)
+            if raised is not None:
+                raise raised
+            if adapter is None:
+                raise RolloutServerError(f"the main process could not load the adapter into the server: {problem}")
+            self._adapter = adapter
+        except BaseException:  # Ctrl-C too: it leaves no folder
+            if self._adapter == name:
+                self.close()
+            elif is_main_process():
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+            with suppress(OSError):  # it contains something else
+                if self._made_folder:
+                    self._folder.rmdir()
+            raise
 
     def _replace(self, name: str, prompt: list[int]) -> str:
         """The adapter that the server now has: the new one, or the last one if both are equal."""
@@ -164,6 +176,7 @@ class ServerEngine:
         else:
             self._forget(last)  # before the next one is loaded: by default a server has room for one
         self._load(name, config["r"])
+        self._adapter = name
         if last is None and self._temperature > 0 and (self._temperature != 1 or self._filters.active):
             self._check_mode(name, prompt)
         return name
@@ -208,6 +221,7 @@ class ServerEngine:
         if not is_main_process():
             return ""
         try:
+            self._made_folder |= not self._folder.exists()
             (self._folder / name).mkdir(parents=True)  # fails if it exists
             (self._folder / name / MARKER).write_text(self._settings.run, encoding="utf-8")
         except OSError as error:

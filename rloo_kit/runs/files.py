@@ -14,7 +14,7 @@ from typing import IO, Any, TypeGuard
 from weakref import WeakSet
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SIGNS_OF_A_FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG), "PytorchStreamWriter failed writing")
+_SIGNS_OF_A_FULL_DISK = (*map(os.strerror, _FULL), "PytorchStreamWriter failed writing", " requested and ")
 _locks: "WeakSet[IO[str]]" = WeakSet()
 _changed = threading.Condition()
 _running: list[Path] = []
@@ -111,7 +111,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def is_disk_full(error: BaseException | None) -> bool:
     """Whether an error, or its cause, is an exhausted disk, quota or file size limit.
 
-    safetensors and torch raise their own errors, torch without the reason.
+    safetensors, torch and numpy raise their own errors, the last two without the reason.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

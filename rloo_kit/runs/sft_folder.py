@@ -15,6 +15,11 @@ def sft_run(run: RunConfig) -> RunConfig:
 def check_folder(run: RunConfig, overwrite: bool = False) -> None:
     """Refuse, with RunExistsError, a folder that `open_folder` would not overwrite."""
     changed = sft_run(run)
+    found = RunDir(changed.folder)
+    if found.id and found.status().get("method") != "sft":
+        raise RunExistsError(
+            f"{changed.folder} contains a run that is no supervised training: set another run.name, or move it away"
+        )
     try:
         RunDir.check(changed, overwrite=overwrite)
     except RunExistsError as error:

@@ -24,9 +24,10 @@ INTERVAL_S = 5.0  # between two lines of all open bars together; a shorter loop 
 WIDTH = 100  # columns of a file, a pipe or a notebook: a cell of JupyterLab on a laptop, with its file browser open
 NARROWEST = 40  # columns that tables are laid out for
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
-# A model may write control characters; pages and terminals get the symbols that picture them.
+# A model may write control characters; pages and terminals get the symbols that picture them. Those of C1 (0x9b starts
+# a sequence like ESC [) and those that reverse a text have none.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-_PICTURED |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)  # C1 controls (0x9b starts a sequence like ESC [) have no symbol
+_PICTURED |= dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
 _SECRET_OF_URL = re.compile(r"//\S*[@?#]\S*")
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook bar
@@ -199,7 +200,7 @@ def hide_secrets(text: str) -> str:
 def picture_controls(text: str) -> str:
     """Text without control characters: each is shown by its symbol.
 
-    >>> picture_controls("a\\x1b[31m")
-    'a␛[31m'
+    >>> picture_controls("a\\x1b[31m \\u202eb")
+    'a␛[31m �b'
     """
     return text.translate(_PICTURED)

@@ -153,6 +153,7 @@ def test_control_characters_of_a_model_stay_symbols(trained, capsys, monkeypatch
     given = ask(run, policy, "1+2=")
     printed = capsys.readouterr().out
     assert printed.count("␛[2Jx") == 2 and "\x1b" not in printed and given.answer == "\x1b[2Jx"
+    assert "␛[2Jx" in str(given) and "\x1b" not in str(given)
 
 
 # ------------------------------------------------------------------------------------------------ what is asked

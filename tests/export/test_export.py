@@ -5,6 +5,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from rloo_kit.errors import ConfigError, ExportError, RunExistsError
 from rloo_kit.export import export as exporting
 from rloo_kit.export import parity
 from rloo_kit.export.targets import WRITERS
+from rloo_kit.results.evaluation import Evaluation
 
 CASES = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "q8_0"})]
 WIDE = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "f16"})]
@@ -206,7 +208,6 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
 
 def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) -> None:
     from rloo_kit.export.card import write_card
-    from rloo_kit.results.evaluation import Evaluation
     from rloo_kit.runs.find import find_run
 
     folder = make_run("card", "rloo.beta=0.01", "data.source=/data/of/mine/rows.jsonl")
@@ -236,6 +237,26 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     assert "grpo" in head["tags"] and "rloo" not in head["tags"]
     assert "| advantage | baseline group_mean, scale_rewards group |" in text
     assert "per_token ratio, epsilon 0.2, token_mean completion" in text
+
+
+def test_it_needs_neither_the_data_nor_a_traceback(make_run: Callable[..., Path]) -> None:
+    """A run that was moved without its data file could not be exported; on a full disk there was a traceback."""
+    run = make_run("moved", "data.source=gone.jsonl")
+    words = ["export", str(run), "--to", "adapter", "--prompts", "2"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and "gone.jsonl" in done.output, "nothing else has prompts"
+    prompts = [f"<|im_start|>user\n{number}+1=<|im_end|>\n<|im_start|>assistant\n<think>\n" for number in range(3)]
+    sample = {"thinking": "", "answer": "", "correct": None, "ended": True, "closed": True, "tokens": 1}
+    samples = [sample | {"prompt": prompt, "thinking_tokens": None} for prompt in prompts]
+    (run / "before.json").write_text(json.dumps(Evaluation("before", 3, 1, 1.0, 9, samples=samples).to_dict()))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+        done = CliRunner().invoke(app, words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "gone.jsonl" in done.output and "sampling greedy answers to 2 held-out prompts" in done.output
+    assert done.exit_code == 2 and "rloo-kit: the disk is full" in done.output and not list((run / "export").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rloo_kit.loop.sft import build_trainer
 from rloo_kit.loop.sft_run import next_command
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.runs.sft_folder import open_folder
 from tests.loop.conftest import by_ids
 
@@ -172,6 +173,19 @@ def test_a_folder_like_a_runs(load, capsys):
     with pytest.raises(ConfigError, match=r"2 steps of SFT.*kit.load_policy\(run\)"):  # it would be trained further
         fine_tune(run, policy, data, overwrite=True)
     assert fine_tune(run, load("run.evaluate=true")[1], data, overwrite=True).steps == 2
+
+
+def test_an_rloo_run_of_that_name_is_kept(load):
+    """A run named `c-sft`, trained for a night, was deleted by the supervised training of the run `c`."""
+    run, policy, data = load()
+    own = run.model_copy(deep=True)
+    own.run.name = "tiny-sft"
+    with RunDir.create(own) as run_dir:
+        run_dir.set_status("finished", step=9)
+    for overwrite in (False, True):
+        with pytest.raises(RunExistsError, match=r"tiny-sft contains a run that is no supervised training.*run.name"):
+            fine_tune(run, policy, data, overwrite=overwrite)
+    assert RunDir(own.folder).status()["step"] == 9
 
 
 def test_ctrl_c_saves_what_is_trained(load, press):

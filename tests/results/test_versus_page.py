@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,29 @@ def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> Non
     assert re.search(r'aria-label="Reward: first 0\.0333 at step 1, 1 at step 30;', text)
     assert "rloo.learning_rate" in parsed.text and "0.01" in parsed.text
     assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", text)
+
+
+def test_a_page_replaces_only_a_page(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """`report A B --output data.jsonl` replaced the training data by a page."""
+    words = ["report", str(make_run("a", 40)), str(make_run("b", 80)), "--output"]
+    (tmp_path / "data.jsonl").write_text("precious")
+    for path in (tmp_path / "data.jsonl", tmp_path, Path("/dev/null")):
+        done = CliRunner().invoke(app, [*words, str(path)])
+        assert done.exit_code == 2 and f"{path} exists and is not a comparison of runs" in done.output
+    assert (tmp_path / "data.jsonl").read_text() == "precious"
+    assert [CliRunner().invoke(app, [*words, str(tmp_path / "new.html")]).exit_code for _ in range(2)] == [0, 0]
+
+
+def test_a_full_disk_ends_in_a_line(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """A report on a full disk ended in a traceback. A test can set a limit on file size."""
+    run, limits = make_run("a", 40), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+        done = CliRunner().invoke(app, ["report", str(run)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.exit_code == 2 and "rloo-kit: the disk is full" in done.output and "free some space" in done.output
+    assert not [path for path in run.iterdir() if path.name.endswith((".tmp", ".html"))]
 
 
 def test_a_long_run_is_drawn_with_few_points(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -267,11 +267,12 @@ def test_a_temperature_above_1_is_probed_within_vllms_range(server, make_policy,
     assert all(body["temperature"] <= 2 for body in server.posted(COMPLETE))
 
 
-def test_a_refused_probe_says_what_was_refused(server, make_policy, make_engine):
+def test_a_refused_probe_says_what_was_refused(server, make_policy, make_engine, tmp_path):
     """A server that refuses the probe for another reason was asked whether it is vLLM's."""
     server.failures.append((COMPLETE, 400, "no room"))
     with pytest.raises(RolloutServerError, match=r"refuses one token at temperature 0\.7, .*status 400\): no room"):
         make_engine(make_policy(), temperature=0.7).sample(PROMPTS, Limits(4))
+    assert not server.loaded and not list(tmp_path.iterdir()), "the next start finds room"
 
 
 @pytest.mark.parametrize("engine", ["server", "vllm"])
@@ -340,13 +341,14 @@ def test_a_folder_that_the_server_does_not_see(server, make_policy, make_engine)
         make_engine(make_policy()).sample(PROMPTS, Limits(4))
 
 
-def test_a_server_that_is_not_there(server, make_policy, make_engine):
+def test_a_server_that_is_not_there(server, make_policy, make_engine, tmp_path):
     """The trainer that hangs on a server that was never started costs a night."""
     server.stop()
     engine = make_engine(make_policy(), start_s=1.0)
     with pytest.raises(RolloutServerError, match=r"no vLLM server answers at .*waited 1 s.*rollout.server_url"):
         engine.sample(PROMPTS, Limits(4))
     assert len(engine.said) == 1 and "waiting 1 s at most for the server" in engine.said[0]
+    assert not list(tmp_path.iterdir()), "a run that has a checkpoints/ folder with content counts as one that began"
 
 
 def test_a_server_that_comes_late_is_waited_for(make_base, make_policy, make_engine):
