@@ -1,7 +1,7 @@
 """The reward for the right answer: the text after the last closing tag, compared with the dataset's `answer` column.
 
-Two answers agree if they are the same text or the same number in any spelling (42 and 42.0, 1{,}000 and 1000,
-\\frac12 and 0.5, \\$18 and 18 dollars), compared exactly as fractions. `math_answer_reward` in
+Two answers agree if they are the same text or the same number in any spelling (42 and 42.0, 1,000 and 1000, 1/2
+and 0.5, $18 and 18 dollars; LaTeX too), compared exactly as fractions. `math_answer_reward` in
 `rloo_kit.rewarding.models` compares mathematics beyond numbers.
 """
 
@@ -25,9 +25,9 @@ _CHARACTERS |= {ord(a): b for a, b in zip("−–×·⋅∕⁄٫٬٪。", "--***
 _CHARACTERS |= {ord(a): f" {b}" for a, b in zip("½⅓⅔¼¾", ("1/2", "1/3", "2/3", "1/4", "3/4"), strict=True)}
 _SPACE, _SIDE = r"(?:\\[,;: ]|\\q?quad\b|[~\u00a0\u2007\u2009\u202f])", r"(?:\{ ?([+-]?[\d.,]+) ?\}|(\d))"
 _UNWRAP = r"\\(?:boxed|fbox|mbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|operatorname) ?\{([^{}]*)\}", r" \1 "
-_FORMS: list[tuple[str, Any]] = [
+_SPELLINGS: list[tuple[str, Any]] = [
     (r"(?![0-9])\d", lambda digit: str(int(digit[0]))),  # of other scripts
-    (r"\\!", ""),
+    (r"\\! ?", ""),
     (rf"\{{,\}}|(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", ","),
     (rf"(?<=\S){_SPACE}|\\[()\[\]]", " "),
     (r"\\([$%])", r"\1"),
@@ -41,7 +41,6 @@ _FORMS: list[tuple[str, Any]] = [
     (r"([+-]?)([¢£¥€₩₹]) ?(\d(?:[\d.,]*\d)?)", r"\1\3\2"),
     (r"(?:[^\S\n]|\$)+", " "),
 ]
-_PATTERNS = [(re.compile(pattern), to) for pattern, to in _FORMS]
 
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SCALES |= dict.fromkeys("万萬만", 10**4) | dict.fromkeys("亿億억", 10**8)
@@ -52,21 +51,21 @@ _VALUE = rf"""(?P<sign>[+-]?)
         (?:[ ]?/[ ]?(?P<bottom>[+-]?(?=[0.]*[1-9])\d+(?:\.\d+)?))?
     |10\^(?P<power>[+-]?\d+))
     (?:[ ]?(?P<scale>(?i:{"|".join(_SCALES)}))(?i:s?(?![a-z])))?"""
-# What makes a word after a number more than its unit: `3 quarters`, `18 wrong`, 18不对.
-_NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|fifth|sixth|eighth|tenth|squared|cubed|factorial
-    |(?:and|but|cos|false|incorrect|log|maybe|minus|mod|not|over|plus|sin|sqrt|tan|the|times|wrong)\b)
+# A word that makes another number of it, as in `3 quarters`, 18不对 and `18 wrong`.
+_NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|fifth|sixth|eighth|tenth|squared|cubed
+    |(?:and|but|cos|factorial|false|incorrect|log|maybe|minus|mod|not|over|plus|sin|sqrt|tan|the|times|wrong)\b)
     |[^\W\d_]*[兆千百十不非错錯無没和或半多余之천백])"""
 _SYMBOL = r"(?:[kcm]m|k?g|m[gl]|mL|lbs?|oz|ft|hrs?|mins?|secs?|mph|k?Wh?|[MG]B)"
 _UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
-    |[ ]?{_SYMBOL}(?:[ ]?\^[23]|[²³])?(?:/[a-z]+)?
-    |[ ](?:[gmLhs]|(?:(?:square|cubic)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}(?:[ ]per[ ][^\W\d_]+)?)
+    |(?:[ ]?{_SYMBOL}|[ ](?:[gmLhs]|(?:(?:square|cubic)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}))
+        (?:[ ]?\^[23]|[²³])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?
     |[ ]?{_NO_UNIT}[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{{1,4}})"""
 _SAME_UNIT = {"percent": "%", "degree": "°"}
 _NUMBER = re.compile(f"{_VALUE}(?:{_UNIT})?", re.VERBOSE)
 _NUMBER_IN_TEXT = re.compile(
-    rf"""(?<![A-Za-z0-9_.^\\])(?<![A-Za-z0-9)}}][,:/*+({{-])(?:{_VALUE})
-    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9_^\u00b2\u00b3\u00b9\u2070-\u2079]|[.,:'][0-9]|[-/*+][A-Za-z0-9]
-        |[ ]?\\[A-Za-z]))""",
+    rf"""(?:(?<=\\boxed\{{)|(?<![A-Za-z0-9.^\\])(?<![A-Za-z0-9)}}][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
+    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^²³¹⁰⁴-⁹]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
+        |[ ]?\\(?:sqrt|pi|[cdt]?frac|l(?:n|og)|sin|cos|tan)))""",
     re.VERBOSE,
 )
 
@@ -74,8 +73,8 @@ _NUMBER_IN_TEXT = re.compile(
 def _plain(text: str) -> str:
     """`text` with one spelling for what numbers have several for."""
     text = text.translate(_CHARACTERS)
-    for pattern, to in _PATTERNS:
-        text = pattern.sub(to, text)
+    for pattern, to in _SPELLINGS:
+        text = re.sub(pattern, to, text)
     return text
 
 
@@ -84,22 +83,17 @@ def _bare(text: str) -> str:
     return _plain(text).strip(WRAPPERS).removesuffix(".").strip(WRAPPERS)
 
 
-def _read_number(bare: str) -> tuple[Fraction, str] | None:
-    """The value and the unit, "" without one, of what `_bare` returns; None if it is not a number."""
+def _read_number(bare: str) -> tuple[Fraction | None, str]:
+    """The number that `_bare` text is, and its unit, "" without one; None if it is not a number."""
     found = _NUMBER.fullmatch(bare) if len(bare) <= LONGEST_NUMBER else None
-    if found is None:
-        return None
-    exponent = int(found["e"] or found["tens"] or found["power"] or 0)
-    if abs(exponent) > LARGEST_EXPONENT:
-        return None
-    if found["whole"]:
-        value = int(found["whole"]) + Fraction(found["part"])
-    else:
-        value = Fraction((found["top"] or "1").replace(",", "")) * Fraction(10) ** exponent
-        value /= Fraction(found["bottom"] or 1)
-    value *= _SCALES[found["scale"].lower()] if found["scale"] else 1
+    exponent = int(found["e"] or found["tens"] or found["power"] or 0) if found else 0
+    if found is None or abs(exponent) > LARGEST_EXPONENT:
+        return None, ""
+    number = Fraction((found["part"] or found["top"] or "1").replace(",", "")) / Fraction(found["bottom"] or 1)
+    number = int(found["whole"] or 0) + number * Fraction(10) ** exponent
+    number *= _SCALES.get((found["scale"] or "").lower(), 1)
     unit = (found["unit"] or "").strip().lower().removesuffix("s")
-    return -value if found["sign"] == "-" else value, _SAME_UNIT.get(unit, unit)
+    return -number if found["sign"] == "-" else number, _SAME_UNIT.get(unit, unit)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -112,8 +106,7 @@ def parse_number(text: str) -> Fraction | None:
     >>> parse_number(" **1,234.50** "), parse_number(r"-\\frac34"), parse_number("42 apples"), parse_number("4 or 2")
     (Fraction(2469, 2), Fraction(-3, 4), Fraction(42, 1), None)
     """
-    found = _read_number(_bare(text))
-    return found and found[0]
+    return _read_number(_bare(text))[0]
 
 
 def answers_agree(given: str, expected: str) -> bool:
@@ -123,15 +116,11 @@ def answers_agree(given: str, expected: str) -> bool:
     >>> answers_agree("**Paris**.", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42 cm", "42 m")
     (True, True, False)
     """
-    if given.strip() == expected.strip():
+    bare, bare_expected = _bare(given), _bare(expected)
+    if given.strip() == expected.strip() or bare == bare_expected != "":
         return True
-    bare, other = _bare(given), _bare(expected)
-    if bare == other:
-        return bare != ""
-    found, gold = _read_number(bare), _read_number(other)
-    if found is None or gold is None:
-        return False
-    return found[0] == gold[0] and len({found[1], gold[1]} - {""}) <= 1
+    (number, unit), (gold, gold_unit) = _read_number(bare), _read_number(bare_expected)
+    return number is not None and number == gold and (unit == gold_unit or not (unit and gold_unit))
 
 
 def find_boxed(text: str) -> str:
