@@ -22,9 +22,9 @@ from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
 
-_FORMULA = re.compile(r"(?<!\\)\$|\\[(\[]")
+_FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
 _UNREAD = (  # by math-verify: a number's base, separators of thousands, i after a number, degrees, a full stop
-    (r"(?<=\d)_(?:\{ ?(\d+) ?\}|(\d))", r" b_{\1\2}"),
+    (r"(?<=\d)_\{? ?(\d+) ?\}?", r" b_{\1}"),
     (r"(?<=\d)(?:\{,\}|,?\\! ?|\\,)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)i\b", " i"),
     ("°", r"^\\circ"),

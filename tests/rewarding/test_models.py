@@ -43,6 +43,8 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
         ("$1+x^2$", "x^2+1"),
         (r"\boxed{\sqrt2}", r"\sqrt{2}"),
         ("so it must be 42.", "42"),
+        ("The total is $42.", "42"),
+        ("Steps: 7, 8.\n\n**Final answer:**\n42 eggs", "42"),
         (r"\boxed{43}", "42"),
         ("", "42"),
     ]
@@ -50,7 +52,7 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
     thread = threading.Thread(target=lambda: found.append(judge(math_reward, *pairs)))
     thread.start()
     thread.join()
-    assert found == [[1.0, 1.0, 1.0, 1.0, 0.0, 0.0]] * 2
+    assert found == [[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]] * 2
 
 
 FORMS = (
