@@ -22,14 +22,14 @@ BOX = "\\boxed{"
 # One spelling for each character, then for each form of LaTeX. All patterns take linear time.
 _CHARACTERS: dict[int, Any] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width forms
 _CHARACTERS |= {ord(a): b for a, b in zip("−–×·⋅∕⁄٫٬٪。", "--***//.,%.", strict=True)}
-_CHARACTERS |= {ord(a): f" {b}" for a, b in zip("½⅓⅔¼¾", ("1/2", "1/3", "2/3", "1/4", "3/4"), strict=True)}
+_CHARACTERS |= {ord(a): f" {b} " for a, b in zip("½⅓⅔¼¾", ("1/2", "1/3", "2/3", "1/4", "3/4"), strict=True)}
 _SPACE, _SIDE = r"(?:\\[,;: ]|\\q?quad\b|[~\u00a0\u2007\u2009\u202f])", r"(?:\{ ?([+-]?[\d.,]+) ?\}|(\d))"
 _UNWRAP = r"\\(?:boxed|fbox|mbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|operatorname) ?\{([^{}]*)\}", r" \1 "
 _SPELLINGS: list[tuple[str, Any]] = [
     (r"(?![0-9])\d", lambda digit: str(int(digit[0]))),  # of other scripts
     (r"\\! ?", ""),
     (rf"\{{,\}}|(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", ","),
-    (rf"(?<=\S){_SPACE}|\\[()\[\]]", " "),
+    (rf"(?!~){_SPACE}|(?<=\S)~|\\[()\[\]]", " "),
     (r"\\([$%])", r"\1"),
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ\b)|\\degree\b", "°"),
     (r"\\(?:times|cdot)\b", "*"),
@@ -55,10 +55,10 @@ _VALUE = rf"""(?P<sign>[+-]?)
 _NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|fifth|sixth|eighth|tenth|squared|cubed
     |(?:and|but|cos|factorial|false|incorrect|log|maybe|minus|mod|not|over|plus|sin|sqrt|tan|the|times|wrong)\b)
     |[^\W\d_]*[兆千百十不非错錯無没和或半多余之천백])"""
-_SYMBOL = r"(?:[kcm]m|k?g|m[gl]|mL|lbs?|oz|ft|hrs?|mins?|secs?|mph|k?Wh?|[MG]B)"
+_SYMBOL = r"(?:[kcm]m|k?g|m[gil]|mL|lbs?|oz|ft|in|yd|hrs?|mins?|secs?|mph|k?Wh?|[MG]B)"
 _UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
     |(?:[ ]?{_SYMBOL}|[ ](?:[gmLhs]|(?:(?:square|cubic)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}))
-        (?:[ ]?\^[23]|[²³])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?
+        (?:[ ]?\^[23]|[²³])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?|[ ]per[ ][^\W\d_]+
     |[ ]?{_NO_UNIT}[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{{1,4}})"""
 _SAME_UNIT = {"percent": "%", "degree": "°"}
 _NUMBER = re.compile(f"{_VALUE}(?:{_UNIT})?", re.VERBOSE)

@@ -10,7 +10,7 @@ from rloo_kit.config.messages import suggest
 from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.sources import find_file, read_file
 from rloo_kit.errors import ConfigError, excerpt
-from rloo_kit.rewards.answer import parse_number
+from rloo_kit.rewards.answer import answers_agree, find_last_number
 from rloo_kit.starter.columns import read_columns
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
@@ -91,7 +91,7 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
         longest_bytes=max(len(text.encode("utf-8", "replace")) for text in texts),
         gold=golds[0],
         answer_after=MARKER if marked else None,
-        are_numbers=all(parse_number(gold) is not None for gold in golds),
+        are_numbers=all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds),
         are_texts=all(isinstance(prompt, str) for prompt in rows.prompts),
         are_additions=all(ADDITION.fullmatch(text.strip()) for text in texts),
     )
