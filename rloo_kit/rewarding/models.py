@@ -36,9 +36,9 @@ _UNREAD = (  # by math-verify: a number's base, separators of thousands, i after
 class MathAnswerReward:
     """1.0 if math-verify finds the answer equal to the `answer` column, else 0.0; None without a reference answer.
 
-    The answer is the text after the last closing tag, as for `answer_reward`. If math-verify takes longer than
-    `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch has taken `timeout_s`, the sample
-    counts as failed (NaN, which the guard reports).
+    The answer is the last box after the last closing tag, else the last formula, else the end of the last line; all of
+    it has to be equal. If math-verify takes longer than `answer_timeout_s`, the answer counts as wrong. If its process
+    dies, or the batch has taken `timeout_s`, the sample counts as failed (NaN, which the guard reports).
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.

@@ -55,9 +55,10 @@ SPELLINGS = {
     r"137 \frac{1}{2}": "137.5 | 137½ | 275/2",
     r"\frac{270}7\text{ degrees}": r"270/7 | 38\frac47 | \frac{270}{7}^\circ",
 }
-UNITS = r"""18\% | 18% | 18 percent | 18 \text{ eggs} | 18 eggs | 18kg | 18\,\text{kg} | 18 \, \text{kg} | 18~\mathrm{cm}
-    | 18 \mathrm{~m} | 18 g | 18 cm² | 18\text{ cm}^2 | 18 square feet | 18 km/h | 18 miles per hour | 18 per day | 18°
-    | 18 USD | €18 | 18 € | 18^\circ | 18^{\circ} | 18 °C | 18\degree | 18元 | 18 年 | 18 个苹果 | 18個です | 18개"""
+UNITS = r"""18\% | 18% | 18 percent | 18 \text{ eggs} | 18 eggs | 18kg | 18\,\text{kg} | 18 \, \text{kg}
+    | 18~\mathrm{cm} | 18 \mathrm{~m} | 18 g | 18 cm² | 18\text{ cm}^2 | 18 square feet | 18 km/h | 18 miles per hour
+    | 18 per day | 18° | 18 USD | €18 | 18 € | 18^\circ | 18^{\circ} | 18 °C | 18\degree | 18元 | 18 年
+    | 18 个苹果 | 18個です | 18개"""
 SENTENCES = [
     "{}",
     "So it is {}.",
