@@ -1,12 +1,13 @@
 """The reward for the right answer: the text after the last closing tag, compared with the dataset's `answer` column.
 
-Two answers agree if they are the same text or the same number (42 and 42.0, 1,000 and 1000, 1/2 and 0.5), compared
-exactly as fractions. `math_answer_reward` in `rloo_kit.rewarding.models` compares mathematics beyond numbers.
+Two answers agree if they are the same text or the same number in any spelling (42 and 42.0, 1,000 and 1000, 1/2
+and 0.5, $18 and 18 dollars; LaTeX too), compared exactly as fractions. `math_answer_reward` in
+`rloo_kit.rewarding.models` compares mathematics beyond numbers.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -15,64 +16,111 @@ from .text import THINK_END_ID, Decode, answer_text
 
 LONGEST_NUMBER = 64  # characters; anything longer is not an answer, and exact arithmetic on it is slow
 LARGEST_EXPONENT = 400  # "1e999999999" as a fraction would exhaust memory
-WRAPPERS = " \t\r\n*`$"  # markup around an answer
+WRAPPERS = " \t\r\n*`\"'“”「」『』"  # markup around an answer
 BOX = "\\boxed{"
-_NARROW = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-"}  # full-width forms, the minus sign
+
+# One spelling for each character, then for each form of LaTeX. All patterns take linear time.
+_CHARACTERS: dict[int, Any] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width forms
+_CHARACTERS |= {ord(a): b for a, b in zip("−–×·⋅∕⁄٫٬٪。", "--***//.,%.", strict=True)}
+_CHARACTERS |= {ord(a): f" {b} " for a, b in zip("½⅓⅔¼¾", ("1/2", "1/3", "2/3", "1/4", "3/4"), strict=True)}
+_SPACE, _SIDE = r"(?:\\[,;: ]|\\q?quad\b|[~\u00a0\u2007\u2009\u202f])", r"(?:\{ ?([+-]?[\d.,]+) ?\}|(\d))"
+_UNWRAP = r"\\(?:boxed|fbox|mbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|operatorname) ?\{([^{}]*)\}", r" \1 "
+_SPELLINGS: list[tuple[str, Any]] = [
+    (r"(?![0-9])\d", lambda digit: str(int(digit[0]))),  # of other scripts
+    (r"\\! ?", ""),
+    (rf"\{{,\}}|(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", ","),
+    (rf"(?!~){_SPACE}|(?<=\S)~|\\[()\[\]]", " "),
+    (r"\\([$%])", r"\1"),
+    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ\b)|\\degree\b", "°"),
+    (r"\\(?:times|cdot)\b", "*"),
+    (r"\^ ?\{ ?([+-]?\d+) ?\}", r"^\1"),
+    (r"(?<=\d)(?=\\[cdt]?frac)", " "),
+    (rf"\\[cdt]?frac ?{_SIDE} ?{_SIDE}(?! ?\d)", r"\1\2/\3\4"),
+    *[_UNWRAP] * 3,  # one in another; the innermost first
+    (r"([+-]?)(?:\bUS)?\$ ?(?=[+-]?[.\d])", r" \1"),  # $ is a currency or a delimiter
+    (r"([+-]?)([¢£¥€₩₹]) ?(\d(?:[\d.,]*\d)?)", r"\1\3\2"),
+    (r"(?:[^\S\n]|\$)+", " "),
+]
+
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALES |= dict.fromkeys("万萬만", 10**4) | dict.fromkeys("亿億억", 10**8)
+_VALUE = rf"""(?P<sign>[+-]?)
+    (?:(?P<whole>\d+)[ ](?P<part>\d+/0*[1-9]\d*)
+    |(?P<top>(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,2}}(?:,\d\d)+,\d{{3}}|\d+)(?:\.\d+)?|\.\d+)
+        (?:[eE](?P<e>[+-]?\d+)|[ ]?[*x][ ]?10\^(?P<tens>[+-]?\d+))?
+        (?:[ ]?/[ ]?(?P<bottom>[+-]?(?=[0.]*[1-9])\d+(?:\.\d+)?))?
+    |10\^(?P<power>[+-]?\d+))
+    (?:[ ]?(?P<scale>(?i:{"|".join(_SCALES)}))(?i:s?(?![a-z])))?"""
+# A word that makes another number of it, as in `3 quarters`, 18不对 and `18 wrong`.
+_NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|fifth|sixth|eighth|tenth|squared|cubed
+    |(?:and|but|cos|factorial|false|incorrect|log|maybe|minus|mod|not|over|plus|sin|sqrt|tan|the|times|wrong)\b)
+    |[^\W\d_]*[兆千百十不非错錯無没和或半多余之천백])"""
+_SYMBOL = r"(?:[kcm]m|k?g|m[gil]|mL|lbs?|oz|ft|in|yd|hrs?|mins?|secs?|mph|k?Wh?|[MG]B)"
+_UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
+    |(?:[ ]?{_SYMBOL}|[ ](?:[gmLhs]|(?:(?:square|cubic)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}))
+        (?:[ ]?\^[23]|[²³])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?|[ ]per[ ][^\W\d_]+
+    |[ ]?{_NO_UNIT}[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{{1,4}})"""
+_SAME_UNIT = {"percent": "%", "degree": "°"}
+_NUMBER = re.compile(f"{_VALUE}(?:{_UNIT})?", re.VERBOSE)
+_NUMBER_IN_TEXT = re.compile(
+    rf"""(?:(?<=\\boxed\{{)|(?<![A-Za-z0-9.^\\])(?<![A-Za-z0-9)}}][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
+    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^²³¹⁰⁴-⁹]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
+        |[ ]?\\(?:sqrt|pi|[cdt]?frac|l(?:n|og)|sin|cos|tan)))""",
+    re.VERBOSE,
+)
+
+
+def _plain(text: str) -> str:
+    """`text` with one spelling for what numbers have several for."""
+    text = text.translate(_CHARACTERS)
+    for pattern, to in _SPELLINGS:
+        text = re.sub(pattern, to, text)
+    return text
 
 
 def _bare(text: str) -> str:
-    """`text` without markup, a box around all of it and a final full stop."""
-    text = text.strip(WRAPPERS).removesuffix(".").strip(WRAPPERS)
-    box = find_boxed(text)
-    return box.strip(WRAPPERS) if text == f"{BOX}{box}}}" else text
+    """`_plain` text without markup around it and a final full stop."""
+    return _plain(text).strip(WRAPPERS).removesuffix(".").strip(WRAPPERS)
+
+
+def _read_number(bare: str) -> tuple[Fraction | None, str]:
+    """The number that `_bare` text is, and its unit, "" without one; None if it is not a number."""
+    found = _NUMBER.fullmatch(bare) if len(bare) <= LONGEST_NUMBER else None
+    exponent = int(found["e"] or found["tens"] or found["power"] or 0) if found else 0
+    if found is None or abs(exponent) > LARGEST_EXPONENT:
+        return None, ""
+    number = Fraction((found["part"] or found["top"] or "1").replace(",", "")) / Fraction(found["bottom"] or 1)
+    number = int(found["whole"] or 0) + number * Fraction(10) ** exponent
+    number *= _SCALES.get((found["scale"] or "").lower(), 1)
+    unit = (found["unit"] or "").strip().lower().removesuffix("s")
+    return -number if found["sign"] == "-" else number, _SAME_UNIT.get(unit, unit)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """`text` as an exact fraction; None if it is not a number.
+    """`text` as an exact fraction; None if it is not one number and nothing else.
 
-    Accepts signs, decimals, exponents, thousands separators, a/b and full-width characters; ignores surrounding markup,
-    a box and a final full stop.
+    Accepts signs, decimals, exponents and powers of ten, thousands separators, a/b, mixed numbers, `million`, LaTeX,
+    digits of any script; ignores markup, a box, a final full stop, currency and one unit. The percent sign is a unit:
+    25% is 25, not 1/4. Not a number: `3 or 4`, `18 of 20`, `5x`, `52_8`, `3:30`, `1.234,56`.
 
-    >>> parse_number(" **1,234.50** "), parse_number("-3/4"), parse_number("42 apples")
-    (Fraction(2469, 2), Fraction(-3, 4), None)
+    >>> parse_number(" **1,234.50** "), parse_number(r"-\\frac34"), parse_number("42 apples"), parse_number("4 or 2")
+    (Fraction(2469, 2), Fraction(-3, 4), Fraction(42, 1), None)
     """
-    text = _bare(text.translate(_NARROW))
-    if not text or len(text) > LONGEST_NUMBER or not text.isascii() or "_" in text:
-        return None
-    numerator, slash, denominator = text.partition("/")
-    top = _parse_decimal(numerator)
-    if not slash or top is None:
-        return top
-    bottom = _parse_decimal(denominator)
-    return top / bottom if bottom else None
-
-
-def _parse_decimal(text: str) -> Fraction | None:
-    whole, point, decimals = text.strip().partition(".")
-    if "," in whole:
-        first, *groups = whole.lstrip("+-").split(",")
-        if not 1 <= len(first) <= 3 or any(len(group) != 3 or not group.isdigit() for group in groups):
-            return None
-        whole = whole.replace(",", "")
-    try:
-        number = Decimal(whole + point + decimals)
-    except InvalidOperation:
-        return None
-    if not number.is_finite() or abs(number.adjusted()) > LARGEST_EXPONENT:
-        return None
-    return Fraction(number)
+    return _read_number(_bare(text))[0]
 
 
 def answers_agree(given: str, expected: str) -> bool:
-    """Whether two answers are the same number, or the same text up to surrounding markup and a final full stop.
+    """Whether two answers are the same text up to markup and a final full stop, or the same number, in the same unit if
+    both have one.
 
-    >>> answers_agree("**Paris**.", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42", "43")
+    >>> answers_agree("**Paris**.", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42 cm", "42 m")
     (True, True, False)
     """
-    if given.strip() == expected.strip() or _bare(given) == _bare(expected) != "":
+    bare, bare_expected = _bare(given), _bare(expected)
+    if given.strip() == expected.strip() or bare == bare_expected != "":
         return True
-    number = parse_number(given)
-    return number is not None and number == parse_number(expected)
+    (number, unit), (gold, gold_unit) = _read_number(bare), _read_number(bare_expected)
+    return number is not None and number == gold and (unit == gold_unit or not (unit and gold_unit))
 
 
 def find_boxed(text: str) -> str:
@@ -91,16 +139,12 @@ def find_boxed(text: str) -> str:
 
 
 def find_last_number(text: str) -> str:
-    """The last word of `text` that is a number; empty if there is none.
+    """The last number in `text`, without its unit, in plain spelling; empty if there is none.
 
-    >>> find_last_number("2 apples = **1,200** grams.")
-    '1,200'
+    >>> find_last_number("2 apples = **1,200** grams."), find_last_number(r"so $3\\sqrt{2}$ or 18kg")
+    ('1,200', '18')
     """
-    for word in reversed(text.replace("=", " ").replace(BOX, " ").split()):
-        word = word.strip("()[]{}<>.,;:!?\"'%。，" + WRAPPERS)
-        if parse_number(word) is not None:
-            return word
-    return ""
+    return ["", *(found[0] for found in _NUMBER_IN_TEXT.finditer(_plain(text)))][-1]
 
 
 FINDERS: dict[str, Callable[[str], str]] = {"whole": str.strip, "boxed": find_boxed, "last_number": find_last_number}

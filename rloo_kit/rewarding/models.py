@@ -5,6 +5,7 @@ math-verify can hang on a completion and returns 0 outside the main thread, so i
 
 import logging
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,20 +16,29 @@ from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError, RewardError, WholeBatchError
 from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards._binding import check_int
-from rloo_kit.rewards.answer import answers_agree, find_boxed, has_no_answer
+from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
+
+_FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
+_UNREAD = (  # by math-verify: a number's base, separators of thousands, i after a number, degrees, a full stop
+    (r"(?<=\d)_\{? ?(\d+) ?\}?", r" b_{\1}"),
+    (r"(?<=\d)(?:\{,\}|,?\\! ?|\\,)(?=\d{3}(?!\d))", ""),
+    (r"(?<=\d)i\b", " i"),
+    ("°", r"^\\circ"),
+    (r"\.(?=\s*(?:\$|\\[)\]]))", ""),
+)
 
 
 @dataclass
 class MathAnswerReward:
     """1.0 if math-verify finds the answer equal to the `answer` column, else 0.0; None without a reference answer.
 
-    The answer is the text after the last closing tag, as for `answer_reward`. If math-verify takes longer than
-    `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch has taken `timeout_s`, the sample
-    counts as failed (NaN, which the guard reports).
+    The answer is the last box after the last closing tag, else the last formula, else the end of the last line; all of
+    it has to be equal. If math-verify takes longer than `answer_timeout_s`, the answer counts as wrong. If its process
+    dies, or the batch has taken `timeout_s`, the sample counts as failed (NaN, which the guard reports).
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
@@ -87,17 +97,25 @@ class MathAnswerReward:
         given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode)
         if not given:
             return 0.0
-        if answers_agree(given, expected) or answers_agree(find_boxed(given), expected):
+        found = find_boxed(given) or _ending(given)
+        if answers_agree(given, expected) or answers_agree(found, expected):
             return 1.0
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             return math.nan
         started = time.monotonic()
         try:
-            verdict = worker.call(expected, given, timeout_s=min(left_s, self.answer_timeout_s))
+            verdict = worker.call(expected, found, timeout_s=min(left_s, self.answer_timeout_s))
         except WholeBatchError:
             return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
         return None if verdict is None else float(verdict)
+
+
+def _ending(text: str) -> str:
+    """`text` if it marks a formula, else what its last line says after `is`, a colon or the like."""
+    if _FORMULA.search(text):
+        return text
+    return re.split(r"\b(?:is|are|be|equals)\b:?|[A-Za-z]:\**\s", text.splitlines()[-1])[-1].strip(" *").rstrip(".*")
 
 
 def verify_answer(expected: str, given: str) -> bool | None:
@@ -105,12 +123,25 @@ def verify_answer(expected: str, given: str) -> bool | None:
 
     Runs in the worker. math-verify's own time limits are off: they need the main thread and miss hangs in C code.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)  # it warns that its limits are off
-    gold = parse(expected, parsing_timeout=None) or parse(f"${expected}$", parsing_timeout=None)
-    return bool(verify(gold, parse(given, parsing_timeout=None), timeout_seconds=None)) if gold else None
+    gold = _parse(expected)
+    return bool(verify(gold, _parse(given), float_rounding=12, timeout_seconds=None)) if gold else None
+
+
+def _parse(text: str) -> list[Any]:
+    """What math-verify reads in `text`: the last box, else the last formula, else all of it. In text without markup it
+    would take a part of the answer, as the 2 of `(1, 2)`."""
+    from math_verify import LatexExtractionConfig, parse
+
+    for pattern, to in _UNREAD:
+        text = re.sub(pattern, to, text)
+    box = find_boxed(text)
+    if box or not _FORMULA.search(text):
+        text = f"{BOX}{box or text}}}"
+    return parse(text, [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)
 
 
 class RewardModel:

@@ -1,5 +1,6 @@
 """math-verify in its process, and trained reward models."""
 
+import json
 import math
 import threading
 from pathlib import Path
@@ -42,6 +43,8 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
         ("$1+x^2$", "x^2+1"),
         (r"\boxed{\sqrt2}", r"\sqrt{2}"),
         ("so it must be 42.", "42"),
+        ("The total is $42.", "42"),
+        ("Steps: 7, 8.\n\n**Final answer:**\n42 eggs", "42"),
         (r"\boxed{43}", "42"),
         ("", "42"),
     ]
@@ -49,12 +52,66 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
     thread = threading.Thread(target=lambda: found.append(judge(math_reward, *pairs)))
     thread.start()
     thread.join()
-    assert found == [[1.0, 1.0, 1.0, 1.0, 0.0, 0.0]] * 2
+    assert found == [[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]] * 2
+
+
+FORMS = (
+    r"\boxed{%s}",
+    r"Therefore, the answer is $\boxed{%s}$.",
+    "**Answer**\n\\[\n\\boxed{%s}.\n\\]",
+    "So it is $%s$.",
+    "x = 2\n\n**Answer:** %s",
+)
+
+
+def test_an_answer_is_right_as_a_whole_and_never_by_a_part_of_it(math_reward: MathAnswerReward) -> None:
+    """math-verify took a part of a gold answer without `$`: `(1, 2)` was 2. Each row of the file is an answer of
+    MATH-500 (MIT licence), three respellings of it, and a wrong answer that shares a part with it."""
+    lines = (Path(__file__).parent / "math_answers.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = list(map(json.loads, lines))
+    assert len(rows) == 250 and all(len(row["right"]) == 3 and row["wrong"] for row in rows)
+    right = [(text, row["answer"]) for row in rows for text in (row["answer"], *row["right"])]
+    wrong = [(row["wrong"], row["answer"]) for row in rows] + [(row["answer"], row["wrong"]) for row in rows]
+    for pairs, expected in ((right, 1.0), (wrong, 0.0)):
+        asked = [(FORMS[place % len(FORMS)] % given, gold) for place, (given, gold) in enumerate(pairs)]
+        found = [
+            score for start in range(0, len(asked), 50) for score in judge(math_reward, *asked[start : start + 50])
+        ]
+        assert [pair for pair, score in zip(asked, found, strict=True) if score != expected] == []
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("(1, 2)", r"(1,2) | \left(1,2\right)", "1 | 2 | (2,1) | [1,2] | 1, 3 | 12"),
+        (r"x \in [-2,7]", "[-2,7] | x\\in[-2, 7]", "7 | (-2,7) | -2"),
+        (r"\frac{1}{2}, -3", r"-3, 1/2 | -3 \text{ and } \frac12", r"-3 | \frac{1}{2} | 1/2"),
+        (
+            "5",
+            r"x = 5 | 5\text{ cm} | 5.0",
+            r"5 or 6 | x = 5 or x = 6 | 5\pi | \foo{5 | \pm 5 | [5, 6] | 4 < 5 | x > 5",
+        ),
+        ("2516_8", "2516_{8}", "2516 | 2516_9 | 8"),
+        ("10:30", "10:30", "10 | 30 | 10:31"),
+        (r"\frac{1}{3}", "1/3 | 2/6", "0.333333 | 3 | 1"),  # an approximation is another number
+        ("$x^2+1$", "1+x^2", "x^2 | 1 | 2"),
+        (r"11,\! 111,\! 100", "11111100 | 11,111,100", "11 | 111 | 100 | 111100"),
+        (r"864 \mbox{ inches}^2", r"864 | 864\text{ inches}^2", r"864^2 | 2"),
+        ("0", "0.0", r"0.0000001 | x"),
+    ],
+)
+def test_neither_gold_nor_answer_is_read_in_part(
+    math_reward: MathAnswerReward, gold: str, right: str, wrong: str
+) -> None:
+    """The same for kinds of answers that the file lacks; a judge that takes parts pays for guessing one of two."""
+    for texts, expected in ((right, 1.0), (wrong, 0.0)):
+        asked = [(form % text, gold) for text in texts.split(" | ") for form in FORMS]
+        assert [pair for pair in asked if judge(math_reward, pair) != [expected]] == []
 
 
 def test_an_answer_that_hangs_counts_as_wrong_and_the_rest_are_judged(math_reward: MathAnswerReward) -> None:
     """Guards against a tower of powers that stops the run: without the limit this test never ends."""
-    pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\frac{1}{2}}", "0.5")]
+    pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\sqrt{4}}", "2")]
     assert judge(math_reward, *pairs) == [0.0, 1.0]
 
 
@@ -63,7 +120,7 @@ def test_what_a_batch_has_no_time_for_is_failed_not_wrong(math_reward: MathAnswe
     hurried = MathAnswerReward(answer_timeout_s=5.0, timeout_s=0.3)
     hurried.__dict__["worker"] = math_reward.worker
     guarded = guard(hurried)
-    pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\frac{1}{2}}", "0.5"), ("42", "42")]
+    pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\sqrt{4}}", "2"), ("42", "42")]
     rewards = guarded(
         completions=[f"so</think>{given}" for given, _ in pairs],
         completion_ids=[[7, END, 19]] * 3,

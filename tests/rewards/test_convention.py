@@ -112,7 +112,7 @@ def test_a_sample_without_what_the_reward_reads_is_not_judged() -> None:
     assert thinking_reward(completions=["a</think>b", None], completion_ids=[None, [7, END]]) == [None, None]
 
 
-def test_only_the_standard_library_is_imported_and_no_regular_expressions(repository: Path) -> None:
+def test_only_the_standard_library_is_imported_and_regular_expressions_for_answers_only(repository: Path) -> None:
     """Guards against rewards growing dependencies, and against tags found by patterns instead of ids."""
     files = sorted((repository / "rewards").glob("**/*.py"))
     assert files
@@ -122,7 +122,8 @@ def test_only_the_standard_library_is_imported_and_no_regular_expressions(reposi
             roots |= {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
             if isinstance(node, ast.ImportFrom) and node.level != 1:  # relative: the folder works under any name
                 roots.add((node.module or "").partition(".")[0])
-        assert roots <= sys.stdlib_module_names - {"re", "fnmatch"}, f"{file.name} imports {roots}"
+        patterns = {"fnmatch"} if file.name == "answer.py" else {"re", "fnmatch"}  # answers have no ids
+        assert roots <= sys.stdlib_module_names - patterns, f"{file.name} imports {roots}"
 
 
 def test_import_in_a_fresh_process_loads_only_the_standard_library(repository: Path) -> None:

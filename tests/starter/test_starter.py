@@ -18,6 +18,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import DataError
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.starter.columns import guess_columns, read_columns
+from rloo_kit.starter.table import read_table
 from rloo_kit.starter.write import name_output
 
 THINKING = "unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit"
@@ -176,12 +177,23 @@ def test_the_generated_reward_and_the_judge_agree(
     monkeypatch.syspath_prepend(folder)
     score = __import__(f"{name}_rewards").score
     judge = answer_reward.with_(thinking=bool(gpu), **run.rewards[1].params)
-    for gold, answers in {"42": ["**42**", "$42", "４２", "42.", r"\boxed{42}", "43", ""], "1234": ["1,234"]}.items():
+    spelled = ["**42**", "$42", "４２", "42.", r"\boxed{42}", r"\$42", r"42\%", r"42 \text{ eggs}", "42元", "43", ""]
+    for gold, answers in {"42": spelled, "1234": ["1,234", "1{,}234"], r"\$1,\!234": ["1234"]}.items():
         for answer in answers:
             text = f"so</think>\\boxed{{{answer}}}" if gpu else answer
             columns = {"completions": [text], "completion_ids": [[7, 151668, 8]], "answer": [gold]}
             paid, right = score(**columns)[0], judge(**columns)[0]
             assert (paid == 1.0) == (right == 1.0) == (answer not in ("43", "")), (answer, paid, right)
+
+
+@pytest.mark.parametrize(
+    ("golds", "numbers"),
+    [(["$1,200", r"\frac12", "25%", "18 eggs", "18元"], True), (["18", "3 or 4"], False), (["18", "52_8"], False)],
+)
+def test_answers_are_numbers_if_the_reward_reads_them_as_numbers(golds: list[str], numbers: bool) -> None:
+    """`init` asks the model for a number and looks for the last one where all answers are; one recogniser decides."""
+    write_csv("own.csv", ["prompt", "answer"], [[f"question {gold}", gold] for gold in golds])
+    assert read_table("own.csv", "prompt", "answer").are_numbers == numbers
 
 
 def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
