@@ -16,12 +16,12 @@ from rloo_kit.gradient.objective import Objective, choose_ratio_form
 from rloo_kit.gradient.policy_scorer import PolicyScorer
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.metrics import Recorder
-from rloo_kit.loop.options import option
+from rloo_kit.loop.options import name_settings, option
 from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
-from rloo_kit.models.adapters import NO_ADAPTER, copy_as_reference, is_identity, write_adapter
+from rloo_kit.models.adapters import NO_ADAPTER, NO_COPY, copy_as_reference, is_identity, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.load import TOKENS_PER_PASS
@@ -180,6 +180,7 @@ def _build_engine(trainer: "StockTrainer") -> Engine:
         server=_server_settings(trainer) if wanted == "server" else None,
         vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
         filters=read_filters(args),
+        say=lambda line: print(name_settings(line, args)),
     )
 
 
@@ -228,15 +229,17 @@ def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
 def settle_reference(trainer: "StockTrainer") -> None:
     """Copy an adapter that does not start at the base as "ref", if the KL is measured from the start.
 
-    A copy of an identity adapter, or an unused copy, is deleted: it would cost only memory and time."""
+    A copy of an identity adapter, or an unused copy, is deleted: it would cost only memory and time. Trained biases are
+    the base's own and have no copy: ConfigError."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not is_peft_model(model):
         return
-    if option(trainer.args, "reference") == "base" or is_identity(model):
-        if "ref" in model.peft_config:
-            model.delete_adapter("ref")
-    elif trainer.beta:
+    if trainer.beta and getattr(model.peft_config["default"], "bias", "none") != "none":
+        raise ConfigError(NO_COPY.format("set beta=0.0"))
+    if trainer.beta and option(trainer.args, "reference") == "start" and not is_identity(model):
         copy_as_reference(model)
+    elif "ref" in model.peft_config:
+        model.delete_adapter("ref")
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -166,10 +166,12 @@ class _Training:
             progress.evaluations = self.evaluations
             callbacks.append(self.evaluations)  # after the interrupts, which postpone an evaluation
         callbacks.append(saves)
+        arguments = RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints"))
+        arguments.is_from_file = True
         trainer = RLOOTrainer(
             model=policy.model,
             reward_funcs=reward_funcs,
-            args=RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints")),
+            args=arguments,
             train_dataset=prompts,
             processing_class=policy.tokenizer,
             callbacks=callbacks,

@@ -21,11 +21,12 @@ from transformers import TrainerCallback
 from trl.trainer.utils import pad
 
 from rloo_kit.config.batches import check_eval_batch, check_prompt_count
+from rloo_kit.errors import ConfigError
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, describe, settle_reference
 from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.checkpoints import StreamPlace, load_loop_state, read_place, save_checkpoint
-from rloo_kit.loop.options import check_stream, refuse_sampling_filters
+from rloo_kit.loop.options import check_stream, name_settings, naming_settings
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
@@ -88,18 +89,15 @@ class RLOOTrainer(trl.RLOOTrainer):
         arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
         check_stream(arguments.get("train_dataset"), arguments["args"])
         masters = trainable_tensors(arguments.get("model"))
-        with (
-            keep_settings(arguments),
-            keep_base(arguments.get("model")),
-        ):
+        with keep_settings(arguments), keep_base(arguments["model"]):
             super().__init__(**arguments)
-        refuse_sampling_filters(self.args)
         restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
         self.reward_func_names: list[str] = log_names(self.reward_func_names, self.reward_funcs)
-        settle_reference(self)
         self.think_tags = bind_think_tags(self._tokenizer)
-        self.rloo = build_step(self, self.think_tags)
+        with naming_settings(self.args):
+            settle_reference(self)
+            self.rloo = build_step(self, self.think_tags)
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to compute
@@ -122,7 +120,14 @@ class RLOOTrainer(trl.RLOOTrainer):
             "(what samples) or _compute_loss (what is trained)"
             for name in bypassed
         ]
-        return "\n".join([describe(self.rloo), *lines])
+        if self.args.learning_rate == 0:
+            lines.append("WARNING: learning_rate is 0, so no weight will move")
+        return "\n".join([name_settings(describe(self.rloo), self.args), *lines])
+
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """TRL's."""
+        with naming_settings(self.args):
+            return super().train(*arguments, **keywords)
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -201,6 +206,20 @@ class RLOOTrainer(trl.RLOOTrainer):
     def _trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def _refuse_idle(self, optimizer: Any) -> None:
+        """Raise ConfigError if training would change nothing."""
+        trained = {id(parameter) for parameter in self._trained_parameters()}
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        problem = ""
+        if not trained:
+            problem = "no parameter requires a gradient: load an adapter with is_trainable=True"
+        elif self.rloo.parallel.kind != "shards" and not trained & held:
+            problem = "the optimizer has none of the trained parameters: leave optimizers out"
+        elif self.state.max_steps <= 0:
+            problem = "there is no step to take: raise max_steps or num_train_epochs"
+        if problem:
+            raise ConfigError(f"nothing would be trained, because {problem}")
+
     def _close_step(self) -> None:
         """Before the optimizer's step; too many broken steps in a row end the run after a checkpoint."""
         finite = self.rloo.finite
@@ -272,6 +291,7 @@ class RLOOTrainer(trl.RLOOTrainer):
             policy.set_adapter("default")
         elif "ref" in policy.peft_config:
             policy.delete_adapter("ref")
+        self.rloo.scorer.copy = policy.peft_config.get("ref")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint
@@ -305,7 +325,10 @@ class _LoopCallback(TrainerCallback):
     def __init__(self, trainer: RLOOTrainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, optimizer: Any = None, **_more: Any
+    ) -> None:
+        self.trainer._refuse_idle(optimizer)
         self.trainer._forget_window()
         if self.trainer._place is not None:
             self.trainer._step = self.trainer._place.micro_steps

@@ -15,7 +15,7 @@ from rloo_kit.config.schema import OPTIONS, Option, choices
 from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop import options
-from rloo_kit.loop.options import RLOOConfig, option, refuse_sampling_filters
+from rloo_kit.loop.options import RLOOConfig, check_options, option
 from rloo_kit.loop.run_arguments import training_arguments
 
 MINIMAL: dict[str, Any] = {
@@ -130,9 +130,9 @@ def test_trls_own_config_is_asked_too(tmp_path):
     """A script that hands the trainer `trl.RLOOConfig(top_p=0.9)` never passes through the kit's class."""
     import trl
 
-    refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
+    check_options(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
     with pytest.raises(ConfigError, match="top_p is 0.9"):
-        refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
+        check_options(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
 
 
 def test_every_key_of_a_file_arrives(tmp_path):
