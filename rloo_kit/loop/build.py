@@ -21,7 +21,7 @@ from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
-from rloo_kit.models.adapters import NO_ADAPTER, NO_COPY, copy_as_reference, is_identity, write_adapter
+from rloo_kit.models.adapters import NO_ADAPTER, NO_COPY, copy_as_reference, drop_reference, is_identity, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.load import TOKENS_PER_PASS
@@ -238,8 +238,8 @@ def settle_reference(trainer: "StockTrainer") -> None:
         raise ConfigError(NO_COPY.format("set beta=0.0"))
     if trainer.beta and option(trainer.args, "reference") == "start" and not is_identity(model):
         copy_as_reference(model)
-    elif "ref" in model.peft_config:
-        model.delete_adapter("ref")
+    else:
+        drop_reference(model)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -30,7 +30,7 @@ from rloo_kit.loop.options import check_stream, name_settings, naming_settings
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.models.adapters import follow_umask, keep_base, restore_precision, trainable_tensors
+from rloo_kit.models.adapters import drop_reference, follow_umask, keep_base, restore_precision, trainable_tensors
 from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
@@ -289,8 +289,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         if os.path.isdir(os.path.join(resume_from_checkpoint, "ref")):
             policy.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
             policy.set_adapter("default")
-        elif "ref" in policy.peft_config:
-            policy.delete_adapter("ref")
+        else:
+            drop_reference(policy)
         self.rloo.scorer.copy = policy.peft_config.get("ref")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -51,7 +51,7 @@ def check_model(arguments: dict[str, Any]) -> None:
         problem = NO_COPY.format("give the bare model and peft_config")
     elif wrapped and isinstance(model.get_output_embeddings(), BaseTunerLayer):
         problem = "the adapter changes lm_head, whose own matrix is scored: leave it out of target_modules"
-    elif not wrapped and any(isinstance(module, BaseTunerLayer) for module in modules):  # `model.add_adapter`
+    elif config is None and _has_layers(model):  # `model.add_adapter`
         problem = "the model has an adapter, but is no PeftModel: add it by get_peft_model, or give peft_config"
     elif not config and (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
         problem = "the model's weights are quantised, which cannot be trained: give peft_config=LoraConfig(...)"
@@ -66,6 +66,11 @@ def check_model(arguments: dict[str, Any]) -> None:
         )
     if problem:
         raise ConfigError(problem)
+
+
+def _has_layers(model: Any) -> bool:
+    """Whether PEFT has put layers of an adapter into the model."""
+    return isinstance(model, torch.nn.Module) and any(isinstance(one, BaseTunerLayer) for one in model.modules())
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -113,20 +118,21 @@ def is_identity(model: torch.nn.Module) -> bool:
 def keep_base(model: Any) -> Iterator[None]:
     """Protect the base while TRL's constructor adds a second adapter, "ref", with the configuration of the first; an
     earlier trainer's is deleted. PiSSA, OLoRA and similar initialisations subtract their start from the base's weights,
-    and would do so twice."""
-    adapters: Any = getattr(model, "peft_config", {})
-    if "ref" in adapters:
-        model.delete_adapter("ref")
-    config = adapters.get("default")
+    and would do so twice. A second `peft_config` must reset all layers that the first left in the model (a cell that is
+    run again), else ConfigError."""
+    drop_reference(model)
+    had_layers = _has_layers(model) and not is_peft_model(model)
+    config: Any = getattr(model, "peft_config", {}).get("default")
     init = getattr(config, "init_lora_weights", None)
-    if not isinstance(init, str):
-        yield
-        return
-    config.init_lora_weights = False  # the copy gets its values afterwards
+    if isinstance(init, str):
+        config.init_lora_weights = False  # the copy gets its values afterwards
     try:
         yield
     finally:
-        config.init_lora_weights = init
+        if isinstance(init, str):
+            config.init_lora_weights = init
+    if had_layers and not is_identity(model):
+        raise ConfigError("the model still has layers of an earlier adapter below that of peft_config: load it again")
 
 
 def copy_as_reference(model: Any) -> None:
@@ -155,6 +161,12 @@ def copy_as_reference(model: Any) -> None:
         if frozen is not None:
             frozen.data = value.data.clone()
             frozen.requires_grad_(False)
+
+
+def drop_reference(model: Any) -> None:
+    """Delete the copy "ref", if there is one."""
+    if "ref" in getattr(model, "peft_config", {}):
+        model.delete_adapter("ref")
 
 
 def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
