@@ -21,7 +21,14 @@ from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
-from rloo_kit.models.adapters import NO_ADAPTER, NO_COPY, copy_as_reference, drop_reference, is_identity, write_adapter
+from rloo_kit.models.adapters import (
+    NO_COPY,
+    copy_as_reference,
+    drop_reference,
+    find_handover_problem,
+    is_identity,
+    write_adapter,
+)
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.load import TOKENS_PER_PASS
@@ -200,8 +207,8 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
     from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
 
     args = trainer.args
-    if not is_peft_model(trainer.accelerator.unwrap_model(trainer.model)):
-        raise ConfigError(NO_ADAPTER)
+    if problem := find_handover_problem(trainer.accelerator.unwrap_model(trainer.model)):
+        raise ConfigError(problem)
     folder = option(args, "rollout_server_adapters") or f"{args.output_dir}/server_adapters"
 
     def hand_over(target: Path) -> None:

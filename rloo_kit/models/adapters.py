@@ -27,6 +27,7 @@ NO_COPY = (
     "the KL needs a frozen copy of the adapter, and PEFT takes no second AdaLoRA adapter, nor one with biases: {}, or "
     "train a LoRA adapter with bias='none'"
 )
+MORE_THAN_MATRICES = ("lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # initialisations that leave the base unchanged
 
 
@@ -196,8 +197,8 @@ def find_handover_problem(model: Any) -> str | None:
         found, fix = f"has the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=generate"
     elif getattr(config, "use_dora", False):
         found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=generate"
-    elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
-        found = "trains biases or whole modules (modules_to_save) too"
+    elif config.bias != "none" or any(getattr(config, name, None) for name in MORE_THAN_MATRICES):
+        found = "trains biases, whole modules (modules_to_save), rows of the embedding or bare parameters too"
     elif config.rank_pattern or config.alpha_pattern:
         found = "scales layers differently (rank_pattern, alpha_pattern), which vLLM before 0.32 ignores"
         fix = "remove the patterns, or set rollout.engine=generate"

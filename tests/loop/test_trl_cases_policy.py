@@ -374,6 +374,18 @@ def test_a_cell_with_peft_config_that_is_run_again(trl_train, make_tiny_model):
             trl_train(arguments={"model": model, "peft_config": config}, beta=0.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"init_lora_weights": "pissa"}, "pissa"), ({"trainable_token_indices": [70]}, "rows of the embedding")],
+    ids=["pissa", "tokens"],
+)
+def test_what_a_server_cannot_load_is_not_handed_over(options, said, trl_train, make_tiny_model):
+    """A server adds PiSSA's matrices to the base that they were taken from: it samples from another policy."""
+    arguments = {"model": make_tiny_model(), "peft_config": lora(**options)}
+    with pytest.raises(ConfigError, match=f"{said}.*rollout_engine=generate"):
+        trl_train(arguments=arguments, rollout_engine="server", rollout_server_url="http://localhost:9", beta=0.0)
+
+
 def test_a_quantised_model_needs_an_adapter(trl_train, make_tiny_model):
     model = make_tiny_model()
     model.is_loaded_in_8bit = True
