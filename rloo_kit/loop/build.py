@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate.utils import is_peft_model
 from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
@@ -21,14 +20,7 @@ from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
-from rloo_kit.models.adapters import (
-    NO_COPY,
-    copy_as_reference,
-    drop_reference,
-    find_handover_problem,
-    is_identity,
-    write_adapter,
-)
+from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.load import TOKENS_PER_PASS
@@ -231,22 +223,6 @@ def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
         reference_model=trainer.ref_model,
         checkpointing=args.gradient_checkpointing_kwargs,
     )
-
-
-def settle_reference(trainer: "StockTrainer") -> None:
-    """Copy an adapter that does not start at the base as "ref", if the KL is measured from the start.
-
-    A copy of an identity adapter, or an unused copy, is deleted: it would cost only memory and time. Trained biases are
-    the base's own and have no copy: ConfigError."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not is_peft_model(model):
-        return
-    if trainer.beta and getattr(model.peft_config["default"], "bias", "none") != "none":
-        raise ConfigError(NO_COPY.format("set beta=0.0"))
-    if trainer.beta and option(trainer.args, "reference") == "start" and not is_identity(model):
-        copy_as_reference(model)
-    else:
-        drop_reference(model)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -136,16 +136,23 @@ def keep_base(model: Any) -> Iterator[None]:
         raise ConfigError("the model still has layers of an earlier adapter below that of peft_config: load it again")
 
 
-def copy_as_reference(model: Any) -> None:
-    """Copy the current adapter into the frozen adapter "ref", the reference of the KL.
+def settle_reference(model: Any, beta: float, reference: str) -> None:
+    """Copy the adapter into the frozen adapter "ref" if the KL's reference is the start, and that is not the base.
 
-    TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings. If TRL created
-    the adapter, "ref" is missing and is added here.
+    TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings; if TRL created
+    the adapter, "ref" is missing. An unused copy, or one of the identity, is deleted: it costs memory and time.
 
     Raises:
-        ConfigError: PEFT cannot add the copy (AdaLoRA).
+        ConfigError: PEFT cannot copy the adapter (AdaLoRA), or cannot switch it off (trained biases).
     """
+    if not is_peft_model(model):
+        return
     config = copy.deepcopy(model.peft_config["default"])
+    if beta and getattr(config, "bias", "none") != "none":
+        raise ConfigError(NO_COPY.format("set beta=0.0"))
+    if not beta or reference == "base" or is_identity(model):
+        drop_reference(model)
+        return
     if "ref" in model.peft_config:
         model.peft_config["ref"] = config  # TRL's is the policy's own object
     elif config.peft_type == "ADALORA":
