@@ -21,8 +21,10 @@ NO_ADAPTER = (
     "rollout.engine is server or vllm, which samples from an adapter, but this run trains every parameter: train an "
     "adapter (model.lora), or set rollout.engine=generate"
 )
-# Kinds that need PEFT's own forward, draw noise, replace layers' inputs, or share tensors with their copy.
-REFUSED_KINDS = ("aLoRA", "XLORA", "POLY", "ADAPTION_PROMPT", "SHADOW", "PVERA", "LILY")
+# Kinds, and options of LoRA, that need PEFT's own forward, draw noise, or share tensors with their copy.
+REFUSED_KINDS = (
+    "XLORA", "POLY", "ADAPTION_PROMPT", "SHADOW", "PVERA", "LILY", "alora_invocation_tokens", "monteclora_config",
+)  # fmt: skip
 NO_COPY = (
     "the KL needs a frozen copy of the adapter, and PEFT takes no second AdaLoRA adapter, nor one with biases: {}, or "
     "train a LoRA adapter with bias='none'"
@@ -39,12 +41,12 @@ def check_model(arguments: dict[str, Any]) -> None:
     wrapped = bool(modules) and is_peft_model(model)
     config: Any = model.peft_config.get("default") if wrapped else new
     kind = getattr(getattr(config, "peft_type", None), "value", None)
-    kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else kind
+    kind = next((option for option in REFUSED_KINDS if getattr(config, option, None)), kind)
     problem = ""
     if wrapped and new is not None:
         problem = "peft_config was given, but the model already has an adapter: drop one of them"
     elif kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False):
-        problem = f"{kind} changes more than the layers' weights, so it cannot be sampled and scored: use LoraConfig"
+        problem = f"{kind} changes more than the layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"
     elif wrapped and list(model.active_adapters) != ["default"]:
         names = ", ".join(model.active_adapters)
         problem = f"the active adapters are {names}: merge all but one (merge_and_unload), and name it 'default'"

@@ -309,7 +309,7 @@ def test_kinds_that_cannot_be_scored_are_refused(kind, trl_train, make_tiny_mode
     """They act through PEFT's own forward: a traceback, or tokens sampled from the model without them."""
     config = copy.deepcopy(REFUSED[kind])
     for model, new in ((make_tiny_model(), config), (get_peft_model(make_tiny_model(), copy.deepcopy(config)), None)):
-        with pytest.raises(ConfigError, match="use LoraConfig"):
+        with pytest.raises(ConfigError, match="use a plain LoraConfig"):
             trl_train(arguments={"model": model, "peft_config": new})
 
 
