@@ -81,6 +81,12 @@ def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[
         for name, neutral in SAMPLING_FILTERS.items()
         if name in values and values[name] not in neutral and not accepted
     ]
+    problems += [
+        f"{prefix}{name} is {value}, which leaves one token: a group's completions are all equal and teach nothing. "
+        f"Set {prefix}{name}={_written(SAMPLING_FILTERS[name][0])}"
+        for name, value in (("top_k", 1), ("top_p", 0.0), ("min_p", 1.0))
+        if accepted and values.get(name) == value
+    ]
     if regex := values.get("vllm_structured_outputs_regex"):
         problems.append(f"{prefix}vllm_structured_outputs_regex is {regex!r}: {_WHY_REFUSED}. Remove it")
     return [*problems, *_find_hidden_problems(values, prefix)]

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rloo_kit.errors import ExportError
-from rloo_kit.models.adapters import follow_umask
+from rloo_kit.models.adapters import MORE_THAN_MATRICES, follow_umask
 
 ADAPTER = "default"
 SHARD_BYTES = 2 * 2**30
@@ -120,10 +120,8 @@ def _refuse_other_adapters(model: Any) -> None:
         found = f"is of the type {config.peft_type.value}"
     elif getattr(config, "use_dora", False):
         found = "uses DoRA"
-    elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
-        found = "trains biases or whole modules (modules_to_save) too"
-    elif getattr(config, "target_parameters", None) or getattr(config, "trainable_token_indices", None):
-        found = "trains bare parameters or rows of the embedding"
+    elif config.bias != "none" or any(getattr(config, name, None) for name in MORE_THAN_MATRICES):
+        found = "trains biases, whole modules (modules_to_save), rows of the embedding or bare parameters too"
     elif any("lora_embedding_A." in name for name, _ in model.named_parameters()):
         found = "changes the embedding"
     if found:

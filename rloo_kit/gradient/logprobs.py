@@ -188,8 +188,8 @@ def score_tokens(
     return logps, entropies if need_entropy else None
 
 
-def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
-    """Make `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,))` return `TokenScores`.
+def attach_token_scoring(model: torch.nn.Module) -> None:
+    """Make `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,), temperature=1.0)` return `TokenScores`.
 
     `score_positions` are flat positions b * L + t whose hidden state predicts the target. With `token_weights=(B * L,)`
     the auxiliary loss of a mixture of experts is computed too. Any other call is unchanged.
@@ -201,7 +201,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
     for key in ("final_logit_softcapping", "output_multiplier"):
         if getattr(text_config, key, None) not in (None, 1.0):
             raise BackendError(f"the model's config sets {key}; the kit scores plain or scaled heads only (Qwen3's)")
-    temperature = temperature / _logit_scale(text_config)
+    logit_scale = _logit_scale(text_config)
     plain_forward = getattr(model.forward, "without_scoring", model.forward)
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments against the original signature
@@ -210,6 +210,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
         *args: Any,
         score_positions: Any = None,
         score_targets: Any = None,
+        temperature: float = 1.0,
         need_entropy: bool = True,
         token_weights: Any = None,
         **kwargs: Any,
@@ -223,7 +224,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
         states = found.last_hidden_state  # (B, L, H)
         head = self.get_output_embeddings()
         scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)
-        with _scoring_head(head, temperature, need_entropy):
+        with _scoring_head(head, temperature / logit_scale, need_entropy):
             logps, entropies = head(scored, score_targets.to(scored.device))
         return TokenScores(logps=logps, entropies=entropies, aux_loss=aux_loss)
 

@@ -12,6 +12,7 @@ import torch
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer, Scores
 from rloo_kit.models.adapters import same_as_reference
@@ -45,6 +46,7 @@ class PolicyScorer:
         self.reference_model = reference_model
         if reference_model is not None:
             self.reference_scorer = Scorer(reference_model, scorer.temperature, scorer.pad_id, scorer.layout)
+        self.copy = getattr(policy, "peft_config", {}).get("ref")
         # with sharded weights, no process has the tensors to compare
         self._may_be_reference = reference_model is None and parallel.kind != "shards"
 
@@ -83,7 +85,11 @@ class PolicyScorer:
                 return self.scorer.score(model, groups, need_entropy=False).logps
 
     def is_reference(self) -> bool:
-        """Whether the policy's weights still equal the reference's; not checked any more once they have moved."""
+        """Whether the policy's weights still equal the reference's; not checked any more once they have moved.
+
+        Raises ConfigError if the model has another trainer's reference by now."""
+        if getattr(self.policy, "peft_config", {}).get("ref") is not self.copy:
+            raise ConfigError("a later trainer on this model replaced this one's KL reference: make a new RLOOTrainer")
         if self._may_be_reference:
             self._may_be_reference = same_as_reference(self.policy, self.kind)
         return self._may_be_reference

@@ -81,7 +81,7 @@ class Scorer:
         causal = causal_model(model)
         self.pad_id, self.temperature = pad_id, temperature
         self._keywords = packed_keywords(causal) or packing.keywords
-        attach_token_scoring(causal, temperature)
+        attach_token_scoring(causal)
         self.layouts: tuple[str, ...] = (layout,)
         self.reason = "asked for"
         if layout == "auto":
@@ -185,6 +185,7 @@ class Scorer:
             input_ids=laid.input_ids,
             score_positions=laid.score_positions,
             score_targets=laid.score_targets,
+            temperature=self.temperature,
             need_entropy=need_entropy,
             **keywords,
         )
@@ -241,6 +242,8 @@ def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tens
     with _quiet(model, trains=False), torch.no_grad():
         row = torch.cat([group.prompt, completion])[None]
         logits = model(input_ids=row).logits[0, len(group.prompt) - 1 : -1].float() / temperature  # (C, V)
+    if not logits.isfinite().all():
+        raise BackendError("the model's logits contain a NaN or an infinity: load unbroken weights, or another dtype")
     expected = logits.log_softmax(dim=-1).gather(1, completion[:, None]).squeeze(1)
     worst = (expected - logps[: len(completion)].to(expected.device)).abs().max().item()
     if not worst <= _tolerance(model).largest:

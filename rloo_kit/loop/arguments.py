@@ -4,8 +4,8 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
-from rloo_kit.loop.options import RLOOConfig, option
-from rloo_kit.models.adapters import check_reference, wrap_for_unsloth
+from rloo_kit.loop.options import RLOOConfig, check_options, option
+from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.rewarding.guard import guard
 
 # TRL's arguments after eval_dataset, in its order, for code that passes them by position
@@ -26,10 +26,10 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
             arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
     columns = _columns(arguments.get("train_dataset"), args)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
-    arguments = wrap_for_unsloth(arguments)
-    check_reference(arguments)
+    check_model(arguments)
     _take_vllm(args)
-    return arguments
+    check_options(args)
+    return wrap_for_unsloth(arguments)
 
 
 def _take_vllm(args: Any) -> None:
@@ -73,4 +73,6 @@ def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
     weights = [getattr(reward, "weight", 1.0) for reward in rewards]
     if args.reward_weights is None:
         args.reward_weights = [float(weight) if isinstance(weight, (int, float)) else 1.0 for weight in weights]
+    if not any(args.reward_weights):
+        raise ConfigError("the weights of all rewards (reward_weights) are 0, so nothing would be learnt: raise one")
     return args

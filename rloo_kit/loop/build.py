@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate.utils import is_peft_model
 from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
@@ -16,12 +15,12 @@ from rloo_kit.gradient.objective import Objective, choose_ratio_form
 from rloo_kit.gradient.policy_scorer import PolicyScorer
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.metrics import Recorder
-from rloo_kit.loop.options import option
+from rloo_kit.loop.options import name_settings, option
 from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
-from rloo_kit.models.adapters import NO_ADAPTER, copy_as_reference, is_identity, write_adapter
+from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.load import TOKENS_PER_PASS
@@ -180,6 +179,7 @@ def _build_engine(trainer: "StockTrainer") -> Engine:
         server=_server_settings(trainer) if wanted == "server" else None,
         vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
         filters=read_filters(args),
+        say=lambda line: print(name_settings(line, args)),
     )
 
 
@@ -199,8 +199,8 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
     from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
 
     args = trainer.args
-    if not is_peft_model(trainer.accelerator.unwrap_model(trainer.model)):
-        raise ConfigError(NO_ADAPTER)
+    if problem := find_handover_problem(trainer.accelerator.unwrap_model(trainer.model)):
+        raise ConfigError(problem)
     folder = option(args, "rollout_server_adapters") or f"{args.output_dir}/server_adapters"
 
     def hand_over(target: Path) -> None:
@@ -223,20 +223,6 @@ def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
         reference_model=trainer.ref_model,
         checkpointing=args.gradient_checkpointing_kwargs,
     )
-
-
-def settle_reference(trainer: "StockTrainer") -> None:
-    """Copy an adapter that does not start at the base as "ref", if the KL is measured from the start.
-
-    A copy of an identity adapter, or an unused copy, is deleted: it would cost only memory and time."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not is_peft_model(model):
-        return
-    if option(trainer.args, "reference") == "base" or is_identity(model):
-        if "ref" in model.peft_config:
-            model.delete_adapter("ref")
-    elif trainer.beta:
-        copy_as_reference(model)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

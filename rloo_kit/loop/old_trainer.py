@@ -44,7 +44,7 @@ def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             message = f"RLOOTrainer's {old}= is the old TRL name of {entry.new}="
         warnings.warn(message, FutureWarning, stacklevel=3)
     for name, hint in (("model", "a model or its name"), ("reward_funcs", "a reward function, or a list of them")):
-        if values.get(name) is None:
+        if values.get(name) is None or (isinstance(values[name], (list, tuple)) and not values[name]):
             raise ConfigError(f"RLOOTrainer needs {name}=: {hint}")
     if given.get("ref_policy") is not None:
         _refuse_other_reference(values["model"], given["ref_policy"])

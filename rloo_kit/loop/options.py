@@ -10,6 +10,8 @@ import inspect
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -22,15 +24,14 @@ from rloo_kit.config.batches import check_eval_batch, check_generation_batch, ch
 from rloo_kit.config.checks import (
     find_loop_problems,
     find_resample_problems,
-    find_sampling_problems,
     find_server_problems,
     find_temperature_problems,
 )
 from rloo_kit.config.messages import describe_field, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
-from rloo_kit.config.schema import OPTIONS, Option
+from rloo_kit.config.schema import OPTIONS, Option, RLOOSection, RolloutSection, RunSection
 from rloo_kit.config.section import Section
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.policy import keep_values
 from rloo_kit.system.processes import count_processes
 
@@ -45,8 +46,9 @@ def _default_of(f: "dataclasses.Field[Any]") -> Any:
 
 # The options that TRL's class lacks, by name, and a model that checks their values as it checks a file's.
 _OWN = {name: OPTIONS[name] for name in OPTIONS if name not in {f.name for f in dataclasses.fields(trl.RLOOConfig)}}
+_CHECKED = _OWN | {name: OPTIONS[name] for name in ("temperature", "max_completion_length", "num_iterations", "beta")}
 _OWN_DEFAULTS = {name: entry.default for name, entry in _OWN.items()}
-_fields: dict[str, Any] = {name: (entry.field.annotation, entry.field) for name, entry in _OWN.items()}
+_fields: dict[str, Any] = {name: (entry.field.annotation, entry.field) for name, entry in _CHECKED.items()}
 _OwnOptions = create_model("_OwnOptions", __base__=Section, **_fields)
 
 
@@ -98,6 +100,8 @@ class RLOOConfig(trl.RLOOConfig):
         ConfigError: a value out of bounds, an unknown keyword, or an old one without an equivalent.
     """
 
+    is_from_file = False  # made from a run's file, whose keys messages then name
+
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         given = _name_positional(positional, keywords)
         _refuse_unknown(given)
@@ -117,8 +121,7 @@ class RLOOConfig(trl.RLOOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in _check_options(dict(vars(self))).items():
-            setattr(self, name, value)
+        check_options(self)
 
     def to_dict(self) -> dict[str, Any]:
         """TRL's, without the old names."""
@@ -187,15 +190,6 @@ def _check_batch(given: dict[str, Any]) -> None:
         check_eval_batch(values["per_device_eval_batch_size"], values["num_generations_eval"] or generations)
 
 
-def refuse_sampling_filters(args: Any) -> None:
-    """Refuse an `RLOOConfig` (the kit's or TRL's) whose sampled distribution differs from the scored one.
-
-    The ConfigError names each setting and what to set instead."""
-    problems = find_sampling_problems(vars(args))
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
 def check_stream(dataset: Any, args: Any) -> None:
     """Refuse options that need a training set's length or rows by index if it is a stream."""
     if not isinstance(dataset, IterableDataset):
@@ -212,10 +206,11 @@ def check_stream(dataset: Any, args: Any) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _check_options(values: dict[str, Any]) -> dict[str, Any]:
-    """The kit's options among `values`, checked and of their types; raises ConfigError as `RLOOConfig` does."""
+def check_options(args: Any) -> None:
+    """Check an `RLOOConfig` (the kit's or TRL's) and give its options their types; the ConfigError names each fix."""
+    values = _OWN_DEFAULTS | vars(args)
     try:
-        checked = _OwnOptions.model_validate({name: values[name] for name in _OWN})
+        checked = _OwnOptions.model_validate({name: values[name] for name in _CHECKED})
     except ValidationError as error:  # a union reports a fault once for each of its branches: a dict keeps one
         faults = {explain_error(entry, _OwnOptions).replace(": is ", " is ", 1): None for entry in error.errors()}
         raise ConfigError("\n".join(faults)) from None
@@ -226,4 +221,28 @@ def _check_options(values: dict[str, Any]) -> dict[str, Any]:
     problems += find_resample_problems(values["resample_rounds"], values["baseline"], "resample_rounds", "baseline")
     if problems:
         raise ConfigError("\n".join(problems))
-    return dict(checked)
+    vars(args).update(dict(checked))
+
+
+_FILE_KEYS = {
+    f"{section.prefix}{key}": name
+    for section in (RLOOSection, RolloutSection, RunSection)
+    for name, key in section.arguments().items()
+} | {"model.lora": "peft_config", "model.max_seq_length": "vllm_max_model_length"}
+
+
+def name_settings(text: str, args: Any) -> str:
+    """A message with the names of `RLOOConfig` in place of a file's keys, unless `args` come from a run's file."""
+    if getattr(args, "is_from_file", False):
+        return text
+    return re.sub(r"\b(rloo|rollout|run|model)\.\w+", lambda found: _FILE_KEYS.get(found[0], found[0]), text)
+
+
+@contextmanager
+def naming_settings(args: Any) -> Iterator[None]:
+    """A block whose errors name settings as `name_settings` does."""
+    try:
+        yield
+    except RlooKitError as error:
+        error.args = tuple(name_settings(part, args) if isinstance(part, str) else part for part in error.args)
+        raise

@@ -31,7 +31,7 @@ from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import loaded_engine, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
+from rloo_kit.models.adapters import NO_ADAPTER, drop_reference, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
 from rloo_kit.preflight.cheap import find_place_faults, raise_errors
 from rloo_kit.results.evaluation import Evaluation
@@ -166,10 +166,12 @@ class _Training:
             progress.evaluations = self.evaluations
             callbacks.append(self.evaluations)  # after the interrupts, which postpone an evaluation
         callbacks.append(saves)
+        arguments = RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints"))
+        arguments.is_from_file = True
         trainer = RLOOTrainer(
             model=policy.model,
             reward_funcs=reward_funcs,
-            args=RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints")),
+            args=arguments,
             train_dataset=prompts,
             processing_class=policy.tokenizer,
             callbacks=callbacks,
@@ -201,7 +203,7 @@ class _Training:
             if done := self.trainer.state.global_step + (not self.interrupts.between_steps):
                 self.policy.trained["RLOO"] = done
             end_workers()
-            self._drop_reference()
+            drop_reference(self.policy.model)
             if not self.was_training:  # in training mode, checkpointing drops the KV cache and decodes nonsense
                 self.policy.model.eval()
         self._conclude(stopped, adapter_step, seconds)
@@ -306,12 +308,6 @@ class _Training:
         progress |= {"error": f"{type(error).__name__}: {error}", "stopped_by": stopped, "resume": resume}
         self.run_dir.set_status("failed", **progress)
         say(f"{error}\nThe state is saved in {folder}.")
-
-    def _drop_reference(self) -> None:
-        """Delete the trainer's copy of the starting adapter; a second `train` makes its own."""
-        model = self.policy.model
-        if "ref" in getattr(model, "peft_config", {}):
-            model.delete_adapter("ref")
 
 
 class _Sharding:

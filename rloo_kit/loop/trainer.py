@@ -21,15 +21,16 @@ from transformers import TrainerCallback
 from trl.trainer.utils import pad
 
 from rloo_kit.config.batches import check_eval_batch, check_prompt_count
+from rloo_kit.errors import ConfigError
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
-from rloo_kit.loop.build import build_step, describe, settle_reference
+from rloo_kit.loop.build import build_step, describe
 from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.checkpoints import StreamPlace, load_loop_state, read_place, save_checkpoint
-from rloo_kit.loop.options import check_stream, refuse_sampling_filters
+from rloo_kit.loop.options import check_stream, name_settings, naming_settings, option
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.models.adapters import follow_umask, keep_base, restore_precision, trainable_tensors
+from rloo_kit.models import adapters
 from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
@@ -87,19 +88,17 @@ class RLOOTrainer(trl.RLOOTrainer):
         named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
         arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
         check_stream(arguments.get("train_dataset"), arguments["args"])
-        masters = trainable_tensors(arguments.get("model"))
-        with (
-            keep_settings(arguments),
-            keep_base(arguments.get("model")),
-        ):
+        masters = adapters.trainable_tensors(arguments.get("model"))
+        with keep_settings(arguments), adapters.keep_base(arguments["model"]):
             super().__init__(**arguments)
-        refuse_sampling_filters(self.args)
-        restore_precision(self.model, masters)
+        adapters.restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
         self.reward_func_names: list[str] = log_names(self.reward_func_names, self.reward_funcs)
-        settle_reference(self)
         self.think_tags = bind_think_tags(self._tokenizer)
-        self.rloo = build_step(self, self.think_tags)
+        with naming_settings(self.args):
+            policy = self.accelerator.unwrap_model(self.model)
+            adapters.settle_reference(policy, self.beta, option(self.args, "reference"))
+            self.rloo = build_step(self, self.think_tags)
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to compute
@@ -122,7 +121,14 @@ class RLOOTrainer(trl.RLOOTrainer):
             "(what samples) or _compute_loss (what is trained)"
             for name in bypassed
         ]
-        return "\n".join([describe(self.rloo), *lines])
+        if self.args.learning_rate == 0:
+            lines.append("WARNING: learning_rate is 0, so no weight will move")
+        return "\n".join([name_settings(describe(self.rloo), self.args), *lines])
+
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """TRL's."""
+        with naming_settings(self.args):
+            return super().train(*arguments, **keywords)
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -201,6 +207,20 @@ class RLOOTrainer(trl.RLOOTrainer):
     def _trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def _refuse_idle(self) -> None:
+        """Raise ConfigError if training would change nothing."""
+        trained = {id(parameter) for parameter in self._trained_parameters()}
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        problem = ""
+        if not trained:
+            problem = "no parameter requires a gradient: load an adapter with is_trainable=True"
+        elif self.rloo.parallel.kind != "shards" and not trained & held:
+            problem = "the optimizer has none of the trained parameters: leave optimizers out"
+        elif self.state.max_steps <= 0:
+            problem = "there is no step to take: raise max_steps or num_train_epochs"
+        if problem:
+            raise ConfigError(f"nothing would be trained, because {problem}")
+
     def _close_step(self) -> None:
         """Before the optimizer's step; too many broken steps in a row end the run after a checkpoint."""
         finite = self.rloo.finite
@@ -270,8 +290,9 @@ class RLOOTrainer(trl.RLOOTrainer):
         if os.path.isdir(os.path.join(resume_from_checkpoint, "ref")):
             policy.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
             policy.set_adapter("default")
-        elif "ref" in policy.peft_config:
-            policy.delete_adapter("ref")
+        else:
+            adapters.drop_reference(policy)
+        self.rloo.scorer.copy = policy.peft_config.get("ref")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint
@@ -293,7 +314,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         with saving(output_dir or self.args.output_dir) if self._staging is None else nullcontext():
             super().save_model(output_dir, _internal_call)
             if self.args.should_save:
-                follow_umask(Path(output_dir or self.args.output_dir))
+                adapters.follow_umask(Path(output_dir or self.args.output_dir))
 
 
 class _LoopCallback(TrainerCallback):
@@ -306,6 +327,7 @@ class _LoopCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
+        self.trainer._refuse_idle()
         self.trainer._forget_window()
         if self.trainer._place is not None:
             self.trainer._step = self.trainer._place.micro_steps

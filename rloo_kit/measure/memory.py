@@ -24,6 +24,7 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.measure.stand_ins import fill_cache, fill_slots
+from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.load import read_load
 from rloo_kit.plan.parts import Load
@@ -269,8 +270,7 @@ def make_trainer(
             if close is not None:  # a server unloads the adapter
                 close()
             policy.model.zero_grad(set_to_none=True)
-            if "ref" in getattr(policy.model, "peft_config", {}):
-                policy.model.delete_adapter("ref")
+            drop_reference(policy.model)
             policy.model.train(was_training)
             del trainer
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, is_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 
 from rloo_kit._stack import load_stack
@@ -18,9 +19,61 @@ from rloo_kit.errors import ConfigError
 ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
 NO_ADAPTER = (
     "rollout.engine is server or vllm, which samples from an adapter, but this run trains every parameter: train an "
-    "adapter (model.lora, or peft_config), or set rollout.engine=generate"
+    "adapter (model.lora), or set rollout.engine=generate"
 )
+# Kinds, and options of LoRA, that need PEFT's own forward, draw noise, or share tensors with their copy.
+REFUSED_KINDS = (
+    "XLORA", "POLY", "ADAPTION_PROMPT", "SHADOW", "PVERA", "LILY", "alora_invocation_tokens", "monteclora_config",
+)  # fmt: skip
+NO_COPY = (
+    "the KL needs a frozen copy of the adapter, and PEFT takes no second AdaLoRA adapter, nor one with biases: {}, or "
+    "train a LoRA adapter with bias='none'"
+)
+MORE_THAN_MATRICES = ("lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # initialisations that leave the base unchanged
+
+
+def check_model(arguments: dict[str, Any]) -> None:
+    """Raise ConfigError if the model, its adapter or the one that `peft_config` adds cannot be trained correctly, or if
+    the KL has no reference: without an adapter TRL reads it from the checkpoint that the model's config names."""
+    model, new, beta = arguments["model"], arguments.get("peft_config"), arguments["args"].beta
+    modules = [] if isinstance(model, str) else list(model.modules())
+    wrapped = bool(modules) and is_peft_model(model)
+    config: Any = model.peft_config.get("default") if wrapped else new
+    kind = getattr(getattr(config, "peft_type", None), "value", None)
+    kind = next((option for option in REFUSED_KINDS if getattr(config, option, None)), kind)
+    problem = ""
+    if wrapped and new is not None:
+        problem = "peft_config was given, but the model already has an adapter: drop one of them"
+    elif kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False):
+        problem = f"{kind} changes more than the layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"
+    elif wrapped and list(model.active_adapters) != ["default"]:
+        names = ", ".join(model.active_adapters)
+        problem = f"the active adapters are {names}: merge all but one (merge_and_unload), and name it 'default'"
+    elif wrapped and (kind == "ADALORA" or getattr(config, "bias", "none") != "none"):
+        problem = NO_COPY.format("give the bare model and peft_config")
+    elif wrapped and isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        problem = "the adapter changes lm_head, whose own matrix is scored: leave it out of target_modules"
+    elif config is None and _has_layers(model):  # `model.add_adapter`
+        problem = "the model has an adapter, but is no PeftModel: add it by get_peft_model, or give peft_config"
+    elif not config and (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
+        problem = "the model's weights are quantised, which cannot be trained: give peft_config=LoraConfig(...)"
+    elif not modules and (Path(model) / "adapter_config.json").is_file():
+        load = "AutoPeftModelForCausalLM.from_pretrained(..., is_trainable=True)"
+        problem = f"model is {model}, the folder of an adapter: give the model that {load} returns"
+    elif beta and modules and not config and not model.config.name_or_path:
+        problem = (
+            f"beta is {beta} and every parameter is trained, so the reference is a second model, loaded from the "
+            "checkpoint that model.config names, but model.config names none: save the model and load it from there, "
+            "train an adapter (peft_config), or set beta=0.0"
+        )
+    if problem:
+        raise ConfigError(problem)
+
+
+def _has_layers(model: Any) -> bool:
+    """Whether PEFT has put layers of an adapter into the model."""
+    return isinstance(model, torch.nn.Module) and any(isinstance(one, BaseTunerLayer) for one in model.modules())
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -28,24 +81,7 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
     if load_stack().unsloth is None or arguments.get("peft_config") is None:
         return arguments
     rest = {name: value for name, value in arguments.items() if name != "peft_config"}
-    if is_peft_model(rest["model"]):
-        raise ConfigError("peft_config was given, but the model already has an adapter: drop one of them")
     return rest | {"model": load_stack().peft.get_peft_model(rest["model"], arguments["peft_config"])}
-
-
-def check_reference(arguments: dict[str, Any]) -> None:
-    """Raise ConfigError if the KL's reference cannot be loaded: without an adapter TRL reads it from the checkpoint
-    that the model's config names."""
-    model: Any = arguments.get("model")
-    beta = arguments["args"].beta
-    if not beta or isinstance(model, str) or is_peft_model(model) or arguments.get("peft_config") is not None:
-        return
-    if not model.config.name_or_path:
-        raise ConfigError(
-            f"beta is {beta} and every parameter is trained, so the reference is a second model, loaded from the "
-            "checkpoint that model.config names, but model.config names none: save the model and load it from there, "
-            "train an adapter (peft_config), or set beta=0.0"
-        )
 
 
 def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -83,41 +119,51 @@ def is_identity(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def keep_base(model: Any) -> Iterator[None]:
-    """Protect the base while TRL's constructor adds a second adapter with the configuration of the first. PiSSA, OLoRA
-    and similar initialisations subtract their start from the base's weights, and would do so twice."""
+    """Protect the base while TRL's constructor adds a second adapter, "ref", with the configuration of the first; an
+    earlier trainer's is deleted. PiSSA, OLoRA and similar initialisations subtract their start from the base's weights,
+    and would do so twice. A second `peft_config` must reset all layers that the first left in the model (a cell that is
+    run again), else ConfigError."""
+    drop_reference(model)
+    had_layers = _has_layers(model) and not is_peft_model(model)
     config: Any = getattr(model, "peft_config", {}).get("default")
     init = getattr(config, "init_lora_weights", None)
-    if not isinstance(init, str):
-        yield
-        return
-    config.init_lora_weights = False  # the copy gets its values afterwards
+    if isinstance(init, str):
+        config.init_lora_weights = False  # the copy gets its values afterwards
     try:
         yield
     finally:
-        config.init_lora_weights = init
+        if isinstance(init, str):
+            config.init_lora_weights = init
+    if had_layers and not is_identity(model):
+        raise ConfigError("the model still has layers of an earlier adapter below that of peft_config: load it again")
 
 
-def copy_as_reference(model: Any) -> None:
-    """Copy the current adapter into the frozen adapter "ref", the reference of the KL.
+def settle_reference(model: Any, beta: float, reference: str) -> None:
+    """Copy the adapter into the frozen adapter "ref" if the KL's reference is the start, and that is not the base.
 
-    TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings. If TRL created
-    the adapter, "ref" is missing and is added here, for LoRA adapters only.
+    TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings; if TRL created
+    the adapter, "ref" is missing. An unused copy, or one of the identity, is deleted: it costs memory and time.
 
     Raises:
-        ConfigError: PEFT cannot add the copy (LoRA with `bias`).
+        ConfigError: PEFT cannot copy the adapter (AdaLoRA), or cannot switch it off (trained biases).
     """
-    if "ref" not in model.peft_config:
-        config = model.peft_config["default"]
-        if config.peft_type != "LORA":
-            return
-        if config.bias != "none":
-            raise ConfigError(
-                f"the adapter does not start as the identity (init_lora_weights={config.init_lora_weights}), so the "
-                f"KL needs a frozen copy of it, which PEFT refuses with bias={config.bias!r}: set bias='none' or "
-                "init_lora_weights=True in the LoraConfig, or beta=0.0"
-            )
-        config = copy.deepcopy(config)
-        config.init_lora_weights = False  # see `keep_base`
+    if not is_peft_model(model):
+        return
+    config = copy.deepcopy(model.peft_config["default"])
+    if beta and getattr(config, "bias", "none") != "none":
+        raise ConfigError(NO_COPY.format("set beta=0.0"))
+    if not beta or reference == "base" or is_identity(model):
+        drop_reference(model)
+        return
+    if "ref" in model.peft_config:
+        model.peft_config["ref"] = config  # TRL's is the policy's own object
+    elif config.peft_type == "ADALORA":
+        if config.init_lora_weights is True:
+            return  # it starts as the base
+        raise ConfigError(NO_COPY.format("set beta=0.0"))
+    else:
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = False  # see `keep_base`
         model.add_adapter("ref", config)
     named = dict(model.named_parameters())
     for name, value in named.items():
@@ -125,6 +171,12 @@ def copy_as_reference(model: Any) -> None:
         if frozen is not None:
             frozen.data = value.data.clone()
             frozen.requires_grad_(False)
+
+
+def drop_reference(model: Any) -> None:
+    """Delete the copy "ref", if there is one."""
+    if "ref" in getattr(model, "peft_config", {}):
+        model.delete_adapter("ref")
 
 
 def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
@@ -154,8 +206,8 @@ def find_handover_problem(model: Any) -> str | None:
         found, fix = f"has the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=generate"
     elif getattr(config, "use_dora", False):
         found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=generate"
-    elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
-        found = "trains biases or whole modules (modules_to_save) too"
+    elif config.bias != "none" or any(getattr(config, name, None) for name in MORE_THAN_MATRICES):
+        found = "trains biases, whole modules (modules_to_save), rows of the embedding or bare parameters too"
     elif config.rank_pattern or config.alpha_pattern:
         found = "scales layers differently (rank_pattern, alpha_pattern), which vLLM before 0.32 ignores"
         fix = "remove the patterns, or set rollout.engine=generate"

@@ -29,7 +29,7 @@ def close_ids_for(tokenizer: Any, tags: ThinkTags, close: str = "tag") -> tuple[
     if tags.end_id is None:
         raise ConfigError(
             "a thinking budget is set, but the tokenizer has no </think>, so there is no thinking to close. "
-            "Set rloo.thinking_budget: null and eval.thinking_budgets: []"
+            "Set rloo.thinking_budget: null, and in a run's file eval.thinking_budgets: []"
         )
     if close == "tag":
         return (tags.end_id,)

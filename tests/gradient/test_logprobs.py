@@ -124,7 +124,7 @@ def test_a_head_that_bends_its_logits_is_refused(make_tiny_model):
     model = make_tiny_model()
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(BackendError, match="final_logit_softcapping"):
-        logprobs.attach_token_scoring(model, temperature=1.0)
+        logprobs.attach_token_scoring(model)
 
 
 SCALED = {
@@ -154,8 +154,9 @@ def test_scaled_logits_are_scored_as_the_model_makes_them(name):
     for scored in (False, True):
         model.zero_grad()
         if scored:
-            logprobs.attach_token_scoring(model, temperature=0.7)
-            logps = model(input_ids=ids, score_positions=torch.arange(11), score_targets=ids[0, 1:]).logps
+            logprobs.attach_token_scoring(model)
+            places = {"score_positions": torch.arange(11), "score_targets": ids[0, 1:]}
+            logps = model(input_ids=ids, temperature=0.7, **places).logps
         else:
             logps = (model(input_ids=ids).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
         logps.sum().backward()

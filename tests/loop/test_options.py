@@ -13,10 +13,11 @@ from pydantic import create_model
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import OPTIONS, Option, choices
 from rloo_kit.config.section import Section, TrlDefault, declared, key
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.loop import options
-from rloo_kit.loop.options import RLOOConfig, option, refuse_sampling_filters
+from rloo_kit.loop.options import RLOOConfig, check_options, option
 from rloo_kit.loop.run_arguments import training_arguments
+from tests.loop.conftest import by_ids
 
 MINIMAL: dict[str, Any] = {
     "model": {"name": "some/model"},
@@ -130,9 +131,36 @@ def test_trls_own_config_is_asked_too(tmp_path):
     """A script that hands the trainer `trl.RLOOConfig(top_p=0.9)` never passes through the kit's class."""
     import trl
 
-    refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
-    with pytest.raises(ConfigError, match="top_p is 0.9"):
-        refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
+    check_options(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
+    for fault in ("top_p is 0.9", "temperature is 0.0"):
+        name, _, value = fault.partition(" is ")
+        with pytest.raises(ConfigError, match=fault):
+            check_options(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, **{name: float(value)}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": 0.0}, {"temperature": -1.0}, {"max_completion_length": 0}, {"top_k": 1}, {"min_p": 1.0}],
+    ids=str,
+)
+def test_sampling_that_can_teach_nothing(given, tmp_path):
+    """At temperature 0 the log-probabilities were NaN, and the advice was on lm_head; with one token left of each
+    distribution all completions of a group are equal."""
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError, match=f"^{name} is {value}"):
+        RLOOConfig(str(tmp_path), accept_truncated_sampling=True, **given)
+
+
+def test_a_message_names_the_settings_that_its_reader_has(make_trainer, monkeypatch):
+    """`use_vllm=True` without vLLM advised `rollout.engine`, a key of a run's file, which RLOOConfig does not have."""
+    monkeypatch.setattr("rloo_kit.models.vllm.is_importable", lambda name: False)
+    options = {"use_vllm": True, "per_device_train_batch_size": 4}
+    with pytest.raises(BackendError, match="rollout_engine is vllm, .* set rollout_engine=auto"):
+        make_trainer([by_ids], **options)
+    trainer = make_trainer([by_ids], rollout_engine="native", per_device_train_batch_size=4)
+    assert "rollout: native, rollout_engine asks for it" in trainer.describe()
+    trainer.args.is_from_file = True  # as `train(run, ...)` sets it
+    assert "rollout: native, rollout.engine asks for it" in trainer.describe()
 
 
 def test_every_key_of_a_file_arrives(tmp_path):

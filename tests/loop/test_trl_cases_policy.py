@@ -4,7 +4,21 @@ import copy
 
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    FourierFTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PolyConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -20,6 +34,7 @@ from transformers import (
 )
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.gradient.packing import Group
 
 EOS = 258
 COMPLETIONS = [[70, 71, EOS], [71, 72, 73, EOS], [70, EOS], [72, 70, 71, 70, 73, 74]]
@@ -237,22 +252,170 @@ def test_a_fresh_adapter_is_its_own_reference(trl_train, make_tiny_model):
 
 def test_a_copy_with_biases_is_refused(trl_train, make_tiny_model):
     """PEFT keeps one adapter with biases; without its copy the KL would be measured from somewhere else."""
-    arguments = {"model": make_tiny_model(), "peft_config": lora(bias="lora_only", init_lora_weights=False)}
-    with pytest.raises(ConfigError, match="bias='none' or init_lora_weights=True"):
-        trl_train(arguments=arguments, beta=0.1)
+    for init in (False, True):  # from the identity too: PEFT switches matrices off, the trained biases stay
+        arguments = {"model": make_tiny_model(), "peft_config": lora(bias="lora_only", init_lora_weights=init)}
+        with pytest.raises(ConfigError, match="bias='none'"):
+            trl_train(arguments=arguments, beta=0.1)
     assert trl_train(arguments=arguments | {"model": make_tiny_model()}, beta=0.0).moved
 
 
-@pytest.mark.parametrize("config", [IA3Config, VeraConfig, AdaLoraConfig], ids=lambda kind: kind.__name__)
-def test_other_kinds_of_adapters(config, trl_train, make_tiny_model):
-    """What is no LoRA starts as the identity, and is measured against the model without it."""
-    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    options |= {"feedforward_modules": []} if config is IA3Config else {}
-    options |= {"total_step": 9} if config is AdaLoraConfig else {}
-    arguments = {"model": make_tiny_model(), "peft_config": config(**options)}
-    run = trl_train(completions=COMPLETIONS, arguments=arguments, beta=0.1)
-    assert run.moved and list(run.trainer.model.peft_config) == ["default"]
-    assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-5) and abs(run.steps[1]["kl"]) > 1e-5
+TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+OTHER_KINDS = {
+    "AdaLoRA": AdaLoraConfig(total_step=9, **TARGETS),
+    "FourierFT": FourierFTConfig(n_frequency=20, **TARGETS),
+    "IA3": IA3Config(feedforward_modules=[], init_ia3_weights=False, **TARGETS),
+    "LoHa": LoHaConfig(r=2, init_weights=False, **TARGETS),
+    "OFT": OFTConfig(oft_block_size=4, r=0, use_cayley_neumann=False, **TARGETS),
+    "VeRA": VeraConfig(r=4, **TARGETS),
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_of_adapters(kind, wrapped, trl_train, make_tiny_model):
+    """Some kinds do not start as the identity (FourierFT by default): the KL was measured against a base that nobody
+    started from. What samples is what is scored, and the reference stays the start."""
+    model, config = make_tiny_model(), copy.deepcopy(OTHER_KINDS[kind])
+    arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
+    if wrapped and kind == "AdaLoRA":
+        with pytest.raises(ConfigError, match="peft_config"):
+            trl_train(arguments=arguments)
+        return
+    ids, started = torch.arange(60, 80), []
+
+    def look(trainer):
+        with torch.no_grad():
+            started.append(trainer.model.eval()(input_ids=ids[None]).logits[0, 9:-1].log_softmax(-1))
+
+    run = trl_train(arguments=arguments, beta=0.1, before=look)
+    assert run.moved == {name for name, value in parameters_of(run).items() if value.requires_grad} and run.moved
+    assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert all(step["sampling/logp_difference_max"] < 1e-5 for step in run.steps)
+    reference = run.trainer.rloo.scorer.score_reference(run.trainer.model, [Group(ids[:10], [ids[10:]])])
+    assert torch.allclose(reference, started[0].gather(1, ids[10:, None]).squeeze(1), atol=1e-5)
+
+
+REFUSED = {
+    "prompt tuning": PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prefix tuning": PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "p-tuning": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "aLoRA": lora(alora_invocation_tokens=[28]),
+    "Poly": PolyConfig(r=2, **TARGETS),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_kinds_that_cannot_be_scored_are_refused(kind, trl_train, make_tiny_model):
+    """They act through PEFT's own forward: a traceback, or tokens sampled from the model without them."""
+    config = copy.deepcopy(REFUSED[kind])
+    for model, new in ((make_tiny_model(), config), (get_peft_model(make_tiny_model(), copy.deepcopy(config)), None)):
+        with pytest.raises(ConfigError, match="use a plain LoraConfig"):
+            trl_train(arguments={"model": model, "peft_config": new})
+
+
+def several(model, *active):
+    model = get_peft_model(model, lora(init_lora_weights=False))
+    model.add_adapter("other", lora(init_lora_weights=False))
+    model.base_model.set_adapter(list(active))
+    return model
+
+
+def added(model):
+    model.add_adapter(lora())
+    return model
+
+
+MISPLACED = {
+    "two active": (lambda model: several(model, "default", "other"), "default, other: merge"),
+    "another active": (lambda model: several(model, "other"), "adapters are other: merge"),
+    "another name": (lambda model: get_peft_model(model, lora(), adapter_name="mine"), "adapters are mine: merge"),
+    "transformers' own": (added, "get_peft_model"),
+    "inside": (lambda model: get_peft_model(model, lora()).get_base_model(), "get_peft_model"),
+}
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_adapters_where_the_trainer_does_not_look(case, trl_train, make_tiny_model):
+    """Of two active adapters, one was dropped in the first reference pass, in the middle of a step."""
+    make, said = MISPLACED[case]
+    with pytest.raises(ConfigError, match=said):
+        trl_train(arguments={"model": make(make_tiny_model())}, beta=0.1)
+
+
+def test_what_would_train_nothing_is_refused(trl_train, make_tiny_model, tmp_path):
+    """All of these ended like a run: steps, a log, a saved model, and not one changed weight."""
+    get_peft_model(make_tiny_model(), lora(init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
+    adapter = PeftModel.from_pretrained(make_tiny_model(), tmp_path / "adapter")
+    disabled = get_peft_model(make_tiny_model(), lora())
+    disabled.base_model.disable_adapter_layers()
+    bare = make_tiny_model()
+    optimizers = torch.optim.AdamW(bare.parameters()), None
+    for arguments, options, said in (
+        ({"model": adapter}, {}, "is_trainable=True"),
+        ({"model": disabled}, {}, "no parameter requires a gradient"),
+        ({"model": make_tiny_model().requires_grad_(False)}, {}, "no parameter requires a gradient"),
+        ({"model": bare, "peft_config": lora(), "optimizers": optimizers}, {}, "leave optimizers out"),
+        ({}, {"max_steps": 0}, "raise max_steps"),
+        ({"reward_funcs": []}, {}, "reward_funcs"),
+        ({}, {"reward_weights": [0.0]}, "reward_weights"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            trl_train(arguments=arguments, **{"beta": 0.0} | options)
+
+
+def test_a_cell_with_peft_config_that_is_run_again(trl_train, make_tiny_model):
+    """PEFT resets the layers that the second config names and leaves the others of the first, trained, in the model."""
+    model = make_tiny_model()
+    for _ in range(2):
+        run = trl_train(arguments={"model": model, "peft_config": lora()}, beta=0.1)
+        assert run.moved and run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    for config in (lora(target_modules=["q_proj"]), copy.deepcopy(OTHER_KINDS["IA3"])):
+        with pytest.raises(ConfigError, match="load it again"):
+            trl_train(arguments={"model": model, "peft_config": config}, beta=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"init_lora_weights": "pissa"}, "pissa"), ({"trainable_token_indices": [70]}, "rows of the embedding")],
+    ids=["pissa", "tokens"],
+)
+def test_what_a_server_cannot_load_is_not_handed_over(options, said, trl_train, make_tiny_model):
+    """A server adds PiSSA's matrices to the base that they were taken from: it samples from another policy."""
+    arguments = {"model": make_tiny_model(), "peft_config": lora(**options)}
+    with pytest.raises(ConfigError, match=f"{said}.*rollout_engine=generate"):
+        trl_train(arguments=arguments, rollout_engine="server", rollout_server_url="http://localhost:9", beta=0.0)
+
+
+def test_a_quantised_model_needs_an_adapter(trl_train, make_tiny_model):
+    model = make_tiny_model()
+    model.is_loaded_in_8bit = True
+    with pytest.raises(ConfigError, match="give peft_config"):
+        trl_train(arguments={"model": model}, beta=0.0)
+
+
+def test_the_folder_of_an_adapter_is_no_model(trl_train, make_tiny_model, tmp_path):
+    get_peft_model(make_tiny_model(), lora()).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="AutoPeftModelForCausalLM"):
+        trl_train(arguments={"model": str(tmp_path / "adapter")})
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_trainers_in_turn_on_one_model(beta, trl_train, make_tiny_model):
+    """The third one met the copy of the second; the first, trained on, took the second's start for its own and scored
+    at the second's temperature."""
+    arguments = {"model": get_peft_model(make_tiny_model(), lora(init_lora_weights=False))}
+    runs = []
+    for temperature in (1.0, 0.5, 0.7):
+        runs.append(trl_train(arguments=arguments, beta=beta, temperature=temperature))
+        assert runs[-1].moved and runs[-1].steps[0]["kl"] == pytest.approx(0.0, abs=1e-6) if beta else runs[-1].moved
+    first = runs[0].trainer
+    if beta:
+        with pytest.raises(ConfigError, match="later trainer"):
+            first.train()
+        return
+    first.train()
+    steps = [logs for logs in first.state.log_history if "loss" in logs]
+    assert all(step["sampling/logp_difference_max"] < 1e-5 for step in steps)
 
 
 def test_a_resumed_run_has_the_reference_that_it_started_from(trl_train, make_tiny_model, tmp_path):

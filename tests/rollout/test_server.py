@@ -750,7 +750,7 @@ def test_a_trainer_learns_through_it(server, make_trainer, tmp_path):
     trainer = make_trainer()
     before = {name: value.clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
     trainer.train()
-    assert trainer.describe().startswith(f"rollout: server, rollout.engine asks for it; {server.url}")
+    assert trainer.describe().startswith(f"rollout: server, rollout_engine asks for it; {server.url}")
     moved = [not value.equal(before[name]) for name, value in trainer.model.named_parameters() if name in before]
     assert any(moved)
     for log in trainer.state.log_history[:2]:
