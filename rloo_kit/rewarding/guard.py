@@ -1,11 +1,14 @@
 """A guard around each reward: a failure becomes an unscored sample with a message, not noise or a crash.
 
-After a failed batch, each sample is scored alone. The worker process imports this module, so no torch here.
+After a failed batch, each sample is scored alone. A reward that was written for the other kind of dataset (messages or
+text) gets that form. The worker process imports this module, so no torch here.
 """
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +26,11 @@ from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_n
 from rloo_kit.rewards.text import as_text
 
 UNDISTURBED = Undisturbed()
+# What Python says of code that indexes a text as messages, and of code that reads messages as a text.
+OTHER_FORM = (
+    "string indices must be integers", "'str' object has no attribute", "'list' object has no attribute",
+    "expected string or bytes-like object",
+)  # fmt: skip
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -159,6 +167,8 @@ class GuardedReward:
         failed: whether the last call failed, per sample.
         problems: why, per sample; None if it did not fail.
         failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
+        form: whether it reads prompts and completions as "given" (text or messages), or in the "other" of these forms;
+            None until it has scored a sample.
     """
 
     def __init__(self, reward: Callable[..., Any]) -> None:
@@ -169,17 +179,38 @@ class GuardedReward:
         self.failed: list[bool] = []
         self.problems: list[str | None] = []
         self.failures: list[str] = []
+        self.form: str | None = None
         self._passed: frozenset[str] | None = None  # names of the last call, and those that the reward accepts
         self._accepted: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"guard({self.reward!r})"
 
-    def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
-        batch = read_call(args, columns)
-        outcome = self._attempt(batch)
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        scoring = self._score(read_call(args, columns))
+        try:
+            scoring.send(None)  # a function that is not async never suspends it
+        except StopIteration as done:
+            return done.value
+
+    async def _score(self, batch: dict[str, Any]) -> list[float | None]:
+        values = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
+        if self.form is None and any(words in str(problem) for problem in self.problems for words in OTHER_FORM):
+            given = values, self.failed, self.problems, self.failures
+            values = await self._score_form(_in_other_form(batch))
+            if sum(self.failed) < sum(given[1]):
+                self.form = "other"
+                _say_form(self.__name__, isinstance((batch.get("completions") or batch["prompts"])[0], str))
+            else:
+                values, self.failed, self.problems, self.failures = given
+        if self.form is None and not all(self.failed):
+            self.form = "given"
+        return values
+
+    async def _score_form(self, batch: dict[str, Any]) -> list[float | None]:
+        outcome = await self._attempt(batch)
         if _narrows_down(outcome, batch):
-            return self._judge_singles([self._attempt(single) for single in _singles(batch)], batch)
+            return self._judge_singles([await self._attempt(single) for single in _singles(batch)], batch)
         return self._judge(outcome, batch)
 
     def _arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -191,12 +222,15 @@ class GuardedReward:
             self._passed, self._accepted = frozenset(batch), frozenset(self.signature.select(batch))
         return {name: _copy(value) for name, value in batch.items() if name in self._accepted}
 
-    def _attempt(self, batch: dict[str, Any]) -> Any:
+    async def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
             with UNDISTURBED:
-                return self.reward(**self._arguments(batch))
+                return await self._call(self._arguments(batch))
         except (Exception, SystemExit) as error:
             return _as_exception(error)
+
+    async def _call(self, arguments: dict[str, Any]) -> Any:
+        return self.reward(**arguments)
 
     def _judge_singles(self, outcomes: list[Any], batch: dict[str, Any]) -> list[float | None]:
         read = [_read_outcome(outcome, 1) for outcome in outcomes]
@@ -231,19 +265,29 @@ class GuardedReward:
 class GuardedAsyncReward(GuardedReward):
     """The guard of an async reward; async itself, so that TRL awaits it."""
 
-    async def __call__(self, *args: Any, **columns: Any) -> list[float | None]:  # type: ignore[override]
-        batch = read_call(args, columns)
-        outcome = await self._attempt_async(batch)
-        if _narrows_down(outcome, batch):
-            return self._judge_singles([await self._attempt_async(single) for single in _singles(batch)], batch)
-        return self._judge(outcome, batch)
+    async def __call__(self, *args: Any, **columns: Any) -> Any:
+        return await asyncio.wrap_future(_submit(self._score(read_call(args, columns))))
 
-    async def _attempt_async(self, batch: dict[str, Any]) -> Any:
-        try:
-            with UNDISTURBED:
-                return await self.reward(**self._arguments(batch))
-        except (Exception, SystemExit) as error:
-            return _as_exception(error)
+    async def _call(self, arguments: dict[str, Any]) -> Any:
+        return await self.reward(**arguments)
+
+
+def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine; also in a notebook, whose thread already has a running loop."""
+    return _submit(coroutine).result()
+
+
+def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The one loop of this process's async rewards: a client that a reward keeps belongs to the loop of its first
+    call, and rewards are called by preflight, evaluations and trainers."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rloo-kit-async-rewards", daemon=True).start()
+    return loop
 
 
 def _is_module(reward: Any) -> bool:
@@ -253,6 +297,33 @@ def _is_module(reward: Any) -> bool:
 def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
     """A call in TRL's convention, as keywords."""
     return dict(zip(CONVENTION, args, strict=False)) | columns
+
+
+def _in_other_form(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with texts as messages of one turn, and messages as text. `question` is the user's message of a
+    rendered prompt."""
+    prompts = batch.get("prompts") or []
+    questions = batch.get("question") or prompts
+    asked = [question if isinstance(question, str) else one for one, question in zip(prompts, questions, strict=True)]
+    changed = {
+        "prompts": [
+            [{"role": "user", "content": text}] if isinstance(one, str) else one[-1]["content"]
+            for one, text in zip(prompts, asked, strict=True)
+        ],
+        "completions": [
+            [{"role": "assistant", "content": one}] if isinstance(one, str) else as_text(one)
+            for one in batch.get("completions") or []
+        ],
+    }
+    return batch | {name: values for name, values in changed.items() if values}
+
+
+@functools.cache
+def _say_form(name: str, is_text: bool) -> None:
+    from rloo_kit.system.processes import say  # the worker needs none of what it loads
+
+    form = "as messages: completion[0]['content']" if is_text else "as text"
+    say(f"rewards: {name} gets prompts and completions {form}")
 
 
 def batch_size(batch: dict[str, Any]) -> int:
