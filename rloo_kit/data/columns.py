@@ -56,11 +56,7 @@ class DataSource:
     def row(self, row: int) -> dict[str, Any]:
         """One row: `prompt`, `answer` (if there is such a column), and the columns that are passed on to rewards."""
         found = {"prompt": self.prompts[row]} | ({} if self.answers is None else {"answer": self.answers[row]})
-        return (
-            found
-            | {QUESTION: read_question(self.prompts[row])}
-            | {name: self.column(name)[row] for name in self.other_names}
-        )
+        return found | {name: self.column(name)[row] for name in (QUESTION, *self.other_names)}
 
     @property
     def other_names(self) -> list[str]:
@@ -177,7 +173,7 @@ def taken_columns(
 ) -> tuple[list[str], tuple[str, ...]]:
     """Columns that are not passed on, and notes on those that were replaced or left out.
 
-    The prompt and the answer column are passed on under their own names too, as the file has them.
+    The prompt and the answer column are passed on under their own names too; in a mix each source has others.
 
     Raises DataError for columns that TRL reads as images because of their name, and for `images`, those with an image
     type.
@@ -196,5 +192,5 @@ def taken_columns(
         for column in hidden
     ]
     notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
-    own = [column for column in moved if column in ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS)]
-    return [*own, *hidden, *refused], tuple(notes)
+    own = ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS) if columns.prefix == "data." else moved
+    return [*(column for column in moved if column in own), *hidden, *refused], tuple(notes)

@@ -11,7 +11,7 @@ from rloo_kit.collective import gather_objects, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.rewarding.guard import guard, log_names, reward_name, run_async
+from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
@@ -82,7 +82,7 @@ class HeldOutRewards:
             columns = []
             for reward in self._rewards:
                 values = reward(**batch)
-                values = run_async(values) if asyncio.iscoroutine(values) else values
+                values = submit(values).result() if asyncio.iscoroutine(values) else values
                 pairs = zip(values, reward.failed, strict=True)
                 columns.append([math.nan if failed else value for value, failed in pairs])
                 messages += reward.failures[:1]

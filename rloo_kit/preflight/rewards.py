@@ -123,30 +123,31 @@ def _try_reward(
     if isinstance(inner, RewardModel) or not callable(inner) or hasattr(inner, "forward") or is_async(inner):
         scores.whole = False  # the first call would load weights, or only a trainer can await it
         return
-    columns = {column: value for column, value in row.items() if column != "prompt"}
+    texts = [one.text for one in made]
+    if row["prompt"].rstrip().endswith(THINK_START):
+        parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
+        texts += [gap.join(parts) for gap in GAPS]
+    columns = {column: [value] * len(texts) for column, value in row.items() if column != "prompt"}
     if run.rloo.thinking_budget is not None:
-        columns["thinking_forced"] = False
-
-    def score(texts: list[str], ids: list[list[int]]) -> list[float | None]:
-        return guarded(
+        columns["thinking_forced"] = [False] * len(texts)
+    try:
+        guarded = guard(reward, columns)
+        values = guarded(
             prompts=[row["prompt"]] * len(texts),
             completions=texts,
-            completion_ids=ids,
+            completion_ids=[one.ids for one in [*made, *made][: len(texts)]],
             trainer_state=None,
             log_extra=lambda name, values: None,
             log_metric=lambda name, value: None,
-            **{column: [value] * len(texts) for column, value in columns.items()},
+            **columns,
         )
-
-    try:
-        guarded = guard(reward, columns)
-        values = score([one.text for one in made], [one.ids for one in made])
+        values, opened = values[: len(made)], values[len(made) :]
     except RlooKitError as error:
         scores.whole = False
         yield Fault("rewards", f"{name}: {error}")
         return
     scores.add(made, values, weight)
-    failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=True) if problem]
+    failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=False) if problem]
     if failed:
         scores.whole = False
         kinds = "any made-up completion" if len(failed) == len(made) else f"a completion {failed[0][0]}"
@@ -155,16 +156,13 @@ def _try_reward(
             f"{name} cannot score {kinds}: {failed[0][1]}. A run has such completions: return a number for each, or "
             "None where the reward does not apply",
         )
-    elif row["prompt"].rstrip().endswith(THINK_START) and len(set(values)) == 1 and values[0] is not None:
-        parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
-        opened = score([gap.join(parts) for gap in GAPS], [made[0].ids] * len(GAPS))
-        if max(value or 0.0 for value in opened) > values[0]:
-            yield Fault(
-                "rewards",
-                f"{name} gives every completion {values[0]:g}, and more to one that begins with {THINK_START}. None "
-                "does: the chat template opens it in the prompt. Make it optional in the pattern, or remove it",
-                "warning",
-            )
+    elif len(set(values)) == 1 and values[0] is not None and any((value or 0.0) > values[0] for value in opened):
+        yield Fault(
+            "rewards",
+            f"{name} gives every completion {values[0]:g}, and more to one that begins with {THINK_START}. None does: "
+            "the chat template opens it in the prompt. Make it optional in the pattern, or remove it",
+            "warning",
+        )
 
 
 def _find_no_signal(scores: _Scores, names: list[str], count: int) -> Iterator[Fault]:

@@ -7,6 +7,7 @@ text) gets that form. The worker process imports this module, so no torch here.
 import asyncio
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from rloo_kit.rewarding.signature import (
     takes_two,
 )
 from rloo_kit.rewarding.undisturbed import Undisturbed
-from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_numbers, read_result
+from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_number, read_result
 from rloo_kit.rewards.text import as_text
 
 UNDISTURBED = Undisturbed()
@@ -167,8 +168,7 @@ class GuardedReward:
         failed: whether the last call failed, per sample.
         problems: why, per sample; None if it did not fail.
         failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
-        form: whether it reads prompts and completions as "given" (text or messages), or in the "other" of these forms;
-            None until it has scored a sample.
+        form: of text and messages, "given" or "other" (than passed); None until the reward has scored a sample.
     """
 
     def __init__(self, reward: Callable[..., Any]) -> None:
@@ -195,16 +195,16 @@ class GuardedReward:
 
     async def _score(self, batch: dict[str, Any]) -> list[float | None]:
         values = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
-        if self.form is None and any(words in str(problem) for problem in self.problems for words in OTHER_FORM):
+        if not all(self.failed):
+            self.form = self.form or "given"
+        elif self.form is None and any(words in str(problem) for problem in self.problems for words in OTHER_FORM):
             given = values, self.failed, self.problems, self.failures
             values = await self._score_form(_in_other_form(batch))
-            if sum(self.failed) < sum(given[1]):
+            if all(self.failed):
+                values, self.failed, self.problems, self.failures = given
+            else:
                 self.form = "other"
                 _say_form(self.__name__, isinstance((batch.get("completions") or batch["prompts"])[0], str))
-            else:
-                values, self.failed, self.problems, self.failures = given
-        if self.form is None and not all(self.failed):
-            self.form = "given"
         return values
 
     async def _score_form(self, batch: dict[str, Any]) -> list[float | None]:
@@ -225,12 +225,10 @@ class GuardedReward:
     async def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
             with UNDISTURBED:
-                return await self._call(self._arguments(batch))
+                result = self.reward(**self._arguments(batch))
+                return await result if isinstance(self, GuardedAsyncReward) else result
         except (Exception, SystemExit) as error:
             return _as_exception(error)
-
-    async def _call(self, arguments: dict[str, Any]) -> Any:
-        return self.reward(**arguments)
 
     def _judge_singles(self, outcomes: list[Any], batch: dict[str, Any]) -> list[float | None]:
         read = [_read_outcome(outcome, 1) for outcome in outcomes]
@@ -250,7 +248,7 @@ class GuardedReward:
     def _settle(self, values: list[Any], problems: list[str | None], batch: dict[str, Any]) -> list[float | None]:
         rewards: list[float | None] = []
         self.failed, self.problems, self.failures = [], [], []
-        for index, (found, known) in enumerate(zip(read_numbers(values), problems, strict=True)):
+        for index, (found, known) in enumerate(zip(map(read_number, values), problems, strict=True)):
             number, problem = (None, known) if known else found
             rewards.append(number)
             self.failed.append(problem is not None)
@@ -266,25 +264,18 @@ class GuardedAsyncReward(GuardedReward):
     """The guard of an async reward; async itself, so that TRL awaits it."""
 
     async def __call__(self, *args: Any, **columns: Any) -> Any:
-        return await asyncio.wrap_future(_submit(self._score(read_call(args, columns))))
-
-    async def _call(self, arguments: dict[str, Any]) -> Any:
-        return await self.reward(**arguments)
+        return await asyncio.wrap_future(submit(self._score(read_call(args, columns))))
 
 
-def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine; also in a notebook, whose thread already has a running loop."""
-    return _submit(coroutine).result()
-
-
-def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+def submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The future of a coroutine of an async guard; also in a notebook, whose thread already runs a loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The one loop of this process's async rewards: a client that a reward keeps belongs to the loop of its first
-    call, and rewards are called by preflight, evaluations and trainers."""
+def _event_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """The one loop of a process's async rewards, in evaluations and trainers: a client that a reward keeps belongs to
+    the loop of its first call."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rloo-kit-async-rewards", daemon=True).start()
     return loop
@@ -300,30 +291,28 @@ def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_other_form(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with texts as messages of one turn, and messages as text. `question` is the user's message of a
-    rendered prompt."""
-    prompts = batch.get("prompts") or []
-    questions = batch.get("question") or prompts
-    asked = [question if isinstance(question, str) else one for one, question in zip(prompts, questions, strict=True)]
-    changed = {
-        "prompts": [
-            [{"role": "user", "content": text}] if isinstance(one, str) else one[-1]["content"]
-            for one, text in zip(prompts, asked, strict=True)
-        ],
-        "completions": [
-            [{"role": "assistant", "content": one}] if isinstance(one, str) else as_text(one)
-            for one in batch.get("completions") or []
-        ],
-    }
-    return batch | {name: values for name, values in changed.items() if values}
+    """The batch with texts as messages (of a rendered prompt the column `question`), and messages as text."""
+
+    def convert(values: Sequence[Any], texts: Sequence[Any], role: str) -> list[Any]:
+        return [
+            [{"role": role, "content": text}] if isinstance(value, str) else value[-1]["content"]
+            for value, text in zip(values, texts, strict=True)
+        ]
+
+    prompts, completions = batch.get("prompts") or [], batch.get("completions") or []
+    asked, done = (
+        convert(prompts, batch.get("question") or prompts, "user"),
+        convert(completions, completions, "assistant"),
+    )
+    return batch | ({"prompts": asked} if asked else {}) | ({"completions": done} if done else {})
 
 
 @functools.cache
 def _say_form(name: str, is_text: bool) -> None:
     from rloo_kit.system.processes import say  # the worker needs none of what it loads
 
-    form = "as messages: completion[0]['content']" if is_text else "as text"
-    say(f"rewards: {name} gets prompts and completions {form}")
+    kind = "messages (completion[0]['content'])" if is_text else "text"
+    say(f"rewards: {name} gets prompts and completions as {kind}, the form it reads")
 
 
 def batch_size(batch: dict[str, Any]) -> int:

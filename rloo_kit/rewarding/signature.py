@@ -15,8 +15,7 @@ CONVENTION = ("prompts", "completions", "completion_ids")  # in the order of TRL
 PASSED = (*CONVENTION, "trainer_state", "log_extra", "log_metric")
 NOT_PASSED = ("prompt", "completion")  # columns of a dataset that TRL does not pass on
 
-# Argument names common in other training loops, and what they are called here. `question` is the name in the data of
-# a run; a dataset of one's own may have the question only as its prompt.
+# Argument names common in other training loops, and what they are called here (`question`: in the data of a run).
 MEANT = {
     **dict.fromkeys(("text", "texts", "response", "responses", "output", "outputs", "generations"), "completions"),
     **dict.fromkeys(("query", "queries", "question", "questions", "problem", "problems"), "question"),

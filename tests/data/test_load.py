@@ -457,8 +457,9 @@ def test_the_file_s_own_names_and_the_question_reach_the_rewards(make_run, write
         assert "solution" not in train.column_names, "text and number"
     path = write("rows.jsonl", jsonl({"problem": "a", "solution": "x #### 1"}))
     names = {"prompt_column": "problem", "answer_column": "solution", "answer_after": "####"}
-    source, other = {"source": str(path), **names}, {"source": "embedded/addition", "weight": 1.0}
     row = load_data(make_run(path, **names), tiny_tokenizer).train[0]
     assert (row["answer"], row["solution"]) == ("1", "x #### 1")
-    mixed = load_data(make_run(None, sources=[source, other], num_prompts=2), tiny_tokenizer).train
-    assert [bool(one["question"]) for one in mixed] == [True, True] and "x #### 1" in mixed["solution"][:]
+    other = write("other.jsonl", jsonl({"prompt": "p", "question": "its own"}))
+    sources = [{"source": str(path), "prompt_column": "problem"}, {"source": str(other)}]
+    mixed = load_data(make_run(None, sources=sources), tiny_tokenizer).train
+    assert mixed["question"][:] == ["a", "its own"] and "problem" not in mixed.column_names

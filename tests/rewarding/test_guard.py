@@ -25,7 +25,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from rewards import thinking_reward
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names, run_async
+from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names, submit
 from rloo_kit.rewarding.values import LONGEST_ERROR, overflowing
 
 BATCH: dict[str, Any] = {
@@ -521,6 +521,6 @@ def test_async_rewards_share_one_loop() -> None:
         loops.append(asyncio.get_running_loop())
         return [1.0 for _ in completions]
 
-    assert run_async(guard(reward)(completions=["a"])) == [1.0]  # an evaluation
+    assert submit(guard(reward)(completions=["a"])).result() == [1.0]  # an evaluation
     assert asyncio.run(guard(reward)(completions=["a"])) == [1.0]  # a trainer, on its own loop
     assert loops[0] is loops[1] and not loops[0].is_closed()
