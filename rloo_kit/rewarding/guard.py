@@ -1,7 +1,7 @@
 """A guard around each reward: a failure becomes an unscored sample with a message, not noise or a crash.
 
-After a failed batch, each sample is scored alone. A reward that was written for the other kind of dataset (messages or
-text) gets that form. The worker process imports this module, so no torch here.
+After a failed batch, each sample is scored alone. A reward gets text or messages, whichever it reads. The worker
+process imports this module, so no torch here.
 """
 
 import asyncio
@@ -27,11 +27,13 @@ from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_n
 from rloo_kit.rewards.text import as_text
 
 UNDISTURBED = Undisturbed()
-# What Python says of code that indexes a text as messages, and of code that reads messages as a text.
+# In Python's error if code indexes a text as messages, or reads messages as a text.
 OTHER_FORM = (
-    "string indices must be integers", "'str' object has no attribute", "'list' object has no attribute",
-    "expected string or bytes-like object",
-)  # fmt: skip
+    "string indices must be",
+    "'str' object has no attr",
+    "'list' object has no attr",
+    "expected string or bytes",
+)
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -292,19 +294,15 @@ def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
 
 def _in_other_form(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with texts as messages (of a rendered prompt the column `question`), and messages as text."""
-
-    def convert(values: Sequence[Any], texts: Sequence[Any], role: str) -> list[Any]:
-        return [
-            [{"role": role, "content": text}] if isinstance(value, str) else value[-1]["content"]
-            for value, text in zip(values, texts, strict=True)
-        ]
-
-    prompts, completions = batch.get("prompts") or [], batch.get("completions") or []
-    asked, done = (
-        convert(prompts, batch.get("question") or prompts, "user"),
-        convert(completions, completions, "assistant"),
-    )
-    return batch | ({"prompts": asked} if asked else {}) | ({"completions": done} if done else {})
+    changed = dict(batch)
+    for name, role, source in (("prompts", "user", "question"), ("completions", "assistant", "completions")):
+        if batch.get(name):
+            pairs = zip(batch[name], batch.get(source) or batch[name], strict=True)
+            changed[name] = [
+                [{"role": role, "content": text}] if isinstance(value, str) else value[-1]["content"]
+                for value, text in pairs
+            ]
+    return changed
 
 
 @functools.cache
