@@ -13,6 +13,7 @@ TAKEN_COLUMNS = (
     "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "thinking_forced",
 )  # fmt: skip
+QUESTION = "question"  # the user's last message; `prompt` is the rendered template
 IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
 
 
@@ -55,7 +56,7 @@ class DataSource:
     def row(self, row: int) -> dict[str, Any]:
         """One row: `prompt`, `answer` (if there is such a column), and the columns that are passed on to rewards."""
         found = {"prompt": self.prompts[row]} | ({} if self.answers is None else {"answer": self.answers[row]})
-        return found | {name: self.column(name)[row] for name in self.other_names}
+        return found | {name: self.column(name)[row] for name in (QUESTION, *self.other_names)}
 
     @property
     def other_names(self) -> list[str]:
@@ -65,8 +66,17 @@ class DataSource:
         return list(self.others) if isinstance(self.others, dict) else list(self.others.column_names)
 
     def column(self, name: str) -> Any:
-        """The values of one of `other_names`."""
+        """The values of one of `other_names`, or of `question`, which every source has."""
+        if name == QUESTION and name not in self.other_names:
+            return [read_question(prompt) for prompt in self.prompts]
         return [] if self.others is None else self.others[name]
+
+
+def read_question(prompt: Any) -> str | None:
+    """The user's last message of a prompt (text or messages); None without one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = [one for one in messages if isinstance(one, dict) and one.get("role") == "user"]
+    return asked[-1].get("content") if asked else None
 
 
 def select_rows(source: DataSource, rows: list[int]) -> DataSource:
@@ -163,6 +173,8 @@ def taken_columns(
 ) -> tuple[list[str], tuple[str, ...]]:
     """Columns that are not passed on, and notes on those that were replaced or left out.
 
+    The prompt and the answer column are passed on under their own names too; in a mix each source has others.
+
     Raises DataError for columns that TRL reads as images because of their name, and for `images`, those with an image
     type.
     """
@@ -180,4 +192,5 @@ def taken_columns(
         for column in hidden
     ]
     notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
-    return [*moved, *hidden, *refused], tuple(notes)
+    own = ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS) if columns.prefix == "data." else moved
+    return [*(column for column in moved if column in own), *hidden, *refused], tuple(notes)

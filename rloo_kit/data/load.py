@@ -10,7 +10,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
 from rloo_kit.data.answers import is_plain
 from rloo_kit.data.chat import prompt_identity, render_prompt, resolve_family, thinks
-from rloo_kit.data.columns import DataSource
+from rloo_kit.data.columns import QUESTION, DataSource, read_question
 from rloo_kit.data.reading import read_test, read_training
 from rloo_kit.data.tables import to_dataset
 from rloo_kit.errors import DataError
@@ -23,7 +23,7 @@ class Data:
 
     Attributes:
         train: datasets.Dataset with `prompt` (rendered text), `answer` (text, or None for a row without one; if the
-            source has it; see `with_answers`), other columns.
+            source has it; see `with_answers`), `question` (the user's last message), other columns.
         test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
@@ -238,6 +238,8 @@ def _dataset(source: DataSource, texts: list[str], rows: list[int]) -> Any:
     columns: dict[str, list[Any]] = {"prompt": [texts[row] for row in rows]}
     if source.answers is not None:
         columns["answer"] = [source.answers[row] for row in rows]
+    if QUESTION not in source.other_names:
+        columns[QUESTION] = [read_question(source.prompts[row]) for row in rows]
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     if not is_plain(source.answers or ()):
         features["answer"] = datasets.Json()  # Arrow would give all objects the keys of all rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from rloo_kit.data.columns import DataSource, select_rows
+from rloo_kit.data.columns import QUESTION, DataSource, select_rows
 from rloo_kit.errors import DataError
 
 SOURCE_COLUMN = "source"  # names each row's source in a mix
@@ -54,7 +54,7 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
     names = list(dict.fromkeys(name for source in sources for name in source.other_names))
     others: dict[str, list[Any]] = {}
     for name in names:
-        columns = [list(source.column(name)) if name in source.other_names else None for source in sources]
+        columns = [list(source.column(name)) if name in (*source.other_names, QUESTION) else None for source in sources]
         _refuse_other_types(name, columns, sources)
         others[name] = [None if (column := columns[place]) is None else column[row] for place, row in rows]
     if SOURCE_COLUMN not in others:

@@ -4,6 +4,7 @@ import csv
 import json
 import stat
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,11 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         require_columns(name, place, list(row), columns)
     names = list(dict.fromkeys(key for row in rows for key in row))
     taken, notes = taken_columns(name, names, columns)
-    others = {
-        key: arrow_column(key, [row.get(key) for row in rows], lambda row: f"{name}, {places[row]}")
-        for key in names
-        if key not in taken
-    }
+    others = {}
+    for key in names:
+        if key not in taken:
+            with suppress(DataError) if key in (columns.prompt, columns.answer) else nullcontext():
+                others[key] = arrow_column(key, [row.get(key) for row in rows], lambda row: f"{name}, {places[row]}")
     return DataSource(
         name=name,
         prompts=[row[columns.prompt] for row in rows],

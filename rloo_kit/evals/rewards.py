@@ -1,10 +1,8 @@
 """Held-out rewards: calls a run's rewards as training does, without a trainer."""
 
 import asyncio
-import functools
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainerState
@@ -13,7 +11,7 @@ from rloo_kit.collective import gather_objects, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.rewarding.guard import guard, log_names, reward_name
+from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
@@ -32,14 +30,13 @@ class HeldOutRewards:
         run: reads `rloo`.
         rewards: in the form that `train` takes; with a model that only TRL's trainer can call (a name, an `nn.Module`)
             no rewards are measured.
-        runs_async: runs a coroutine to its end; None: a new event loop.
     """
 
-    def __init__(self, run: RunConfig, rewards: Sequence[Any], runs_async: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, run: RunConfig, rewards: Sequence[Any]) -> None:
         guarded = [guard(reward) for reward in rewards]
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
         self.is_callable = all(hasattr(reward, "failed") for reward in guarded)
-        self._rewards, self._runs_async = guarded, runs_async or _run_alone
+        self._rewards = guarded
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
         self._has_budget = run.rloo.thinking_budget is not None
         self._size = max(1, run.rloo.generation_batch_size // count_processes())
@@ -85,7 +82,7 @@ class HeldOutRewards:
             columns = []
             for reward in self._rewards:
                 values = reward(**batch)
-                values = self._runs_async(values) if asyncio.iscoroutine(values) else values
+                values = submit(values).result() if asyncio.iscoroutine(values) else values
                 pairs = zip(values, reward.failed, strict=True)
                 columns.append([math.nan if failed else value for value, failed in pairs])
                 messages += reward.failures[:1]
@@ -125,12 +122,6 @@ def _by_prompt(values: list[float | None], size: int) -> list[list[float | None]
 
 def _readable(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _run_alone(coroutine: Any) -> Any:
-    """Run a coroutine in a separate thread, because a notebook's thread already has a running loop."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(functools.partial(asyncio.run, coroutine)).result()
 
 
 def _drop(*_: Any) -> None:

@@ -66,7 +66,8 @@ RULES: tuple[Rule, ...] = (
         signs.no_signal,
         "All completions of a prompt earn the same reward, so every advantage is zero",
         "use prompts that are solved sometimes (data.source), a graded reward (rewards), more completions per prompt "
-        "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature})",
+        "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature}); "
+        "a reward whose pattern wants <think> gives all the same if the prompt opens it",
         follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "entropy_collapse", "never_closed"),
         thresholds=(ranges.TIED,),
     ),

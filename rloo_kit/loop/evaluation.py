@@ -3,7 +3,6 @@
 It does not affect training: random state and the model's mode are restored.
 """
 
-import asyncio
 import random
 import shutil
 import time
@@ -109,7 +108,7 @@ class Evaluations(TrainerCallback):
         self.run, self.policy = settings_during_training(run), policy
         self.run_dir, self.interrupts = run_dir, interrupts
         self.prompts = draw_prompts(run, test)
-        self.rewards = HeldOutRewards(run, reward_funcs, self._await)
+        self.rewards = HeldOutRewards(run, reward_funcs)
         self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts), reward_funcs)
         self.history = HeldOutHistory(choose_measure(run, test, reward_funcs), run.eval.patience)
         self.seconds = 0.0
@@ -194,10 +193,6 @@ class Evaluations(TrainerCallback):
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
         self.rows.append(row)
         self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; rewrites all of them if the folder was removed
-
-    def _await(self, coroutine: Any) -> Any:
-        """An async reward's result, on the event loop that its calls in training use."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.trainer.async_loop).result()
 
     # ------------------------------------------------------------------------------------------------ the best weights
 

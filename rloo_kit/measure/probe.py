@@ -22,6 +22,7 @@ from rloo_kit.preflight.faults import Fault
 from rloo_kit.preflight.result import Measures, RewardFound, Spread
 from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.rollout.types import FOREIGN, Limits
+from rloo_kit.think_tags import THINK_START
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
 WIDER = 4  # times as many if few groups have a signal: 32 wrong answers are not rare in a run that learns
@@ -206,6 +207,8 @@ def _find_silence(run: RunConfig, probe: Probe, measures: Measures) -> Fault:
         masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
         why = f"all completions of a group earn the same reward{masked} (means: {means}). Raise rloo.temperature, "
         why += "add a graded reward to rewards, or take other prompts (data.source)"
+        if str(probe.batch.judged.completions.prompts[0]).rstrip().endswith(THINK_START):
+            why += f". A pattern that wants {THINK_START} never matches: the prompt opens it"
     silence = f"none of {measures.prompts} groups of {measures.generations} has a signal, so all advantages are "
     return Fault(stage, f"{silence}zero and the run trains nothing: {why}", _level(probe, measures))
 

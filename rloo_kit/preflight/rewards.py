@@ -14,9 +14,10 @@ from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.registry import REGISTRY, build_reward, check_reward_name
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.versions import is_importable
-from rloo_kit.think_tags import THINK_END
+from rloo_kit.think_tags import THINK_END, THINK_START
 
 THOUGHT = "Let me think.\n"
+GAPS = ("", "\n", "\n\n")  # between the parts of a completion, as patterns of published rewards have them
 # Unexpected output that a model may write: tags twice, brackets that never close, other scripts, a huge number.
 HOSTILE = f"{THINK_END}{THINK_END}\\boxed{{{{\\frac{{1}}{{0}}${'9' * 400}\x00\ufffd <b>None</b> NaN 🙂 ﷽ %s {{}} \\"
 
@@ -122,26 +123,31 @@ def _try_reward(
     if isinstance(inner, RewardModel) or not callable(inner) or hasattr(inner, "forward") or is_async(inner):
         scores.whole = False  # the first call would load weights, or only a trainer can await it
         return
-    columns = {column: [value] * len(made) for column, value in row.items() if column != "prompt"}
+    texts = [one.text for one in made]
+    if row["prompt"].rstrip().endswith(THINK_START):
+        parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
+        texts += [gap.join(parts) for gap in GAPS]
+    columns = {column: [value] * len(texts) for column, value in row.items() if column != "prompt"}
     if run.rloo.thinking_budget is not None:
-        columns["thinking_forced"] = [False] * len(made)
+        columns["thinking_forced"] = [False] * len(texts)
     try:
         guarded = guard(reward, columns)
         values = guarded(
-            prompts=[row["prompt"]] * len(made),
-            completions=[one.text for one in made],
-            completion_ids=[one.ids for one in made],
+            prompts=[row["prompt"]] * len(texts),
+            completions=texts,
+            completion_ids=[one.ids for one in [*made, *made][: len(texts)]],
             trainer_state=None,
             log_extra=lambda name, values: None,
             log_metric=lambda name, value: None,
             **columns,
         )
+        values, opened = values[: len(made)], values[len(made) :]
     except RlooKitError as error:
         scores.whole = False
         yield Fault("rewards", f"{name}: {error}")
         return
     scores.add(made, values, weight)
-    failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=True) if problem]
+    failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=False) if problem]
     if failed:
         scores.whole = False
         kinds = "any made-up completion" if len(failed) == len(made) else f"a completion {failed[0][0]}"
@@ -149,6 +155,13 @@ def _try_reward(
             "rewards",
             f"{name} cannot score {kinds}: {failed[0][1]}. A run has such completions: return a number for each, or "
             "None where the reward does not apply",
+        )
+    elif len(set(values)) == 1 and values[0] is not None and any((value or 0.0) > values[0] for value in opened):
+        yield Fault(
+            "rewards",
+            f"{name} gives every completion {values[0]:g}, and more to one that begins with {THINK_START}. None does: "
+            "the chat template opens it in the prompt. Make it optional in the pattern, or remove it",
+            "warning",
         )
 
 

@@ -1,11 +1,15 @@
 """A guard around each reward: a failure becomes an unscored sample with a message, not noise or a crash.
 
-After a failed batch, each sample is scored alone. The worker process imports this module, so no torch here.
+After a failed batch, each sample is scored alone. A reward gets text or messages, whichever it reads. The worker
+process imports this module, so no torch here.
 """
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +23,17 @@ from rloo_kit.rewarding.signature import (
     takes_two,
 )
 from rloo_kit.rewarding.undisturbed import Undisturbed
-from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_numbers, read_result
+from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_number, read_result
 from rloo_kit.rewards.text import as_text
 
 UNDISTURBED = Undisturbed()
+# In Python's error if code indexes a text as messages, or reads messages as a text.
+OTHER_FORM = (
+    "string indices must be",
+    "'str' object has no attr",
+    "'list' object has no attr",
+    "expected string or bytes",
+)
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -159,6 +170,7 @@ class GuardedReward:
         failed: whether the last call failed, per sample.
         problems: why, per sample; None if it did not fail.
         failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
+        form: of text and messages, "given" or "other" (than passed); None until the reward has scored a sample.
     """
 
     def __init__(self, reward: Callable[..., Any]) -> None:
@@ -169,17 +181,38 @@ class GuardedReward:
         self.failed: list[bool] = []
         self.problems: list[str | None] = []
         self.failures: list[str] = []
+        self.form: str | None = None
         self._passed: frozenset[str] | None = None  # names of the last call, and those that the reward accepts
         self._accepted: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"guard({self.reward!r})"
 
-    def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
-        batch = read_call(args, columns)
-        outcome = self._attempt(batch)
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        scoring = self._score(read_call(args, columns))
+        try:
+            scoring.send(None)  # a function that is not async never suspends it
+        except StopIteration as done:
+            return done.value
+
+    async def _score(self, batch: dict[str, Any]) -> list[float | None]:
+        values = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
+        if not all(self.failed):
+            self.form = self.form or "given"
+        elif self.form is None and any(words in str(problem) for problem in self.problems for words in OTHER_FORM):
+            given = values, self.failed, self.problems, self.failures
+            values = await self._score_form(_in_other_form(batch))
+            if all(self.failed):
+                values, self.failed, self.problems, self.failures = given
+            else:
+                self.form = "other"
+                _say_form(self.__name__, isinstance((batch.get("completions") or batch["prompts"])[0], str))
+        return values
+
+    async def _score_form(self, batch: dict[str, Any]) -> list[float | None]:
+        outcome = await self._attempt(batch)
         if _narrows_down(outcome, batch):
-            return self._judge_singles([self._attempt(single) for single in _singles(batch)], batch)
+            return self._judge_singles([await self._attempt(single) for single in _singles(batch)], batch)
         return self._judge(outcome, batch)
 
     def _arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -191,10 +224,11 @@ class GuardedReward:
             self._passed, self._accepted = frozenset(batch), frozenset(self.signature.select(batch))
         return {name: _copy(value) for name, value in batch.items() if name in self._accepted}
 
-    def _attempt(self, batch: dict[str, Any]) -> Any:
+    async def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
             with UNDISTURBED:
-                return self.reward(**self._arguments(batch))
+                result = self.reward(**self._arguments(batch))
+                return await result if isinstance(self, GuardedAsyncReward) else result
         except (Exception, SystemExit) as error:
             return _as_exception(error)
 
@@ -216,7 +250,7 @@ class GuardedReward:
     def _settle(self, values: list[Any], problems: list[str | None], batch: dict[str, Any]) -> list[float | None]:
         rewards: list[float | None] = []
         self.failed, self.problems, self.failures = [], [], []
-        for index, (found, known) in enumerate(zip(read_numbers(values), problems, strict=True)):
+        for index, (found, known) in enumerate(zip(map(read_number, values), problems, strict=True)):
             number, problem = (None, known) if known else found
             rewards.append(number)
             self.failed.append(problem is not None)
@@ -231,19 +265,22 @@ class GuardedReward:
 class GuardedAsyncReward(GuardedReward):
     """The guard of an async reward; async itself, so that TRL awaits it."""
 
-    async def __call__(self, *args: Any, **columns: Any) -> list[float | None]:  # type: ignore[override]
-        batch = read_call(args, columns)
-        outcome = await self._attempt_async(batch)
-        if _narrows_down(outcome, batch):
-            return self._judge_singles([await self._attempt_async(single) for single in _singles(batch)], batch)
-        return self._judge(outcome, batch)
+    async def __call__(self, *args: Any, **columns: Any) -> Any:
+        return await asyncio.wrap_future(submit(self._score(read_call(args, columns))))
 
-    async def _attempt_async(self, batch: dict[str, Any]) -> Any:
-        try:
-            with UNDISTURBED:
-                return await self.reward(**self._arguments(batch))
-        except (Exception, SystemExit) as error:
-            return _as_exception(error)
+
+def submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The future of a coroutine of an async guard; also in a notebook, whose thread already runs a loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+
+
+@functools.cache
+def _event_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """The one loop of a process's async rewards, in evaluations and trainers: a client that a reward keeps belongs to
+    the loop of its first call."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rloo-kit-async-rewards", daemon=True).start()
+    return loop
 
 
 def _is_module(reward: Any) -> bool:
@@ -253,6 +290,27 @@ def _is_module(reward: Any) -> bool:
 def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
     """A call in TRL's convention, as keywords."""
     return dict(zip(CONVENTION, args, strict=False)) | columns
+
+
+def _in_other_form(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with texts as messages (of a rendered prompt the column `question`), and messages as text."""
+    changed = dict(batch)
+    for name, role, source in (("prompts", "user", "question"), ("completions", "assistant", "completions")):
+        if batch.get(name):
+            pairs = zip(batch[name], batch.get(source) or batch[name], strict=True)
+            changed[name] = [
+                [{"role": role, "content": text}] if isinstance(value, str) else value[-1]["content"]
+                for value, text in pairs
+            ]
+    return changed
+
+
+@functools.cache
+def _say_form(name: str, is_text: bool) -> None:
+    from rloo_kit.system.processes import say  # the worker needs none of what it loads
+
+    kind = "messages (completion[0]['content'])" if is_text else "text"
+    say(f"rewards: {name} gets prompts and completions as {kind}, the form it reads")
 
 
 def batch_size(batch: dict[str, Any]) -> int:

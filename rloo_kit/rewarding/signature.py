@@ -15,10 +15,11 @@ CONVENTION = ("prompts", "completions", "completion_ids")  # in the order of TRL
 PASSED = (*CONVENTION, "trainer_state", "log_extra", "log_metric")
 NOT_PASSED = ("prompt", "completion")  # columns of a dataset that TRL does not pass on
 
-# Argument names common in other training loops, and what they are called here.
+# Argument names common in other training loops, and what they are called here (`question`: in the data of a run).
 MEANT = {
     **dict.fromkeys(("text", "texts", "response", "responses", "output", "outputs", "generations"), "completions"),
-    **dict.fromkeys(("query", "queries", "question", "questions"), "prompts"),
+    **dict.fromkeys(("query", "queries", "question", "questions", "problem", "problems"), "question"),
+    **dict.fromkeys(("solution", "solutions", "ground_truth", "target", "gold", "label", "answers"), "answer"),
     **dict.fromkeys(("ids", "tokens", "token_ids", "output_ids", "response_ids"), "completion_ids"),
 }
 
@@ -138,6 +139,8 @@ def _describe_missing(name: str, signature: Signature, passed: list[str], furthe
         fix = "Give it a default, or pass the function itself in reward_funcs"
     else:
         meant = MEANT.get(name)
+        if meant not in (*passed, *(further or ())):
+            meant = "prompts" if meant == "question" else None
         hint = f"; did you mean '{meant}'?" if meant else nearest(name, [*passed, *(further or ())], cutoff=0.75)
         in_params = "set it in the reward's params, " if signature.in_worker else ""
         fix = f"Rename the parameter, give it a default, {in_params}or add the column to the dataset"

@@ -52,11 +52,6 @@ def read_number(value: Any) -> tuple[float | None, str | None]:
     return None, beyond
 
 
-def read_numbers(values: Sequence[Any]) -> list[tuple[float | None, str | None]]:
-    """`read_number` of each."""
-    return [read_number(value) for value in values]
-
-
 def _as_float(value: Any) -> float | None:
     item = getattr(value, "item", None)
     plain = item() if callable(item) else value

@@ -112,8 +112,16 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def _import_file(path: str) -> ModuleType:
-    """The module in a file, under a unique name: the user's types.py must not replace Python's."""
-    name = f"_reward_file_{Path(path).stem}"
+    """The module in a file, under a unique name: the user's types.py must not replace Python's. Its folder, and those
+    above it that are packages, become packages for its relative imports; their `__init__` is not run."""
+    folders, package = [Path(path).parent], "_reward_files"
+    while (folders[0] / "__init__.py").is_file():
+        folders.insert(0, folders[0].parent)
+    for folder in folders:
+        package += f".{folder.name}"
+        parent = sys.modules[package] = ModuleType(package)
+        parent.__path__ = [str(folder)]
+    name = f"{package}.{Path(path).stem.replace('.', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -128,6 +136,7 @@ class _Reward:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.signature = read_signature(function)
+        self.loop = asyncio.Runner()  # for all calls: a client that the reward keeps belongs to the loop of its first
 
     def __call__(self, sent: dict[str, Any], logged: list[str], size: int) -> Rewards | Failure:
         records: list[Any] = []
@@ -140,14 +149,10 @@ class _Reward:
 
         logs = {"log_extra": log_extra, "log_metric": log_metric}
         result = self.function(**sent, **{key: logs[key] for key in logged})
-        if inspect.isawaitable(result):
-            result = asyncio.run(_await(result))
+        if inspect.iscoroutine(result):
+            result = self.loop.run(result)
         values, problem = read_result(result, size)
         return Failure(problem, whole_batch=True) if problem else Rewards(make_sendable(values), records)
-
-
-async def _await(result: Any) -> Any:
-    return await result
 
 
 def _describe(error: BaseException) -> str:

@@ -48,6 +48,7 @@ def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer
     assert (len(data.train), len(data.test)) == (10, 2) and set(data.train.column_names) == {
         "prompt",
         "answer",
+        "question",
         GYM_COLUMN,
     }
     assert data.train.features[GYM_COLUMN] == datasets.Value("string")

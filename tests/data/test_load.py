@@ -25,8 +25,8 @@ def test_jsonl(make_run, write, tiny_tokenizer):
     )
     data = load_data(make_run(path), tiny_tokenizer)
     assert data.train.to_list() == [
-        {"prompt": rendered("1+1="), "answer": "2"},
-        {"prompt": rendered("é"), "answer": "x"},
+        {"prompt": rendered("1+1="), "answer": "2", "question": "1+1="},
+        {"prompt": rendered("é"), "answer": "x", "question": "é"},
     ]
     assert len(data.test) == 0 and data.dropped == 0 and data.notes == []
 
@@ -85,7 +85,8 @@ def test_hub_split_and_subset(make_run, tiny_tokenizer, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", fake_load)
     run = make_run("openai/gsm8k", subset="main", split="test", prompt_column="question", answer_after="####")
-    assert load_data(run, tiny_tokenizer).train.to_list() == [{"prompt": rendered("q"), "answer": "1,234"}]
+    row = {"prompt": rendered("q"), "answer": "1,234", "question": "q"}
+    assert load_data(run, tiny_tokenizer).train.to_list() == [row]
     assert asked == {"source": "openai/gsm8k", "name": "main", "split": "test"}
 
 
@@ -241,7 +242,7 @@ def test_bad_rows_in_python(make_run, tiny_tokenizer):
 def test_missing_answer_column(make_run, write, tiny_tokenizer):
     """Answers are optional until a key or a reward says that they are there; a mistyped column was then no answers."""
     path = write("rows.jsonl", jsonl({"prompt": "a", "gold": "1"}))
-    assert load_data(make_run(path), tiny_tokenizer).train.column_names == ["prompt", "gold"]
+    assert load_data(make_run(path), tiny_tokenizer).train.column_names == ["prompt", "question", "gold"]
     for run in (
         make_run(path, answer_column="golds"),
         make_run(path, reward="answer_reward"),
@@ -280,7 +281,8 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
     """A dataset with a column `completions` made every reward call fail with "multiple values for argument"."""
     rows = [{"q": "a", "gold": "1", "answer": "long", "prompts": "x", "completions": "y", "level": 2}]
     data = load_data(make_run(prompt_column="q", answer_column="gold"), tiny_tokenizer, rows=rows)
-    assert data.train.to_list() == [{"prompt": rendered("a"), "answer": "1", "level": 2}]
+    own = {"q": "a", "gold": "1", "level": 2}
+    assert data.train.to_list() == [{"prompt": rendered("a"), "answer": "1", "question": "a", **own}]
     printed = capsys.readouterr().out
     assert "column 'answer' is replaced by the column that data.answer_column names" in printed
     for column in ("prompts", "completions"):
@@ -468,3 +470,24 @@ def test_family_and_options_reach_the_template(make_run, tiny_tokenizer):
     run = make_run()
     run.model.family = "plain"
     assert load_data(run, tiny_tokenizer, rows=["Once upon"]).train["prompt"][0] == "Once upon"
+
+
+def test_the_file_s_own_names_and_the_question_reach_the_rewards(make_run, write, tiny_tokenizer):
+    """A published reward asks for `problem` and `solution`; named in `data`, they were gone, and the question was only
+    inside the rendered prompt. Values that Arrow cannot store in one column must not refuse what was accepted."""
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
+    for second, kept in (("b", ["a", "b"]), (talk, None)):
+        path = write("rows.jsonl", jsonl({"problem": "a", "solution": "x #### 1"}, {"problem": second, "solution": 2}))
+        run = make_run(path, prompt_column="problem", answer_column="solution")
+        train = load_data(run, tiny_tokenizer).train
+        assert train["question"][:] == ["a", "b"] and train["answer"][:] == ["x #### 1", "2"]
+        assert (train["problem"][:] if "problem" in train.column_names else None) == kept
+        assert "solution" not in train.column_names, "text and number"
+    path = write("rows.jsonl", jsonl({"problem": "a", "solution": "x #### 1"}))
+    names = {"prompt_column": "problem", "answer_column": "solution", "answer_after": "####"}
+    row = load_data(make_run(path, **names), tiny_tokenizer).train[0]
+    assert (row["answer"], row["solution"]) == ("1", "x #### 1")
+    other = write("other.jsonl", jsonl({"prompt": "p", "question": "its own"}))
+    sources = [{"source": str(path), "prompt_column": "problem"}, {"source": str(other)}]
+    mixed = load_data(make_run(None, sources=sources), tiny_tokenizer).train
+    assert mixed["question"][:] == ["a", "its own"] and "problem" not in mixed.column_names

@@ -1,6 +1,7 @@
 """Rewards as published recipes write them, through the trainer: TRL calls the guard, the guard calls the reward."""
 
 import functools
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from datasets import Dataset
 
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.load import load_data
+from rloo_kit.evals.rewards import HeldOutRewards
 from rloo_kit.rewarding.guard import NamedReward
+from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.worker import WorkerReward
+from rloo_kit.rollout.completions import Completion
+from tests.rewarding import recipes
 
 COMPLETIONS = [[70, 260, 71, 258], [70, 71, 258], [260, 258], [90, 258]] * 2
 
@@ -135,3 +143,55 @@ def test_a_reward_that_seeds_changes_no_rollout(make_trainer: Callable[..., Any]
     seen = rollouts(seeding)
     assert seen == rollouts(plain)
     assert len({str(ids) for _, ids in seen}) > 8
+
+
+TEXTS = ["so 5 </think> <answer>5</answer>", "no no no no <answer>7</answer>", "", "2 and 3 </think> 5"]
+ROWS = [{"problem": asked, "solution": gold} for asked, gold in recipes.KNOWN.items()]
+EXPECTED = {
+    "format_exactly": [3.0, 0.0, 0.0, 0.0],
+    "numbers": [1.5, -0.5, -0.5, -0.5],
+    "unique_letters": [16.0, 12.0, 0.0, 14.0],
+    "accuracy": [1.0, 0.0, 0.0, 0.0],
+    "tag_count": [0.75, 0.5, 0.0, 0.25],
+    "cosine": [0.884, -0.897, -1.0, -0.961],
+    "repetition": [0.0, -0.5, 0.0, 0.0],
+    "by_text": [11.0, 10.1, 10.0, 10.0],
+    "correctness": [2.0, 0.0, 0.0, 0.0],
+    "judge": [1.0, 1.0, 0.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("way", ["command", "notebook", "text", "messages"])
+def test_rewards_of_published_recipes(
+    way: str, trl_train: Any, tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """`completion[0]["content"]` failed on every sample of a run's data, `solution` and `problem` were gone after they
+    were named in `data`, and the question was in no column. Rewards must not depend on who calls them: a config's
+    worker, a notebook's list, TRL's trainer on text and on messages; an evaluation that comes first included."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    columns = {"prompt_column": "problem", "answer_column": "solution"}
+    run = RunConfig(
+        model={"name": str(tiny_folder), "family": "thinking"},
+        data={"source": str(source), "system_prompt": "Be brief.", "test_size": 0, **columns},
+        run={"evaluate": False},
+        rewards=[{"name": f"{recipes.__file__}:{name}"} for name in EXPECTED],
+        rloo={"max_steps": 1},
+    )
+    functions: list[Any] = make_rewards(run, tiny_tokenizer) if way == "command" else recipes.RECIPES
+    if way in ("command", "notebook"):
+        data = load_data(run, tiny_tokenizer).train
+    else:
+        asked = [row["problem"] for row in ROWS]
+        prompts = asked if way == "text" else [[{"role": "user", "content": one}] for one in asked]
+        columns = {"prompt": prompts, "answer": [row["solution"] for row in ROWS]}
+        data = Dataset.from_dict(columns | {name: [row[name] for row in ROWS] for name in ROWS[0]})
+    ids = [[*tiny_tokenizer(text)["input_ids"], tiny_tokenizer.eos_token_id] for text in TEXTS]
+    if way in ("command", "notebook"):
+        held_out = HeldOutRewards(run, functions)
+        done = [Completion(0, ids[place], text, True, True, 1) for place, text in enumerate(TEXTS)]
+        _, measured = held_out.score(data.select([0]), done, 4)
+        assert {name: pytest.approx(values[0], abs=1e-3) for name, values in measured.items()} == EXPECTED
+    trained = trl_train(functions, completions=ids, arguments={"train_dataset": data}, max_steps=1)
+    found = [row["rewards"] for row in trained.rows]
+    assert {name: pytest.approx([row[name] for row in found], abs=1e-3) for name in EXPECTED} == EXPECTED

@@ -136,3 +136,12 @@ def test_a_reward_of_ones_own_may_give_the_raw_column_nothing(place: Path) -> No
     """The column held the working before a marker, which no completion repeats: "gives 0 to the gold answer"."""
     body = "    return [float(text.startswith('So it is')) for text in completions]\n"
     assert faults_of(place, Faulty("an answer in a sentence", OWN, (), reward(body))) == []
+
+
+@pytest.mark.parametrize(("opening", "is_named"), [("<think>", True), ("(<think>)?", False)])
+def test_a_pattern_that_wants_the_tag_of_the_prompt(place: Path, opening: str, is_named: bool) -> None:
+    """It gave every completion 0, and the advice was to take other prompts; the template had opened the thinking."""
+    pattern = opening + r"\s*.*?</think>\s*<answer>\s*.*?\s*</answer>\s*"
+    body = f"    import re\n    return [float(bool(re.fullmatch(r'{pattern}', text, re.S))) for text in completions]\n"
+    found = faults_of(place, Faulty("a published pattern", OWN, (), reward(body)))
+    assert [(one.level, "the chat template opens it" in str(one)) for one in found] == [("warning", True)] * is_named

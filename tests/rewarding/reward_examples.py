@@ -3,6 +3,7 @@
 The tests copy this file next to a config or put its folder on the worker's path; it imports nothing but what it uses.
 """
 
+import asyncio
 import ctypes
 import os
 import subprocess
@@ -158,3 +159,12 @@ class Scorer:
 
 scorer = Scorer()
 NUMBER = 3
+
+
+LOOPS = []
+
+
+async def same_loop(completions, **columns):
+    """What a client of the module needs: the loop of its first call, still open."""
+    LOOPS.append(asyncio.get_running_loop())
+    return [float(LOOPS[0] is LOOPS[-1] and not LOOPS[0].is_closed()) for _ in completions]

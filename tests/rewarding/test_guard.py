@@ -4,9 +4,11 @@ import asyncio
 import functools
 import gc
 import inspect
+import json
 import math
 import os
 import random
+import re
 import sys
 import weakref
 from collections import deque
@@ -23,7 +25,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from rewards import thinking_reward
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names
+from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names, submit
 from rloo_kit.rewarding.values import LONGEST_ERROR, overflowing
 
 BATCH: dict[str, Any] = {
@@ -453,3 +455,72 @@ def test_a_batch_is_not_kept_after_its_call():
     del completion
     gc.collect()
     assert kept() is None
+
+
+def _by_message(completions: Any, prompts: Any) -> list[float]:
+    talks = zip(prompts, completions, strict=True)
+    return [float(completion[0]["content"]) + len(prompt[-1]["content"]) for prompt, completion in talks]
+
+
+def _by_attribute(completions: Any) -> list[float]:
+    return [float(completion[-1].get("content")) for completion in completions]
+
+
+def _by_pattern(completions: Any) -> list[float]:
+    return [float(re.findall(r"\d+", completion)[0]) for completion in completions]
+
+
+TALK = {
+    "prompts": [[{"role": "user", "content": "ab"}]] * 3,
+    "completions": [[{"role": "assistant", "content": text}] for text in ("1", "2", "x")],
+}
+PLAIN = {"prompts": ["<|im_start|>ab"] * 3, "completions": ["1", "2", "x"]}
+
+
+@pytest.mark.parametrize(
+    ("reward", "batch", "expected"),
+    [
+        (_by_message, PLAIN | {"question": ["ab"] * 3}, [3.0, 4.0, None]),
+        (_by_message, PLAIN, [15.0, 16.0, None]),
+        (_by_message, TALK, [3.0, 4.0, None]),
+        (_by_attribute, PLAIN, [1.0, 2.0, None]),
+        (_by_pattern, TALK, [1.0, 2.0, None]),
+        (_by_pattern, PLAIN, [1.0, 2.0, None]),
+    ],
+)
+def test_a_reward_gets_the_form_that_it_reads(reward: Any, batch: Any, expected: list[Any]) -> None:
+    """TRL passes messages if the dataset has them, and text otherwise; a run's prompts are always text, so
+    `completion[0]["content"]` failed on each sample. The form is found in the first batch, and kept."""
+    guarded = guard(reward)
+    assert guarded(**batch) == expected and guarded.failed == [False, False, True]
+    assert "could not convert string to float: 'x'" in guarded.failures[0] or "out of range" in guarded.failures[0]
+    form = guarded.form
+    assert guarded(**batch) == expected and guarded.form == form
+
+
+def test_an_error_in_the_data_does_not_change_the_form() -> None:
+    """A reward that indexes the JSON of a completion raises the same TypeError as one that indexes the completion."""
+    calls: list[Any] = []
+
+    def reads_json(completions: Any) -> list[float]:
+        calls.append(completions)
+        return [json.loads(text)["a"]["b"] for text in completions]
+
+    guarded = guard(reads_json)
+    for _ in range(2):
+        assert guarded(completions=['{"a": "x"}', '{"a": {"b": 1.0}}']) == [None, 1.0]
+        assert "string indices" in guarded.failures[0]
+    assert guarded.form == "given" and calls[-1] == ['{"a": {"b": 1.0}}'], "tried once"
+
+
+def test_async_rewards_share_one_loop() -> None:
+    """A client made in an evaluation was bound to that evaluation's loop, which was closed when training called it."""
+    loops: list[Any] = []
+
+    async def reward(completions: Any) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        return [1.0 for _ in completions]
+
+    assert submit(guard(reward)(completions=["a"])).result() == [1.0]  # an evaluation
+    assert asyncio.run(guard(reward)(completions=["a"])) == [1.0]  # a trainer, on its own loop
+    assert loops[0] is loops[1] and not loops[0].is_closed()

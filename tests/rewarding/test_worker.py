@@ -188,6 +188,28 @@ def test_an_exception_names_the_sample_and_the_line(reward: WorkerReward) -> Non
         assert part in guarded.failures[0]
 
 
+@pytest.mark.parametrize("reward", ["same_loop"], indirect=True)
+def test_async_calls_share_their_loop(reward: WorkerReward) -> None:
+    """A client of the module failed with "Event loop is closed" in every call but the first, a second call of the same
+    samples included."""
+    assert reward(**BATCH) == reward(**BATCH) == [1.0, 1.0]
+
+
+def test_a_file_imports_relative_to_its_folder(tmp_path: Path) -> None:
+    """`pkg/rewards.py:score` with `from .util import x` failed: "attempted relative import with no known parent". The
+    packages above the file count too; their `__init__`, which may load anything, is not run."""
+    for folder in (tmp_path / "pkg", tmp_path / "pkg" / "math"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("raise RuntimeError('not a library')")
+    (tmp_path / "pkg" / "shared.py").write_text("ONE = 1.0")
+    (tmp_path / "pkg" / "math" / "util.py").write_text("from ..shared import ONE")
+    file = tmp_path / "pkg" / "math" / "rewards.v2.py"
+    file.write_text("from .util import ONE\ndef score(completions): return [ONE for _ in completions]")
+    reward = WorkerReward(f"{file}:score", timeout_s=60)
+    assert reward(**BATCH) == [1.0, 1.0]
+    reward.worker.close()
+
+
 @pytest.mark.parametrize("reward", ["process_id"], indirect=True)
 def test_one_process_serves_many_calls(reward: WorkerReward) -> None:
     """Guards against a new interpreter for every batch."""
