@@ -46,7 +46,9 @@ def check_model(arguments: dict[str, Any]) -> None:
     if wrapped and new is not None:
         problem = "peft_config was given, but the model already has an adapter: drop one of them"
     elif kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False):
-        problem = f"{kind} changes more than the layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"
+        problem = (
+            f"{kind} changes more than layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"
+        )
     elif wrapped and list(model.active_adapters) != ["default"]:
         names = ", ".join(model.active_adapters)
         problem = f"the active adapters are {names}: merge all but one (merge_and_unload), and name it 'default'"
