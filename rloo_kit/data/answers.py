@@ -1,13 +1,15 @@
-"""Gold answers as text, and which rows may go without one."""
+"""Gold answers: which can be compared with a completion, and which rows may go without one."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import refuse_surrogates
-from rloo_kit.data.columns import DataSource
+from rloo_kit.data.columns import DataSource, arrow_column, has_one_type, refuse_deep
 from rloo_kit.errors import DataError
 
 REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
@@ -49,47 +51,65 @@ def needs_all_answers(run: RunConfig) -> bool:
 
 def find_judge(gold: list[Any] | None, names: Iterable[str]) -> str | None:
     """What judges whether answers are right: one of the run's rewards, by the `names` they are logged under, or EXACT;
-    None without answers, and if no reward compares them and they are no texts or numbers."""
+    None without answers, and if one is no text or number."""
     known = [answer for answer in gold or () if not is_missing(answer)]
-    name = answer_reward_of(names)
-    return None if not known or (name is None and not is_plain(known)) else name or EXACT
+    return (answer_reward_of(names) or EXACT) if known and all(map(is_comparable, known)) else None
 
 
 def is_missing(answer: Any) -> bool:
     """Whether a row has no answer: null, NaN or blank text."""
-    if isinstance(answer, float):
+    if isinstance(answer, float | Decimal):
         return math.isnan(answer)
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
-def is_plain(answers: Iterable[Any]) -> bool:
-    """Whether all are text, numbers or missing, and not lists, objects, or true and false."""
-    return not any(isinstance(answer, list | dict | bool) for answer in answers)
+def is_comparable(answer: Any) -> bool:
+    """Whether an answer is text or a number, not true or false, and has a text that a completion can equal."""
+    return isinstance(answer, str | Real | Decimal) and not isinstance(answer, bool)
 
 
 def with_answers(run: RunConfig, source: DataSource, after: str | None, column: str) -> DataSource:
-    """The source with its answers as text, None for a row without one if a reward scores such rows. If no reward
-    compares answers, they may be lists, objects or true and false too, which are kept as they are.
+    """The source with its answers as they are, None for a row without one if a reward scores such rows. They become
+    text after a marker, and where numbers and text stand in one column, which has one type.
 
     Args:
         after: the marker that an answer follows. column: key and name of the column, for errors.
 
     Raises:
-        DataError: an answer that is not text or a number, or lacks the marker; a row without an answer it needs.
+        DataError: an answer that lacks the marker, cannot be stored, or is not text or a number although a reward with
+            a weight compares it; a row without an answer it needs.
     """
     if source.answers is None:
         return source
-    if after is None and answer_reward_of(one.name for one in run.rewards) is None and not is_plain(source.answers):
-        return replace(source, answers=[None if is_missing(value) else value for value in source.answers])
-    answers = [_answer(run, value, after, source.where(row), column) for row, value in enumerate(source.answers)]
+    compared = any(reward.weight and reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards)
+    answers, notes, name = list(source.answers), list(source.notes), column.rpartition(": ")[2]
+    for row, value in enumerate(answers):
+        if is_missing(value):
+            if needs_all_answers(run):
+                raise DataError(
+                    f"{source.where(row)}: no answer, and each reward with a weight compares with one; give the row a "
+                    f"text or a number ({column}), or add a reward for rows without an answer"
+                )
+            answers[row] = None
+        elif after is not None or compared:
+            text = comparable_text(value, source.where(row), column)
+            answers[row] = value if after is None else _cut(text, after, source.where(row), column)
     missing = [row for row, answer in enumerate(answers) if answer is None]
-    if not missing:
-        return replace(source, answers=answers)
-    note = (
-        f"{len(missing)} of {len(answers)} rows of {source.name} have no answer (the first: "
-        f"{source.places[missing[0]]}); rewards that compare with one skip them"
-    )
-    return replace(source, answers=answers, notes=(*source.notes, note))
+    if missing:
+        notes.append(
+            f"{len(missing)} of {len(answers)} rows of {source.name} have no answer (the first: "
+            f"{source.places[missing[0]]}); rewards that compare with one skip them"
+        )
+    if all(isinstance(value, str | Real | Decimal | None) for value in answers):
+        if not has_one_type(answers):
+            notes.append(f"the answers of {source.name} are not of one type; all are passed on as text ({column})")
+            pairs = enumerate(answers)
+            answers = [value if value is None else _text(value, source.where(row), column) for row, value in pairs]
+    elif any(isinstance(value, list | dict) for value in answers):
+        refuse_deep(name, answers, source.where)  # `to_arrow` stores them as JSON
+    else:
+        answers = arrow_column(name, answers, source.where)
+    return replace(source, answers=answers, notes=tuple(notes))
 
 
 def require_one_answer(run: RunConfig, source: DataSource) -> None:
@@ -115,28 +135,29 @@ def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool =
         )
 
 
-def _answer(run: RunConfig, value: Any, after: str | None, where: str, column: str) -> str | None:
-    if is_missing(value):
-        if not needs_all_answers(run):
-            return None
-        raise DataError(
-            f"{where}: no answer, and each reward with a weight compares with one; give the row a text or a number "
-            f"({column}), or add a reward for rows without an answer"
-        )
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not isinstance(value, str) and not (number and (isinstance(value, int) or math.isfinite(value))):
-        what = f"the answer is {value}" if number else f"an answer of type {type(value).__name__}"
+def comparable_text(value: Any, where: str, column: str) -> str:
+    """The text of an answer that rewards compare; raises DataError, with `where` and the `column`, if it has none."""
+    infinite = is_comparable(value) and not isinstance(value, str) and abs(value) == math.inf
+    if infinite or not is_comparable(value):
+        what = f"the answer is {value}" if infinite else f"an answer of type {type(value).__name__}"
         raise DataError(f"{where}: {what}; it must be text or a number ({column})")
+    return _text(value, where, column)
+
+
+def _text(value: Any, where: str, column: str) -> str:
     try:
-        text = str(value).strip()
+        text = str(value)
     except ValueError:  # Python converts no number of more than 4300 digits to text
         raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
-    if after is not None:
-        _, found, text = text.rpartition(after)
-        if not found:
-            key = column.split("answer_column")[0] + "answer_after"
-            raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
+    refuse_surrogates(text, f"{where}: the answer")
+    return text
+
+
+def _cut(text: str, after: str, where: str, column: str) -> str:
+    _, found, text = text.rpartition(after)
+    if not found:
+        key = column.split("answer_column")[0] + "answer_after"
+        raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
     if not text.strip():
         raise DataError(f"{where}: the answer is empty ({column})")
-    refuse_surrogates(text, f"{where}: the answer")
     return text.strip()

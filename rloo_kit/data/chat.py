@@ -4,8 +4,11 @@ Families: `thinking` (the prompt ends with an open `<think>`), `hybrid` (the tem
 `instruct` (neither), `plain` (no template). Source: the Qwen3 model cards' templates.
 """
 
+import ast
+import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
@@ -17,6 +20,10 @@ ROLES = ("system", "user", "assistant", "tool")
 THINK_TAGS = (THINK_START, THINK_END)
 # An assistant turn with thinking: at the start, closed once, opened there or by the template.
 _THOUGHT = re.compile(rf"\A\s*(?:{THINK_START})?((?!</?think>).)*{THINK_END}", re.DOTALL)
+# A text that is a whole conversation, as JSON or as Python prints it.
+_TALK = re.compile(
+    r"""\s*\[?\s*\{.*["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt|tool)["'].*\}\s*\]?\s*""", re.DOTALL
+)
 _PROBE = [{"role": "user", "content": "1+1?"}]
 
 Message = dict[str, Any]
@@ -73,6 +80,14 @@ def check_budget(run: RunConfig, family: str) -> None:
         )
 
 
+def parse_conversation(prompt: Any) -> Any:
+    """The messages of a conversation that is stored as text, JSON or Python's; anything else as it is."""
+    for read in (json.loads, ast.literal_eval) if isinstance(prompt, str) and _TALK.fullmatch(prompt) else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(prompt)
+    return prompt
+
+
 def render_prompt(
     tokenizer: Any,
     prompt: str | list[Message],
@@ -96,7 +111,7 @@ def render_prompt(
     """
     if family == "plain":
         return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
-    messages = _as_messages(prompt, system_prompt)
+    messages = as_messages(prompt, system_prompt)
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     return _without_bos(tokenizer, _apply(tokenizer, messages, **options))
@@ -139,7 +154,12 @@ def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:
     return _non_empty(prompt, "the prompt")
 
 
-def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
+def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
+    """A prompt as messages; raises DataError for what is no text and no conversation that a user's side ends."""
+    if isinstance(prompt, str) and _TALK.fullmatch(prompt):
+        raise DataError(
+            "the prompt is a conversation as text that is neither JSON nor Python; write that column with json.dumps"
+        )
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
     elif isinstance(prompt, list) and prompt:

@@ -1,5 +1,6 @@
 """Rows as read, each with its line or row for error messages, and the columns they may have."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -87,6 +88,9 @@ def select_rows(source: DataSource, rows: list[int]) -> DataSource:
 
 def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
     """`values`, if Arrow can store them in one column; else raises DataError with the place of the first that fails."""
+    kinds = {type(value) for value in values}
+    if float in kinds and not kinds <= {float, int, type(None)}:  # pandas writes NaN where a text is missing
+        values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
     if _is_plain(values):
         return values
     import pyarrow
@@ -98,11 +102,7 @@ def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> li
             return error
         return None
 
-    for row, value in enumerate(values):
-        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):  # Arrow would overflow the C stack
-            raise DataError(
-                f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself"
-            )
+    refuse_deep(key, values, where)
     error = explain(values)
     if error is None:
         return values
@@ -115,6 +115,49 @@ def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> li
     first_bad = bisect_left(range(len(values)), True, key=lambda row: explain(values[: row + 1]) is not None)
     what = f"column '{key}' has a value that Arrow cannot store with those before it: {error}"
     raise DataError(f"{where(first_bad)}: {what}") from error
+
+
+def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> None:
+    """Raise DataError if a value is nested so deeply that Arrow would overflow the C stack."""
+    for row, value in enumerate(values):
+        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):
+            raise DataError(
+                f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself"
+            )
+
+
+def has_one_type(values: list[Any]) -> bool:
+    """Whether Arrow stores the values as one type and gives back equal ones."""
+    return _is_plain(values) or exact_array(values) is not None
+
+
+def exact_array(values: list[Any]) -> Any:
+    """The Arrow array that gives back values equal to these; None if there is none."""
+    import pyarrow
+
+    try:
+        array = pyarrow.array(values)
+        return array if array.to_pylist() == values else None
+    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError):
+        return None
+
+
+def plain(value: Any) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, pairs of a map as a
+    mapping, NA and NaT as None."""
+    if str(getattr(value, "dtype", "")).startswith("datetime64"):
+        value = value.astype("datetime64[us]")  # of nanoseconds `tolist` makes numbers
+    for name in ("as_py", "tolist"):
+        value = getattr(value, name)() if hasattr(value, name) else value
+    if not isinstance(value, (list, tuple, dict)):
+        return None if type(value).__name__ in ("NAType", "NaTType") else value
+    if _is_deeper(value, DEEPEST):
+        return value
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if value and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value):
+        return {key: plain(item) for key, item in value}
+    return [plain(item) for item in value]
 
 
 def _is_plain(values: list[Any]) -> bool:

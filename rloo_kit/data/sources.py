@@ -5,12 +5,12 @@ import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rloo_kit.config.checks import FILE_KINDS
 from rloo_kit.data import tables
-from rloo_kit.data.chat import refuse_surrogates
-from rloo_kit.data.columns import Columns, DataSource, arrow_column, require_columns, taken_columns
+from rloo_kit.data.chat import parse_conversation, refuse_surrogates
+from rloo_kit.data.columns import Columns, DataSource, arrow_column, plain, require_columns, taken_columns
 from rloo_kit.errors import DataError, excerpt
 from rloo_kit.system.input_files import looked_for, places_of
 
@@ -71,13 +71,15 @@ def _first_line_not_utf8(path: Path) -> int:
 def read_rows(rows: Any, columns: Columns) -> DataSource:
     """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages). Raises
     DataError for no rows, a row of another type or a missing column."""
-    if hasattr(rows, "column_names") and hasattr(rows, "select"):
+    if hasattr(rows, "column_names") and hasattr(rows, "with_format"):
         return tables.from_dataset(rows, "the dataset", columns)
-    if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
+    is_table = hasattr(rows, "columns") and not hasattr(rows, "to_pylist")  # of pyarrow it is
+    if isinstance(rows, (str, dict)) or is_table or not hasattr(rows, "__iter__"):
         raise DataError(
             f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
             "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
         )
+    rows = [plain(row) for row in (rows.to_pylist() if hasattr(rows, "to_pylist") else rows)]
     bare = [row if isinstance(row, dict) else {columns.prompt: row} for row in rows]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
@@ -106,8 +108,7 @@ def _read_jsonl(path: Path, columns: Columns) -> DataSource:
 def _read_csv(path: Path, columns: Columns) -> DataSource:
     rows, places = [], []
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        lines = _csv_lines(reader, path)
+        lines = csv_lines(file, path)
         _, header = next(lines, (0, []))
         if len(set(header)) < len(header):
             raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(header)}")
@@ -119,9 +120,14 @@ def _read_csv(path: Path, columns: Columns) -> DataSource:
     return _from_dicts(rows, places, str(path), columns)
 
 
-def _csv_lines(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Non-blank records, each with its first line (a quoted field may span several)."""
-    start = 1
+def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Non-blank records, each with its first line (a quoted field may span several). Of comma, semicolon and tab, the
+    one that gives the header most fields separates them all."""
+    csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
+    head = next((line for line in file if line.strip()), "")
+    file.seek(0)
+    mark = max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
+    reader, start = csv.reader(file, delimiter=mark, strict=True), 1
     while True:
         try:
             fields = next(reader)
@@ -154,7 +160,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
     }
     return DataSource(
         name=name,
-        prompts=[row[columns.prompt] for row in rows],
+        prompts=[parse_conversation(row[columns.prompt]) for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
         others=others or None,
         places=places,

@@ -1,10 +1,12 @@
 """Rows that only the stack can read: Parquet, folders of `save_to_disk`, the hub; and columns as a `Dataset`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rloo_kit import _stack
-from rloo_kit.data.columns import Columns, DataSource, require_columns, taken_columns
+from rloo_kit.data.chat import parse_conversation
+from rloo_kit.data.columns import Columns, DataSource, exact_array, plain, require_columns, taken_columns
 from rloo_kit.errors import DataError
 
 
@@ -21,10 +23,21 @@ def read_parquet(path: Path, columns: Columns) -> DataSource:
     import pyarrow.parquet
 
     try:
-        table = datasets.Dataset(pyarrow.parquet.read_table(path))
+        table = datasets.Dataset(_known_types(pyarrow.parquet.read_table(path)))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
     return from_dataset(table, str(path), columns)
+
+
+def _known_types(table: Any) -> Any:
+    """A pyarrow table with the columns whose types `datasets` does not know, such as maps, in those that it knows."""
+    datasets = _stack.load_stack().datasets
+    for number, field in enumerate(table.schema):
+        try:
+            datasets.features.features.generate_from_arrow_type(field.type)
+        except ValueError:
+            table = table.set_column(number, field.name, to_arrow(list(map(plain, table.column(number).to_pylist()))))
+    return table
 
 
 def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
@@ -66,6 +79,7 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     """A `DataSource` from a `datasets.Dataset`; its other columns keep their types."""
     if not len(table):
         raise DataError(f"{name} has no rows")
+    table = table.with_format(None)
     places = [f"row {number}" for number in range(1, len(table) + 1)]
     require_columns(name, places[0], table.column_names, columns)
     has_answer = columns.answer in table.column_names
@@ -74,7 +88,7 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     kept = [column for column in table.column_names if column not in taken]
     return DataSource(
         name=name,
-        prompts=list(table[columns.prompt]),
+        prompts=[parse_conversation(prompt) for prompt in table[columns.prompt]],
         answers=list(table[columns.answer]) if has_answer else None,
         others=table.select_columns(kept) if kept else None,
         places=places,
@@ -91,13 +105,14 @@ def _holds_images(feature: Any) -> bool:
 
 
 def to_dataset(others: Any, name: str) -> Any:
-    """The `others` of a `DataSource` called `name` as a `datasets.Dataset`; None stays None."""
+    """Columns of a `DataSource` called `name` as a `datasets.Dataset`; None, and what is one already, stay."""
     if not isinstance(others, dict):
         return others
     import pyarrow
 
     try:
-        return _stack.load_stack().datasets.Dataset.from_dict(others)
+        arrays = {key: to_arrow(values) for key, values in others.items()}
+        return _stack.load_stack().datasets.Dataset(pyarrow.table(arrays))
     except (
         pyarrow.ArrowException,
         TypeError,
@@ -106,6 +121,18 @@ def to_dataset(others: Any, name: str) -> Any:
         RecursionError,
     ) as error:  # nested too deeply to be combined
         raise DataError(f"{name}: Arrow cannot store the columns {', '.join(others)}: {error}") from error
+
+
+def to_arrow(values: list[Any]) -> Any:
+    """Values as one Arrow array: of a type that gives back equal ones, else as JSON, because Arrow would give all
+    objects the keys of all rows. Raises what pyarrow or json raise for values that neither stores."""
+    import pyarrow
+
+    exact = exact_array(values)
+    if exact is not None or not any(isinstance(value, (list, dict)) for value in values):
+        return pyarrow.array(values) if exact is None else exact
+    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts, pyarrow.string()))
 
 
 def _hub_message(found: str, error: Exception, key: str, subset_key: str, split_key: str) -> str:

@@ -1,10 +1,10 @@
 """The columns of a data file: their names, and which look like prompt and answer."""
 
-import csv
 import json
 from pathlib import Path
 
 from rloo_kit import _stack
+from rloo_kit.data.sources import csv_lines
 from rloo_kit.errors import DataError
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input", "text")
@@ -27,10 +27,7 @@ def read_columns(path: Path) -> list[str]:
 def _read_first(path: Path) -> list[str]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix.lower() == ".csv":
-            try:
-                return next((row for row in csv.reader(file, strict=True) if row), [])
-            except csv.Error as error:
-                raise DataError(f"{path}, line 1: broken CSV: {error}") from None
+            return next(csv_lines(file, path), (0, []))[1]
         line = next((line for line in file if line.strip()), "{}")
     try:
         row = json.loads(line)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.messages import suggest
+from rloo_kit.data.answers import comparable_text, is_missing
+from rloo_kit.data.chat import as_messages
 from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.sources import find_file, read_file
-from rloo_kit.errors import ConfigError, excerpt
+from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.rewards.answer import answers_agree, find_last_number
 from rloo_kit.starter.columns import read_columns
 
@@ -74,7 +76,13 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     if prompt_column == answer_column:
         raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two different columns")
     rows = read_file(path, Columns(prompt_column, answer_column, answer_required=True))
-    golds = [str(one).strip() for one in rows.answers or [] if one is not None and str(one).strip()]
+    for row, prompt in enumerate(rows.prompts):
+        try:
+            as_messages(prompt)
+        except DataError as error:
+            raise DataError(f"{rows.where(row)}: {error} (--prompt-column {prompt_column})") from None
+    found = [(row, one) for row, one in enumerate(rows.answers or []) if not is_missing(one)]
+    golds = [comparable_text(one, rows.where(row), f"--answer-column {answer_column}").strip() for row, one in found]
     if not golds:
         raise ConfigError(
             f"--answer-column {answer_column}: {path} has no answer in this column; name the column with the answers"
@@ -99,6 +107,4 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
 
 def _text(prompt: Any) -> str:
     """A prompt's text; for messages, their contents."""
-    if isinstance(prompt, list):
-        return "\n".join(str(one.get("content", "")) if isinstance(one, dict) else str(one) for one in prompt)
-    return str(prompt)
+    return "\n".join(message["content"] for message in as_messages(prompt))
