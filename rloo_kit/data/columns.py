@@ -91,30 +91,15 @@ def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> li
     kinds = {type(value) for value in values}
     if float in kinds and not kinds <= {float, int, type(None)}:  # pandas writes NaN where a text is missing
         values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
-    if _is_plain(values):
+    if is_plain(values):
         return values
-    import pyarrow
-
-    def explain(rows: list[Any]) -> Exception | None:
-        try:
-            pyarrow.array(rows)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
-            return error
-        return None
-
     refuse_deep(key, values, where)
-    error = explain(values)
-    if error is None:
+    error = _store(values)
+    if not isinstance(error, Exception):
         return values
-    kinds = [type(value) for value in values]
-    first = next(kind for kind in kinds if kind is not type(None))
-    odd = next((row for row, kind in enumerate(kinds) if kind not in (first, type(None))), None)
-    if odd is not None:
-        what = f"has a {kinds[odd].__name__} after a {first.__name__}; a column needs one type"
-        raise DataError(f"{where(odd)}: column '{key}' {what} ({error})") from error
-    first_bad = bisect_left(range(len(values)), True, key=lambda row: explain(values[: row + 1]) is not None)
-    what = f"column '{key}' has a value that Arrow cannot store with those before it: {error}"
-    raise DataError(f"{where(first_bad)}: {what}") from error
+    first_bad = bisect_left(range(len(values)), True, key=lambda row: isinstance(_store(values[: row + 1]), Exception))
+    what = f"column '{key}' has a value that Arrow cannot store with those before it ({error})"
+    raise DataError(f"{where(first_bad)}: {what}; a column has one type: convert, rename or remove it") from error
 
 
 def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> None:
@@ -126,41 +111,36 @@ def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> Non
             )
 
 
-def has_one_type(values: list[Any]) -> bool:
-    """Whether Arrow stores the values as one type and gives back equal ones."""
-    return _is_plain(values) or exact_array(values) is not None
-
-
 def exact_array(values: list[Any]) -> Any:
     """The Arrow array that gives back values equal to these; None if there is none."""
+    array = _store(values)
+    return None if isinstance(array, Exception) or array.to_pylist() != values else array
+
+
+def _store(values: list[Any]) -> Any:
+    """The values as an Arrow array, or the error."""
     import pyarrow
 
     try:
-        array = pyarrow.array(values)
-        return array if array.to_pylist() == values else None
-    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError):
-        return None
+        return pyarrow.array(values)
+    except Exception as error:  # pyarrow's, or of an object that it looks into
+        return error
 
 
 def plain(value: Any) -> Any:
     """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, pairs of a map as a
     mapping, NA and NaT as None."""
-    if str(getattr(value, "dtype", "")).startswith("datetime64"):
-        value = value.astype("datetime64[us]")  # of nanoseconds `tolist` makes numbers
     for name in ("as_py", "tolist"):
         value = getattr(value, name)() if hasattr(value, name) else value
-    if not isinstance(value, (list, tuple, dict)):
+    if not isinstance(value, (list, tuple, dict)) or _is_deeper(value, DEEPEST):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
-    if _is_deeper(value, DEEPEST):
-        return value
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if value and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value):
-        return {key: plain(item) for key, item in value}
-    return [plain(item) for item in value]
+    pairs = value.items() if isinstance(value, dict) else value
+    if pairs and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in pairs):
+        return {key: plain(item) for key, item in pairs}
+    return value if isinstance(value, dict) else [plain(item) for item in value]
 
 
-def _is_plain(values: list[Any]) -> bool:
+def is_plain(values: list[Any]) -> bool:
     """Whether all values are text, or numbers of one type, which Arrow can store: no need to load it (0.5 s)."""
     kinds = {type(value) for value in values} - {type(None)}
     found = [value for value in values if value is not None]

@@ -19,25 +19,26 @@ def is_saved_folder(folder: Path) -> bool:
 def read_parquet(path: Path, columns: Columns) -> DataSource:
     """The rows of a Parquet file; raises DataError if it is not one, or lacks a column."""
     datasets = _stack.load_stack().datasets
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = datasets.Dataset(_known_types(pyarrow.parquet.read_table(path)))
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
-    return from_dataset(table, str(path), columns)
-
-
-def _known_types(table: Any) -> Any:
-    """A pyarrow table with the columns whose types `datasets` does not know, such as maps, in those that it knows."""
-    datasets = _stack.load_stack().datasets
+    table = open_parquet(path)
     for number, field in enumerate(table.schema):
         try:
             datasets.features.features.generate_from_arrow_type(field.type)
         except ValueError:
-            table = table.set_column(number, field.name, to_arrow(list(map(plain, table.column(number).to_pylist()))))
-    return table
+            values = list(map(plain, table.column(number).to_pylist()))  # of a type that `datasets` has not, like maps
+            table = table.set_column(number, field.name, to_arrow(values))
+    return from_dataset(datasets.Dataset(table), str(path), columns)
+
+
+def open_parquet(path: Path, schema_only: bool = False) -> Any:
+    """The table of a Parquet file, or its schema alone; raises DataError if it is none."""
+    _stack.load_stack()  # before pyarrow, since these libraries ship their own
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return (pyarrow.parquet.read_schema if schema_only else pyarrow.parquet.read_table)(path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
 
 
 def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
@@ -86,10 +87,15 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
     taken, notes = taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
+    answers = list(table[columns.answer]) if has_answer else None
+    if answers and (kind := getattr(table.features[columns.answer], "dtype", "")) in ("float16", "float32"):
+        import numpy
+
+        answers = [one if one is None else float(str(getattr(numpy, kind)(one))) for one in answers]  # 0.1, as written
     return DataSource(
         name=name,
         prompts=[parse_conversation(prompt) for prompt in table[columns.prompt]],
-        answers=list(table[columns.answer]) if has_answer else None,
+        answers=answers,
         others=table.select_columns(kept) if kept else None,
         places=places,
         notes=notes,
@@ -113,13 +119,7 @@ def to_dataset(others: Any, name: str) -> Any:
     try:
         arrays = {key: to_arrow(values) for key, values in others.items()}
         return _stack.load_stack().datasets.Dataset(pyarrow.table(arrays))
-    except (
-        pyarrow.ArrowException,
-        TypeError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # nested too deeply to be combined
+    except Exception as error:  # pyarrow's, json's, of datasets
         raise DataError(f"{name}: Arrow cannot store the columns {', '.join(others)}: {error}") from error
 
 

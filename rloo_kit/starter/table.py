@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.messages import suggest
-from rloo_kit.data.answers import comparable_text, is_missing
+from rloo_kit.data.answers import comparable_text
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.sources import find_file, read_file
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.rewards.answer import answers_agree, find_last_number
+from rloo_kit.rewards.answer import answers_agree, find_last_number, has_no_answer
 from rloo_kit.starter.columns import read_columns
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
@@ -81,7 +81,7 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
             as_messages(prompt)
         except DataError as error:
             raise DataError(f"{rows.where(row)}: {error} (--prompt-column {prompt_column})") from None
-    found = [(row, one) for row, one in enumerate(rows.answers or []) if not is_missing(one)]
+    found = [(row, one) for row, one in enumerate(rows.answers or []) if not has_no_answer(one)]
     golds = [comparable_text(one, rows.where(row), f"--answer-column {answer_column}").strip() for row, one in found]
     if not golds:
         raise ConfigError(

@@ -1,6 +1,5 @@
 """Data as people have it: what pandas, pyarrow, `datasets` and spreadsheets write, read or refused in a line."""
 
-import csv
 import datetime
 import json
 from decimal import Decimal
@@ -16,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from rloo_kit.data.load import load_data, prepare_data
-from rloo_kit.errors import DataError, RlooKitError
+from rloo_kit.errors import RlooKitError
 from rloo_kit.starter.columns import read_columns
 from rloo_kit.starter.table import read_table
 from tests.data.conftest import jsonl, rendered
@@ -26,7 +25,7 @@ PAIRS = [list(message.items()) for message in TALK]
 MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
 SEEN = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat's 1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 DAY = datetime.datetime(2026, 1, 2)
-NO_TEXT = "it must be text or a number"
+NO_TEXT = "it must be text or a finite number where a reward compares it"
 
 
 def parquet(**columns: Any) -> pyarrow.Table:
@@ -52,7 +51,7 @@ FILES: dict[str, tuple[Any, Any, str]] = {
         sheet({"prompt": ["[{'from': 'EUR', 'value': 3}]"], "answer": ["4"]}),
         {"prompt": rendered("[{'from': 'EUR', 'value': 3}]"), "answer": "4"}, "",
     ),
-    "semicolons.csv": (sheet({"prompt": ["a, b"], "answer": [5]}, sep=";"), {"prompt": rendered("a, b"), "answer": "5"}, ""),
+    "semicolons.csv": (sheet({"prompt": ["a, b"], "answer": [5]}, sep=";"), {"prompt": rendered("a, b")}, ""),
     "tabs.csv": (sheet({"prompt": ["a;b"], "answer": [5]}, sep="\t"), {"prompt": rendered("a;b"), "answer": "5"}, ""),
     "long.csv": (sheet({"prompt": ["a"], "answer": [LONG]}), {"answer": LONG}, ""),
     "spaces.csv": ("prompt,answer\na, 007\n", {"answer": " 007"}, ""),
@@ -63,9 +62,9 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "booleans.jsonl": (jsonl({"prompt": "a", "answer": True}), {"answer": True}, NO_TEXT),
     "lists.jsonl": (jsonl({"prompt": "a", "answer": [0.7, 2]}), {"answer": [0.7, 2]}, NO_TEXT),
     "objects.jsonl": (
-        jsonl({"prompt": "a", "answer": {"x": 1}}, {"prompt": "b", "answer": {"y": "z"}}), {"answer": {"x": 1}}, NO_TEXT,
+        jsonl({"prompt": "a", "answer": {"x": 1}}, {"prompt": "b", "answer": {"y": ""}}), {"answer": {"x": 1}}, NO_TEXT,
     ),
-    "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "the answer is inf"),
+    "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "an answer of type float (inf)"),
     "talk.jsonl": (jsonl({"prompt": json.dumps(TALK), "answer": "2"}), {"prompt": SEEN}, ""),
     "role.jsonl": (
         jsonl({"prompt": [{"role": "human", "content": "hi"}], "answer": "2"}), "the role 'human'", "the role 'human'",
@@ -81,7 +80,7 @@ FILES: dict[str, tuple[Any, Any, str]] = {
                 more=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)),
         {"prompt": SEEN, "answer": "2", "more": {"x": "1"}}, "",
     ),
-    "bytes.parquet": (parquet(answer=["2", "3"], key=pyarrow.array([b"ab", b"cd"], pyarrow.binary(2))), {"key": b"ab"}, ""),
+    "bytes.parquet": (parquet(answer=[2, 3], key=pyarrow.array([b"ab"] * 2, pyarrow.binary(2))), {"key": b"ab"}, ""),
     "decimals.parquet": (parquet(answer=[Decimal("1.50"), None]), {"answer": Decimal("1.50")}, ""),
     "categories.parquet": (parquet(answer=pyarrow.array(["x", "y"]).dictionary_encode()), {"answer": "x"}, ""),
     "integers.parquet": (parquet(answer=pyarrow.array([5, None], pyarrow.int8())), {"answer": 5}, ""),
@@ -135,26 +134,23 @@ FRAME = pandas.DataFrame(
     }
 )  # fmt: skip
 RECORD = {"prompt": SEEN, "answer": 5, "note": "x", "when": DAY, "tags": [1, 2]}
+MAPS = pyarrow.table({"prompt": pyarrow.array([PAIRS], pyarrow.list_(MAP))})
 ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pandas": (FRAME.to_dict("records"), RECORD),
     "pyarrow": (pyarrow.Table.from_pandas(FRAME), RECORD),
-    "a pyarrow map": (pyarrow.table({"prompt": pyarrow.array([PAIRS], pyarrow.list_(MAP))}).to_pylist(), {"prompt": SEEN}),
-    "a map in pandas": (
-        pyarrow.table({"prompt": pyarrow.array([PAIRS], pyarrow.list_(MAP))}).to_pandas().to_dict("records"),
-        {"prompt": SEEN},
-    ),
+    "a pyarrow map": (MAPS.to_pylist(), {"prompt": SEEN}),
+    "a map in pandas": (MAPS.to_pandas().to_dict("records"), {"prompt": SEEN}),
     "datasets as numpy": (
         datasets.Dataset.from_dict({"prompt": [TALK], "answer": [[1, 2]]}).with_format("numpy"),
         {"prompt": SEEN, "answer": [1, 2]},
     ),
     "a streamed dataset": (
-        datasets.Dataset.from_dict({"prompt": [TALK], "answer": [1]}).to_iterable_dataset(), {"prompt": SEEN, "answer": 1},
+        datasets.Dataset.from_dict({"prompt": [TALK], "answer": [1]}).to_iterable_dataset(), {"prompt": SEEN},
     ),
     "a column": (datasets.Dataset.from_dict({"prompt": [TALK]})["prompt"], {"prompt": SEEN}),
     "a series": (pandas.Series(["a"]), {"prompt": rendered("a")}),
     "numpy": ([{"prompt": numpy.str_("a"), "answer": numpy.int64(5), "x": numpy.float32(0.5), "y": numpy.array([[1]])}],
               {"prompt": rendered("a"), "answer": 5, "x": 0.5, "y": [[1]]}),
-    "moments": ([{"prompt": "a", "x": numpy.array([DAY], "datetime64[ns]")}], {"x": [DAY]}),
     "decimals": ([{"prompt": "a", "answer": Decimal("1.50")}], {"answer": Decimal("1.50")}),
     "fractions": ([{"prompt": "a", "answer": Fraction(1, 3)}], {"answer": "1/3"}),
 }  # fmt: skip
