@@ -140,7 +140,7 @@ def comparable_text(value: Any, where: str, column: str, after: str | None = Non
     column, if there is none."""
     if not is_comparable(value):
         what = f"an answer of type {type(value).__name__} ({excerpt(value, 40)})"
-        raise DataError(f"{where}: {what}; it must be text or a finite number where a reward compares it ({column})")
+        raise DataError(f"{where}: {what}; it must be text or a number where a reward compares it ({column})")
     text = _text(value, where, column)
     if after is None:
         return text

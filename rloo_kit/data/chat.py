@@ -22,7 +22,9 @@ THINK_TAGS = (THINK_START, THINK_END)
 _THOUGHT = re.compile(rf"\A\s*(?:{THINK_START})?((?!</?think>).)*{THINK_END}", re.DOTALL)
 # A text that is a whole conversation, as JSON or as Python prints it.
 _TALK = re.compile(
-    r"""\s*\[?\s*\{.*["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt|tool)["'].*\}\s*\]?\s*""", re.DOTALL
+    r"""\s*\[?\s*\{(?=.*["'](content|value)["']\s*:)"""
+    r""".*["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt|tool)["'].*\}\s*\]?\s*""",
+    re.DOTALL,
 )
 _PROBE = [{"role": "user", "content": "1+1?"}]
 
@@ -155,7 +157,7 @@ def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:
 
 
 def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
-    """A prompt as messages; raises DataError for what is no text and no conversation that a user's side ends."""
+    """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
     if isinstance(prompt, str) and _TALK.fullmatch(prompt):
         raise DataError(
             "the prompt is a conversation as text that is neither JSON nor Python; write that column with json.dumps"

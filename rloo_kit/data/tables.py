@@ -1,6 +1,7 @@
 """Rows that only the stack can read: Parquet, folders of `save_to_disk`, the hub; and columns as a `Dataset`."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def open_parquet(path: Path, schema_only: bool = False) -> Any:
     try:
         return (pyarrow.parquet.read_schema if schema_only else pyarrow.parquet.read_table)(path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
+        raise DataError(f"{path} is not a Parquet file that can be read: {str(error).splitlines()[0]}") from error
 
 
 def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
@@ -88,10 +89,8 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     taken, notes = taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
     answers = list(table[columns.answer]) if has_answer else None
-    if answers and (kind := getattr(table.features[columns.answer], "dtype", "")) in ("float16", "float32"):
-        import numpy
-
-        answers = [one if one is None else float(str(getattr(numpy, kind)(one))) for one in answers]  # 0.1, as written
+    if answers and getattr(table.features[columns.answer], "dtype", "") in ("float16", "float32"):  # 0.1, as written
+        answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,
         prompts=[parse_conversation(prompt) for prompt in table[columns.prompt]],
@@ -103,11 +102,11 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
 
 
 def _holds_images(feature: Any) -> bool:
-    """Whether values of this type are or contain images."""
+    """Whether values of this type are or contain images, or other media."""
     if isinstance(feature, dict):
         return any(_holds_images(inner) for inner in feature.values())
     inner = getattr(feature, "feature", None)  # of a list
-    return type(feature).__name__ == "Image" or (inner is not None and _holds_images(inner))
+    return type(feature).__name__ in ("Image", "Audio", "Video", "Pdf") or (inner is not None and _holds_images(inner))
 
 
 def to_dataset(others: Any, name: str) -> Any:
@@ -125,14 +124,17 @@ def to_dataset(others: Any, name: str) -> Any:
 
 def to_arrow(values: list[Any]) -> Any:
     """Values as one Arrow array: of a type that gives back equal ones, else as JSON, because Arrow would give all
-    objects the keys of all rows. Raises what pyarrow or json raise for values that neither stores."""
+    objects the keys of all rows. Raises what pyarrow, json or datasets raise for values that none of them stores."""
     import pyarrow
 
     exact = exact_array(values)
     if exact is not None or not any(isinstance(value, (list, dict)) for value in values):
         return pyarrow.array(values) if exact is None else exact
-    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
-    return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts, pyarrow.string()))
+    texts = [json.dumps(value, ensure_ascii=False) for value in values]
+    if list(map(_stack.load_stack().datasets.Json().decode_example, texts)) != values:  # it changes a float's last bit
+        with suppress(pyarrow.ArrowException):
+            return pyarrow.array(values)
+    return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
 
 
 def _hub_message(found: str, error: Exception, key: str, subset_key: str, split_key: str) -> str:

@@ -16,8 +16,7 @@ import pytest
 
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.errors import RlooKitError
-from rloo_kit.starter.columns import read_columns
-from rloo_kit.starter.table import read_table
+from rloo_kit.starter.table import read_columns, read_table
 from tests.data.conftest import jsonl, rendered
 
 TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "What's 1+1?"}]
@@ -25,7 +24,7 @@ PAIRS = [list(message.items()) for message in TALK]
 MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
 SEEN = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat's 1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 DAY = datetime.datetime(2026, 1, 2)
-NO_TEXT = "it must be text or a finite number where a reward compares it"
+NO_TEXT = "it must be text or a number where a reward compares it"
 
 
 def parquet(**columns: Any) -> pyarrow.Table:
