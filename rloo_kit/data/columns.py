@@ -192,9 +192,10 @@ def taken_columns(
     moved = [column for column in (columns.prompt, columns.answer) if column in found]
     for column in found:
         if column in images or (column in IMAGE_COLUMNS and column not in moved):
+            how = "type" if column in images else "name"
             raise DataError(
-                f"{name}: column '{column}' contains images, by its {'type' if column in images else 'name'}; rloo-kit "
-                "trains on text. Remove the column from the data, or rename it if it contains something else"
+                f"{name}: column '{column}' contains images or other media, by its {how}; rloo-kit trains on text. "
+                "Remove the column from the data, or rename it if it contains something else"
             )
     hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
     refused = [column for column in TAKEN_COLUMNS if column in found and column not in moved]

@@ -295,7 +295,7 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_image_columns_are_refused(make_run, write, tiny_tokenizer, column):
     """Image columns were dropped with a note, and the run trained on questions about pictures that were not there."""
-    text = f"column '{column}' contains images, by its name; rloo-kit trains on text. Remove the column"
+    text = f"column '{column}' contains images or other media, by its name; rloo-kit trains on text. Remove the column"
     for path in (
         write("rows.jsonl", jsonl({"prompt": "a", column: None})),
         write("rows.csv", f"prompt,{column}\na,b\n"),
@@ -315,7 +315,9 @@ def test_columns_of_images_under_another_name_are_refused(make_run, tmp_path, ti
     table = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [None]}, features=features)
     table.to_parquet(tmp_path / "rows.parquet")
     for rows, source in ((table, "unused.jsonl"), (None, tmp_path / "rows.parquet")):
-        with pytest.raises(DataError, match="column 'picture' contains images, by its type.* Remove the column"):
+        with pytest.raises(
+            DataError, match="column 'picture' contains images or other media, by its type.* Remove the column"
+        ):
             load_data(make_run(source), tiny_tokenizer, rows=rows)
 
 
