@@ -60,9 +60,8 @@ def find_judge(gold: list[Any] | None, names: Iterable[str]) -> str | None:
 
 def is_comparable(answer: Any) -> bool:
     """Whether an answer is text or a finite number, not true or false."""
-    return isinstance(answer, str) or (
-        isinstance(answer, Real | Decimal) and not isinstance(answer, bool) and abs(answer) != math.inf
-    )
+    is_number = isinstance(answer, Real | Decimal) and not isinstance(answer, bool)
+    return isinstance(answer, str) or (is_number and abs(answer) != math.inf)
 
 
 def with_answers(run: RunConfig, source: DataSource, after: str | None, column: str) -> DataSource:
