@@ -194,3 +194,16 @@ def test_train_hands_a_reward_of_ones_own_the_column_as_it_is(tmp_path: Path, mo
     rows = [json.loads(line) for line in Path("outputs/run/rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and {row["reward"] for row in rows} == {1.0}
     assert {type(row["columns"]["answer"]).__name__ for row in rows} == {kind}
+
+
+def test_answers_of_a_mix_have_one_type(make_run, tmp_path: Path, tiny_tokenizer) -> None:
+    """Numbers of one source and text of another were text before each source was read as it is; maps reach a mix."""
+    (tmp_path / "a.jsonl").write_text(jsonl({"prompt": "a", "answer": 5}))
+    table = parquet(answer=["x", "x"], more=pyarrow.array([[("k", "v")]] * 2, MAP))
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    sources = [{"source": str(tmp_path / name)} for name in ("a.jsonl", "b.parquet")]
+    found = load_data(make_run(sources=sources), tiny_tokenizer)
+    assert sorted(found.train["answer"]) == ["5", "x"] and {"k": "v"} in [
+        dict(one or {}) for one in found.train["more"]
+    ]
+    assert any("not of one type" in note for note in found.notes)
