@@ -44,9 +44,8 @@ def init(
 ) -> None:
     """Write a config for your own data that fits this machine, and a reward with its test."""
     with exit_codes():
-        from rloo_kit.starter.columns import guess_columns, read_columns
         from rloo_kit.starter.fit import suggest_model
-        from rloo_kit.starter.table import check_column, find_data, read_table
+        from rloo_kit.starter.table import check_column, find_data, guess_columns, read_columns, read_table
         from rloo_kit.starter.write import write_starter
 
         def ask(flag: str, given: str | None, proposed: str | None) -> str:

@@ -1,14 +1,17 @@
-"""Gold answers as text, and which rows may go without one."""
+"""Gold answers: which can be compared with a completion, and which rows may go without one."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import refuse_surrogates
-from rloo_kit.data.columns import DataSource
-from rloo_kit.errors import DataError
+from rloo_kit.data.columns import DataSource, exact_array, is_plain, refuse_deep
+from rloo_kit.errors import DataError, excerpt
+from rloo_kit.rewards.answer import has_no_answer
 
 REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
 EXACT = "exact match"  # judges where no reward of the run compares answers
@@ -50,51 +53,67 @@ def needs_all_answers(run: RunConfig) -> bool:
 def find_judge(gold: list[Any] | None, names: Iterable[str]) -> str | None:
     """What judges whether answers are right: one of the run's rewards, by the `names` they are logged under, or EXACT;
     None without answers, and if no reward compares them and they are no texts or numbers."""
-    known = [answer for answer in gold or () if not is_missing(answer)]
+    known = [answer for answer in gold or () if not has_no_answer(answer)]
     name = answer_reward_of(names)
-    return None if not known or (name is None and not is_plain(known)) else name or EXACT
+    return None if not known or (name is None and not all(map(is_comparable, known))) else name or EXACT
 
 
-def is_missing(answer: Any) -> bool:
-    """Whether a row has no answer: null, NaN or blank text."""
-    if isinstance(answer, float):
-        return math.isnan(answer)
-    return answer is None or (isinstance(answer, str) and not answer.strip())
-
-
-def is_plain(answers: Iterable[Any]) -> bool:
-    """Whether all are text, numbers or missing, and not lists, objects, or true and false."""
-    return not any(isinstance(answer, list | dict | bool) for answer in answers)
+def is_comparable(answer: Any) -> bool:
+    """Whether an answer is text or a finite number, not true or false."""
+    is_number = isinstance(answer, Real | Decimal) and not isinstance(answer, bool)
+    return isinstance(answer, str) or (is_number and abs(answer) != math.inf)
 
 
 def with_answers(run: RunConfig, source: DataSource, after: str | None, column: str) -> DataSource:
-    """The source with its answers as text, None for a row without one if a reward scores such rows. If no reward
-    compares answers, they may be lists, objects or true and false too, which are kept as they are.
+    """The source with its answers as they are, or the text after a marker; None for a row without one if a reward
+    scores such rows. See `with_one_type`.
 
     Args:
         after: the marker that an answer follows. column: key and name of the column, for errors.
 
     Raises:
-        DataError: an answer that is not text or a number, or lacks the marker; a row without an answer it needs.
+        DataError: an answer without the marker, or, if a reward of the run compares it, that is no text or number; a
+            row without an answer it needs.
     """
     if source.answers is None:
         return source
-    if after is None and answer_reward_of(one.name for one in run.rewards) is None and not is_plain(source.answers):
-        return replace(source, answers=[None if is_missing(value) else value for value in source.answers])
-    answers = [_answer(run, value, after, source.where(row), column) for row, value in enumerate(source.answers)]
+    answers, notes = list(source.answers), list(source.notes)
+    for row, value in enumerate(answers):
+        if has_no_answer(value):
+            if needs_all_answers(run):
+                raise DataError(
+                    f"{source.where(row)}: no answer, and each reward with a weight compares with one; give the row a "
+                    f"text or a number ({column}), or add a reward for rows without an answer"
+                )
+            answers[row] = None
+        elif after is not None or compares_with_answers(run):
+            text = comparable_text(value, source.where(row), column, after)
+            answers[row] = value if after is None else text
     missing = [row for row, answer in enumerate(answers) if answer is None]
-    if not missing:
-        return replace(source, answers=answers)
-    note = (
-        f"{len(missing)} of {len(answers)} rows of {source.name} have no answer (the first: "
-        f"{source.places[missing[0]]}); rewards that compare with one skip them"
-    )
-    return replace(source, answers=answers, notes=(*source.notes, note))
+    if missing:
+        notes.append(
+            f"{len(missing)} of {len(answers)} rows of {source.name} have no answer (the first: "
+            f"{source.places[missing[0]]}); rewards that compare with one skip them"
+        )
+    return with_one_type(replace(source, answers=answers, notes=tuple(notes)), column)
+
+
+def with_one_type(source: DataSource, column: str) -> DataSource:
+    """The source with all answers as text, and a note, if they are numbers and text, or numbers of no type of Arrow."""
+    answers = source.answers
+    if answers is None or is_plain(answers):
+        return source
+    refuse_deep(column, answers, source.where)
+    if not all(isinstance(value, str | Real | Decimal | None) for value in answers) or exact_array(answers) is not None:
+        return source
+    note = f"the answers of {source.name} are not of one type; all are passed on as text ({column})"
+    texts = [value if value is None else _text(value, source.where(row), column) for row, value in enumerate(answers)]
+    return replace(source, answers=texts, notes=(*source.notes, note))
 
 
 def require_one_answer(run: RunConfig, source: DataSource) -> None:
     """Raise DataError if a reward compares with answers but no row has one."""
-    if compares_with_answers(run) and source.answers is not None and all(map(is_missing, source.answers)):
+    if compares_with_answers(run) and source.answers is not None and all(map(has_no_answer, source.answers)):
         raise DataError(
             f"{source.name}: no row has an answer, and a reward compares with one. Name the right column in "
             "data.answer_column, or remove the rewards that compare with an answer"
@@ -107,7 +126,7 @@ def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool =
     names = {reward.name for reward in run.rewards if reward.weight or alone}
     if GYM_REWARD not in names or (names != {GYM_REWARD} and not alone):
         return
-    if "reasoning_gym" not in source.other_names or all(map(is_missing, source.column("reasoning_gym"))):
+    if "reasoning_gym" not in source.other_names or all(map(has_no_answer, source.column("reasoning_gym"))):
         way_out = f"use a reward other than {GYM_REWARD}" if alone else "add a reward that scores its rows"
         raise DataError(
             f"{key}: {source.name} has no rows of a task of reasoning-gym, and {GYM_REWARD} scores no others: name "
@@ -115,28 +134,28 @@ def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool =
         )
 
 
-def _answer(run: RunConfig, value: Any, after: str | None, where: str, column: str) -> str | None:
-    if is_missing(value):
-        if not needs_all_answers(run):
-            return None
-        raise DataError(
-            f"{where}: no answer, and each reward with a weight compares with one; give the row a text or a number "
-            f"({column}), or add a reward for rows without an answer"
-        )
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not isinstance(value, str) and not (number and (isinstance(value, int) or math.isfinite(value))):
-        what = f"the answer is {value}" if number else f"an answer of type {type(value).__name__}"
-        raise DataError(f"{where}: {what}; it must be text or a number ({column})")
-    try:
-        text = str(value).strip()
-    except ValueError:  # Python converts no number of more than 4300 digits to text
-        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
-    if after is not None:
-        _, found, text = text.rpartition(after)
-        if not found:
-            key = column.split("answer_column")[0] + "answer_after"
-            raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
+def comparable_text(value: Any, where: str, column: str, after: str | None = None) -> str:
+    """The text of an answer that rewards compare, behind the marker `after`; raises DataError, with the place and the
+    column, if there is none."""
+    if not is_comparable(value):
+        what = f"an answer of type {type(value).__name__} ({excerpt(value, 40)})"
+        raise DataError(f"{where}: {what}; it must be text or a number where a reward compares it ({column})")
+    text = _text(value, where, column)
+    if after is None:
+        return text
+    _, found, text = text.rpartition(after)
+    if not found:
+        key = column.split("answer_column")[0] + "answer_after"
+        raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
     if not text.strip():
         raise DataError(f"{where}: the answer is empty ({column})")
-    refuse_surrogates(text, f"{where}: the answer")
     return text.strip()
+
+
+def _text(value: Any, where: str, column: str) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # Python converts no number of more than 4300 digits to text
+        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
+    refuse_surrogates(text, f"{where}: the answer")
+    return text

@@ -4,9 +4,12 @@ Families: `thinking` (the prompt ends with an open `<think>`), `hybrid` (the tem
 `instruct` (neither), `plain` (no template). Source: the Qwen3 model cards' templates.
 """
 
+import ast
+import json
 import re
 import unicodedata
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
@@ -25,6 +28,12 @@ _INVISIBLE = re.compile(
     "\U000e0000-\U000e0fff]"
 )
 _PUNCTUATION = re.compile(r"[?!.。؟]+(?=[\s<\[]|$)")  # of a sentence: also before the template's end of a turn
+# A text that is a whole conversation, as JSON or as Python prints it.
+_TALK = re.compile(
+    r"""\s*\[?\s*\{(?=.*["'](content|value)["']\s*:)"""
+    r""".*["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt|tool)["'].*\}\s*\]?\s*""",
+    re.DOTALL,
+)
 _PROBE = [{"role": "user", "content": "1+1?"}]
 
 Message = dict[str, Any]
@@ -81,6 +90,14 @@ def check_budget(run: RunConfig, family: str) -> None:
         )
 
 
+def parse_conversation(prompt: Any) -> Any:
+    """The messages of a conversation that is stored as text, JSON or Python's; anything else as it is."""
+    for read in (json.loads, ast.literal_eval) if isinstance(prompt, str) and _TALK.fullmatch(prompt) else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(prompt)
+    return prompt
+
+
 def render_prompt(
     tokenizer: Any,
     prompt: str | list[Message],
@@ -104,7 +121,7 @@ def render_prompt(
     """
     if family == "plain":
         return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
-    messages = _as_messages(prompt, system_prompt)
+    messages = as_messages(prompt, system_prompt)
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     return _without_bos(tokenizer, _apply(tokenizer, messages, **options))
@@ -159,7 +176,12 @@ def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:
     return _non_empty(prompt, "the prompt")
 
 
-def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
+def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
+    """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
+    if isinstance(prompt, str) and _TALK.fullmatch(prompt):
+        raise DataError(
+            "the prompt is a conversation as text that is neither JSON nor Python; write that column with json.dumps"
+        )
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
     elif isinstance(prompt, list) and prompt:

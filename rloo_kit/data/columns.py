@@ -1,5 +1,6 @@
 """Rows as read, each with its line or row for error messages, and the columns they may have."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -97,37 +98,59 @@ def select_rows(source: DataSource, rows: list[int]) -> DataSource:
 
 def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
     """`values`, if Arrow can store them in one column; else raises DataError with the place of the first that fails."""
-    if _is_plain(values):
+    kinds = {type(value) for value in values}
+    if float in kinds and not kinds <= {float, int, type(None)}:  # pandas writes NaN where a text is missing
+        values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
+    if is_plain(values):
         return values
-    import pyarrow
+    refuse_deep(key, values, where)
+    error = _store(values)
+    if not isinstance(error, Exception):
+        return values
+    first_bad = bisect_left(range(len(values)), True, key=lambda row: isinstance(_store(values[: row + 1]), Exception))
+    what = f"column '{key}' has a value that Arrow cannot store with those before it ({error})"
+    raise DataError(f"{where(first_bad)}: {what}; a column has one type: convert, rename or remove it") from error
 
-    def explain(rows: list[Any]) -> Exception | None:
-        try:
-            pyarrow.array(rows)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
-            return error
-        return None
 
+def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> None:
+    """Raise DataError if a value is nested so deeply that Arrow would overflow the C stack."""
     for row, value in enumerate(values):
-        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):  # Arrow would overflow the C stack
+        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):
             raise DataError(
                 f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself"
             )
-    error = explain(values)
-    if error is None:
-        return values
-    kinds = [type(value) for value in values]
-    first = next(kind for kind in kinds if kind is not type(None))
-    odd = next((row for row, kind in enumerate(kinds) if kind not in (first, type(None))), None)
-    if odd is not None:
-        what = f"has a {kinds[odd].__name__} after a {first.__name__}; a column needs one type"
-        raise DataError(f"{where(odd)}: column '{key}' {what} ({error})") from error
-    first_bad = bisect_left(range(len(values)), True, key=lambda row: explain(values[: row + 1]) is not None)
-    what = f"column '{key}' has a value that Arrow cannot store with those before it: {error}"
-    raise DataError(f"{where(first_bad)}: {what}") from error
 
 
-def _is_plain(values: list[Any]) -> bool:
+def exact_array(values: list[Any]) -> Any:
+    """The Arrow array that gives back values equal to these; None if there is none."""
+    array = _store(values)
+    return None if isinstance(array, Exception) or array.to_pylist() != values else array
+
+
+def _store(values: list[Any]) -> Any:
+    """The values as an Arrow array, or the error."""
+    import pyarrow
+
+    try:
+        return pyarrow.array(values)
+    except Exception as error:  # pyarrow's, or of an object that it looks into
+        return error
+
+
+def plain(value: Any) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, pairs of a map as a
+    mapping, NA and NaT as None."""
+    for name in ("as_py", "tolist"):
+        value = getattr(value, name)() if hasattr(value, name) else value
+    if not isinstance(value, (list, tuple, dict)) or _is_deeper(value, DEEPEST):
+        return None if type(value).__name__ in ("NAType", "NaTType") else value
+    pairs = value.items() if isinstance(value, dict) else value
+    if pairs and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in pairs):
+        return {key: plain(item) for key, item in pairs}
+    return value if isinstance(value, dict) else [plain(item) for item in value]
+
+
+def is_plain(values: list[Any]) -> bool:
     """Whether all values are text, or numbers of one type, which Arrow can store: no need to load it (0.5 s)."""
     kinds = {type(value) for value in values} - {type(None)}
     found = [value for value in values if value is not None]
@@ -181,9 +204,10 @@ def taken_columns(
     moved = [column for column in (columns.prompt, columns.answer) if column in found]
     for column in found:
         if column in images or (column in IMAGE_COLUMNS and column not in moved):
+            how = "type" if column in images else "name"
             raise DataError(
-                f"{name}: column '{column}' contains images, by its {'type' if column in images else 'name'}; rloo-kit "
-                "trains on text. Remove the column from the data, or rename it if it contains something else"
+                f"{name}: column '{column}' contains images or other media, by its {how}; rloo-kit trains on text. "
+                "Remove the column from the data, or rename it if it contains something else"
             )
     hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
     refused = [column for column in TAKEN_COLUMNS if column in found and column not in moved]

@@ -1,14 +1,13 @@
 """Turns a data source into a run's two datasets: read, draw, render, check, split by distinct prompts."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.collective import main_first
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
-from rloo_kit.data.answers import is_plain
 from rloo_kit.data.chat import prompt_identity, render_prompt, resolve_family, thinks
 from rloo_kit.data.columns import QUESTION, DataSource, read_question
 from rloo_kit.data.reading import read_test, read_training
@@ -22,8 +21,8 @@ class Data:
     """The prompts of a run.
 
     Attributes:
-        train: datasets.Dataset with `prompt` (rendered text), `answer` (text, or None for a row without one; if the
-            source has it; see `with_answers`), `question` (the user's last message), other columns.
+        train: datasets.Dataset with `prompt` (rendered text), `answer` (as in the source, if it has answers; None for a
+            row without one; see `with_answers`), `question` (the user's last message), other columns.
         test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
@@ -229,24 +228,18 @@ def _shuffled(groups: dict[str, list[int]], seed: int) -> list[str]:
 
 def _datasets(source: DataSource, texts: list[str], *sides: list[int]) -> list[Any]:
     """A dataset of the rows of each side; a column has one type on all sides."""
-    table = replace(source, others=to_dataset(source.others, source.name))
-    return [_dataset(table, texts, rows) for rows in sides]
-
-
-def _dataset(source: DataSource, texts: list[str], rows: list[int]) -> Any:
-    datasets = _stack.load_stack().datasets
-    columns: dict[str, list[Any]] = {"prompt": [texts[row] for row in rows]}
-    if source.answers is not None:
-        columns["answer"] = [source.answers[row] for row in rows]
+    columns = {"prompt": texts} | ({} if source.answers is None else {"answer": source.answers})
     if QUESTION not in source.other_names:
-        columns[QUESTION] = [read_question(source.prompts[row]) for row in rows]
-    features = datasets.Features({name: datasets.Value("string") for name in columns})
-    if not is_plain(source.answers or ()):
-        features["answer"] = datasets.Json()  # Arrow would give all objects the keys of all rows
-    table = datasets.Dataset.from_dict(columns, features=features)
-    if source.others is None:
-        return table
-    # A separate table: a view with indices, or one chunk per row, would pickle the whole column each time.
-    chosen = source.others.with_format("arrow").select(rows)[:].combine_chunks()
-    others = datasets.Dataset(chosen, info=datasets.DatasetInfo(features=source.others.features))
-    return datasets.concatenate_datasets([table, others], axis=1)
+        columns[QUESTION] = [read_question(prompt) for prompt in source.prompts]
+    tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]
+    return [
+        _stack.load_stack().datasets.concatenate_datasets([_take(table, rows) for table in tables], axis=1)
+        for rows in sides
+    ]
+
+
+def _take(table: Any, rows: list[int]) -> Any:
+    """A table of its own: a view with indices, or one chunk per row, would pickle the whole column each time."""
+    datasets = _stack.load_stack().datasets
+    chosen = table.with_format("arrow").select(rows)[:].combine_chunks()
+    return datasets.Dataset(chosen, info=datasets.DatasetInfo(features=table.features))

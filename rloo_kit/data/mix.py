@@ -5,8 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from rloo_kit.data.columns import QUESTION, DataSource, select_rows
-from rloo_kit.errors import DataError
+from rloo_kit.data.columns import QUESTION, DataSource, arrow_column, select_rows
 
 SOURCE_COLUMN = "source"  # names each row's source in a mix
 
@@ -52,11 +51,12 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
     )
     rows = [(place, row) for _, place, row in order]
     names = list(dict.fromkeys(name for source in sources for name in source.other_names))
+    places = [sources[place].where(row) for place, row in rows]
     others: dict[str, list[Any]] = {}
     for name in names:
         columns = [list(source.column(name)) if name in (*source.other_names, QUESTION) else None for source in sources]
-        _refuse_other_types(name, columns, sources)
-        others[name] = [None if (column := columns[place]) is None else column[row] for place, row in rows]
+        values = [None if (column := columns[place]) is None else column[row] for place, row in rows]
+        others[name] = arrow_column(name, values, places.__getitem__)
     if SOURCE_COLUMN not in others:
         others[SOURCE_COLUMN] = [labels[place] for place, _ in rows]
     has_answers = any(source.answers is not None for source in sources)
@@ -66,28 +66,7 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
         prompts=[sources[place].prompts[row] for place, row in rows],
         answers=[answers[place][row] for place, row in rows] if has_answers else None,
         others=others,
-        places=[sources[place].where(row) for place, row in rows],
+        places=places,
         notes=tuple(note for source in sources for note in source.notes),
         is_mix=True,
     )
-
-
-def _refuse_other_types(name: str, columns: list[list[Any] | None], sources: list[DataSource]) -> None:
-    """Refuse a column whose types Arrow cannot unify across sources, naming the first two that differ."""
-    import pyarrow
-
-    found: tuple[Any, DataSource] | None = None
-    for column, source in zip(columns, sources, strict=True):
-        kind = pyarrow.null() if column is None else pyarrow.array(column).type
-        if pyarrow.types.is_null(kind):
-            continue
-        if found is None:
-            found = kind, source
-        try:
-            schemas = [pyarrow.schema({name: each}) for each in (found[0], kind)]
-            found = pyarrow.unify_schemas(schemas, promote_options="permissive").field(name).type, found[1]
-        except pyarrow.ArrowException:
-            raise DataError(
-                f"data.sources: column '{name}' is {found[0]} in {found[1].name} and {kind} in {source.name}; a column "
-                "needs one type: convert or rename it in one of them"
-            ) from None

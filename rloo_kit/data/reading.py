@@ -18,6 +18,7 @@ from rloo_kit.data.answers import (
     require_one_answer,
     require_verifier,
     with_answers,
+    with_one_type,
 )
 from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.families import addition
@@ -132,7 +133,7 @@ def _read_mix(run: RunConfig, thinking: bool) -> DataSource:
         chosen = draw(source, count, f"{run.data.seed}-{number}")
         drawn.append(with_answers(run, chosen, part.answer_after, part.answer_key))
     labels = _labels(run.data)
-    mixed = combine(drawn, labels)
+    mixed = with_one_type(combine(drawn, labels), "answer_column of data.sources")
     require_one_answer(run, mixed)
     require_verifier(run, mixed, "data.sources")
     each = ", ".join(

@@ -4,14 +4,14 @@ import csv
 import json
 import stat
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rloo_kit.config.checks import FILE_KINDS
 from rloo_kit.data import tables
-from rloo_kit.data.chat import refuse_surrogates
-from rloo_kit.data.columns import Columns, DataSource, arrow_column, require_columns, taken_columns
+from rloo_kit.data.chat import parse_conversation, refuse_surrogates
+from rloo_kit.data.columns import Columns, DataSource, arrow_column, plain, require_columns, taken_columns
 from rloo_kit.errors import DataError, excerpt
 from rloo_kit.system.input_files import looked_for, places_of
 
@@ -54,8 +54,15 @@ def read_file(path: Path, columns: Columns) -> DataSource:
     """The rows of a JSONL, CSV or Parquet file. Raises DataError, with file and line, for a broken or empty file, a
     malformed row or a missing column."""
     reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": tables.read_parquet}[path.suffix.lower()]
-    try:
+    with explained(path):
         return reader(path, columns)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """What fails while `path` is read becomes a DataError."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         line = _first_line_not_utf8(path)
         raise DataError(f"{path}, line {line}: not UTF-8 text ({error.reason}). Save the file as UTF-8.") from error
@@ -72,6 +79,7 @@ def _first_line_not_utf8(path: Path) -> int:
 def read_rows(rows: Any, columns: Columns) -> DataSource:
     """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages). Raises
     DataError for no rows, a row of another type or a missing column."""
+    rows = rows.to_pylist() if hasattr(rows, "to_pylist") else rows  # of pyarrow
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
         return tables.from_dataset(rows, "the dataset", columns)
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
@@ -79,36 +87,38 @@ def read_rows(rows: Any, columns: Columns) -> DataSource:
             f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
             "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
         )
-    bare = [row if isinstance(row, dict) else {columns.prompt: row} for row in rows]
+    bare = [row if isinstance(row, dict) else {columns.prompt: row} for row in map(plain, rows)]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
 def _read_jsonl(path: Path, columns: Columns) -> DataSource:
-    rows, places = [], []
     with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                hint = ". Is this one JSON document? JSONL has one object per line" if number == 1 else ""
-                what = f"broken JSON: {error.msg} at column {error.colno}{hint}"
-                raise DataError(f"{path}, line {number}: {what}") from error
-            except (ValueError, RecursionError) as error:  # thousands of digits or brackets
-                raise DataError(f"{path}, line {number}: JSON that cannot be read: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; each line must be an object")
-            rows.append(row)
-            places.append(f"line {number}")
-    return _from_dicts(rows, places, str(path), columns)
+        lines = list(json_lines(file, path))
+    return _from_dicts([row for _, row in lines], [f"line {number}" for number, _ in lines], str(path), columns)
+
+
+def json_lines(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file with their lines."""
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            hint = ". Is this one JSON document? JSONL has one object per line" if number == 1 else ""
+            what = f"broken JSON: {error.msg} at column {error.colno}{hint}"
+            raise DataError(f"{path}, line {number}: {what}") from error
+        except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+            raise DataError(f"{path}, line {number}: JSON that cannot be read: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; each line must be an object")
+        yield number, row
 
 
 def _read_csv(path: Path, columns: Columns) -> DataSource:
     rows, places = [], []
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        lines = _csv_lines(reader, path)
+        lines = csv_lines(file, path)
         _, header = next(lines, (0, []))
         if len(set(header)) < len(header):
             raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(header)}")
@@ -120,9 +130,14 @@ def _read_csv(path: Path, columns: Columns) -> DataSource:
     return _from_dicts(rows, places, str(path), columns)
 
 
-def _csv_lines(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Non-blank records, each with its first line (a quoted field may span several)."""
-    start = 1
+def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Non-blank records, each with its first line (a quoted field may span several). Of comma, semicolon and tab, the
+    one that gives the header most fields separates them all."""
+    csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
+    head = next((line for line in file if line.strip()), "")
+    file.seek(0)
+    mark = max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
+    reader, start = csv.reader(file, delimiter=mark, strict=True), 1
     while True:
         try:
             fields = next(reader)
@@ -155,7 +170,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
                 others[key] = arrow_column(key, [row.get(key) for row in rows], lambda row: f"{name}, {places[row]}")
     return DataSource(
         name=name,
-        prompts=[row[columns.prompt] for row in rows],
+        prompts=[parse_conversation(row[columns.prompt]) for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
         others=others or None,
         places=places,

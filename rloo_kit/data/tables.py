@@ -1,10 +1,13 @@
 """Rows that only the stack can read: Parquet, folders of `save_to_disk`, the hub; and columns as a `Dataset`."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rloo_kit import _stack
-from rloo_kit.data.columns import Columns, DataSource, require_columns, taken_columns
+from rloo_kit.data.chat import parse_conversation
+from rloo_kit.data.columns import Columns, DataSource, exact_array, plain, require_columns, taken_columns
 from rloo_kit.errors import DataError
 
 
@@ -17,14 +20,26 @@ def is_saved_folder(folder: Path) -> bool:
 def read_parquet(path: Path, columns: Columns) -> DataSource:
     """The rows of a Parquet file; raises DataError if it is not one, or lacks a column."""
     datasets = _stack.load_stack().datasets
+    table = open_parquet(path)
+    for number, field in enumerate(table.schema):
+        try:
+            datasets.features.features.generate_from_arrow_type(field.type)
+        except ValueError:
+            values = list(map(plain, table.column(number).to_pylist()))  # of a type that `datasets` has not, like maps
+            table = table.set_column(number, field.name, to_arrow(values))
+    return from_dataset(datasets.Dataset(table), str(path), columns)
+
+
+def open_parquet(path: Path, schema_only: bool = False) -> Any:
+    """The table of a Parquet file, or its schema alone; raises DataError if it is none."""
+    _stack.load_stack()  # before pyarrow, since these libraries ship their own
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = datasets.Dataset(pyarrow.parquet.read_table(path))
+        return (pyarrow.parquet.read_schema if schema_only else pyarrow.parquet.read_table)(path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
-    return from_dataset(table, str(path), columns)
+        raise DataError(f"{path} is not a Parquet file that can be read: {str(error).splitlines()[0]}") from error
 
 
 def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
@@ -66,16 +81,20 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     """A `DataSource` from a `datasets.Dataset`; its other columns keep their types."""
     if not len(table):
         raise DataError(f"{name} has no rows")
+    table = table.with_format(None)
     places = [f"row {number}" for number in range(1, len(table) + 1)]
     require_columns(name, places[0], table.column_names, columns)
     has_answer = columns.answer in table.column_names
     images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
     taken, notes = taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
+    answers = list(table[columns.answer]) if has_answer else None
+    if answers and getattr(table.features[columns.answer], "dtype", "") in ("float16", "float32"):  # 0.1, as written
+        answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,
-        prompts=list(table[columns.prompt]),
-        answers=list(table[columns.answer]) if has_answer else None,
+        prompts=[parse_conversation(prompt) for prompt in table[columns.prompt]],
+        answers=answers,
         others=table.select_columns(kept) if kept else None,
         places=places,
         notes=notes,
@@ -83,29 +102,39 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
 
 
 def _holds_images(feature: Any) -> bool:
-    """Whether values of this type are or contain images."""
+    """Whether values of this type are or contain images, or other media."""
     if isinstance(feature, dict):
         return any(_holds_images(inner) for inner in feature.values())
     inner = getattr(feature, "feature", None)  # of a list
-    return type(feature).__name__ == "Image" or (inner is not None and _holds_images(inner))
+    return type(feature).__name__ in ("Image", "Audio", "Video", "Pdf") or (inner is not None and _holds_images(inner))
 
 
 def to_dataset(others: Any, name: str) -> Any:
-    """The `others` of a `DataSource` called `name` as a `datasets.Dataset`; None stays None."""
+    """Columns of a `DataSource` called `name` as a `datasets.Dataset`; None, and what is one already, stay."""
     if not isinstance(others, dict):
         return others
     import pyarrow
 
     try:
-        return _stack.load_stack().datasets.Dataset.from_dict(others)
-    except (
-        pyarrow.ArrowException,
-        TypeError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # nested too deeply to be combined
+        arrays = {key: to_arrow(values) for key, values in others.items()}
+        return _stack.load_stack().datasets.Dataset(pyarrow.table(arrays))
+    except Exception as error:  # pyarrow's, json's, of datasets
         raise DataError(f"{name}: Arrow cannot store the columns {', '.join(others)}: {error}") from error
+
+
+def to_arrow(values: list[Any]) -> Any:
+    """Values as one Arrow array: of a type that gives back equal ones, else as JSON, because Arrow would give all
+    objects the keys of all rows. Raises what pyarrow, json or datasets raise for values that none of them stores."""
+    import pyarrow
+
+    exact = exact_array(values)
+    if exact is not None or not any(isinstance(value, (list, dict)) for value in values):
+        return pyarrow.array(values) if exact is None else exact
+    texts = [json.dumps(value, ensure_ascii=False) for value in values]
+    if list(map(_stack.load_stack().datasets.Json().decode_example, texts)) != values:  # it changes a float's last bit
+        with suppress(pyarrow.ArrowException):
+            return pyarrow.array(values)
+    return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
 
 
 def _hub_message(found: str, error: Exception, key: str, subset_key: str, split_key: str) -> str:

@@ -8,7 +8,14 @@ from typing import Any
 
 from rloo_kit.config.embedded import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import prompt_identity, refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import (
+    parse_conversation,
+    prompt_identity,
+    refuse_surrogates,
+    render_prompt,
+    resolve_family,
+    thinks,
+)
 from rloo_kit.data.columns import Columns, DataSource, select_rows
 from rloo_kit.data.gym import is_gym
 from rloo_kit.data.reading import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part
@@ -195,6 +202,7 @@ def _thoughts(run: RunConfig, source: DataSource) -> Sequence[Any] | None:
 
 def _text(value: Any, what: str) -> str:
     """A demonstration as text, given as text or as a list of one assistant message; empty for null."""
+    value = parse_conversation(value)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
     if value is None:

@@ -20,7 +20,6 @@ from rloo_kit.data.answers import (
     GymRow,
     find_judge,
     gold_answers,
-    is_missing,
 )
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.gym import GYM_COLUMN
@@ -32,6 +31,7 @@ from rloo_kit.results.intervals import clustered, pass_at_k
 from rloo_kit.rewarding.guard import guard, reward_name
 from rloo_kit.rewarding.registry import build_reward
 from rloo_kit.rewarding.worker import close_worker
+from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.console import format_seconds
@@ -142,7 +142,7 @@ class AnswerJudge:
         gold = [self.gold[done.prompt_index] for done in completions]
         for column, reward in (("answer", self.reward), (GYM_COLUMN, self.gym_reward)):
             judged = [place for place, one in enumerate(gold) if isinstance(one, GymRow) == (column == GYM_COLUMN)]
-            judged = [place for place in judged if not is_missing(gold[place])]
+            judged = [place for place in judged if not has_no_answer(gold[place])]
             for start in range(0, len(judged), JUDGED_AT_ONCE):
                 places = judged[start : start + JUDGED_AT_ONCE]
                 batch = [completions[place] for place in places]

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.answers import answer_reward_of, gold_answers, is_missing
+from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.data.load import Data
 from rloo_kit.evals.difficulty import measure_pass_rates, sampling_of
 from rloo_kit.evals.rewards import make_held_out_rewards
@@ -14,6 +14,7 @@ from rloo_kit.health.signs import EQUAL_REWARDS, at_ceiling
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.intervals import Estimate, wilson
 from rloo_kit.rewarding.worker import close_worker
+from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import generate_completions
 
 ENOUGH = 0.2  # share of prompts with a signal; below it most of a rollout is wasted
@@ -83,7 +84,7 @@ def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int 
     if answer_reward_of(one.name for one in run.rewards) is None:
         return _measure_rewards(run, policy, data.train.select(range(min(num_prompts, len(data.train)))))
     answers = gold_answers(data.train) or []
-    rows = [row for row, answer in enumerate(answers) if not is_missing(answer)][:num_prompts]
+    rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
     if not rows:
         return None
     measured = run.model_copy(deep=True)

@@ -31,7 +31,7 @@ class MadeUp:
     ids: list[int]
 
 
-def make_completions(tokenizer: Any, thinking: bool, answer: str | None) -> list[MadeUp]:
+def make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp]:
     """Completions of one prompt, as the loop would pass them.
 
     Args:

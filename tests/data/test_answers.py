@@ -22,7 +22,7 @@ def test_rows_without_an_answer(make_run, write, tmp_path, tiny_tokenizer, capsy
     else:
         path = write(name, jsonl({"prompt": "a", "answer": 1}, {"prompt": "b", "answer": NULLS[name]}))
     data = load_data(make_run(path, reward=BOTH), tiny_tokenizer)
-    assert data.train["answer"][:] == ["1.0" if name == "rows.parquet" else "1", None]
+    assert data.train["answer"][:] == ["1" if name == "rows.csv" else 1, None]
     place = {"rows.csv": "line 3", "rows.parquet": "row 2"}.get(name, "line 2")
     assert f"1 of 2 rows of {path} have no answer (the first: {place})" in capsys.readouterr().out
     for reward in ("answer_reward", "math_answer_reward", ("answer_reward", "math_answer_reward")):

@@ -56,7 +56,8 @@ PROMPT = "<|im_start|>user\n0+1=<|im_end|>\n<|im_start|>assistant\n"
 def test_a_thinking_models_completion_follows_the_open_tag(make_run):
     """A second <think>, or none that is closed, is a form that RLOO's prompts never ask for."""
     whole = "<think>\nso\n</think>\n\n1<|im_end|>"
-    for answer in ("so\n</think>\n\n1", whole, [{"role": "assistant", "content": whole}]):
+    talk = [{"role": "assistant", "content": whole}]
+    for answer in ("so\n</think>\n\n1", whole, talk, str(talk), json.dumps(talk)):  # as text, too
         run = make_run([ROWS[0] | {"completion": answer}] + ROWS[1:])
         assert texts(run)[0] == f"{PROMPT}<think>\n|so\n</think>\n\n1<|im_end|>"
     rows = [{"prompt": "0+1=", "answer": "1", "work": "so\n"}]

@@ -582,9 +582,8 @@ def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_po
         return [0.5] * len(completions)
 
     measured = evaluate(run, make_policy(), data.test, reward_funcs=[own])
-    kept = str(gold) if isinstance(gold, int) and gold is not True else gold
-    assert seen == data.test["answer"][:] and all(one in (kept, {"other": None}) for one in seen) and kept in seen
-    is_text = isinstance(kept, str)
+    assert seen == data.test["answer"][:] and all(one in (gold, {"other": None}) for one in seen) and gold in seen
+    is_text = isinstance(gold, str) or gold == 7
     assert (measured.accuracy is not None, measured.judged_by) == (is_text, "exact match" if is_text else None)
     assert measured.leading == "reward" and measured.samples[0]["gold"] == seen[0]
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured

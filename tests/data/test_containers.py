@@ -1,0 +1,209 @@
+"""Data as people have it: what pandas, pyarrow, `datasets` and spreadsheets write, read or refused in a line."""
+
+import datetime
+import json
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+from typer.testing import CliRunner
+
+from rloo_kit.cli import app
+from rloo_kit.data.load import load_data, prepare_data
+from rloo_kit.errors import RlooKitError
+from rloo_kit.starter.table import read_columns, read_table
+from tests.data.conftest import jsonl, rendered
+
+TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "What's 1+1?"}]
+PAIRS = [list(message.items()) for message in TALK]
+MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
+SEEN = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat's 1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+DAY = datetime.datetime(2026, 1, 2)
+NO_TEXT = "it must be text or a number where a reward compares it"
+
+
+def parquet(**columns: Any) -> pyarrow.Table:
+    return pyarrow.table({"prompt": ["a", "b"]} | columns)
+
+
+def sheet(columns: dict[str, Any], **options: Any) -> str:
+    """A table as pandas writes it to CSV."""
+    return str(pandas.DataFrame(columns).to_csv(index=False, **options))
+
+
+LONG = "x" * 140_000
+# Name: (content, the first row as rewards of one's own get it or the error, the error of `init` and of a reward that
+# compares; "" if they take the answers).
+FILES: dict[str, tuple[Any, Any, str]] = {
+    "python.csv": (sheet({"prompt": [str(TALK)], "answer": ["2"]}), {"prompt": SEEN, "answer": "2"}, ""),
+    "json.csv": (sheet({"prompt": [json.dumps(TALK)], "answer": [2]}), {"prompt": SEEN, "answer": "2"}, ""),
+    "numpy.csv": (sheet({"prompt": [numpy.array(TALK)], "answer": [2]}), "neither JSON nor Python", "json.dumps"),
+    "human.csv": (
+        sheet({"prompt": [str([{"from": "human", "value": "hi"}])], "answer": [2]}), "message 1 of the", "message 1",
+    ),
+    "braces.csv": (
+        sheet({"prompt": ["[{'from': 'EUR', 'value': 3}]"], "answer": ["4"]}),
+        {"prompt": rendered("[{'from': 'EUR', 'value': 3}]"), "answer": "4"}, "",
+    ),
+    "semicolons.csv": (sheet({"prompt": ["a, b"], "answer": [5]}, sep=";"), {"prompt": rendered("a, b")}, ""),
+    "tabs.csv": (sheet({"prompt": ["a;b"], "answer": [5]}, sep="\t"), {"prompt": rendered("a;b"), "answer": "5"}, ""),
+    "long.csv": (sheet({"prompt": ["a"], "answer": [LONG]}), {"answer": LONG}, ""),
+    "spaces.csv": ("prompt,answer\na, 007\n", {"answer": " 007"}, ""),
+    "integers.jsonl": (jsonl({"prompt": "a", "answer": 5}), {"answer": 5}, ""),
+    "floats.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": 1}), {"answer": 0.7}, ""),
+    "mixed.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": "x"}), {"answer": "0.7"}, ""),
+    "huge.jsonl": (jsonl({"prompt": "a", "answer": 2**70}), {"answer": str(2**70)}, ""),
+    "booleans.jsonl": (jsonl({"prompt": "a", "answer": True}), {"answer": True}, NO_TEXT),
+    "lists.jsonl": (jsonl({"prompt": "a", "answer": [0.7, 2]}), {"answer": [0.7, 2]}, NO_TEXT),
+    "objects.jsonl": (
+        jsonl({"prompt": "a", "answer": {"x": 1}}, {"prompt": "b", "answer": {"y": ""}}), {"answer": {"x": 1}}, NO_TEXT,
+    ),
+    "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "an answer of type float (inf)"),
+    "talk.jsonl": (jsonl({"prompt": json.dumps(TALK), "answer": "2"}), {"prompt": SEEN}, ""),
+    "role.jsonl": (
+        jsonl({"prompt": [{"role": "human", "content": "hi"}], "answer": "2"}), "the role 'human'", "the role 'human'",
+    ),
+    "talk.parquet": (parquet(prompt=[TALK], answer=["2"]), {"prompt": SEEN}, ""),
+    "json.parquet": (parquet(prompt=[json.dumps(TALK)], answer=["2"]), {"prompt": SEEN}, ""),
+    "pandas.parquet": (
+        pandas.DataFrame({"prompt": [numpy.array(TALK)], "answer": [2], "when": [DAY]}),
+        {"prompt": SEEN, "answer": 2, "when": DAY}, "",
+    ),
+    "maps.parquet": (
+        parquet(prompt=pyarrow.array([PAIRS, PAIRS], pyarrow.list_(MAP)), answer=["2", "3"],
+                more=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)),
+        {"prompt": SEEN, "answer": "2", "more": {"x": "1"}}, "",
+    ),
+    "bytes.parquet": (parquet(answer=[2, 3], key=pyarrow.array([b"ab"] * 2, pyarrow.binary(2))), {"key": b"ab"}, ""),
+    "decimals.parquet": (parquet(answer=[Decimal("1.50"), None]), {"answer": Decimal("1.50")}, ""),
+    "categories.parquet": (parquet(answer=pyarrow.array(["x", "y"]).dictionary_encode()), {"answer": "x"}, ""),
+    "integers.parquet": (parquet(answer=pyarrow.array([5, None], pyarrow.int8())), {"answer": 5}, ""),
+    "single.parquet": (parquet(answer=pyarrow.array([0.1, 2], pyarrow.float32())), {"answer": 0.1}, ""),
+    "booleans.parquet": (parquet(answer=[True, None]), {"answer": True}, NO_TEXT),
+    "dates.parquet": (parquet(answer=[DAY.date(), None]), {"answer": DAY.date()}, NO_TEXT),
+    "structs.parquet": (parquet(answer=[{"x": 1}, {"x": None}]), {"answer": {"x": 1}}, NO_TEXT),
+    "map.parquet": (parquet(answer=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)), {"answer": {"x": "1"}}, NO_TEXT),
+}  # fmt: skip
+
+
+def fails(text: str, call: Any, *arguments: Any, **named: Any) -> None:
+    with pytest.raises(RlooKitError) as caught:
+        call(*arguments, **named)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_read_or_refused_in_a_line(make_run, tmp_path: Path, tiny_tokenizer, name: str) -> None:
+    """Conversations as text became the user's message, maps were tracebacks, integers became text, and `init` accepted
+    what `train` refused."""
+    content, expected, comparing = FILES[name]
+    path = tmp_path / name
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    elif isinstance(content, pandas.DataFrame):
+        content.to_parquet(path)
+    else:
+        pyarrow.parquet.write_table(content, path)
+    own, compared = make_run(path), make_run(path, reward=("answer_reward", "length_reward"))
+    assert read_columns(path)[:2] == ["prompt", "answer"]
+    if comparing:
+        fails(comparing, read_table, str(path), "prompt", "answer")
+        fails(comparing, load_data, compared, tiny_tokenizer)
+    else:
+        read_table(str(path), "prompt", "answer")
+        load_data(compared, tiny_tokenizer)
+    if isinstance(expected, str):
+        fails(expected, load_data, own, tiny_tokenizer)
+        return
+    prepared, found = prepare_data(own, tiny_tokenizer), load_data(own, tiny_tokenizer).train
+    assert {key: found[0][key] for key in expected} == expected
+    assert {key: type(found[0][key]) for key in expected} == {key: type(value) for key, value in expected.items()}
+    assert [prepared.train.row(index) for index in range(len(found))] == found.to_list()
+
+
+FRAME = pandas.DataFrame(
+    {
+        "prompt": [numpy.array(TALK), TALK], "answer": pandas.array([5, None], "Int64"), "note": ["x", None],
+        "when": [pandas.Timestamp(DAY), pandas.NaT], "tags": [numpy.array([1, 2]), numpy.array([])],
+    }
+)  # fmt: skip
+RECORD = {"prompt": SEEN, "answer": 5, "note": "x", "when": DAY, "tags": [1, 2]}
+MAPS = pyarrow.table({"prompt": pyarrow.array([PAIRS], pyarrow.list_(MAP))})
+ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "pandas": (FRAME.to_dict("records"), RECORD),
+    "pyarrow": (pyarrow.Table.from_pandas(FRAME), RECORD),
+    "a pyarrow map": (MAPS.to_pylist(), {"prompt": SEEN}),
+    "a map in pandas": (MAPS.to_pandas().to_dict("records"), {"prompt": SEEN}),
+    "datasets as numpy": (
+        datasets.Dataset.from_dict({"prompt": [TALK], "answer": [[1, 2]]}).with_format("numpy"),
+        {"prompt": SEEN, "answer": [1, 2]},
+    ),
+    "a streamed dataset": (
+        datasets.Dataset.from_dict({"prompt": [TALK], "answer": [1]}).to_iterable_dataset(), {"prompt": SEEN},
+    ),
+    "a column": (datasets.Dataset.from_dict({"prompt": [TALK]})["prompt"], {"prompt": SEEN}),
+    "a series": (pandas.Series(["a"]), {"prompt": rendered("a")}),
+    "numpy": ([{"prompt": numpy.str_("a"), "answer": numpy.int64(5), "x": numpy.float32(0.5), "y": numpy.array([[1]])}],
+              {"prompt": rendered("a"), "answer": 5, "x": 0.5, "y": [[1]]}),
+    "decimals": ([{"prompt": "a", "answer": Decimal("1.50")}], {"answer": Decimal("1.50")}),
+    "fractions": ([{"prompt": "a", "answer": Fraction(1, 3)}], {"answer": "1/3"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_in_python_are_what_the_libraries_hand_over(make_run, tiny_tokenizer, name: str) -> None:
+    """`rows.to_dict('records')`, the kit's own advice, was a traceback for messages from Parquet; `Decimal`, `Fraction`
+    and numpy's numbers "must be text or a number"."""
+    rows, expected = ROWS[name]
+    found = load_data(make_run(), tiny_tokenizer, rows=rows).train
+    assert {key: found[0][key] for key in expected} == expected
+    if name in ("decimals", "fractions", "numpy"):
+        load_data(make_run(reward="answer_reward"), tiny_tokenizer, rows=rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["numbers.jsonl", "python.csv", "maps.parquet"])
+def test_train_hands_a_reward_of_ones_own_the_column_as_it_is(tmp_path: Path, monkeypatch, name: str) -> None:
+    """`text.isdigit() and int(text) == answer` was never true, because integers became text on the way to the worker
+    of a reward; the real command, two steps."""
+    monkeypatch.chdir(tmp_path)
+    talks = [[{"role": "user", "content": f"{n}+{n}="}] for n in range(11, 23)]
+    if name == "maps.parquet":
+        columns = {"prompt": pyarrow.array([[list(talk[0].items())] for talk in talks], pyarrow.list_(MAP))}
+        pyarrow.parquet.write_table(pyarrow.table(columns | {"answer": [{"x": n} for n in range(12)]}), name)
+    elif name == "python.csv":
+        Path(name).write_text(sheet({"prompt": map(str, talks), "answer": range(12)}))
+    else:
+        Path(name).write_text(jsonl(*({"prompt": talk, "answer": n} for n, talk in enumerate(talks))))
+    kind = {"numbers.jsonl": "int", "python.csv": "str", "maps.parquet": "dict"}[name]
+    Path("mine.py").write_text(f"def typed(completions, answer):\n    return [isinstance(a, {kind}) for a in answer]\n")
+    Path("run.yaml").write_text(
+        f"model: {{name: embedded/thinking, max_seq_length: 128}}\ndata: {{source: {name}, test_size: 2}}\n"
+        "rewards: [{name: 'mine:typed'}]\n"
+        "rloo: {max_steps: 2, per_device_train_batch_size: 8, num_generations: 4, max_completion_length: 8}\n"
+    )
+    done = CliRunner().invoke(app, ["train", "run.yaml"])
+    assert done.exit_code == 0, done.stderr
+    rows = [json.loads(line) for line in Path("outputs/run/rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and {row["reward"] for row in rows} == {1.0}
+    assert {type(row["columns"]["answer"]).__name__ for row in rows} == {kind}
+
+
+def test_answers_of_a_mix_have_one_type(make_run, tmp_path: Path, tiny_tokenizer) -> None:
+    """Numbers of one source and text of another were text before each source was read as it is; maps reach a mix."""
+    (tmp_path / "a.jsonl").write_text(jsonl({"prompt": "a", "answer": 5}))
+    table = parquet(answer=["x", "x"], more=pyarrow.array([[("k", "v")]] * 2, MAP))
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    sources = [{"source": str(tmp_path / name)} for name in ("a.jsonl", "b.parquet")]
+    found = load_data(make_run(sources=sources), tiny_tokenizer)
+    assert sorted(found.train["answer"]) == ["5", "x"] and {"k": "v"} in [
+        dict(one or {}) for one in found.train["more"]
+    ]
+    assert any("not of one type" in note for note in found.notes)
