@@ -4,7 +4,6 @@ However `train` ends, `status.json` has the state and the checkpoint to resume f
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
@@ -25,6 +24,7 @@ from rloo_kit.loop.callbacks import (
     SampleTable,
     TimedSaves,
 )
+from rloo_kit.loop.checkpoints import load_weights
 from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.health import HealthGuard, Movement, say_findings
 from rloo_kit.loop.memory import watch_memory
@@ -42,6 +42,7 @@ from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
+from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
@@ -188,14 +189,17 @@ class _Training:
 
     def run_to_end(self) -> TrainResult:
         try:
+            adapter_step = None
             if self._is_done_already():
-                self._load_weights()
+                adapter_step = self._load_weights()
             else:
                 self._train()
             stopped = self._why_stopped()
             steps = self.trainer.state.global_step
-            adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
-            adapter = self._save_adapter()
+            if adapter_step is None:
+                adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
+                self._save_adapter(adapter_step)
+            adapter = self.run_dir / "adapter"
             seconds = round(self.writer.seconds, 3)
         finally:
             end_workers()
@@ -211,14 +215,14 @@ class _Training:
             TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
         )
 
-    def _save_adapter(self) -> Path:
-        """Save the adapter to the run's folder, replaced atomically."""
+    def _save_adapter(self, step: int) -> None:
+        """Save the adapter, the weights of `step`, to the run's folder, replaced atomically."""
         target, staged = self.run_dir / "adapter", self.run_dir / UNFINISHED / "adapter"
         with saving(target):
-            save_adapter(self.policy, staged)
+            record = {"run": self.run_dir.id, "step": step, "steps_done": self.trainer.state.global_step}
+            save_adapter(self.policy, staged, **record)
             if is_main_process():
                 publish(staged, target)
-        return target
 
     def _is_done_already(self) -> bool:
         """Whether the resumed run has nothing left to do; the trainer would take one step too many."""
@@ -231,7 +235,8 @@ class _Training:
         total = self.run.rloo.max_steps or (state["max_steps"] if state["num_train_epochs"] == epochs else None)
         return total is not None and self.checkpoint.step >= total
 
-    def _load_weights(self) -> None:
+    def _load_weights(self) -> int | None:
+        """Load the weights that the run ended with; returns their step if they are those in adapter/, which stays."""
         step = self.checkpoint.step
         self.trainer._load_from_checkpoint(str(self.checkpoint.folder))
         self.trainer.state.global_step = self.trainer.state.max_steps = step
@@ -244,6 +249,11 @@ class _Training:
                 self.trainer.state.max_steps = total
                 how = "stopped early (raise eval.patience to continue)"
         say(f"the run is {how} already (step {step}); its weights are loaded")
+        kept = share(read_object(self.run_dir / "adapter" / TRAINED))
+        if (kept.get("run"), kept.get("steps_done")) != (self.run_dir.id, step):
+            return None
+        load_weights(self.trainer, self.run_dir / "adapter")
+        return kept["step"]
 
     def _train(self) -> None:
         if self.run_dir.resumed:

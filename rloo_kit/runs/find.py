@@ -7,6 +7,7 @@ from rloo_kit.errors import RunNotFoundError
 from rloo_kit.system.input_files import from_here
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+TRAINED = "trained.json"  # with saved weights: digest of their base; in a run also its id and steps
 
 
 def find_run(source: str | Path, *overrides: str) -> RunConfig:

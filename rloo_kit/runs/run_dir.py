@@ -43,9 +43,10 @@ from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
 
 FILES = (
-    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl",
+    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl", "inputs.json",
     "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html",
 )  # fmt: skip
+INPUTS = "inputs.json"  # digests of what the configuration only names: rows, rewards, weights
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # another process waits this long with an error, because the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
@@ -69,6 +70,8 @@ class RunDir:
         writes: whether this process writes; only the main one does.
         resumed: whether this run continues an earlier part of itself.
         resumes_from: the checkpoint to continue from; None for the start.
+        inputs: a digest of INPUTS, which evaluations are recorded with; "" before they are known.
+        accepts_changes: whether a resumed run may go on with changed inputs.
         restored: how often the folder was removed during the run and created again.
         resume_command: how to resume the run, for the user; the command line sets its own.
     """
@@ -81,6 +84,8 @@ class RunDir:
         self.resumes_from: Checkpoint | None = None
         self.restored = 0
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
+        self.inputs = ""  # digest of INPUTS
+        self.accepts_changes = False
         self._config = self._written = ""
         self._families: dict[str, bytes] = {}  # files of the user's task families
         self._lock: IO[str] | None = None
