@@ -1,6 +1,6 @@
 """Keys of a configuration that may differ when a run is resumed; changes to others are refused."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,32 @@ def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def refuse_changes(trained: str, resolved: str, folder: Path) -> None:
+def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collection[str] = ()) -> None:
     """Raise ConfigError, listing old and new values, if resuming the run in `folder` would train differently.
 
-    `run.*` and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME only upwards.
+    `run.*` except the seed and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME
+    only upwards.
+
+    Args:
+        by_content: sections whose files may have moved, because their content is compared later.
     """
     saved, now = _fill_in(read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0])
     sections = [{name: values.get(name) for name in COMPARED_ON_RESUME} for values in (saved, now)]
+    for section, values in zip(sections, (saved, now), strict=True):
+        section["run"] = {"seed": (values.get("run") or {}).get("seed")}  # the order of the prompts
     changed = changed_keys(*sections)
-    refused = {key: pair for key, pair in changed.items() if key not in FREE_ON_RESUME and not _grew(key, *pair)}
+    refused = {
+        key: pair
+        for key, pair in changed.items()
+        if key not in FREE_ON_RESUME and not _grew(key, *pair) and not _moved(key, *pair, by_content)
+    }
     if refused:
         lines = [f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()]
         raise ConfigError(
             f"the run in {folder} cannot be resumed with a different configuration. These keys differ:\n"
             + "\n".join(lines)
-            + "\nrestore them (rloo.max_steps may grow, run.* may change), or start over: --overwrite or run.name=..."
+            + "\nrestore them (rloo.max_steps may grow, the rest of run.* may change), or start over: --overwrite or "
+            "run.name=..."
         )
 
 
@@ -64,6 +75,13 @@ def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any]
 
 def _grew(key: str, old: Any, new: Any) -> bool:
     return key in MAY_GROW_ON_RESUME and (old is None or new is None or new > old)
+
+
+def _moved(key: str, old: Any, new: Any, sections: Collection[str]) -> bool:
+    """Whether both are a file or folder of one name; a module may have its file's ending."""
+    if key.partition(".")[0] not in sections or ".params" in key or not (isinstance(old, str) and isinstance(new, str)):
+        return False
+    return Path(old).name.replace(".py:", ":") == Path(new).name.replace(".py:", ":")
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -46,7 +46,7 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
         return dataset
     digest = digest_prompts(dataset)
     selection = share(_read_selection(run_dir) if run_dir.resumed else None)
-    if selection is None:
+    if selection is None or (selection["digest"] != digest and run_dir.accepts_changes):
         selection = {"digest": digest} | _choose(run, policy, dataset)
         run_dir.write_json(SELECTION, selection)
     elif selection["digest"] != digest:

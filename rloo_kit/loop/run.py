@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
 
-from rloo_kit.collective import gather_objects, share, wait_for_all
+from rloo_kit.collective import gather_objects, share, share_from_main, wait_for_all
 from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
-from rloo_kit.errors import ConfigError, HealthError, NoSignalError, RlooKitError
+from rloo_kit.errors import ConfigError, HealthError, NoSignalError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.callbacks import (
@@ -27,6 +27,7 @@ from rloo_kit.loop.callbacks import (
 from rloo_kit.loop.checkpoints import load_weights
 from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.health import HealthGuard, Movement, say_findings
+from rloo_kit.loop.inputs import check_inputs
 from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import loaded_engine, training_arguments
@@ -56,6 +57,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    accept_changes: bool = False,
     run_dir: RunDir | None = None,
 ) -> TrainResult:
     """Train `policy` in place and write everything to the run's folder.
@@ -64,6 +66,7 @@ def train(
         run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
         resume: continue from the last checkpoint in the folder.
         overwrite: delete the run that is in the folder.
+        accept_changes: with `resume`, go on although rows, rewards or weights have changed.
         run_dir: the folder, if already open; then `resume` and `overwrite` were applied when it was opened.
 
     Returns:
@@ -72,7 +75,7 @@ def train(
 
     Raises:
         RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; ConfigError also if
-            there are fewer prompts than a rollout needs, or `eval.measure` cannot be measured.
+            there are fewer prompts than a rollout needs, or `eval.measure` cannot be measured; and `check_inputs`.
         PreflightError: the disk is too small for the checkpoints, or a tracker's library is missing.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
@@ -83,7 +86,9 @@ def train(
     check_measure(run, data, reward_funcs)
     owned = run_dir is None
     opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
+    opened.accepts_changes |= accept_changes
     with opened if owned else nullcontext():
+        check_inputs(opened, policy, data, reward_funcs)
         result = _Training(run, policy, data, reward_funcs, opened).run_to_end()
         if owned:  # else the caller that opened the folder prints them
             say_findings(result.findings, result.steps)
@@ -92,18 +97,9 @@ def train(
 
 def _open_together(run: RunConfig, resume: bool, overwrite: bool) -> RunDir:
     """`RunDir.create` in all processes; an error in the main one is raised in each."""
-    run_dir, refusal = None, None
-    if is_main_process():
-        try:
-            run_dir = RunDir.create(run, resume=resume, overwrite=overwrite)
-        except RlooKitError as error:
-            if not is_distributed():
-                raise
-            refusal = error
-    refusal = share(refusal)
-    if refusal is not None:
-        raise refusal
-    return run_dir or RunDir.create(run, resume=resume, overwrite=overwrite)
+    opened: list[RunDir] = []
+    share_from_main(lambda: opened.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
+    return opened[0] if opened else RunDir.create(run, resume=resume, overwrite=overwrite)
 
 
 def _check_shared_folder(run_dir: RunDir) -> None:
@@ -347,6 +343,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     check_sampling(run, policy)
     check_prompts(run, len(data.train))  # before a long evaluation
     check_measure(run, data, reward_funcs)
+    check_inputs(run_dir, policy, data, reward_funcs)
     before = after = None
     if run.run.evaluate:
         before = share(load_evaluation(run, "before") if run_dir.resumed else None)

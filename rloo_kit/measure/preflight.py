@@ -247,6 +247,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    accept_changes: bool = False,
     run_dir: RunDir | None = None,
 ) -> TrainResult:
     """`rloo_kit.loop.run.train`, after the whole preflight if `run.preflight` is set; a resumed run skips it.
@@ -256,4 +257,5 @@ def train(
     """
     if not (resume or (run_dir is not None and run_dir.resumed)):
         require_go(run, policy, data, reward_funcs)
-    return loop.train(run, policy, data, reward_funcs, resume=resume, overwrite=overwrite, run_dir=run_dir)
+    flags = {"resume": resume, "overwrite": overwrite, "accept_changes": accept_changes}
+    return loop.train(run, policy, data, reward_funcs, run_dir=run_dir, **flags)

@@ -13,8 +13,9 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.embedded.cache import RECORD
 from rloo_kit.errors import BackendError
 from rloo_kit.runs.files import read_object
-from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED
-from rloo_kit.runs.run_dir import INPUTS
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
+from rloo_kit.runs.run_dir import BASE, INPUTS
+from rloo_kit.system.processes import say
 
 PAD_TOKENS = (
     "<|endoftext|>",
@@ -25,7 +26,6 @@ PAD_TOKENS = (
     "<|vision_pad|>",
     "<|finetune_right_pad_id|>",
 )
-BASE = "the base's weights"  # in INPUTS
 BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
 _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
 
@@ -73,6 +73,9 @@ def find_source(run: RunConfig) -> ModelSource:
                 "set model.lora={} or remove model.adapter"
             )
         check_base(source)
+        folder = Path(source.adapter).expanduser()
+        if folder.name == "adapter" and (problem := find_stale(folder.parent)):
+            say(f"WARNING: {problem}")
     return source
 
 
@@ -80,7 +83,7 @@ def digest_source(source: ModelSource) -> dict[str, str]:
     """Digests of the weights of a base and of the adapter to continue; without those that cannot be found."""
     found = {BASE: _digest_weights(source.base)}
     if source.adapter is not None:
-        found["the adapter to continue"] = _digest_weights(source.adapter)
+        found["weights of the adapter to continue"] = _digest_weights(source.adapter)
     return {name: digest for name, digest in found.items() if digest}
 
 

@@ -21,13 +21,14 @@ from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.adapters import ADAPTER_ALONE, follow_umask
-from rloo_kit.models.checkpoint import BASE, bind_padding, check_base, digest_source, find_source
+from rloo_kit.models.checkpoint import bind_padding, check_base, digest_source, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.preflight.cheap import is_complete, refuse_faults
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.find import TRAINED
+from rloo_kit.runs.run_dir import BASE
 from rloo_kit.system import environment
 from rloo_kit.system.memory import return_large_blocks
 from rloo_kit.system.processes import is_distributed, is_main_process

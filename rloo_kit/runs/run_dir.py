@@ -47,6 +47,7 @@ FILES = (
     "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html",
 )  # fmt: skip
 INPUTS = "inputs.json"  # digests of what the configuration only names: rows, rewards, weights
+BASE = "weights of the base"  # a key of it
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # another process waits this long with an error, because the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
@@ -244,12 +245,14 @@ class RunDir:
                     f"{name} is not what the run in {self.folder} started with, which is {kept}: put that back, or "
                     "start over with --overwrite or run.name=..."
                 )
-        saved, now = self.resumes_from, count_processes()
+        saved, now, known = self.resumes_from, count_processes(), read_object(self.folder / INPUTS)
+        by_content = (["data", "rewards"] if known else []) + (["model"] if BASE in known else [])
         if saved is None:  # nothing is trained yet
             with suppress(OSError, UnicodeDecodeError):
-                refuse_changes((self.folder / "config.yaml").read_text(encoding="utf-8"), self._written, self.folder)
+                began = (self.folder / "config.yaml").read_text(encoding="utf-8")
+                refuse_changes(began, self._written, self.folder, by_content)
             return
-        refuse_changes(saved.config, self._config, self.folder)
+        refuse_changes(saved.config, self._config, self.folder, by_content)
         if saved.processes != now:  # rollouts would have another size, and the position in the data would differ
             before = saved.processes
             how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
@@ -447,10 +450,10 @@ class RunDir:
         """The newest checkpoint of this run; its files are checked on a resume."""
         return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
 
-    def drop_results(self) -> None:
-        """Delete results of an earlier end of the run, which are out of date once it continues."""
+    def drop_results(self, *others: str) -> None:
+        """Delete results of an earlier end of the run, and `others`, which are out of date once it continues."""
         if self.writes:
-            for name in ("after.json", "report.html"):
+            for name in ("after.json", "report.html", *others):
                 (self.folder / name).unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:

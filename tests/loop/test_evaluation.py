@@ -205,7 +205,7 @@ def test_a_resumed_run_has_the_best_of_one_that_was_never_cut(step, start):
     whole = start(*words, "run.name=whole", rewards=[low_ids])
     cut = start(*words, rewards=[stopping_at(step)])
     assert cut.stopped == "interrupted" and cut.steps == step + 1
-    resumed = start(*words, resume=True, rewards=[low_ids])
+    resumed = start(*words, resume=True, rewards=[stopping_at(99)])
     assert found_by(resumed.folder) == found_by(whole.folder) and len(found_by(whole.folder)) == 4
     assert resumed.adapter_step == whole.adapter_step > 0
     assert_same(weights(resumed.folder / "adapter"), weights(whole.folder / "adapter"))
@@ -247,7 +247,7 @@ def test_a_kill_between_the_checkpoint_and_the_best_loses_neither(start):
     assert first.adapter_step == 2
     expected = weights(first.folder / "best")
     shutil.rmtree(first.folder / "best")
-    again = start(*words, "rloo.max_steps=2", resume=True)
+    again = start(*words, "rloo.max_steps=2", resume=True, rewards=[falling(2)])
     assert again.adapter_step == 2 and again.steps == 2
     assert_same(weights(first.folder / "best"), expected)
 
