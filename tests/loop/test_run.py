@@ -16,15 +16,20 @@ from safetensors.torch import load_file
 from rewards import thinking_reward
 from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
+from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.inputs import read_sources
 from rloo_kit.loop.run_arguments import mixed_precision
+from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.trained import trained_run
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.verdict import judge_run
 from rloo_kit.rewarding.guard import NamedReward, guard
+from rloo_kit.rewards import ThinkingReward
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
+from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import RunDir, open_runs
 from rloo_kit.system import environment
@@ -303,7 +308,7 @@ def test_a_function_of_a_notebook_is_known_by_its_source(tmp_path):
         return read_sources(NamedReward(guard(names["score"]), "score", 1.0))["reward score"]
 
     assert digest("1") != digest("2")
-    assert read_sources(NamedReward(thinking_reward, "kit", 1.0)) == {} != read_sources(by_ids)
+    assert read_sources(NamedReward(ThinkingReward(), "kit", 1.0)) == {} != read_sources(by_ids)
 
 
 def test_a_step_is_saved_once(start, tmp_path):
@@ -373,6 +378,32 @@ def test_training_time_and_energy_add_up_over_the_processes_of_a_run(start, monk
     seconds = [row["seconds"] for row in again.metrics]
     assert seconds == sorted(seconds) and again.seconds >= seconds[-1] > first.metrics[-1]["seconds"]
     assert used >= 1.0 and status(again)["energy_wh"] > used
+
+
+def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tmp_path, capsys):
+    """A finished run was continued and killed: `ask` and `export` read the adapter of before, and the certificate said
+    "checked"."""
+    folder = start("rloo.max_steps=2", "rloo.save_steps=1").folder
+    assert trained_run(folder).model.adapter == str(folder / "adapter")
+
+    def killed(self, rows):
+        if (folder / "checkpoints" / "checkpoint-3").exists():
+            raise OSError("killed")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(RolloutLog, "__call__", killed)
+        start("rloo.max_steps=4", "rloo.save_steps=1", resume=True)
+    place = re.escape(str(folder / "checkpoints" / "checkpoint-3"))
+    found = f"adapter has the weights of step 2, but the run went on to step 3: finish it .*resume.*or name {place}"
+    for read in (trained_run, weights_of, lambda source: export_model(source, "merged")):
+        with pytest.raises(ConfigError, match=found):
+            read(folder)
+    assert trained_run(folder / "checkpoints" / "checkpoint-3").model.adapter
+    run = load_config(folder / "config.yaml", f"model.adapter={folder / 'adapter'}")
+    find_source(run)  # named itself it is taken, and said
+    assert "WARNING" in capsys.readouterr().out
+    start("rloo.max_steps=4", "rloo.save_steps=1", resume=True)
+    assert trained_run(folder).model.adapter == str(folder / "adapter")
 
 
 def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):
