@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def _compare(run_dir: RunDir, found: dict[str, str]) -> str:
             say(f"WARNING: {run_dir.folder} continues {text}; held-out prompts may have been trained on before")
             run_dir.set_status("running", changed="; ".join(filter(None, [run_dir.status().get("changed"), text])))
     run_dir.write_json(INPUTS, found)
-    return _digest(json.dumps(found, sort_keys=True))
+    return _digest(f"{name}: {found[name]}" for name in sorted(found))
 
 
 def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
@@ -67,7 +67,7 @@ def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]
     for side, table in (("training", data.train), ("held-out", data.test)):
         found[f"number of {side} prompts"] = str(len(table))
         for name in table.column_names:
-            values = json.dumps(table[name][:], sort_keys=True, default=str)
+            values = (json.dumps(value, sort_keys=True, default=str) for value in table[name][:])
             found[f"column {name} of the {side} prompts"] = _digest(values)
     found["rewards"] = ", ".join(one if isinstance(one, str) else reward_name(one) for one in reward_funcs)
     for reward in reward_funcs:
@@ -86,7 +86,7 @@ def read_sources(reward: Any) -> dict[str, str]:
     with suppress(OSError, TypeError):  # no source
         file = inspect.getsourcefile(made)
         if made.__module__ == "__main__":
-            return {f"reward {reward_name(reward)}": _digest(_read_text(made, set()))}
+            return {f"reward {reward_name(reward)}": _digest(_read_functions(made, set()))}
         if file and not made.__module__.startswith("rloo_kit."):
             return _read_files(file, [str(Path(file).parent)])
     return {}
@@ -94,13 +94,11 @@ def read_sources(reward: Any) -> dict[str, str]:
 
 def _read_files(module: str, folders: list[str]) -> dict[str, str]:
     """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
-    installed = (sys.prefix, sys.base_prefix)
-    roots = [*folders, os.getcwd(), *(path for path in sys.path if not path.startswith(installed))]
-    todo = [] if module.startswith(installed) else [Path(module)] if module.endswith(".py") else _find(module, roots)
+    folders, installed = [*folders, os.getcwd()], (sys.prefix, sys.base_prefix)
+    todo = [] if module.startswith(installed) else [Path(module)] if module.endswith(".py") else _find(module, folders)
     files: dict[Path, str] = {}
     while todo:
-        file = todo.pop().resolve()
-        if file in files:
+        if (file := todo.pop().resolve()) in files:
             continue
         files[file] = file.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(files[file])):
@@ -108,28 +106,29 @@ def _read_files(module: str, folders: list[str]) -> dict[str, str]:
                 base = getattr(node, "module", None)
                 names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
                 above = file.parents[max(getattr(node, "level", 0), 1) - 1]
-                todo += [one for name in names for one in _find(name, [above, *roots])]
-    found: dict[str, str] = {}
-    for file, text in sorted(files.items()):
-        found[file.name] = _digest(found.get(file.name, "") + text)
-    return found
+                todo += [one for name in names for one in _find(name, [above, *folders])]
+    named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
+    return {name: _digest(texts) for name, texts in named.items()}
 
 
 def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
     """The user's file of a module, in the first folder that has it; the kit's own are left out."""
     name = module.replace(".", "/")
-    places = (Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py"))
-    found = next(filter(Path.is_file, places), None) if module.partition(".")[0] not in ("", "rloo_kit") else None
-    return [] if found is None else [found]
+    places = [Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py")]
+    return [] if module.partition(".")[0] in ("", "rloo_kit") else list(filter(Path.is_file, places))[:1]
 
 
-def _read_text(made: Any, seen: set[Any]) -> str:
+def _read_functions(made: Any, seen: set[Any]) -> list[str]:
+    """The source of a function or class of a notebook, then of the functions there that it calls."""
     seen.add(made)
     code, names = getattr(made, "__code__", None), getattr(made, "__globals__", {})
     called = [names.get(name) for name in code.co_names] if code else []
     own = [one for one in called if inspect.isfunction(one) and one.__module__ == "__main__" and one not in seen]
-    return inspect.getsource(made) + "".join(_read_text(one, seen) for one in own)
+    return [inspect.getsource(made), *(text for one in own for text in _read_functions(one, seen))]
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(f"{text}\0".encode())
+    return digest.hexdigest()[:16]

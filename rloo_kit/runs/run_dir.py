@@ -87,6 +87,7 @@ class RunDir:
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
         self.inputs = ""  # digest of INPUTS
         self.accepts_changes = False
+        self._ended: dict[str, Any] = {}  # the status before a resume, until the run trains further
         self._config = self._written = ""
         self._families: dict[str, bytes] = {}  # files of the user's task families
         self._lock: IO[str] | None = None
@@ -155,6 +156,7 @@ class RunDir:
             self._delete_run()
             self.id = uuid4().hex[:12]
         self._describe_run()
+        self._ended = self._read_status() if resume else {}
         self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
         _open[self] = threading.current_thread()
 
@@ -337,6 +339,9 @@ class RunDir:
                 return
             time.sleep(SECONDS_FOR_MAIN)
         if self.status().get("state") == "running":
+            if self._ended.get("state") == "finished" and isinstance(error, RlooKitError):  # a resume was refused
+                write_json(self.folder / "status.json", self._ended)
+                return
             text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "))
             text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
             self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
@@ -452,6 +457,7 @@ class RunDir:
 
     def drop_results(self, *others: str) -> None:
         """Delete results of an earlier end of the run, and `others`, which are out of date once it continues."""
+        self._ended = {}
         if self.writes:
             for name in ("after.json", "report.html", *others):
                 (self.folder / name).unlink(missing_ok=True)

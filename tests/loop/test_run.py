@@ -269,6 +269,7 @@ def test_a_resume_refuses_inputs_that_have_changed(project, make_tiny_model, mon
         with pytest.raises(ConfigError, match=f"Changed: {words}[.] Restore.*--accept-changes"):
             project("rloo.max_steps=2", resume=True)
         (project.folder / name).write_text(kept)
+    assert status(folder)["state"] == "finished", "a refusal leaves the run as it was"
     make_tiny_model(seed=1).save_pretrained(project.folder / "base")
     with pytest.raises(ConfigError, match="Changed: weights of the base[.]"):
         project("rloo.max_steps=2", resume=True)
