@@ -283,6 +283,10 @@ def test_a_resume_refuses_inputs_that_have_changed(project, make_tiny_model, mon
     assert "from step 1 on other inputs: number of training prompts (14 then, 18 now)" in status(folder)["changed"]
     assert "continued from step 1 on other inputs" in judge_run(load_config(folder / "config.yaml"), again).sentence
     assert project("rloo.max_steps=3", resume=True).steps == 3, "they were accepted"
+    for name in ("inputs.json", "adapter/trained.json"):  # of an older version
+        (folder / name).unlink()
+    (project.folder / "helper.py").write_text(HELPER + "\n")
+    assert project("rloo.max_steps=4", resume=True).steps == 4
 
 
 def test_a_moved_project_resumes(project, tmp_path, monkeypatch):
@@ -384,7 +388,7 @@ def test_training_time_and_energy_add_up_over_the_processes_of_a_run(start, monk
 def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tmp_path, capsys):
     """A finished run was continued and killed: `ask` and `export` read the adapter of before, and the certificate said
     "checked"."""
-    folder = start("rloo.max_steps=2", "rloo.save_steps=1").folder
+    folder = start("rloo.max_steps=2").folder
     assert trained_run(folder).model.adapter == str(folder / "adapter")
 
     def killed(self, rows):
