@@ -37,28 +37,21 @@ def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collec
     """Raise ConfigError, listing old and new values, if resuming the run in `folder` would train differently.
 
     `run.*` except the seed and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME
-    only upwards.
-
-    Args:
-        by_content: sections whose files may have moved, because their content is compared later.
+    only upwards. In the sections `by_content`, whose files are compared later, a file may have moved.
     """
     saved, now = _fill_in(read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0])
-    sections = [{name: values.get(name) for name in COMPARED_ON_RESUME} for values in (saved, now)]
-    for section, values in zip(sections, (saved, now), strict=True):
-        section["run"] = {"seed": (values.get("run") or {}).get("seed")}  # the order of the prompts
-    changed = changed_keys(*sections)
     refused = {
         key: pair
-        for key, pair in changed.items()
-        if key not in FREE_ON_RESUME and not _grew(key, *pair) and not _moved(key, *pair, by_content)
+        for key, pair in changed_keys(saved, now).items()
+        if (key == "run.seed" or key.partition(".")[0] in COMPARED_ON_RESUME)  # the seed orders the prompts
+        and not (key in FREE_ON_RESUME or _grew(key, *pair) or _moved(key, *pair, by_content))
     }
     if refused:
         lines = [f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()]
         raise ConfigError(
             f"the run in {folder} cannot be resumed with a different configuration. These keys differ:\n"
             + "\n".join(lines)
-            + "\nrestore them (rloo.max_steps may grow, the rest of run.* may change), or start over: --overwrite or "
-            "run.name=..."
+            + "\nrestore them (max_steps may grow, other run.* may change), or start over: --overwrite or run.name=..."
         )
 
 
@@ -79,9 +72,8 @@ def _grew(key: str, old: Any, new: Any) -> bool:
 
 def _moved(key: str, old: Any, new: Any, sections: Collection[str]) -> bool:
     """Whether both are a file or folder of one name; a module may have its file's ending."""
-    if key.partition(".")[0] not in sections or ".params" in key or not (isinstance(old, str) and isinstance(new, str)):
-        return False
-    return Path(old).name.replace(".py:", ":") == Path(new).name.replace(".py:", ":")
+    names = [Path(one).name.replace(".py:", ":") for one in (old, new) if isinstance(one, str)]
+    return key.partition(".")[0] in sections and ".params" not in key and len(names) == 2 and names[0] == names[1]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

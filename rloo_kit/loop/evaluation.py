@@ -118,7 +118,6 @@ class Evaluations(TrainerCallback):
         self._staged: int | None = None  # the step whose weights wait for their checkpoint
         self._measured: set[int] = set()
         self._count = 0
-        self._outdated: HeldOut | None = None  # the best so far, measured with other settings than those of now
         self.rows = share(read_evaluations(run_dir.folder, run_dir.id))
         self._restore()
 
@@ -250,7 +249,7 @@ class Evaluations(TrainerCallback):
         if is_main_process():
             shutil.rmtree(staged, ignore_errors=True)
         wait_for_all()
-        save_adapter(self.policy, staged, run=self.run_dir.id, step=found.step)
+        save_adapter(self.policy, staged)
         if is_main_process():
             value, low, high, _ = found.measure(self.history.measure) or (None,) * 4
             record = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
@@ -275,12 +274,11 @@ class Evaluations(TrainerCallback):
         return read_best_step(self.run_dir.folder, self.run_dir.id)
 
     def _restore(self) -> None:
-        """Replay the run's earlier evaluations with what they led to, and find out whether their best can be compared
-        with the next ones."""
+        """Replay the run's earlier evaluations with what they led to; `_fresh` is set if their best was measured with
+        other settings than those of now."""
         digest, mine, measure = digest_prompts(self.prompts), self.run.eval, self.history.measure
         limit = mine.max_completion_length or self.run.rloo.max_completion_length
-        now = (measure, digest, mine.num_samples, mine.temperature, limit, self.run_dir.inputs)
-        then: Any = now
+        then = now = (measure, digest, mine.num_samples, mine.temperature, limit, self.run_dir.inputs)
         for row, found in zip(self.rows, parse_evaluations(self.rows), strict=True):
             one, self.history.measure = found.evaluation, row["measure"]
             if self.history.observe(found, bool(row.get("is_best"))):
@@ -288,16 +286,16 @@ class Evaluations(TrainerCallback):
                 then = (row["measure"], *same, row.get("inputs", self.run_dir.inputs))
             self._measured.add(found.step)
         self.stopped = self._why_over() if self.history.is_over else None
-        if self.stopped is None and then != now:
-            self._outdated = self.history.best
-            self.history = HeldOutHistory(measure, self.run.eval.patience)
+        self._fresh = None if then == now else HeldOutHistory(measure, mine.patience)
 
     def _measure_best_again(self) -> None:
-        """Measure the best weights with the settings of now; those of the current step are loaded again afterwards."""
-        best, self._outdated = self._outdated, None
-        if best is None or best.step == 0 or share(self._best_on_disk()) != best.step:
+        """Measure the best weights with the settings of now, and load those of the current step again."""
+        best, current = self.history.best, self.run_dir / UNFINISHED / "current"
+        if self._fresh is None or best is None:
             return
-        current = self.run_dir / UNFINISHED / "current"
+        self.history, self._fresh = self._fresh, None
+        if best.step == 0 or share(self._best_on_disk()) != best.step:
+            return
         save_adapter(self.policy, current)
         wait_for_all()
         load_weights(self.trainer, self.run_dir / BEST)

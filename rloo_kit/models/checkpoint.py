@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ def _digest_weights(model: str) -> str:
     """A digest of the files of weights in a folder, or of a hub id in the hub's cache: their sizes, and up to
     `SAMPLES` blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
     folder = Path(model).expanduser()
-    if not folder.is_dir() and isinstance(found := try_to_load_from_cache(model, MODEL_CONFIG), str):
-        folder = Path(found).parent
+    with suppress(ValueError):  # not a hub id
+        if not folder.is_dir() and isinstance(found := try_to_load_from_cache(model, MODEL_CONFIG), str):
+            folder = Path(found).parent
     if (folder / RECORD).is_file():
         return folder.name
     digest, files = hashlib.sha256(), sorted([*folder.glob("*.safetensors"), *folder.glob("*model*.bin")])

@@ -181,12 +181,10 @@ def start_engine(run: RunConfig, policy: Policy) -> None:
 
 
 def save_adapter(policy: Policy, folder: str | Path, **record: Any) -> Path:
-    """Write what was trained (the adapter, or the whole model if there is none) and the tokenizer into `folder`.
+    """Write what was trained (the adapter, or the whole model if there is none), the tokenizer, and in
+    `trained.json` the digest of the base's weights and `record`, into `folder`.
 
     With several processes, all call it and the main one writes.
-
-    Args:
-        record: what else `trained.json` records next to the digest of the base's weights.
 
     Returns:
         the folder; a run with it as `model.adapter` or `model.name` trains it further.
