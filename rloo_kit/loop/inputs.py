@@ -55,7 +55,8 @@ def _compare(run_dir: RunDir, found: dict[str, str]) -> str:
         run_dir.drop_results("before.json")
         if trained is not None:
             text = f"from step {trained.step} on other inputs: {text}"
-            say(f"WARNING: {run_dir.folder} continues {text}; held-out prompts may have been trained on before")
+            trained_on = "; held-out prompts may have been trained on before" if "column prompt" in text else ""
+            say(f"WARNING: {run_dir.folder} continues {text}{trained_on}")
             run_dir.set_status("running", changed="; ".join(filter(None, [run_dir.status().get("changed"), text])))
     run_dir.write_json(INPUTS, found)
     return _digest(f"{name}: {found[name]}" for name in sorted(found))
