@@ -5,13 +5,13 @@ All processes must call each function at the same point, or the run hangs; with 
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from rloo_kit._stack import load_stack
-from rloo_kit.errors import SetupError
+from rloo_kit.errors import RlooKitError, SetupError
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
 TIMEOUT = timedelta(hours=3)  # for processes that wait for another's long rollout; one that dies ends all at once
@@ -68,6 +68,22 @@ def share(value: Any) -> Any:
     box = [value]
     distributed.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def share_from_main(work: Callable[[], Any]) -> Any:
+    """The result of `work` in the main process, in every process; so is its error, if it is one of the kit's."""
+    found, refusal = None, None
+    if is_main_process():
+        try:
+            found = work()
+        except RlooKitError as error:
+            if not is_distributed():
+                raise
+            refusal = error
+    found, refusal = share((found, refusal))
+    if refusal is not None:
+        raise refusal
+    return found
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -21,6 +21,10 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest intact checkpoint.")] = False,
     overwrite: Overwrite = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="With --resume: go on although rows, rewards or weights have changed."),
+    ] = False,
     launch: Annotated[
         Path | None,
         typer.Option(
@@ -34,7 +38,8 @@ def train(
     """Evaluate, train, evaluate again and write the report."""
     with exit_codes():
         if launch is not None:
-            flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
+            given = {"--resume": resume, "--overwrite": overwrite, "--accept-changes": accept_changes}
+            flags = [flag for flag, is_given in given.items() if is_given]
             raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
         if processes is not None:
             raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
@@ -44,7 +49,7 @@ def train(
         from rloo_kit.runs.run_dir import RunDir
 
         run = read_config(file, overrides)
-        if resume and is_over(run):
+        if resume and not accept_changes and is_over(run):
             result = load_result(run)
             verdict = judge_run(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
             say(f"the run in {run.folder} is finished already (step {result.steps}); nothing was changed")
@@ -55,6 +60,7 @@ def train(
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
             words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words()]
             run_dir.resume_command = shlex.join([*words, "--resume"])
+            run_dir.accepts_changes = accept_changes
             run_dir.set_status("running", command=shlex.join(words))
             try:
                 policy, data = prepare(run)

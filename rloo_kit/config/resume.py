@@ -1,6 +1,6 @@
 """Keys of a configuration that may differ when a run is resumed; changes to others are refused."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,25 @@ def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def refuse_changes(trained: str, resolved: str, folder: Path) -> None:
+def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collection[str] = ()) -> None:
     """Raise ConfigError, listing old and new values, if resuming the run in `folder` would train differently.
 
-    `run.*` and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME only upwards.
+    `run.*` except the seed and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME
+    only upwards. In the sections `by_content`, whose files are compared later, a file may have moved.
     """
     saved, now = _fill_in(read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0])
-    sections = [{name: values.get(name) for name in COMPARED_ON_RESUME} for values in (saved, now)]
-    changed = changed_keys(*sections)
-    refused = {key: pair for key, pair in changed.items() if key not in FREE_ON_RESUME and not _grew(key, *pair)}
+    refused = {
+        key: pair
+        for key, pair in changed_keys(saved, now).items()
+        if (key == "run.seed" or key.partition(".")[0] in COMPARED_ON_RESUME)  # the seed orders the prompts
+        and not (key in FREE_ON_RESUME or _grew(key, *pair) or _moved(key, *pair, by_content))
+    }
     if refused:
         lines = [f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()]
         raise ConfigError(
             f"the run in {folder} cannot be resumed with a different configuration. These keys differ:\n"
             + "\n".join(lines)
-            + "\nrestore them (rloo.max_steps may grow, run.* may change), or start over: --overwrite or run.name=..."
+            + "\nrestore them (max_steps may grow, other run.* may change), or start over: --overwrite or run.name=..."
         )
 
 
@@ -64,6 +68,12 @@ def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any]
 
 def _grew(key: str, old: Any, new: Any) -> bool:
     return key in MAY_GROW_ON_RESUME and (old is None or new is None or new > old)
+
+
+def _moved(key: str, old: Any, new: Any, sections: Collection[str]) -> bool:
+    """Whether both are a file or folder of one name; a module may have its file's ending."""
+    names = [Path(one).name.replace(".py:", ":") for one in (old, new) if isinstance(one, str)]
+    return key.partition(".")[0] in sections and ".params" not in key and len(names) == 2 and names[0] == names[1]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -40,20 +40,15 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
 
     Raises:
         ConfigError: there are no answers to judge with.
-        DataError: fewer prompts remain than one rollout takes, or a resumed run's prompts have changed.
+        DataError: fewer prompts remain than one rollout takes, or a resumed run's selection is damaged.
     """
     if not run.rollout.difficulty_samples:
         return dataset
     digest = digest_prompts(dataset)
     selection = share(_read_selection(run_dir) if run_dir.resumed else None)
-    if selection is None:
+    if selection is None or selection["digest"] != digest:  # other prompts, which `check_inputs` has accepted
         selection = {"digest": digest} | _choose(run, policy, dataset)
         run_dir.write_json(SELECTION, selection)
-    elif selection["digest"] != digest:
-        raise DataError(
-            f"{run_dir / SELECTION} was made for other prompts than the {len(dataset)} of data.* now; resume with the "
-            "run's data, or start over with --overwrite"
-        )
     return dataset.select(selection["kept"])
 
 

@@ -27,7 +27,7 @@ from rloo_kit.results.result import load_evaluation
 from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.exported import RUN_FILE, describe_origin
 from rloo_kit.runs.files import now, read_object, saving, write_json
-from rloo_kit.runs.find import find_run, with_name
+from rloo_kit.runs.find import TRAINED, find_run, with_name
 from rloo_kit.system.environment import current
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import available_gib
@@ -213,7 +213,8 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
         checks.append(check_parity(reference, one, written.model, written.grade, **written.request))
     verdict = [f"NOT CHECKED with {loader}: {missing}"] if missing else []
     verdict += [f"checked with {check}" for check in checks] + [written.tensors]
-    status = read_object(run.folder / "status.json")
+    status, saved = (read_object(run.folder / name) for name in ("status.json", f"adapter/{TRAINED}"))
+    step = status.get("adapter_step", saved.get("step"))
     return {
         "target": target,
         "kind": written.kind,
@@ -223,7 +224,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
         "checks": [check.to_dict() for check in checks],
         "tensors": written.tensors,
         "reference": {"compute": reference.compute, "device": reference.device, "longest_tokens": reference.limit},
-        "run": {"id": status.get("run"), "state": status.get("state"), "weights_of_step": status.get("adapter_step")},
+        "run": {"id": status.get("run"), "state": status.get("state"), "weights_of_step": step},
         "written": now(),
     }, verdict
 

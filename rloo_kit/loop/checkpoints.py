@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.collective import share, wait_for_all
@@ -100,8 +101,12 @@ def read_place(folder: str | None) -> StreamPlace | None:
 def load_weights(trainer: Any, folder: Path) -> None:
     """Load the weights that `save_adapter` wrote to `folder` into the policy of `trainer`; all processes call this at
     once."""
+    policy = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.rloo.parallel.kind == "shards":
-        load_shards(trainer.accelerator, trainer.accelerator.unwrap_model(trainer.model), folder)
+        load_shards(trainer.accelerator, policy, folder)
+    elif is_peft_model(policy):  # the trainer's own would drop the reference, which is not in the folder
+        policy.load_adapter(str(folder), "default", is_trainable=True)
+        policy.set_adapter("default")
     else:
         trainer._load_from_checkpoint(str(folder))
 

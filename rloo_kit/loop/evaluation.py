@@ -124,6 +124,7 @@ class Evaluations(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
+        self._measure_best_again()
         if not self._measured or (step not in self._measured and self._is_due(step, state.max_steps)):
             self._evaluate(state, control)
         self.settle(step)
@@ -188,10 +189,11 @@ class Evaluations(TrainerCallback):
         best = None if self.history.best is None else self.history.best.step
         row = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
         row |= {"low": low, "high": high, "is_best": is_best, "best_step": best, "against_best": against}
+        row["inputs"] = self.run_dir.inputs
         rest = found.evaluation.to_dict()
         del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
-        self.rows.append(row)
+        self.rows = sorted([*self.rows, row], key=lambda one: one["step"])
         self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; rewrites all of them if the folder was removed
 
     # ------------------------------------------------------------------------------------------------ the best weights
@@ -267,16 +269,37 @@ class Evaluations(TrainerCallback):
         return read_best_step(self.run_dir.folder, self.run_dir.id)
 
     def _restore(self) -> None:
-        """Restore the run's earlier evaluations that have the same settings."""
-        digest, mine = digest_prompts(self.prompts), self.run.eval
+        """Replay the run's earlier evaluations with what they led to; `_fresh` is set if their best was measured with
+        other settings than those of now."""
+        digest, mine, measure = digest_prompts(self.prompts), self.run.eval, self.history.measure
         limit = mine.max_completion_length or self.run.rloo.max_completion_length
-        now = (digest, mine.num_samples, mine.temperature, limit)
+        then = now = (measure, digest, mine.num_samples, mine.temperature, limit, self.run_dir.inputs)
         for row, found in zip(self.rows, parse_evaluations(self.rows), strict=True):
-            one, same = found.evaluation, row["measure"] == self.history.measure
-            if (one.prompts_digest, one.num_samples, one.temperature, one.max_completion_length) == now:
-                self.history.observe(found, bool(row.get("is_best")) if same else None)
-                self._measured.add(found.step)
+            one, self.history.measure = found.evaluation, row["measure"]
+            if self.history.observe(found, bool(row.get("is_best"))):
+                same = (one.prompts_digest, one.num_samples, one.temperature, one.max_completion_length)
+                then = (row["measure"], *same, row.get("inputs", self.run_dir.inputs))
+            self._measured.add(found.step)
         self.stopped = self._why_over() if self.history.is_over else None
+        self._fresh = None if then == now else HeldOutHistory(measure, mine.patience)
+
+    def _measure_best_again(self) -> None:
+        """Measure the best weights with the settings of now, and load those of the current step again."""
+        best, current = self.history.best, self.run_dir / UNFINISHED / "current"
+        if self._fresh is None or best is None:
+            return
+        self.history, self._fresh = self._fresh, None
+        if best.step == 0 or share(self._best_on_disk()) != best.step:
+            return
+        save_adapter(self.policy, current)
+        wait_for_all()
+        load_weights(self.trainer, self.run_dir / BEST)
+        found = HeldOut(best.step, self._measure(f"at step {best.step}"))
+        load_weights(self.trainer, current)
+        self.history.observe(found)
+        self.rows = [row for row in self.rows if row["step"] != best.step]
+        self._write(found, True, None)
+        say(f"{self.history.describe(found, None)}, measured again with the settings of now")
 
     def _why_over(self) -> str:
         best, history = self.history.best, self.history

@@ -4,17 +4,16 @@ However `train` ends, `status.json` has the state and the checkpoint to resume f
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
 
-from rloo_kit.collective import gather_objects, share, wait_for_all
+from rloo_kit.collective import gather_objects, share, share_from_main, wait_for_all
 from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
-from rloo_kit.errors import ConfigError, HealthError, NoSignalError, RlooKitError
+from rloo_kit.errors import ConfigError, HealthError, NoSignalError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.callbacks import (
@@ -25,8 +24,10 @@ from rloo_kit.loop.callbacks import (
     SampleTable,
     TimedSaves,
 )
+from rloo_kit.loop.checkpoints import load_weights
 from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.health import HealthGuard, Movement, say_findings
+from rloo_kit.loop.inputs import check_inputs
 from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import loaded_engine, training_arguments
@@ -42,6 +43,7 @@ from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
+from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
@@ -55,6 +57,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    accept_changes: bool = False,
     run_dir: RunDir | None = None,
 ) -> TrainResult:
     """Train `policy` in place and write everything to the run's folder.
@@ -63,6 +66,7 @@ def train(
         run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
         resume: continue from the last checkpoint in the folder.
         overwrite: delete the run that is in the folder.
+        accept_changes: with `resume`, go on although rows, rewards or weights have changed.
         run_dir: the folder, if already open; then `resume` and `overwrite` were applied when it was opened.
 
     Returns:
@@ -71,7 +75,7 @@ def train(
 
     Raises:
         RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; ConfigError also if
-            there are fewer prompts than a rollout needs, or `eval.measure` cannot be measured.
+            there are fewer prompts than a rollout needs, or `eval.measure` cannot be measured; and `check_inputs`.
         PreflightError: the disk is too small for the checkpoints, or a tracker's library is missing.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
@@ -82,7 +86,9 @@ def train(
     check_measure(run, data, reward_funcs)
     owned = run_dir is None
     opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
+    opened.accepts_changes |= accept_changes
     with opened if owned else nullcontext():
+        check_inputs(opened, policy, data, reward_funcs)
         result = _Training(run, policy, data, reward_funcs, opened).run_to_end()
         if owned:  # else the caller that opened the folder prints them
             say_findings(result.findings, result.steps)
@@ -91,18 +97,9 @@ def train(
 
 def _open_together(run: RunConfig, resume: bool, overwrite: bool) -> RunDir:
     """`RunDir.create` in all processes; an error in the main one is raised in each."""
-    run_dir, refusal = None, None
-    if is_main_process():
-        try:
-            run_dir = RunDir.create(run, resume=resume, overwrite=overwrite)
-        except RlooKitError as error:
-            if not is_distributed():
-                raise
-            refusal = error
-    refusal = share(refusal)
-    if refusal is not None:
-        raise refusal
-    return run_dir or RunDir.create(run, resume=resume, overwrite=overwrite)
+    opened: list[RunDir] = []
+    share_from_main(lambda: opened.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
+    return opened[0] if opened else RunDir.create(run, resume=resume, overwrite=overwrite)
 
 
 def _check_shared_folder(run_dir: RunDir) -> None:
@@ -190,14 +187,17 @@ class _Training:
 
     def run_to_end(self) -> TrainResult:
         try:
+            adapter_step = None
             if self._is_done_already():
-                self._load_weights()
+                adapter_step = self._load_weights()
             else:
                 self._train()
             stopped = self._why_stopped()
             steps = self.trainer.state.global_step
-            adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
-            adapter = self._save_adapter()
+            if adapter_step is None:
+                adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
+                self._save_adapter(adapter_step)
+            adapter = self.run_dir / "adapter"
             seconds = round(self.writer.seconds, 3)
         finally:
             if done := self.trainer.state.global_step + (not self.interrupts.between_steps):
@@ -215,14 +215,14 @@ class _Training:
             TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
         )
 
-    def _save_adapter(self) -> Path:
-        """Save the adapter to the run's folder, replaced atomically."""
+    def _save_adapter(self, step: int) -> None:
+        """Save the adapter, the weights of `step`, to the run's folder, replaced atomically."""
         target, staged = self.run_dir / "adapter", self.run_dir / UNFINISHED / "adapter"
         with saving(target):
-            save_adapter(self.policy, staged)
+            record = {"run": self.run_dir.id, "step": step, "steps_done": self.trainer.state.global_step}
+            save_adapter(self.policy, staged, **record)
             if is_main_process():
                 publish(staged, target)
-        return target
 
     def _is_done_already(self) -> bool:
         """Whether the resumed run has nothing left to do; the trainer would take one step too many."""
@@ -235,7 +235,8 @@ class _Training:
         total = self.run.rloo.max_steps or (state["max_steps"] if state["num_train_epochs"] == epochs else None)
         return total is not None and self.checkpoint.step >= total
 
-    def _load_weights(self) -> None:
+    def _load_weights(self) -> int | None:
+        """Load the weights that the run ended with; returns their step if they are those in adapter/, which stays."""
         step = self.checkpoint.step
         self.trainer._load_from_checkpoint(str(self.checkpoint.folder))
         self.trainer.state.global_step = self.trainer.state.max_steps = step
@@ -248,6 +249,11 @@ class _Training:
                 self.trainer.state.max_steps = total
                 how = "stopped early (raise eval.patience to continue)"
         say(f"the run is {how} already (step {step}); its weights are loaded")
+        kept = share(read_object(self.run_dir / "adapter" / TRAINED))
+        if (kept.get("run"), kept.get("steps_done")) != (self.run_dir.id, step):
+            return None
+        load_weights(self.trainer, self.run_dir / "adapter")
+        return kept["step"]
 
     def _train(self) -> None:
         if self.run_dir.resumed:
@@ -335,6 +341,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     check_sampling(run, policy)
     check_prompts(run, len(data.train))  # before a long evaluation
     check_measure(run, data, reward_funcs)
+    check_inputs(run_dir, policy, data, reward_funcs)
     before = after = None
     if run.run.evaluate:
         before = share(load_evaluation(run, "before") if run_dir.resumed else None)

@@ -329,6 +329,7 @@ class _LoopCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
         self.trainer._refuse_idle()
         self.trainer._forget_window()
+        state.compute_steps(args, state.max_steps)  # the checkpoint's state has those of before
         if self.trainer._place is not None:
             self.trainer._step = self.trainer._place.micro_steps
             return

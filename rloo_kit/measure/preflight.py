@@ -247,6 +247,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    accept_changes: bool = False,
     run_dir: RunDir | None = None,
 ) -> TrainResult:
     """`rloo_kit.loop.run.train`, after the whole preflight if `run.preflight` is set; a resumed run skips it.
@@ -260,4 +261,5 @@ def train(
         policy.refuse_trained("a new run would not begin at the start (resume=True continues its own)", "RLOO")
     if not resumed:
         require_go(run, policy, data, reward_funcs)
-    return loop.train(run, policy, data, reward_funcs, resume=resume, overwrite=overwrite, run_dir=run_dir)
+    flags = {"resume": resume, "overwrite": overwrite, "accept_changes": accept_changes}
+    return loop.train(run, policy, data, reward_funcs, run_dir=run_dir, **flags)

@@ -1,14 +1,22 @@
 """Find a run's model and adapter, check that they match, and set the tokenizer's padding."""
 
+import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from rloo_kit.config.embedded import SMOLLM2
 from rloo_kit.config.run import RunConfig
+from rloo_kit.embedded.cache import RECORD
 from rloo_kit.errors import BackendError
-from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
+from rloo_kit.runs.files import read_object
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
+from rloo_kit.runs.run_dir import BASE, INPUTS
+from rloo_kit.system.processes import say
 
 PAD_TOKENS = (
     "<|endoftext|>",
@@ -19,6 +27,7 @@ PAD_TOKENS = (
     "<|vision_pad|>",
     "<|finetune_right_pad_id|>",
 )
+BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
 _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
 
 
@@ -64,8 +73,39 @@ def find_source(run: RunConfig) -> ModelSource:
                 f"model.lora is null (train every parameter), but there is an adapter to continue, {source.adapter}: "
                 "set model.lora={} or remove model.adapter"
             )
-        _check_base(source)
+        check_base(source)
+        folder = Path(source.adapter).expanduser()
+        if folder.name == "adapter" and (problem := find_stale(folder.parent)):
+            say(f"WARNING: {problem}")
     return source
+
+
+def digest_source(source: ModelSource) -> dict[str, str]:
+    """Digests of the weights of a base and of the adapter to continue; without those that cannot be found."""
+    found = {BASE: _digest_weights(source.base)}
+    if source.adapter is not None:
+        found["weights of the adapter to continue"] = _digest_weights(source.adapter)
+    return {name: digest for name, digest in found.items() if digest}
+
+
+def _digest_weights(model: str) -> str:
+    """A digest of the files of weights in a folder, or of a hub id in the hub's cache: their sizes, and up to
+    `SAMPLES` blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
+    folder = Path(model).expanduser()
+    with suppress(ValueError):  # not a hub id
+        if not folder.is_dir() and isinstance(found := try_to_load_from_cache(model, MODEL_CONFIG), str):
+            folder = Path(found).parent
+    if (folder / RECORD).is_file():
+        return folder.name
+    digest, files = hashlib.sha256(), sorted([*folder.glob("*.safetensors"), *folder.glob("*model*.bin")])
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with open(file, "rb") as opened:
+            for place in range(0, size, max(BLOCK, size // SAMPLES)):
+                opened.seek(place)
+                digest.update(opened.read(BLOCK))
+    return digest.hexdigest()[:16] if files else ""
 
 
 def _from_name(name: str, adapter: str | None) -> ModelSource:
@@ -109,9 +149,21 @@ def _recorded_base(adapter: Path) -> str:
         ) from None
 
 
-def _check_base(source: ModelSource) -> None:
+def check_base(source: ModelSource) -> None:
+    """Raise BackendError if the adapter of `source` belongs to another base: by the weights that it was trained on if
+    they are recorded, else by the name. 4-bit copies of a base have other weights and share its adapters."""
     adapter = Path(str(source.adapter)).expanduser()
     recorded = _recorded_base(adapter)
+    run = read_object(adapter.parent.parent / INPUTS)  # a checkpoint's
+    trained_on, now = read_object(adapter / TRAINED).get("base") or run.get(BASE), _digest_weights(source.base)
+    if trained_on and trained_on == now:
+        return
+    if trained_on and now and Path(recorded).name == Path(source.base).name:
+        raise BackendError(
+            f"the adapter {adapter} was trained on other weights than those in {source.base}: restore them, or set "
+            f"model.name to the model that it was trained on. If they are the same weights in another file format, "
+            f"delete {adapter / TRAINED}"
+        )
     if recorded and _short_name(recorded) != _short_name(source.base):
         raise BackendError(
             f"the adapter {adapter} was trained on {recorded}, not on {source.base}: set model.name to that model. If "

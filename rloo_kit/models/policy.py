@@ -21,12 +21,14 @@ from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.adapters import ADAPTER_ALONE, follow_umask
-from rloo_kit.models.checkpoint import bind_padding, find_source
+from rloo_kit.models.checkpoint import bind_padding, check_base, digest_source, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.preflight.cheap import is_complete, refuse_faults
-from rloo_kit.runs.files import saving
+from rloo_kit.runs.files import saving, write_json
+from rloo_kit.runs.find import TRAINED
+from rloo_kit.runs.run_dir import BASE
 from rloo_kit.system import environment
 from rloo_kit.system.memory import return_large_blocks
 from rloo_kit.system.processes import is_distributed, is_main_process
@@ -61,6 +63,7 @@ class Policy:
         rollout: `run.rollout` of the run that it was loaded for; None if it was built by hand.
         sharding: gathers whole weights after training with FSDP or DeepSpeed; None if each process has them.
         trained: optimizer steps that it has had since it was loaded: of "RLOO" (`train`), of "SFT" (`fine_tune`).
+        weights: digests of the files that it was loaded from, by their name in words; see `digest_source`.
     """
 
     model: Any
@@ -73,6 +76,7 @@ class Policy:
     rollout: RolloutSection | None = None
     sharding: Sharding | None = None
     trained: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
 
     def whole_weights(self) -> AbstractContextManager[Any]:
         """A block in which this process has all weights and may sample without the others; all enter it together."""
@@ -136,6 +140,8 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     else:
         _announce(vllm, model)
     _loaded.add(name)
+    if source.adapter is not None and not source.is_folder:
+        check_base(source)  # again: the hub's files may have been missing before
     bind_padding(model, tokenizer)
     _spare_threads(run, model)
     return Policy(
@@ -147,6 +153,7 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         family=resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking),
         config_arguments=_module(name).config_arguments(run),
         rollout=run.rollout,
+        weights=digest_source(source),
     )
 
 
@@ -183,8 +190,9 @@ def start_engine(run: RunConfig, policy: Policy) -> None:
     _announce(vllm, policy.model)
 
 
-def save_adapter(policy: Policy, folder: str | Path) -> Path:
-    """Write what was trained (the adapter, or the whole model if there is none) and the tokenizer into `folder`.
+def save_adapter(policy: Policy, folder: str | Path, **record: Any) -> Path:
+    """Write what was trained (the adapter, or the whole model if there is none), the tokenizer, and in
+    `trained.json` the digest of the base's weights and `record`, into `folder`.
 
     With several processes, all call it and the main one writes.
 
@@ -204,6 +212,7 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
         policy.tokenizer.padding_side = "left"
         policy.tokenizer.save_pretrained(str(folder))
         follow_umask(folder)
+        write_json(folder / TRAINED, {"base": policy.weights.get(BASE)} | record)
     return folder
 
 

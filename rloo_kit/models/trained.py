@@ -24,7 +24,7 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
 
     Raises:
         RunNotFoundError: no such run, or it has not saved an adapter yet.
-        ConfigError: as `load_config` raises it, or a GGUF file.
+        ConfigError: as `load_config` and `weights_of` raise it, or a GGUF file.
     """
     source = from_here(source)
     if (file := find_gguf(source)) is not None:
@@ -35,7 +35,7 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
         raise RunNotFoundError(
             f"{run.folder} has no adapter/, so nothing is trained there yet: run rloo-kit train {source}"
         )
-    key, weights = weights_of(saved)
+    key, weights = weights_of(source if is_export(source) else run.folder)
     changed: dict[str, Any] = {"adapter": None, "name": run.model.name}
     named = Path(run.model.name).expanduser()
     if (named / ADAPTER_CONFIG).is_file() and named.resolve() != saved.resolve():

@@ -15,6 +15,7 @@ from rloo_kit.health.series import is_number
 from rloo_kit.health.signs import CEILING, REWARD_MEAN, at_ceiling
 from rloo_kit.results.evaluation import Evaluation, difference, name_of, setting_differences, shared_measures
 from rloo_kit.results.result import EARLY, TrainResult
+from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
 
@@ -137,6 +138,8 @@ def judge_run(
         sentence += _context_of(change, before, after)
     if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
         sentence += f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
+    if accepted := read_object(result.folder / "status.json").get("changed"):
+        sentence += f"; the run continued {accepted}"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
     is_tied = kind in ("no evidence", "no signal") and (cause is None or cause.rule in BY_SUCCESS)
     if solved and is_tied and result.stopped in (None, EARLY, "no signal"):

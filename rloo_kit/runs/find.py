@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from rloo_kit.config.run import RunConfig, load_config
-from rloo_kit.errors import RunNotFoundError
+from rloo_kit.errors import ConfigError, RunNotFoundError
+from rloo_kit.runs.files import read_object
+from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.input_files import from_here
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+TRAINED = "trained.json"  # with saved weights: digest of their base; in a run also its id and steps
 
 
 def find_run(source: str | Path, *overrides: str) -> RunConfig:
@@ -52,10 +55,31 @@ def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
 
     Args:
         folder: of an adapter, of a model, or of a run. named: the flag or key that gave it, for the error.
+
+    Raises:
+        RunNotFoundError: there is no such folder. ConfigError: the run's adapter is not its newest weights.
     """
     if not folder.is_dir():
         raise RunNotFoundError(f"{named} {folder}: there is no such folder; a run writes outputs/NAME/adapter".strip())
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     if not is_adapter and not (folder / MODEL_CONFIG).is_file() and (folder / "adapter").is_dir():
+        if problem := find_stale(folder):
+            raise ConfigError(f"{named} {problem}".strip())
         return weights_of(folder / "adapter", named)
     return ("adapter", folder) if is_adapter else ("name", folder.resolve())
+
+
+def find_stale(folder: Path) -> str:
+    """Why `adapter/` in a run's folder is older than the run, which continued and was killed, with what to do; "" if it
+    is not."""
+    run_dir = RunDir(folder)
+    status, last = run_dir.status(), run_dir.last_checkpoint()
+    saved = read_object(folder / "adapter" / TRAINED)
+    done = saved.get("steps_done", 0) if saved.get("run") == run_dir.id else 0
+    if last is None or done >= last.step or "adapter_step" in status or status.get("state") == "finished":
+        return ""
+    then, how = f"step {done}" if done else "an earlier end", status.get("resume") or "rloo-kit train ... --resume"
+    return (
+        f"{folder / 'adapter'} has the weights of {then}, but the run went on to step {last.step}: finish it ({how}), "
+        f"or name {last.folder} for the weights of that step"
+    )

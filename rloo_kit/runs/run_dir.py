@@ -43,9 +43,11 @@ from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
 
 FILES = (
-    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl",
+    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl", "inputs.json",
     "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html",
 )  # fmt: skip
+INPUTS = "inputs.json"  # digests of what the configuration only names: rows, rewards, weights
+BASE = "weights of the base"  # a key of it
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # another process waits this long with an error, because the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
@@ -69,6 +71,8 @@ class RunDir:
         writes: whether this process writes; only the main one does.
         resumed: whether this run continues an earlier part of itself.
         resumes_from: the checkpoint to continue from; None for the start.
+        inputs: a digest of INPUTS, which evaluations are recorded with; "" before they are known.
+        accepts_changes: whether a resumed run may go on with changed inputs.
         restored: how often the folder was removed during the run and created again.
         resume_command: how to resume the run, for the user; the command line sets its own.
     """
@@ -81,6 +85,9 @@ class RunDir:
         self.resumes_from: Checkpoint | None = None
         self.restored = 0
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
+        self.inputs = ""  # digest of INPUTS
+        self.accepts_changes = False
+        self._ended: dict[str, Any] = {}  # the status before a resume, until the run trains further
         self._config = self._written = ""
         self._families: dict[str, bytes] = {}  # files of the user's task families
         self._lock: IO[str] | None = None
@@ -149,6 +156,7 @@ class RunDir:
             self._delete_run()
             self.id = uuid4().hex[:12]
         self._describe_run()
+        self._ended = self._read_status() if resume else {}
         self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
         _open[self] = threading.current_thread()
 
@@ -239,12 +247,14 @@ class RunDir:
                     f"{name} is not what the run in {self.folder} started with, which is {kept}: put that back, or "
                     "start over with --overwrite or run.name=..."
                 )
-        saved, now = self.resumes_from, count_processes()
+        saved, now, known = self.resumes_from, count_processes(), read_object(self.folder / INPUTS)
+        by_content = (["data", "rewards"] if known else []) + (["model"] if BASE in known else [])
         if saved is None:  # nothing is trained yet
             with suppress(OSError, UnicodeDecodeError):
-                refuse_changes((self.folder / "config.yaml").read_text(encoding="utf-8"), self._written, self.folder)
+                began = (self.folder / "config.yaml").read_text(encoding="utf-8")
+                refuse_changes(began, self._written, self.folder, by_content)
             return
-        refuse_changes(saved.config, self._config, self.folder)
+        refuse_changes(saved.config, self._config, self.folder, by_content)
         if saved.processes != now:  # rollouts would have another size, and the position in the data would differ
             before = saved.processes
             how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
@@ -329,6 +339,9 @@ class RunDir:
                 return
             time.sleep(SECONDS_FOR_MAIN)
         if self.status().get("state") == "running":
+            if self._ended.get("state") == "finished" and isinstance(error, RlooKitError):  # a resume was refused
+                write_json(self.folder / "status.json", self._ended)
+                return
             text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "))
             text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
             self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
@@ -442,10 +455,11 @@ class RunDir:
         """The newest checkpoint of this run; its files are checked on a resume."""
         return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
 
-    def drop_results(self) -> None:
-        """Delete results of an earlier end of the run, which are out of date once it continues."""
+    def drop_results(self, *others: str) -> None:
+        """Delete results of an earlier end of the run, and `others`, which are out of date once it continues."""
+        self._ended = {}
         if self.writes:
-            for name in ("after.json", "report.html"):
+            for name in ("after.json", "report.html", *others):
                 (self.folder / name).unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:

@@ -205,7 +205,7 @@ def test_a_resumed_run_has_the_best_of_one_that_was_never_cut(step, start):
     whole = start(*words, "run.name=whole", rewards=[low_ids])
     cut = start(*words, rewards=[stopping_at(step)])
     assert cut.stopped == "interrupted" and cut.steps == step + 1
-    resumed = start(*words, resume=True, rewards=[low_ids])
+    resumed = start(*words, resume=True, rewards=[stopping_at(99)])
     assert found_by(resumed.folder) == found_by(whole.folder) and len(found_by(whole.folder)) == 4
     assert resumed.adapter_step == whole.adapter_step > 0
     assert_same(weights(resumed.folder / "adapter"), weights(whole.folder / "adapter"))
@@ -247,7 +247,7 @@ def test_a_kill_between_the_checkpoint_and_the_best_loses_neither(start):
     assert first.adapter_step == 2
     expected = weights(first.folder / "best")
     shutil.rmtree(first.folder / "best")
-    again = start(*words, "rloo.max_steps=2", resume=True)
+    again = start(*words, "rloo.max_steps=2", resume=True, rewards=[falling(2)])
     assert again.adapter_step == 2 and again.steps == 2
     assert_same(weights(first.folder / "best"), expected)
 
@@ -264,6 +264,55 @@ def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
     on = start(*words, "eval.patience=3", rewards=[falling(12)], resume=True)
     assert on.steps > 6 and [row[0] for row in found_by(on.folder)][:5] == [0, 2, 4, 6, 8]
     assert ("stopped_early" in status(on.folder)) == (on.stopped == "early")
+
+
+@pytest.mark.parametrize("key", ["num_samples=2", "every_prompts=3", "measure=by_ids", "every_steps=0"])
+def test_a_finished_run_keeps_its_best_weights_whatever_else_is_measured(key, start):
+    """A finished run that was resumed with another `eval` key, to measure more, got its last, broken weights back."""
+    folder = start(*EVERY_TWO, "eval.measure=reward", rewards=[falling(6), by_ids]).folder
+    best = weights(folder / "best")
+    again = start(*EVERY_TWO, "eval.measure=reward", f"eval.{key}", rewards=[falling(6), by_ids], resume=True)
+    assert (again.steps, again.adapter_step, status(folder)["adapter_step"]) == (6, 2, 2)
+    assert_same(weights(folder / "adapter"), best)
+    live = {name.replace(".default", ""): value for name, value in start.policy.model.named_parameters()}
+    assert all(torch.equal(tensor, live[name]) for name, tensor in best.items())
+
+
+def test_a_run_that_stopped_early_stays_stopped_whatever_else_is_measured(start):
+    """Its evaluations had other settings than those of now, so its patience counted as unused and it trained on."""
+    words = (*EVERY_TWO, "eval.measure=reward", "rloo.max_steps=12", "eval.patience=2")
+    assert start(*words, rewards=[falling(12)]).steps == 6
+    again = start(*words, "eval.num_samples=2", rewards=[falling(12)], resume=True)
+    assert (again.stopped, again.steps, again.adapter_step) == ("early", 6, 2)
+
+
+def test_the_best_so_far_is_measured_again_when_the_settings_change(start, capsys):
+    """Values measured with other settings cannot be compared, and without the best of before, the next one replaced
+    it, however bad. The training that follows is that of a run without evaluations."""
+    words = (*EVERY_TWO, "eval.measure=reward", "rloo.beta=0.5", "rloo.save_steps=2")
+    folder = start(*words, rewards=[falling(6)]).folder
+    best = weights(folder / "best")
+    more = ("rloo.max_steps=8", "eval.num_samples=2")
+    again = start(*words, *more, resume=True, rewards=[worse_from_the_second(8)])
+    assert (again.steps, again.adapter_step) == (8, 2)
+    assert "held-out at step 2: reward -1.000" in capsys.readouterr().out
+    assert_same(weights(folder / "adapter"), best)
+    assert [row[0] for row in found_by(folder)] == [0, 2, 4, 6, 8]
+    whole = start(*words, "rloo.max_steps=8", "eval.every_steps=0", "run.name=whole", rewards=[low_ids]).folder
+    assert_same(*(weights(one / "checkpoints" / "checkpoint-8") for one in (folder, whole)))
+
+
+def worse_from_the_second(limit):
+    """As `falling`, from the second evaluation on."""
+    calls = []
+
+    def reward(completion_ids, trainer_state, **_):
+        if trainer_state.global_step != limit:
+            return low_ids(completion_ids)
+        calls.append(len(completion_ids))
+        return [-float(len(calls))] * len(completion_ids)
+
+    return reward
 
 
 def test_patience_that_ends_with_the_last_step_is_said_when_there_are_to_be_more(start, capsys):

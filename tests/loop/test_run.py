@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,20 @@ from safetensors.torch import load_file
 from rewards import thinking_reward
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
+from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
+from rloo_kit.loop.inputs import read_sources
 from rloo_kit.loop.run_arguments import mixed_precision
+from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.trained import trained_run
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.verdict import judge_run
+from rloo_kit.rewarding.guard import NamedReward, guard
+from rloo_kit.rewards import ThinkingReward
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
+from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import RunDir, open_runs
 from rloo_kit.system import environment
@@ -224,6 +233,103 @@ def test_resume_refuses_another_configuration(start):
         start("rloo.max_steps=1", resume=True)
 
 
+OWN_REWARD = (
+    "import helper\n\ndef score(completion_ids, **_):\n    return [helper.value(ids) for ids in completion_ids]\n"
+)
+HELPER = "def value(ids):\n    return sum(ids) % 17 / 17\n"
+
+
+@pytest.fixture
+def project(write_config, tmp_path, tiny_folder):
+    """`project(*words, **flags)` trains a run on a base, rows and a reward of its own, all next to its config."""
+    folder = tmp_path / "project"
+    shutil.copytree(tiny_folder, folder / "base")
+    text = write_config().read_text().replace(str(tiny_folder), "base").replace(str(tmp_path / "prompts.jsonl"), "rows")
+    text = text.replace("data: {source: rows", "data: {source: rows.jsonl").replace("length_reward", "'own.py:score'")
+    text = text.replace(str(tmp_path / "outputs"), "outputs")
+    (folder / "run.yaml").write_text(text)
+    rows = [json.dumps({"prompt": f"add {n}", "answer": str(n)}) for n in range(16)]
+    for name, content in {"own.py": OWN_REWARD, "helper.py": HELPER, "rows.jsonl": "\n".join(rows)}.items():
+        (folder / name).write_text(content)
+
+    def run(*words, file=folder / "run.yaml", **flags):
+        config = load_config(file, "rloo.save_steps=1", *words)
+        policy = load_policy(config)
+        return train(
+            config, policy, load_data(config, policy.tokenizer), build_rewards(config, policy.tokenizer), **flags
+        )
+
+    run.folder = folder
+    return run
+
+
+def test_a_resume_refuses_inputs_that_have_changed(project, make_tiny_model, monkeypatch):
+    """A reward was edited, answers were corrected, rows added, the base replaced: the run went on under its name, and
+    the verdict compared two different things."""
+    monkeypatch.chdir(project.folder)
+    folder = project("rloo.max_steps=1").folder
+    rows = (project.folder / "rows.jsonl").read_text()
+    changes = {
+        "own.py": (OWN_REWARD.replace("value(ids)", "value(ids) + 5"), "own.py"),
+        "helper.py": (HELPER.replace("17", "16"), "helper.py"),
+        "rows.jsonl": (
+            rows.replace('"answer": "3"', '"answer": "33"'),
+            "column answer of the (training|held-out) prompts",
+        ),
+    }
+    for name, (content, words) in changes.items():
+        kept = (project.folder / name).read_text()
+        (project.folder / name).write_text(content)
+        with pytest.raises(ConfigError, match=f"Changed: {words}[.] Restore.*--accept-changes"):
+            project("rloo.max_steps=2", resume=True)
+        (project.folder / name).write_text(kept)
+    assert status(folder)["state"] == "finished", "a refusal leaves the run as it was"
+    make_tiny_model(seed=1).save_pretrained(project.folder / "base")
+    with pytest.raises(ConfigError, match="Changed: weights of the base[.]"):
+        project("rloo.max_steps=2", resume=True)
+    make_tiny_model().save_pretrained(project.folder / "base")
+    (project.folder / "rows.jsonl").write_text(
+        rows + "".join(f'\n{{"prompt": "sub {n}", "answer": "0"}}' for n in range(4))
+    )
+    (folder / "before.json").write_text("{}")
+    again = project("rloo.max_steps=2", resume=True, accept_changes=True)
+    assert again.steps == 2 and not (folder / "before.json").exists(), "it is measured again"
+    assert "from step 1 on other inputs: number of training prompts (14 then, 18 now)" in status(folder)["changed"]
+    assert "continued from step 1 on other inputs" in judge_run(load_config(folder / "config.yaml"), again).sentence
+    assert project("rloo.max_steps=3", resume=True).steps == 3, "they were accepted"
+    for name in ("inputs.json", "adapter/trained.json"):  # of an older version
+        (folder / name).unlink()
+    (project.folder / "helper.py").write_text(HELPER + "\n")
+    assert project("rloo.max_steps=4", resume=True).steps == 4
+
+
+def test_a_moved_project_resumes(project, tmp_path, monkeypatch):
+    """The path of a file was compared, not its content: after a move, or from the config in its folder, a run was
+    refused."""
+    monkeypatch.chdir(tmp_path)
+    words = (f"run.output_dir={project.folder}/outputs", "run.name=run")
+    first = project("rloo.max_steps=1", *words)
+    file = first.folder / "config.yaml"
+    assert project("rloo.max_steps=2", *words, file=file, resume=True).steps == 2
+    moved = project.folder.rename(tmp_path / "moved")
+    words = (f"run.output_dir={moved}/outputs", "run.name=run")
+    assert project("rloo.max_steps=3", *words, file=moved / "run.yaml", resume=True).steps == 3
+
+
+def test_a_function_of_a_notebook_is_known_by_its_source(tmp_path):
+    """A cell was edited and run again: the function's name is the same, and so are its arguments."""
+
+    def digest(helper):
+        cell = tmp_path / f"cell_{helper}.py"
+        cell.write_text(f"def value(ids):\n    return {helper}\n\ndef score(ids):\n    return value(ids)\n")
+        names = {"__name__": "__main__"}
+        exec(compile(cell.read_text(), str(cell), "exec"), names)
+        return read_sources(NamedReward(guard(names["score"]), "score", 1.0))["reward score"]
+
+    assert digest("1") != digest("2")
+    assert read_sources(NamedReward(ThinkingReward(), "kit", 1.0)) == {} != read_sources(by_ids)
+
+
 def test_a_step_is_saved_once(start, tmp_path):
     """A reward that fails for good saves the step again: a kill between the two renames left no checkpoint at all."""
 
@@ -293,6 +399,32 @@ def test_training_time_and_energy_add_up_over_the_processes_of_a_run(start, monk
     assert used >= 1.0 and status(again)["energy_wh"] > used
 
 
+def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tmp_path, capsys):
+    """A finished run was continued and killed: `ask` and `export` read the adapter of before, and the certificate said
+    "checked"."""
+    folder = start("rloo.max_steps=2").folder
+    assert trained_run(folder).model.adapter == str(folder / "adapter")
+
+    def killed(self, rows):
+        if (folder / "checkpoints" / "checkpoint-3").exists():
+            raise OSError("killed")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(RolloutLog, "__call__", killed)
+        start("rloo.max_steps=4", "rloo.save_steps=1", resume=True)
+    place = re.escape(str(folder / "checkpoints" / "checkpoint-3"))
+    found = f"adapter has the weights of step 2, but the run went on to step 3: finish it .*resume.*or name {place}"
+    for read in (trained_run, weights_of, lambda source: export_model(source, "merged")):
+        with pytest.raises(ConfigError, match=found):
+            read(folder)
+    assert trained_run(folder / "checkpoints" / "checkpoint-3").model.adapter
+    run = load_config(folder / "config.yaml", f"model.adapter={folder / 'adapter'}")
+    find_source(run)  # named itself it is taken, and said
+    assert "WARNING" in capsys.readouterr().out
+    start("rloo.max_steps=4", "rloo.save_steps=1", resume=True)
+    assert trained_run(folder).model.adapter == str(folder / "adapter")
+
+
 def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):
     """An interrupted run without a checkpoint of its last step wastes what was paid for."""
     sent = []
@@ -352,7 +484,7 @@ def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
     result = start(rewards=[insisting])
     assert result.stopped == "interrupted" and result.steps == 2
     assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
-    assert start(resume=True).steps == 4
+    assert start(resume=True, accept_changes=True).steps == 4
 
 
 def test_a_crash_is_recorded_and_the_folder_is_free_again(start, tmp_path):

@@ -264,16 +264,36 @@ def test_an_adapter_and_copies_of_its_base(
 ) -> None:
     """Sizes alone do not tell Qwen3-4B-Thinking from Qwen3-4B-Instruct: the adapter loads and the answers are noise.
     Unsloth's 4-bit copies carry the base's name and an ending, and an adapter fits both."""
-    other, copy, wider = (
+    other, copy, renamed, wider = (
         Path(shutil.copytree(tiny_folder, tmp_path / name))
-        for name in ("another_model", f"{tiny_folder.name}-unsloth-bnb-4bit", tiny_folder.name)
+        for name in ("another_model", f"{tiny_folder.name}-unsloth-bnb-4bit", "renamed", tiny_folder.name)
     )
+    for folder in (other, copy):
+        make_tiny_model(seed=1).save_pretrained(folder)
     text = refused(make_run(f"model.adapter={adapter}", name=other))
     assert str(tiny_folder) in text and str(other) in text and "base_model_name_or_path" in text
-    assert load(make_run(f"model.adapter={adapter}", name=copy)).model.peft_config["default"].r == 2
+    for folder in (copy, renamed):
+        assert load(make_run(f"model.adapter={adapter}", name=folder)).model.peft_config["default"].r == 2
     make_tiny_model(hidden_size=48).save_pretrained(wider)  # the same name, other sizes
+    (adapter / "trained.json").unlink()  # of an older version
     text = refused(make_run(f"model.adapter={adapter}", name=wider))
     assert "does not fit" in text and "size mismatch" in text
+
+
+@pytest.mark.parametrize("how", ["replaced in place", "of the same name elsewhere"])
+def test_an_adapter_knows_the_weights_that_it_was_trained_on(
+    make_run: Any, make_tiny_model: Any, tiny_folder: Path, tmp_path: Path, how: str
+) -> None:
+    """An adapter was loaded on any base whose folder had the same last name: 0.175 fell to 0.075 with exit code 0."""
+    base = Path(shutil.copytree(tiny_folder, tmp_path / "one" / "base"))
+    adapter = save_adapter(load(make_run("model.lora.r=2", name=base)), tmp_path / "adapter")
+    assert load(make_run(name=adapter)).weights["weights of the base"]
+    now = base if how == "replaced in place" else Path(shutil.copytree(base, tmp_path / "two" / "base"))
+    make_tiny_model(seed=1).save_pretrained(now)
+    text = refused(make_run(f"model.adapter={adapter}", name=now))
+    assert "other weights" in text and str(now) in text and f"delete {adapter / 'trained.json'}" in text
+    (adapter / "trained.json").unlink()
+    assert load(make_run(f"model.adapter={adapter}", name=now))
 
 
 def test_adapter_whose_base_has_moved(make_run: Any, adapter: Path) -> None:

@@ -420,7 +420,8 @@ def test_resume_needs_a_run(run):
         ("data", {"limit": 3}, "data.limit: None then, 3 now"),
         ("rloo", {"max_steps": 20, "save_steps": 1}, None),
         ("rloo", {"memory": "low", "tokens_per_pass": 100}, None),
-        ("run", {"seed": 1, "name": "other"}, None),
+        ("run", {"seed": 0, "name": "other"}, None),
+        ("run", {"seed": 1}, "run.seed: 0 then, 1 now"),
     ],
 )
 def test_resume_refuses_what_would_train_something_else(run, section, change, message):

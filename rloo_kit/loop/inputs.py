@@ -1,0 +1,135 @@
+"""What a run's configuration only names: its rows, the sources of its rewards, its base. A resume compares them."""
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.collective import share_from_main
+from rloo_kit.data.load import Data
+from rloo_kit.errors import ConfigError
+from rloo_kit.models.policy import Policy
+from rloo_kit.rewarding.guard import GuardedReward, NamedReward, RewardsObject, reward_name
+from rloo_kit.rewarding.worker import WorkerReward
+from rloo_kit.runs.files import read_object
+from rloo_kit.runs.run_dir import INPUTS, RunDir
+from rloo_kit.system.processes import say
+
+_INSIDE = ((NamedReward, "reward"), (GuardedReward, "reward"), (RewardsObject, "scorer"), (functools.partial, "func"))
+
+
+def check_inputs(run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
+    """Record what a new run begins with, and compare it with what a resumed run has; once for each open folder.
+
+    Changes that `run_dir` accepts, or that come before anything is trained, are recorded, and what was measured before
+    them is deleted.
+
+    Raises:
+        ConfigError: rows, rewards or weights have changed; lists them.
+    """
+    if not run_dir.inputs:
+        run_dir.inputs = share_from_main(lambda: _compare(run_dir, _read(policy, data, reward_funcs)))
+
+
+def _compare(run_dir: RunDir, found: dict[str, str]) -> str:
+    began = read_object(run_dir / INPUTS) if run_dir.resumed else {}
+    changed = [
+        f"{name} ({began[name]} then, {found[name]} now)" if name.startswith("number of") else name
+        for name in (began | found if began else ())
+        if began.get(name) != found.get(name) and not (name.startswith("weights of") and name not in began)
+    ]
+    if changed:
+        text, trained = ", ".join(changed), run_dir.resumes_from
+        if trained is not None and not run_dir.accepts_changes:
+            raise ConfigError(
+                f"the run in {run_dir.folder} began with other inputs. Changed: {text}. Restore them, continue with "
+                "--accept-changes (accept_changes=True), or start over: --overwrite or run.name=..."
+            )
+        run_dir.drop_results("before.json")
+        if trained is not None:
+            text = f"from step {trained.step} on other inputs: {text}"
+            trained_on = "; held-out prompts may have been trained on before" if "column prompt" in text else ""
+            say(f"WARNING: {run_dir.folder} continues {text}{trained_on}")
+            run_dir.set_status("running", changed="; ".join(filter(None, [run_dir.status().get("changed"), text])))
+    run_dir.write_json(INPUTS, found)
+    return _digest(f"{name}: {found[name]}" for name in sorted(found))
+
+
+def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
+    """Digests and counts by their names in words."""
+    found: dict[str, str] = {}
+    for side, table in (("training", data.train), ("held-out", data.test)):
+        found[f"number of {side} prompts"] = str(len(table))
+        for name in table.column_names:
+            values = (json.dumps(value, sort_keys=True, default=str) for value in table[name][:])
+            found[f"column {name} of the {side} prompts"] = _digest(values)
+    found["rewards"] = ", ".join(one if isinstance(one, str) else reward_name(one) for one in reward_funcs)
+    for reward in reward_funcs:
+        found |= read_sources(reward)
+    return found | policy.weights
+
+
+def read_sources(reward: Any) -> dict[str, str]:
+    """Digests of a user's reward: the file that defines it and the local modules that this imports; in a notebook or a
+    script, the function and those it calls. Empty for the kit's own, whose parameters are in the configuration."""
+    while name := next((name for kind, name in _INSIDE if isinstance(reward, kind)), None):
+        reward = getattr(reward, name)
+    if isinstance(reward, WorkerReward):
+        return _read_files(reward.worker.target.rpartition(":")[0], reward.worker.folders)
+    made = reward if inspect.isroutine(reward) else type(reward)
+    with suppress(OSError, TypeError):  # no source
+        file = inspect.getsourcefile(made)
+        if made.__module__ == "__main__":
+            return {f"reward {reward_name(reward)}": _digest(_read_functions(made, set()))}
+        if file and not made.__module__.startswith("rloo_kit."):
+            return _read_files(file, [str(Path(file).parent)])
+    return {}
+
+
+def _read_files(module: str, folders: list[str]) -> dict[str, str]:
+    """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
+    folders, installed = [*folders, os.getcwd()], (sys.prefix, sys.base_prefix)
+    todo = [] if module.startswith(installed) else [Path(module)] if module.endswith(".py") else _find(module, folders)
+    files: dict[Path, str] = {}
+    while todo:
+        if (file := todo.pop().resolve()) in files:
+            continue
+        files[file] = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(files[file])):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                base = getattr(node, "module", None)
+                names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
+                above = file.parents[max(getattr(node, "level", 0), 1) - 1]
+                todo += [one for name in names for one in _find(name, [above, *folders])]
+    named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
+    return {name: _digest(texts) for name, texts in named.items()}
+
+
+def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
+    """The user's file of a module, in the first folder that has it; the kit's own are left out."""
+    name = module.replace(".", "/")
+    places = [Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py")]
+    return [] if module.partition(".")[0] in ("", "rloo_kit") else list(filter(Path.is_file, places))[:1]
+
+
+def _read_functions(made: Any, seen: set[Any]) -> list[str]:
+    """The source of a function or class of a notebook, then of the functions there that it calls."""
+    seen.add(made)
+    code, names = getattr(made, "__code__", None), getattr(made, "__globals__", {})
+    called = [names.get(name) for name in code.co_names] if code else []
+    own = [one for one in called if inspect.isfunction(one) and one.__module__ == "__main__" and one not in seen]
+    return [inspect.getsource(made), *(text for one in own for text in _read_functions(one, seen))]
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(f"{text}\0".encode())
+    return digest.hexdigest()[:16]
