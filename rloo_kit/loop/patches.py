@@ -24,6 +24,7 @@ PATCHED_ATTRIBUTES = {
     "models/vllm.py: logger.addFilter": "transformers mistakes vLLM's process group for a run without a launcher",
     "models/vllm.py: torch.set_num_threads": "restored: on a CPU vLLM replaces it with a function that does nothing",
     "rewarding/worker_main.py: sys.modules[name]": "a reward's file as a module, which dataclasses look up there",
+    "rewarding/worker_main.py: sys.modules[package]": "the file's folders as packages, for its relative imports",
     "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",

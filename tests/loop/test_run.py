@@ -468,7 +468,7 @@ def test_a_training_cell_that_is_run_again_is_refused(start, write_config):
     with pytest.raises(ConfigError, match=r"2 steps of RLOO.*not the policy before training.*load_policy"):
         evaluate(run, policy, test, "before")
     assert evaluate(run, policy, test).label == "after 2 steps"
-    assert start(policy=policy, resume=True).steps == 4
+    assert start(policy=policy, rewards=[interrupting], resume=True).steps == 4
     assert evaluate(run, load_policy(run), test, "before").label == "before"
 
 
