@@ -86,11 +86,10 @@ def test_a_mistyped_reward_is_refused_before_the_model_is_loaded(config_file):
 
 
 def test_rollouts_that_cannot_be_are_refused_before_the_evaluation(config_file):
-    """An hour of evaluation came before the news that the engine cannot keep such a cache; a config that vLLM cannot
-    follow is refused before there is a model."""
-    code, printed, said = call("train", config_file, "rollout.cache=offloaded", "rollout.engine=generate")
-    assert code == 2 and "set rollout.cache=plain" in said, said
-    assert "policy:" in printed and "Evaluation before" not in printed
+    """An hour of evaluation came before the news that the engine cannot sample here; a config that vLLM cannot follow
+    is refused before there is a model."""
+    code, printed, said = call("train", config_file, "rollout.engine=vllm")
+    assert code == 2 and "rollout.engine is vllm" in said and "Evaluation before" not in printed, said
     words = ["rollout.engine=server", "rollout.server_url=http://localhost:9", "model.lora=null"]
     code, printed, said = call("train", config_file, *words)
     assert code == 2 and "model.lora is null" in said and "policy:" not in printed

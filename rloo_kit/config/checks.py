@@ -43,7 +43,7 @@ _INSTEAD = {
     "num_return_sequences n": "Set num_generations={value} instead",
     "seed": "Set seed={value} instead",
     "eos_token_id stop stop_strings stop_token_ids": "Set tokenizer.eos_token instead, where completions end",
-    "cache_implementation": "Set rollout_cache instead",
+    "cache_implementation": "Remove it: each engine has its own KV cache",
 }
 _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()}
 # Number of tokens that close a thought in Qwen3's vocabulary: the tag alone; or the sentence of Qwen3's report, the tag

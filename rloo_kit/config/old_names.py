@@ -270,7 +270,7 @@ def _pair_clip_range(values: dict[str, Any], given: Mapping[str, Any], messages:
 def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
     """Translate the old names in a run's file, in place; a message for each. Raises as `translate_config`."""
     section = values.get("rloo")
-    messages = _move_reward_model(values) + _move_no_signal(values)
+    messages = _move_reward_model(values) + _move_no_signal(values) + _drop_cache(values)
     if not isinstance(section, dict):
         return messages
     for old, (other, key) in _SECTION_KEYS.items():
@@ -308,6 +308,20 @@ def _move_no_signal(values: dict[str, Any]) -> list[str]:
         read = f"health.{key}={'warn' if value is None else value}"
         messages.append(f"run.{old} is a key of health: today; read as {read}")
     return messages
+
+
+def _drop_cache(values: dict[str, Any]) -> list[str]:
+    """`rollout.cache` went: its `plain` is what every run has; other values are refused, and stay in `values`."""
+    rollout = values.get("rollout")
+    if not isinstance(rollout, dict) or "cache" not in rollout:
+        return []
+    if rollout["cache"] != "plain":
+        raise ConfigError(
+            f"rollout.cache is {excerpt(rollout['cache'])}, but 8-bit and offloaded KV caches were removed: remove the "
+            "key, and set a lower rollout.rows, or rollout.vllm.float8_kv_cache=true with rollout.engine=vllm"
+        )
+    del rollout["cache"]
+    return ["rollout.cache was removed: the KV cache is always plain; remove the key"]
 
 
 def forget_overruled(section: dict[str, Any], changed: set[str]) -> None:

@@ -510,9 +510,6 @@ class RolloutSection(Section):
         None, "folder that trainer and server both see, with engine: server; null: one in the run's folder",
         argument="rollout_server_adapters",
     )  # fmt: skip
-    cache: Literal["plain", "int8", "offloaded"] = key(
-        "plain", "KV cache of a rollout: the model's dtype, 8 bits, or in host memory", argument="rollout_cache"
-    )
     vllm: VllmSection = Field(default_factory=lambda: VllmSection(), description="vLLM in the trainer's process")
     resample_rounds: int = key(
         0,
@@ -533,16 +530,10 @@ class RolloutSection(Section):
         return self
 
     def find_vllm_problems(self, engine: str) -> list[str]:
-        """Keys that vLLM does not support if `engine` is "vllm" or "server"; none for another engine."""
-        problems = []
-        if self.cache != "plain" and engine in ("vllm", "server"):
-            own = "rollout.vllm.float8_kv_cache=true" if engine == "vllm" else "vllm serve --kv-cache-dtype fp8"
-            problems.append(
-                f"rollout.cache is {self.cache}, but vLLM (rollout.engine) manages its own KV cache; "
-                f"set rollout.cache=plain, and for 8 bits {own}"
-            )
+        """Keys that vLLM does not support if `engine` is "vllm"; none for another engine."""
         if engine != "vllm":
-            return problems
+            return []
+        problems = []
         if self.server_url is not None:
             problems.append(
                 f"rollout.server_url is {self.server_url}, but vLLM would sample in the trainer's process; set "
@@ -660,4 +651,4 @@ def choices(name: str) -> tuple[str, ...]:
 
 KL_FORMS, RATIO_FORMS, BASELINES = choices("kl_form"), choices("ratio_form"), choices("baseline")
 SCALES, TOKEN_MEANS = choices("scale_rewards"), choices("token_mean")
-ENGINES, CACHES = choices("rollout_engine"), choices("rollout_cache")
+ENGINES = choices("rollout_engine")

@@ -161,7 +161,7 @@ def build_sampler(trainer: "StockTrainer", tags: ThinkTags, parallel: Parallel) 
 
 def _build_engine(trainer: "StockTrainer") -> Engine:
     args = trainer.args
-    wanted, cache = option(args, "rollout_engine"), option(args, "rollout_cache")
+    wanted = option(args, "rollout_engine")
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
             "use_transformers_continuous_batching is set, but the kit samples with its own engines: leave it out "
@@ -175,7 +175,6 @@ def _build_engine(trainer: "StockTrainer") -> Engine:
         end_ids=list(trainer.eos_token_ids),
         pad_id=trainer._tokenizer.pad_token_id,
         rows=option(args, "rollout_rows"),
-        cache=cache,
         server=_server_settings(trainer) if wanted == "server" else None,
         vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
         filters=read_filters(args),

@@ -40,7 +40,7 @@ from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.rewarding.worker import end_workers
-from rloo_kit.rollout.engine import check_cache, choose_engine
+from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.find import TRAINED
@@ -121,12 +121,10 @@ def check_measure(run: RunConfig, data: Data, reward_funcs: list[Any]) -> None:
 def check_sampling(run: RunConfig, policy: Policy) -> None:
     """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts.
 
-    Raises ConfigError (a budget for a model that does not think, a missing adapter) or BackendError (an engine, a
-    cache).
+    Raises ConfigError (a budget for a model that does not think, a missing adapter) or BackendError (an engine).
     """
     check_budget(run, policy.family)
     name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
-    check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
     if name == "server" and not hasattr(policy.model, "peft_config"):
         raise ConfigError(NO_ADAPTER)
     start_engine(run, policy)

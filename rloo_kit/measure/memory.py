@@ -85,29 +85,27 @@ class Peak:
 # ------------------------------------------------------------------------------------------------ the rollout
 
 
-def measure_rollout(
-    policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None, decoded: int = DECODED_TOKENS
-) -> Peak:
+def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, decoded: int = DECODED_TOKENS) -> Peak:
     """Decode the last tokens of `rows` completions of `tokens` tokens each, prompt included.
 
     Args:
-        run: provides engine, cache and temperature. rows: completions at once. tokens: more than `decoded`.
-        cache: overrides `run.rollout.cache`. decoded: tokens to decode after full caches, 1 or more.
+        run: provides engine and temperature. rows: completions at once. tokens: more than `decoded`.
+        decoded: tokens to decode after full caches, 1 or more.
 
     Raises:
-        ConfigError, BackendError: the engine cannot be used here, or does not support this cache. torch's
-            out-of-memory error is not caught: rows are not halved.
+        ConfigError, BackendError: the engine cannot be used here. torch's out-of-memory error is not caught: rows are
+            not halved.
     """
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise BackendError(f"rows of {tokens} tokens were requested, and the model has {positions} positions")
-    engine = _full_engine(policy, run, rows, cache)
+    engine = _full_engine(policy, run, rows)
     with Peak() as peak, _autocast(run, policy):
         _decode_ends(engine, rows, tokens, decoded)
     return peak
 
 
-def _full_engine(policy: Policy, run: RunConfig, rows: int, cache: str | None = None) -> Any:
+def _full_engine(policy: Policy, run: RunConfig, rows: int) -> Any:
     """The run's engine with its prefill replaced by a full cache, and without halving rows."""
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     engine: Any = build_engine(
@@ -118,14 +116,13 @@ def _full_engine(policy: Policy, run: RunConfig, rows: int, cache: str | None = 
         end_ids=[vocabulary + 1],  # never drawn: every row reaches its end
         pad_id=policy.tokenizer.pad_token_id,
         rows=rows,
-        cache=run.rollout.cache if cache is None else cache,
         say=lambda line: None,
     )
     engine._halve = _out_of_rows
     if engine.name == "native":
         engine._fill = fill_slots
     elif engine.name == "generate":
-        engine._cache_options = lambda rows, width: {"past_key_values": fill_cache(engine, rows, width)}
+        engine._cache_options = lambda rows, width: {"past_key_values": fill_cache(engine._model, rows, width)}
     return engine
 
 
@@ -224,7 +221,7 @@ def _take_steps(
     changed = {
         "max_steps": steps, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1,
         "steps_per_generation": None, "num_generations": generations, "logging_steps": 1,
-        "rollout_engine": "auto", "rollout_cache": "plain", "rollout_server_url": None,
+        "rollout_engine": "auto", "rollout_server_url": None,
         "lr_scheduler_type": "constant", "warmup_steps": 0, "mask_truncated_completions": False,
         "sampler_correction": "none", "sampler_correction_floor": 0.0, "reward_clip_range": None,
         "max_skipped_steps": steps + 1,

@@ -1,4 +1,4 @@
-"""Measure a memory plan: each cache that the run's engine supports, and training, next to the computed figures."""
+"""Measure a memory plan: the rollout and training, next to the computed figures."""
 
 import tempfile
 import time
@@ -11,23 +11,20 @@ import torch
 from rich.table import Table
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import CACHES
 from rloo_kit.errors import BackendError, RlooKitError
 from rloo_kit.measure.memory import (
     NOT_HERE,
     Peak,
-    engine_to_measure,
     load_of,
     measure_rollout,
     measure_training,
     rows_of_a_pass,
 )
 from rloo_kit.measure.stand_ins import save_random_checkpoint
-from rloo_kit.models.policy import Policy, load_policy
+from rloo_kit.models.policy import load_policy
 from rloo_kit.plan.parts import context_bytes
 from rloo_kit.plan.peaks import rollout_gib, training_gib
 from rloo_kit.plan.result import VramPlan
-from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.memory import GIB, is_out_of_memory
 
@@ -37,15 +34,14 @@ class Measured:
     """One measurement and its computed figure, in GiB.
 
     Attributes:
-        what: "rollout" or "training". cache: of a rollout. rows: completions at once, of a rollout or of a training
-            batch. tokens: of each, prompt included.
+        what: "rollout" or "training". rows: completions at once, of a rollout or of a training batch.
+        tokens: of each, prompt included.
         computed_gib: on a GPU without CUDA's context, which torch does not count. measured_gib: None if it failed.
         reserved_gib: reserved by torch's allocator, on a GPU. seconds: of the measurement.
         error: why there is no figure.
     """
 
     what: str
-    cache: str | None
     rows: int
     tokens: int
     computed_gib: float
@@ -67,8 +63,7 @@ def measure_plan(run: RunConfig, plan: VramPlan, say: Callable[[str], None] = pr
         say: called with a line before and after each measurement.
 
     Returns:
-        The rollout with each cache that the run's engine supports, and training; only training, without vLLM loaded,
-            if vLLM or a server samples.
+        The rollout and training; only training, without vLLM loaded, if vLLM or a server samples.
 
     Raises:
         BackendError: the plan is for another machine, or the run does not fit and there is no GPU to refuse it.
@@ -108,8 +103,8 @@ def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> 
     load = replace(load, tokens_per_pass=plan.tokens_per_pass)
     outside = context_bytes(load) / GIB if load.on_cuda else 0.0
 
-    def measure(what: str, cache: str | None, rows: int, computed: float, call: Callable[[], Peak]) -> Measured:
-        say(f"measure: {what}{f', cache {cache}' if cache else ''}, {rows} x {load.row_tokens} tokens")
+    def measure(what: str, rows: int, computed: float, call: Callable[[], Peak]) -> Measured:
+        say(f"measure: {what}, {rows} x {load.row_tokens} tokens")
         started, peak, error = time.monotonic(), None, None
         try:
             peak = call()
@@ -121,28 +116,13 @@ def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> 
         computed -= outside
         gib, reserved = (None, 0.0) if peak is None else (peak.gib, peak.reserved_gib)
         say(f"measure: {error or f'{gib:.3f} GiB'}, computed {computed:.3f}, {seconds:.0f} s")
-        return Measured(what, cache, rows, load.row_tokens, computed, gib, reserved, seconds, error)
+        return Measured(what, rows, load.row_tokens, computed, gib, reserved, seconds, error)
 
-    for cache in [] if plan.engine.name in NOT_HERE else _caches_of(run, policy):
-        computed = rollout_gib(replace(load, cache=cache), plan.rows)
-        call = partial(measure_rollout, policy, run, plan.rows, load.row_tokens, cache)
-        yield measure("rollout", cache, plan.rows, computed, call)
+    if plan.engine.name not in NOT_HERE:
+        call = partial(measure_rollout, policy, run, plan.rows, load.row_tokens)
+        yield measure("rollout", plan.rows, rollout_gib(load, plan.rows), call)
     rows = rows_of_a_pass(load)[1]
-    yield measure("training", None, rows, training_gib(load), partial(measure_training, policy, run))
-
-
-def _caches_of(run: RunConfig, policy: Policy) -> Iterator[str]:
-    """The caches that the run's engine supports here, the run's own first."""
-    name, _ = choose_engine(engine_to_measure(run), policy.backend, policy.model)
-    on_cuda = policy.model.device.type == "cuda"
-    for cache in sorted(CACHES, key=lambda kind: kind != run.rollout.cache):
-        if cache == "offloaded" and not on_cuda:  # the plain one is in the machine's memory already
-            continue
-        try:
-            check_cache(cache, name, policy.backend, on_cuda)
-        except BackendError:
-            continue
-        yield cache
+    yield measure("training", rows, training_gib(load), partial(measure_training, policy, run))
 
 
 def format_measured(found: list[Measured]) -> str:
@@ -153,9 +133,8 @@ def format_measured(found: list[Measured]) -> str:
         table.add_column(name, no_wrap=True, justify="right")
     errors = []
     for one in found:
-        part = f"{one.what}, cache {one.cache}" if one.cache else one.what
         measured = "failed" if one.measured_gib is None else f"{one.measured_gib:.3f}"
         if one.error:
-            errors.append(fill_text(f"{part}: {one.error}"))
-        table.add_row(part, f"{one.rows} x {one.tokens}", f"{one.computed_gib:.3f}", measured, f"{one.seconds:.0f}")
+            errors.append(fill_text(f"{one.what}: {one.error}"))
+        table.add_row(one.what, f"{one.rows} x {one.tokens}", f"{one.computed_gib:.3f}", measured, f"{one.seconds:.0f}")
     return "\n".join([render_text(table), *errors])

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, QuantizedCache, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.byte_tokens import ROWS
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import BackendError
 from rloo_kit.plan.shapes import ModelShape, find_shape
-from rloo_kit.rollout.generate import HQQ_CONFIG
 
 SHARD_BYTES = 2**31
 BLOCK = 2**20  # random numbers that are drawn; tensors repeat them
@@ -155,26 +154,15 @@ class _Inserted:
         self.states[layer] = keys, values
 
 
-def fill_cache(engine: Any, rows: int, width: int) -> Any:
+def fill_cache(model: Any, rows: int, width: int) -> Any:
     """transformers' cache for (B, P) prefixes without their last token: views of one token's keys and values, which the
     first step materialises layer by layer."""
-    model = engine._model
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     one = model(input_ids=ids, use_cache=True).past_key_values
     pairs = [(layer.keys, layer.values) for layer in one.layers] if hasattr(one, "layers") else list(one)
-    cache = _make_cache(engine.cache, model.config.get_text_config(decoder=True))
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     for layer, pair in zip(cache.layers, pairs, strict=True):
         wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
-        if engine.cache == "int8":
-            layer.update(*wide)
-        else:
-            layer.lazy_initialization(*wide)
-            layer.keys, layer.values = wide
+        layer.lazy_initialization(*wide)
+        layer.keys, layer.values = wide
     return cache
-
-
-def _make_cache(kind: str, config: Any) -> Any:
-    if kind == "int8":
-        options = dict(HQQ_CONFIG)
-        return QuantizedCache(options.pop("backend"), config, **options)
-    return DynamicCache(config=config, offloading=kind == "offloaded")

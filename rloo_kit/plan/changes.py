@@ -49,16 +49,12 @@ def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str,
     if "8bit" not in load.optim and load.optim.startswith(("adamw", "paged")) and load.on_cuda:
         load = replace(load, optim="adamw_8bit")
         yield "rloo.optim", "adamw_8bit", load
-    for is_last in (False, True):
-        if load.engine == "vllm" and load.cache == "plain":
-            load = replace(load, cache="float8")
-            yield "rollout.vllm.float8_kv_cache", True, load
-        if keeps_8_bits(run, load) and training_gib(load) <= limit:  # otherwise the length has to shrink
-            load = replace(load, cache="int8")
-            yield "rollout.cache", "int8", load
-        if not is_last and not load.four_bit and load.lora_rank is not None:
-            load = replace(load, four_bit=True)
-            yield "model.load_in_4bit", True, load
+    if load.engine == "vllm" and not load.float8_cache:
+        load = replace(load, float8_cache=True)
+        yield "rollout.vllm.float8_kv_cache", True, load
+    if not load.four_bit and load.lora_rank is not None:
+        load = replace(load, four_bit=True)
+        yield "model.load_in_4bit", True, load
     tokens = _fitting_completion(load, limit)
     if tokens is not None:
         shorter = replace(load, completion_tokens=tokens)
@@ -69,11 +65,6 @@ def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str,
     if load.whole_groups and load.num_generations > 2:
         load = replace(load, num_generations=2)
         yield "rloo.num_generations", 2, load
-
-
-def keeps_8_bits(run: RunConfig, load: Load) -> bool:
-    """Whether the run's engine supports an 8-bit cache and does not use it yet."""
-    return load.cache == "plain" and not load.fused and load.engine == "native"
 
 
 def _fitting_completion(load: Load, limit: float) -> int | None:

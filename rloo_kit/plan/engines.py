@@ -50,7 +50,7 @@ def _find_obstacle(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := [*run.rollout.find_vllm_problems("vllm"), *run.find_vllm_problems("vllm")]:
         return problems[0]
-    if load.cache == "float8" and machine.capability is not None and machine.capability < FLOAT8_CAPABILITY:
+    if load.float8_cache and machine.capability is not None and machine.capability < FLOAT8_CAPABILITY:
         found = ".".join(map(str, machine.capability))
         return (
             f"rollout.vllm.float8_kv_cache is true, which needs compute capability 8.0, and {machine.name} has "
@@ -73,7 +73,7 @@ def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
     """Why vLLM and training do not both fit; None if training does not fit without vLLM either."""
     limit, least = machine.usable_gib, vllm_memory.least_pool_bytes(load)
     pool = vllm_memory.pool_bytes(load, rows)
-    smaller = "rollout.vllm.float8_kv_cache=true, " if load.cache != "float8" else ""
+    smaller = "" if load.float8_cache else "rollout.vllm.float8_kv_cache=true, "
     if pool < least:
         return (
             f"rollout.vllm.gpu_memory_utilization is {run.rollout.vllm.gpu_memory_utilization}, which leaves "

@@ -76,7 +76,7 @@ def read_load(
         keeps_gradients=run.rloo.generation_batch_size < step_completions(run) * count_processes(),
         on_cuda=machine.on_cuda,
         engine=engine,
-        cache="float8" if engine == "vllm" and vllm.float8_kv_cache else run.rollout.cache,
+        float8_cache=engine == "vllm" and vllm.float8_kv_cache,
         max_length=model.max_seq_length,
         enforce_eager=vllm.enforce_eager,
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),

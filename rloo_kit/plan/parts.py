@@ -33,9 +33,8 @@ class Load:
         tokens_per_pass: limit of a training pass, which has at least one row, or one group (whole_groups).
         reference: what beta needs in addition to the policy: "none", "adapter" (a frozen copy) or "model".
         completions: per call of the engine in this process. engine: as in `rollout.engine`.
-        cache: of the rollout: "plain", "int8" or "offloaded"; vLLM's "plain" or "float8".
-        max_length: longest row in tokens that vLLM must support. enforce_eager: vLLM without CUDA graphs.
-        vllm_bytes: vLLM's share of the GPU if the file sets it.
+        float8_cache: vLLM's KV cache is in 8 bits. max_length: longest row in tokens that vLLM must support.
+        enforce_eager: vLLM without CUDA graphs. vllm_bytes: vLLM's share of the GPU if the file sets it.
         keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
             step before a rollout frees them.
         factors: of the computed peaks, rollout and training (`corrections.find_factors`).
@@ -61,7 +60,7 @@ class Load:
     completions: int
     on_cuda: bool
     engine: str = "generate"
-    cache: str = "plain"
+    float8_cache: bool = False
     max_length: int = 0
     enforce_eager: bool = False
     vllm_bytes: int | None = None
@@ -162,43 +161,22 @@ def reference_bytes(load: Load) -> int:
 
 
 def cache_bytes_per_token(load: Load) -> int:
-    """Keys and values of one token in all layers, on the GPU or in host memory.
-
-    In 8 bits: a byte per element; in the native engine also a scale per layer, head and token, in the weights' type,
-    for keys and for values.
-    """
-    shape = load.shape
-    if load.cache == "float8":
-        return shape.cache_elements
-    if load.cache == "int8":
-        return shape.cache_elements + 2 * shape.num_layers * shape.num_kv_heads * load.weight_bytes
-    return shape.cache_elements * load.weight_bytes
+    """Keys and values of one token in all layers."""
+    return load.shape.cache_elements * (1 if load.float8_cache else load.weight_bytes)
 
 
 def cache_bytes(load: Load, rows: int) -> int:
-    """The rollout's cache of `rows` completions at full length, in whole blocks, on the device."""
-    if load.cache == "offloaded" and load.on_cuda:
-        return 0
-    return rows * load.cache_tokens * cache_bytes_per_token(load)
-
-
-def host_cache_bytes(load: Load, rows: int) -> int:
-    """The same in host memory, with a GPU."""
-    if load.cache != "offloaded" or not load.on_cuda:
-        return 0
+    """The rollout's cache of `rows` completions at full length, in whole blocks."""
     return rows * load.cache_tokens * cache_bytes_per_token(load)
 
 
 def decoding_bytes(load: Load, rows: int) -> int:
     """Keys and values of one layer while it attends, copied for each query head by attention with a mask.
 
-    With as many key heads as query heads, the memory to grow one layer's keys. Plus keys and values once more if they
-    come from an 8-bit cache or from host memory.
+    With as many key heads as query heads, the memory to grow one layer's keys.
     """
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
-    if load.cache == "int8" or (load.cache == "offloaded" and load.on_cuda):
-        width += 2 * shape.kv_size
     return rows * load.cache_tokens * width * load.weight_bytes
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan import parts, vllm_memory
-from rloo_kit.plan.changes import find_changes, keeps_8_bits
+from rloo_kit.plan.changes import find_changes
 from rloo_kit.plan.corrections import PARTS, load_corrections
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.load import find_machine, keeps_unknown_layers, read_load, step_completions, wanted_rows
@@ -14,7 +14,6 @@ from rloo_kit.plan.parts import Load
 from rloo_kit.plan.peaks import (
     gradients_in_rollout,
     largest_pass,
-    largest_rows,
     own_bytes,
     rollout_bytes,
     rollout_gib,
@@ -158,12 +157,9 @@ def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
         yield from _list_vllm_parts(load, rows)
         return
     kib = parts.cache_bytes_per_token(load) / 1024
-    detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.cache == 'int8' else ''}"
-    if parts.host_cache_bytes(load, rows):
-        detail += f" = {parts.host_cache_bytes(load, rows) / GIB:.2f} GiB of the machine's memory"
+    detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB"
     yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
-    back = "in full precision and " if load.cache != "plain" else ""
-    detail = f"one layer's keys and values, {back}once per query head"
+    detail = "one layer's keys and values, once per query head"
     yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
     if parts.joined_bytes(load):
         yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers, for faster decoding")
@@ -179,7 +175,7 @@ def _list_vllm_parts(load: Load, rows: int) -> Iterator[Part]:
     pool, buffers = vllm_memory.pool_bytes(load, rows) / GIB, vllm_memory.buffer_bytes(load, rows) / GIB
     asleep = vllm_memory.asleep_bytes(load, rows) / GIB
     kib = parts.cache_bytes_per_token(load) / 1024
-    detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.cache == 'float8' else ''}"
+    detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.float8_cache else ''}"
     yield Part("vLLM: pool", pool, 0.0 if load.on_cuda else pool, detail)
     kept = asleep if load.on_cuda else buffers
     yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
@@ -189,7 +185,6 @@ def _find_notes(
     run: RunConfig, load: Load, rows: int, machine: Machine, config: Mapping[str, Any] | None
 ) -> Iterator[str]:
     """What the figures assume, and what else would fit."""
-    limit = machine.usable_gib
     if keeps_unknown_layers(run, load.shape):
         yield (
             f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
@@ -198,12 +193,7 @@ def _find_notes(
     if machine.on_cuda:
         backend = "Unsloth" if load.fused else "transformers"
         yield f"activations are computed for the {backend} backend"
-    if load.fused and load.cache in ("int8", "offloaded"):
-        yield f"rollout.cache is {load.cache}, which Unsloth's engine does not support: set rollout.cache=plain"
     yield from _find_faster(run, load, rows, machine, config)
-    more = largest_rows(replace(load, cache="int8"), limit)
-    if keeps_8_bits(run, load) and run.rollout.rows is None and rows < more:
-        yield f"rollout.cache=int8 would hold {more} completions at once, sampled with an 8-bit KV cache"
 
 
 def _find_faster(

@@ -1,4 +1,4 @@
-"""Which engine samples, with which cache.
+"""Which engine samples.
 
 Every engine samples from the policy's whole distribution (unless `Filters` truncate it), follows the same budget rules
 and returns the model's own ids.
@@ -6,10 +6,9 @@ and returns the model's own ids.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.config.schema import CACHES, ENGINES
+from rloo_kit.config.schema import ENGINES
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.models.policy import find_vllm, inference_mode_of
@@ -27,12 +26,6 @@ NATIVE_REASON = "no padding, and rows that have ended are dropped"
 USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
 ALIBI = ("bloom", "mpt")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
-
-_PLAIN = "set rollout.cache=plain (a lower rollout.rows shrinks the cache)"
-_OTHER_CACHES = {
-    "vllm": "vLLM sizes its own pool of keys and values: set rollout.vllm.float8_kv_cache=true and rollout.cache=plain",
-    "server": f"the server holds the keys and values (vllm serve --kv-cache-dtype fp8 makes them 8-bit): {_PLAIN}",
-}
 
 
 def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
@@ -90,44 +83,6 @@ def _native_obstacle(model: Any) -> str | None:
     return None
 
 
-def check_cache(cache: str, engine: str, backend: str, on_cuda: bool) -> None:
-    """Refuse a cache that the engine does not support: native supports all, generate int8 and offloaded only with the
-    transformers backend.
-
-    Args:
-        cache: `rollout.cache`. engine: the chosen one's name. backend: "unsloth" or "transformers".
-        on_cuda: whether the model is on a GPU.
-
-    Raises:
-        ConfigError: no such cache. BackendError: not with this engine, or a library is missing.
-
-    >>> check_cache("int8", "native", "transformers", on_cuda=False)
-    """
-    if cache not in CACHES:
-        raise ConfigError(f"rollout.cache is {cache!r}; it is one of {', '.join(CACHES)}")
-    if cache == "plain" or engine == "native":
-        return
-    obstacle = _OTHER_CACHES.get(engine) or _generate_obstacle(cache, backend, on_cuda)
-    if obstacle:
-        raise BackendError(f"rollout.cache is {cache}, but {obstacle}")
-
-
-def _generate_obstacle(cache: str, backend: str, on_cuda: bool) -> str | None:
-    if backend == "unsloth":
-        return (
-            f"Unsloth decodes from its own 16-bit buffers on the GPU: {_PLAIN}, or model.backend=transformers, "
-            "whose native engine has this cache"
-        )
-    if cache == "int8" and find_spec("hqq") is None:
-        return (
-            "the generate engine uses the 8-bit cache of hqq, which is not installed: pip install hqq, or set "
-            "rollout.engine=native, which has its own, if the model allows it"
-        )
-    if cache == "offloaded" and not on_cuda:
-        return "the model is not on a GPU, so its cache is in main memory already: set rollout.cache=plain"
-    return None
-
-
 def build_engine(
     model: Any,
     engine: str = "auto",
@@ -137,13 +92,12 @@ def build_engine(
     end_ids: Sequence[int],
     pad_id: int,
     rows: int | None = None,
-    cache: str = "plain",
     server: "ServerSettings | None" = None,
     vllm: VllmSettings | None = None,
     filters: Filters = WHOLE,
     say: Callable[[str], None] = print,
 ) -> Engine:
-    """The engine that samples from `model`; raises as `choose_engine` and `check_cache` do.
+    """The engine that samples from `model`; raises as `choose_engine` does.
 
     Args:
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
@@ -152,7 +106,6 @@ def build_engine(
         temperature: 0 is greedy decoding.
         end_ids: ids that end a completion. pad_id: pads rows; it never reaches a result.
         rows: completions at once, at most; None for all.
-        cache: `rollout.cache`: plain, int8 or offloaded, see `check_cache`.
         server: where the engine "server" samples, and how it gets the adapter.
         vllm: settings to start vLLM with for the engine "vllm", unless the model was loaded with it.
         filters: truncate the sampled distribution.
@@ -161,14 +114,11 @@ def build_engine(
     if isinstance(model, LlamaModel):
         return LlamaEngine(model, temperature, end_ids)
     name, reason = choose_engine(engine, backend, model)
-    check_cache(cache, name, backend, on_cuda=model.device.type == "cuda")
-    if cache != "plain":
-        reason = f"{reason}; its cache is {cache} (rollout.cache)"
     mode = partial(inference_mode_of(backend), model)
     if name == "native":
-        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache, filters)
+        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, filters)
     if name == "generate":
-        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache, filters)
+        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, filters)
     if name == "vllm":
         from rloo_kit.rollout.vllm import VllmEngine
 

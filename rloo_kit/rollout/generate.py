@@ -37,14 +37,6 @@ WHOLE_DISTRIBUTION = {
     "min_new_tokens": 0,
 }
 NO_PENALTIES = {key: WHOLE_DISTRIBUTION[key] for key in ("repetition_penalty", "no_repeat_ngram_size", "num_beams")}
-HQQ_CONFIG = {"backend": "hqq", "nbits": 8, "q_group_size": 64, "axis_key": 1, "axis_value": 1}
-
-
-def generate_options(cache: str) -> dict[str, Any]:
-    """Arguments of `model.generate` for a cache that `engine.check_cache` accepted."""
-    if cache == "int8":
-        return {"cache_implementation": "quantized", "cache_config": dict(HQQ_CONFIG)}
-    return {"cache_implementation": "offloaded"} if cache == "offloaded" else {}
 
 
 class GenerateEngine:
@@ -62,11 +54,10 @@ class GenerateEngine:
         pad_id: int,
         rows: int | None,
         say: Callable[[str], None],
-        cache: str = "plain",
         filters: Filters = WHOLE,
     ) -> None:
         self._cut = make_cut(filters)
-        self.reason, self.rows, self.cache = reason, rows, cache
+        self.reason, self.rows = reason, rows
         self._model, self._mode, self._say = model, mode, say
         self._temperature, self._end_ids, self._pad_id = temperature, list(end_ids), pad_id
         self._options: dict[str, Any] = {"do_sample": False, **NO_PENALTIES}
@@ -143,8 +134,8 @@ class GenerateEngine:
         return lambda ids, scores: cut(torch.cat([own, ids[:, width:]], dim=1), scores)
 
     def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
-        """Arguments of `generate` for the cache of (B, P) prefixes."""
-        return generate_options(self.cache)
+        """Arguments of `generate` for the cache of (B, P) prefixes; `measure` passes a full one."""
+        return {}
 
     def _halve(self, rows: int, left: int) -> None:
         self.rows = max(1, rows // 2)

@@ -20,7 +20,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
 from rloo_kit.rollout.filters import Cut, make_cut
-from rloo_kit.rollout.kv_cache import SlotCache, make_cache
+from rloo_kit.rollout.kv_cache import SlotCache
 from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout, take_tokens
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
@@ -69,11 +69,10 @@ class NativeEngine:
         end_ids: Sequence[int],
         rows: int | None,
         say: Callable[[str], None],
-        cache: str = "plain",
         filters: Filters = WHOLE,
     ) -> None:
         self._cut, self._reads_ids = make_cut(filters), filters.repetition_penalty != 1.0
-        self.reason, self.rows, self.cache = reason, rows, cache
+        self.reason, self.rows = reason, rows
         self._model, self._mode = model, mode
         self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
         self._temperature, self._end_ids, self._say = temperature, frozenset(end_ids), say
@@ -111,7 +110,7 @@ class NativeEngine:
         slots = min(self.rows or len(waiting), len(waiting))
         live: list[_Row] = []
         entering: list[_Row] = []
-        cache = make_cache(self.cache, slots)
+        cache = SlotCache(slots)
         try:
             while waiting or live:
                 free = slots - len(live)

@@ -81,10 +81,6 @@ WRONG = {
     "rollout.engine=vllm|eval.temperature=3": "eval.temperature is 3|0.01 to 2|set eval.temperature=2",
     "rollout.engine=vllm|rollout.server_url=http://h:1": "rollout.server_url is http://h:1|"
     "set rollout.engine=server or rollout.server_url=null",
-    "rollout.engine=vllm|rollout.cache=int8": "rollout.cache is int8|"
-    "set rollout.cache=plain|rollout.vllm.float8_kv_cache=true",
-    "rollout={engine: server, server_url: 'http://h:1', cache: offloaded}": "rollout.cache is offloaded|"
-    "set rollout.cache=plain|vllm serve --kv-cache-dtype fp8",
     "rollout.engine=vllm|rollout.rows=8|rollout.vllm.max_num_seqs=4": "rollout.rows is 8|"
     "rollout.vllm.max_num_seqs is 4|rollout.vllm.max_num_seqs=null",
     "rollout.vllm.gpu_memory_utilization=1": "rollout.vllm.gpu_memory_utilization: is 1|below 1",

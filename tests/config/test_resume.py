@@ -24,8 +24,25 @@ def test_how_vllm_divides_the_gpu_may_change(word: str, tmp_path: Path) -> None:
 
 def test_what_would_train_differently_may_not(tmp_path: Path) -> None:
     """The exceptions must not have become the rule."""
-    with pytest.raises(ConfigError, match=r"rollout.cache: 'plain' then, 'int8' now"):
-        refuse_changes(load_config(DEMO).to_yaml(), load_config(DEMO, "rollout.cache=int8").to_yaml(), tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout.resample_rounds: 0 then, 2 now"):
+        refuse_changes(load_config(DEMO).to_yaml(), load_config(DEMO, "rollout.resample_rounds=2").to_yaml(), tmp_path)
+
+
+def test_a_run_from_before_its_cache_went(tmp_path: Path) -> None:
+    """Every older run's file has `rollout.cache`: plain loads and resumes, another one is refused by its name."""
+    now = load_config(DEMO).to_yaml()
+    older = now.replace("  resample_rounds", "  cache: plain\n  resample_rounds")
+    refuse_changes(older, now, tmp_path)
+    file = tmp_path / "older.yaml"
+    file.write_text(older)
+    with pytest.warns(FutureWarning, match="rollout.cache was removed"):
+        assert load_config(file).to_yaml() == now
+    eight_bit = older.replace("cache: plain", "cache: int8")
+    with pytest.raises(ConfigError, match="rollout.cache: 'int8' then"):
+        refuse_changes(eight_bit, now, tmp_path)
+    file.write_text(eight_bit)
+    with pytest.raises(ConfigError, match="rollout.cache is 'int8'.*removed"):
+        load_config(file)
 
 
 def test_worked_answers_may_change_and_older_runs_have_none(tmp_path: Path) -> None:

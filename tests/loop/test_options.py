@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a seed of each request": ({"generation_kwargs": {"seed": 1}, "use_vllm": True}, "Set seed=1 instead"),
     "two samples": ({"generation_kwargs": {"n": 2}, "rollout_engine": "vllm"}, "n=2.*Set num_generations=2"),
     "not vLLM's name": ({"generation_kwargs": {"max_new_tokens": 3}, "use_vllm": True}, "max_completion_length=3"),
-    "its cache": ({"generation_kwargs": {"cache_implementation": "static"}}, "Set rollout_cache instead"),
+    "its cache": ({"generation_kwargs": {"cache_implementation": "static"}}, "each engine has its own KV cache"),
     "stops of vLLM": ({"generation_kwargs": {"stop_token_ids": [3]}, "use_vllm": True}, "Set tokenizer.eos_token"),
     "for vLLM alone": ({"generation_kwargs": {"priority": 1}, "rollout_engine": "vllm"}, "priority=1.*Remove it"),
     "of the server": ({"generation_kwargs": {"allowed_token_ids": [1]}, "use_vllm": True}, "filtered distribution"),

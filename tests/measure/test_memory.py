@@ -128,17 +128,15 @@ def test_decoding_from_a_filled_cache_attends_to_it(run, policy):
     """An engine that measures with an empty cache finds that everything fits. With keys and values of one token in all
     places the logits are not those without any."""
 
-    class Engine:
-        cache, _model = "plain", policy.model.get_base_model()
-
+    model = policy.model.get_base_model()
     ids = torch.tensor([[7], [8]])
     with torch.no_grad():
-        filled = fill_cache(Engine, 2, 31)
+        filled = fill_cache(model, 2, 31)
         assert filled.get_seq_length() == 30 and filled.layers[0].keys.shape[:1] == (2,)
         assert filled.layers[0].keys.untyped_storage().nbytes() < 30 * 2 * 64, "views, not copies"
         position = torch.tensor([[30], [30]])
-        with_cache = Engine._model(ids, past_key_values=filled, position_ids=position).logits
-        without = Engine._model(ids, position_ids=position).logits
+        with_cache = model(ids, past_key_values=filled, position_ids=position).logits
+        without = model(ids, position_ids=position).logits
     assert not torch.allclose(with_cache, without, atol=1e-3)
     assert filled.get_seq_length() == 31
 
@@ -241,15 +239,15 @@ def test_training_is_measured_where_something_else_samples(run, tiny_folder, wor
 
 @pytest.mark.slow
 def test_the_command(tiny_folder):
-    """One command for the GPU at hand: random weights of the shape, every cache that the engine keeps, training; what
-    was computed alongside, and JSON that is nothing but JSON."""
+    """One command for the GPU at hand: random weights of the shape, the rollout, training; what was computed
+    alongside, and JSON that is nothing but JSON."""
     words = [*WORDS, f"model.name={tiny_folder}", "model.family=auto"]
     command = [sys.executable, "-m", "rloo_kit.cli", "plan", str(CONFIGS / "arithmetic_thinking.yaml"), *words]
     done = subprocess.run([*command, "--measure", "--json"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    parts = [(one["what"], one["cache"], one["rows"], one["tokens"]) for one in found["measured"]]
-    assert parts == [("rollout", "plain", 4, 128), ("rollout", "int8", 4, 128), ("training", None, 8, 128)]
+    parts = [(one["what"], one["rows"], one["tokens"]) for one in found["measured"]]
+    assert parts == [("rollout", 4, 128), ("training", 8, 128)]
     for one in found["measured"]:
         assert one["error"] is None and 0.2 < one["measured_gib"] < 2 and one["computed_gib"] > 0.5
     assert "random weights of the shape" in done.stderr and "computed vs. measured" in done.stderr

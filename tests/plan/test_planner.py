@@ -160,7 +160,7 @@ def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     assert here.rollout_gib > there.rollout_gib and there.binds == "training"
     assert there.rows == there.completions > here.rows
     assert sum(part.rollout_gib for part in there.parts) == pytest.approx(there.rollout_gib)
-    assert "rollout.rows" not in str(there) and "rollout.cache" not in str(there)
+    assert "rollout.rows" not in str(there)
     assert "at once" not in str(there) and "not planned" in str(there) and "at once" in str(here)
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", *words[:2])
@@ -207,44 +207,6 @@ LONG = [
     "model.max_seq_length=40000",
 ]  # fmt: skip
 PLAIN = "model.backend=transformers"
-
-
-def test_8_bits_are_offered_where_they_hold_more() -> None:
-    """Never under Unsloth, whose engine would refuse it, nor for an engine that has no such cache."""
-
-    def offers(*words: str) -> list[str]:
-        return [note for note in plan_vram(load_config(THINKING, *LONG, *words), 24).notes if "would hold" in note]
-
-    plan = plan_vram(load_config(THINKING, *LONG, PLAIN), 24)
-    assert plan.rows == 2 and plan.fits
-    assert len(offers(PLAIN)) == 1 and "rollout.cache=int8 would hold 5 completions" in offers(PLAIN)[0]
-    small = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=int8"), 24)
-    assert small.rows == 5 and small.fits and any("in 8 bits" in part.detail for part in small.parts)
-    away = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=offloaded"), 24)
-    assert away.rows == 23 and any("of the machine's memory" in part.detail for part in away.parts)
-    assert sum(part.rollout_gib for part in away.parts) == pytest.approx(away.rollout_gib)
-    for other in ("model.backend=auto", "rollout.engine=generate", "rollout.rows=2", "rollout.cache=int8"):
-        assert not offers(PLAIN, other), other
-    refused = plan_vram(load_config(THINKING, *LONG, "rollout.cache=int8"), 24).notes
-    assert any("rollout.cache is int8" in note and "Unsloth" in note for note in refused)
-
-
-def test_8_bits_are_a_change_where_one_row_is_too_much() -> None:
-    """As many key heads as heads, and wide ones: one row's cache is larger than its training pass. Where it is training
-    that does not fit, a smaller cache is no cure, and must not be listed as one."""
-    config = {
-        "model_type": "llama", "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 36,
-        "num_attention_heads": 20, "num_key_value_heads": 20, "vocab_size": 32000, "head_dim": 256,
-    }  # fmt: skip
-    run = load_config(THINKING, *LONG, PLAIN)
-    plan = plan_vram(run, 20, config)
-    assert not plan.fits and plan.binds == "rollout"
-    assert [(change.override, change.fits) for change in plan.changes] == [("rollout.cache=int8", True)]
-    changed = plan_vram(load_config(THINKING, *LONG, PLAIN, plan.changes[0].override), 20, config)
-    assert changed.fits and changed.rollout_gib == pytest.approx(plan.changes[0].rollout_gib)
-    both = plan_vram(load_config(THINKING, *LONG, PLAIN), 8)
-    assert both.rollout_gib > 7.2 < both.training_gib
-    assert [change.key for change in both.changes] == ["rloo.thinking_budget"]
 
 
 def test_a_gpu_that_is_too_small_for_anything() -> None:
