@@ -69,10 +69,10 @@ def _default_config(model: Any) -> RLOOConfig:
 
 
 def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
-    """Rewards from `build_rewards` carry their weights; the config's `reward_weights` overrides them."""
-    weights = [getattr(reward, "weight", 1.0) for reward in rewards]
-    if args.reward_weights is None:
-        args.reward_weights = [float(weight) if isinstance(weight, (int, float)) else 1.0 for weight in weights]
+    """The weights that rewards from `build_rewards` carry, unless the config has others than an earlier trainer's."""
+    if args.reward_weights is None or args.reward_weights is getattr(args, "_carried", None):
+        weights = [getattr(reward, "weight", 1.0) for reward in rewards]
+        args._carried = args.reward_weights = [float(w) if isinstance(w, (int, float)) else 1.0 for w in weights]
     if not any(args.reward_weights):
         raise ConfigError("the weights of all rewards (reward_weights) are 0, so nothing would be learnt: raise one")
     return args

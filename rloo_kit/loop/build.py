@@ -225,13 +225,13 @@ def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Turn dropout off. TRL's function covers modules only; most attentions store it as a number
-    (`attention_dropout`)."""
+    """Turn dropout off. TRL's covers torch's modules; most attentions keep a number, PEFT one for each adapter."""
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if name.endswith("dropout") and isinstance(value, float):
-                setattr(module, name, 0.0)
+            if name.endswith(("dropout", "pdrop", "layerdrop")) or (name == "p" and "Dropout" in type(module).__name__):
+                off = dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0
+                setattr(module, name, off if isinstance(value, dict | float) else value)
 
 
 def backend_name() -> str:

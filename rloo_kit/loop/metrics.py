@@ -375,8 +375,8 @@ class Recorder:
         if self.has_budget:
             answers = find_answer_column(batch.judged.rewards_per_func, names)
             metrics |= thinking_metrics(gathered[:, COLUMNS.index("forced")], answers)
-        for name, value in metrics.items():
-            self._metrics[name].append(value)
+        for name, value in metrics.items():  # an evaluation's last batch may be smaller: a value for each completion
+            self._metrics[name] += [value] * (1 if self._is_training else len(gathered))
         self._table(batch, batch.advantages)
         if self._is_training:
             self.episodes += len(gathered)

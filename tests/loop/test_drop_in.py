@@ -9,6 +9,7 @@ from datasets import Dataset
 import rewards
 from rloo_kit import RLOOConfig, RLOOTrainer
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS
+from rloo_kit.rewarding.guard import NamedReward
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 
@@ -97,6 +98,23 @@ def test_weights_count_next_to_a_reward_without_one(tiny_folder, tiny_tokenizer,
         str(tiny_folder), [weighted, rewards.length_reward], config, prompts, processing_class=tiny_tokenizer
     )
     assert trainer.reward_weights.tolist() == [3.0, 1.0]
+
+
+def test_weights_do_not_pass_to_the_next_trainer_of_a_config(tiny_folder, tiny_tokenizer, prompts, tmp_path):
+    """One config for several sets of rewards: the first set's weights were applied to the second, or "must match the
+    number of reward functions" was raised where none had been given."""
+    config = RLOOConfig(output_dir=str(tmp_path), **PLAIN)
+    heavy = NamedReward(rewards.length_reward, "heavy", 3.0)
+
+    def weights_of(*funcs):
+        return RLOOTrainer(
+            str(tiny_folder), list(funcs), config, prompts, processing_class=tiny_tokenizer
+        ).reward_weights.tolist()
+
+    assert weights_of(rewards.length_reward, rewards.length_reward) == [1.0, 1.0]
+    assert weights_of(heavy, rewards.length_reward) == [3.0, 1.0] and weights_of(heavy) == [3.0]
+    config.reward_weights = [0.5]
+    assert weights_of(heavy) == [0.5] and config.reward_weights == [0.5]
 
 
 def test_the_published_recipe_runs_as_written(tiny_folder, tiny_tokenizer, prompts, tmp_path):

@@ -159,6 +159,24 @@ def test_several_evaluation_sets_and_one_by_hand(trl_train):
     assert len(run.rows) == 8, "listeners hear of training only"
 
 
+def test_an_evaluation_counts_each_completion_once(trl_train):
+    """A mean of batches' means: one of five prompts, alone in the last batch, was a third of `eval_reward`, which picks
+    the best checkpoint."""
+    values = []
+
+    def reward(completion_ids, **_):
+        values.append(by_ids(completion_ids))
+        return values[-1]
+
+    run = trl_train(reward, per_device_eval_batch_size=8)
+    values.clear()
+    found = run.trainer.evaluate(held_out(5))
+    assert [len(batch) for batch in values] == [8, 8, 4]
+    expected = sum(map(sum, values)) / 20
+    assert found["eval_reward"] == pytest.approx(expected, rel=1e-5)
+    assert found["eval_rewards/reward/mean"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_best_checkpoint_by_its_reward_is_loaded_at_the_end(trl_train):
     """`metric_for_best_model` reads what evaluation returns; without the reward in it the last checkpoint wins."""
     scores = iter([0.9, 0.1])

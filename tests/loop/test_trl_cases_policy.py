@@ -6,9 +6,11 @@ import pytest
 import torch
 from peft import (
     AdaLoraConfig,
+    BOFTConfig,
     FourierFTConfig,
     IA3Config,
     LoHaConfig,
+    LoKrConfig,
     LoraConfig,
     OFTConfig,
     PeftModel,
@@ -262,9 +264,11 @@ def test_a_copy_with_biases_is_refused(trl_train, make_tiny_model):
 TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 OTHER_KINDS = {
     "AdaLoRA": AdaLoraConfig(total_step=9, **TARGETS),
+    "BOFT": BOFTConfig(boft_block_size=4, boft_dropout=0.5, init_weights=False, **TARGETS),
     "FourierFT": FourierFTConfig(n_frequency=20, **TARGETS),
     "IA3": IA3Config(feedforward_modules=[], init_ia3_weights=False, **TARGETS),
-    "LoHa": LoHaConfig(r=2, init_weights=False, **TARGETS),
+    "LoHa": LoHaConfig(r=2, init_weights=False, module_dropout=0.5, **TARGETS),
+    "LoKr": LoKrConfig(r=2, init_weights=False, rank_dropout=0.5, **TARGETS),
     "OFT": OFTConfig(oft_block_size=4, r=0, use_cayley_neumann=False, **TARGETS),
     "VeRA": VeraConfig(r=4, **TARGETS),
 }
@@ -274,7 +278,8 @@ OTHER_KINDS = {
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_other_kinds_of_adapters(kind, wrapped, trl_train, make_tiny_model):
     """Some kinds do not start as the identity (FourierFT by default): the KL was measured against a base that nobody
-    started from. What samples is what is scored, and the reference stays the start."""
+    started from. What samples is what is scored, without the dropout of LoHa, LoKr and BOFT, which is in no module of
+    torch, and the reference stays the start."""
     model, config = make_tiny_model(), copy.deepcopy(OTHER_KINDS[kind])
     arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
     if wrapped and kind == "AdaLoRA":
