@@ -52,8 +52,9 @@ _VALUE = rf"""(?P<sign>[+-]?)
     |10\^(?P<power>[+-]?\d+))
     (?:[ ]?(?P<scale>(?i:{"|".join(_SCALES)}))(?i:s?(?![a-z])))?"""
 # A word that makes another number of it, as in `3 quarters`, 18不对 and `18 wrong`.
-_NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|fifth|sixth|eighth|tenth|squared|cubed
-    |(?:and|but|cos|factorial|false|incorrect|log|maybe|minus|mod|not|over|plus|sin|sqrt|tan|the|times|wrong)\b)
+_NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|squared|cubed
+    |(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{{3,}}teen)th|(?:and|but|cos|factorial|false|incorrect|log|maybe
+    |minus|mod(?:ulo)?|none|not|over|plus|root|sin|sqrt|tan|the|times|wrong)\b)
     |[^\W\d_]*[兆千百十不非错錯無没和或半多余之천백])"""
 _SYMBOL = r"(?:[kcm]m|k?g|m[gil]|mL|lbs?|oz|ft|in|yd|hrs?|mins?|secs?|mph|k?Wh?|[MG]B)"
 _UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
@@ -63,8 +64,8 @@ _UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
 _SAME_UNIT = {"percent": "%", "degree": "°"}
 _NUMBER = re.compile(f"{_VALUE}(?:{_UNIT})?", re.VERBOSE)
 _NUMBER_IN_TEXT = re.compile(
-    rf"""(?:(?<=\\boxed\{{)|(?<![A-Za-z0-9.^\\])(?<![A-Za-z0-9)}}][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
-    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^²³¹⁰⁴-⁹]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
+    rf"""(?:(?<=\\boxed\{{)|(?<![A-Za-z0-9.^\\√])(?<![A-Za-z0-9)}}][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
+    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^²³¹⁰⁴-⁹π√]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
         |[ ]?\\(?:sqrt|pi|[cdt]?frac|l(?:n|og)|sin|cos|tan)))""",
     re.VERBOSE,
 )
@@ -111,12 +112,12 @@ def parse_number(text: str) -> Fraction | None:
 
 def answers_agree(given: str, expected: str) -> bool:
     """Whether two answers are the same text up to markup and a final full stop, or the same number, in the same unit if
-    both have one.
+    both have one. Of an expected text with a box, as a worked solution has, only the last box counts.
 
     >>> answers_agree("**Paris**.", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42 cm", "42 m")
     (True, True, False)
     """
-    bare, bare_expected = _bare(given), _bare(expected)
+    bare, bare_expected = _bare(given), _bare(find_boxed(expected) or expected)
     if given.strip() == expected.strip() or bare == bare_expected != "":
         return True
     (number, unit), (gold, gold_unit) = _read_number(bare), _read_number(bare_expected)

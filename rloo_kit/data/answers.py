@@ -25,8 +25,8 @@ class GymRow(str):
 
 def gold_answers(dataset: Any) -> list[Any] | None:
     """What each prompt's completions are judged by: its answer or its `GymRow`; None without either column."""
-    columns = [list(dataset[name]) if name in dataset.column_names else None for name in ("answer", "reasoning_gym")]
-    answers, rows = columns
+    names = dataset.column_names
+    answers, rows = (list(dataset[name]) if name in names else None for name in ("answer", "reasoning_gym"))
     if rows is None:
         return answers
     answers = answers or [None] * len(rows)

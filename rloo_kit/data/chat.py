@@ -134,9 +134,7 @@ def prompt_identity(text: str) -> str:
     if not text.isascii():  # as Unicode's caseless matching does
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     text = " ".join(_PUNCTUATION.sub("", text.casefold()).split())
-    return (
-        text.replace(" <", "<").replace("> ", ">").replace(" [", "[").replace("] ", "]")
-    )  # next to a template's tokens
+    return re.sub(r" (?=[<\[])|(?<=[>\]]) ", "", text)  # next to a template's tokens
 
 
 def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:

@@ -137,17 +137,17 @@ def _store(values: list[Any]) -> Any:
         return error
 
 
-def plain(value: Any) -> Any:
-    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, pairs of a map as a
-    mapping, NA and NaT as None."""
+def plain(value: Any, maps: bool = True) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None, and
+    with `maps` lists of pairs as mappings."""
     for name in ("as_py", "tolist"):
         value = getattr(value, name)() if hasattr(value, name) else value
     if not isinstance(value, (list, tuple, dict)) or _is_deeper(value, DEEPEST):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
-    pairs = value.items() if isinstance(value, dict) else value
+    pairs = value.items() if isinstance(value, dict) else value if maps else ()
     if pairs and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in pairs):
-        return {key: plain(item) for key, item in pairs}
-    return value if isinstance(value, dict) else [plain(item) for item in value]
+        return {key: plain(item, maps) for key, item in pairs}
+    return value if isinstance(value, dict) else [plain(item, maps) for item in value]
 
 
 def is_plain(values: list[Any]) -> bool:

@@ -79,7 +79,7 @@ def _first_line_not_utf8(path: Path) -> int:
 def read_rows(rows: Any, columns: Columns) -> DataSource:
     """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages). Raises
     DataError for no rows, a row of another type or a missing column."""
-    rows = rows.to_pylist() if hasattr(rows, "to_pylist") else rows  # of pyarrow
+    rows = rows.to_pylist() if (is_arrow := hasattr(rows, "to_pylist")) else rows
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
         return tables.from_dataset(rows, "the dataset", columns)
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
@@ -87,7 +87,8 @@ def read_rows(rows: Any, columns: Columns) -> DataSource:
             f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
             "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
         )
-    bare = [row if isinstance(row, dict) else {columns.prompt: row} for row in map(plain, rows)]
+    named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
+    bare = [{key: plain(item, is_arrow or key == columns.prompt) for key, item in row.items()} for row in named]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 

@@ -14,14 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit.errors import RewardError, WholeBatchError
-from rloo_kit.rewarding.signature import (
-    CONVENTION,
-    Signature,
-    check_signature,
-    find_problem,
-    read_signature,
-    takes_two,
-)
+from rloo_kit.rewarding.signature import CONVENTION, Signature, check_signature, find_problem, read_signature, takes_two
 from rloo_kit.rewarding.undisturbed import Undisturbed
 from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_number, read_result
 from rloo_kit.rewards.text import as_text
@@ -63,6 +56,8 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
             "an object with get_rewards(prompts, completions), a model, or the id of one"
         )
     else:
+        if inspect.isroutine(reward):
+            refuse_judges_name(reward.__name__)
         guarded = GuardedAsyncReward(reward) if is_async(reward) else GuardedReward(reward)
     check_signature(guarded.__name__, guarded.signature, columns)
     return guarded
@@ -74,6 +69,14 @@ def check_no_class(reward: Any, name: str | None = None) -> None:
         raise RewardError(
             f"{name or reward.__name__} is a class; a reward is a function or an object: {reward.__name__}(...)"
         )
+
+
+def refuse_judges_name(name: str) -> None:
+    """Raise RewardError for a function named like a reward of the kit by which the accuracy is measured."""
+    from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS  # the worker needs none of what they load
+
+    if name in (GYM_REWARD, *REWARDS_WITH_ANSWERS):
+        raise RewardError(f"'{name}' is a reward of the kit, which measures the accuracy by it: rename the function")
 
 
 def is_async(reward: Any) -> bool:

@@ -11,7 +11,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
-from rloo_kit.rewarding.guard import NamedReward, log_names
+from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
 from rloo_kit.rewarding.gym import ReasoningGymScore
 from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
@@ -161,6 +161,7 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerRewar
         if accepted is not None and not accepted.anything:
             _check_params(key, entry, [name for name in accepted.names if name not in PASSED])
         check_signature(reward.__name__, reward.signature)
+        refuse_judges_name(reward.__name__)
     except RewardError as error:
         reward.worker.close()
         raise ConfigError(f"{key}.name '{entry.name}': {error}") from None

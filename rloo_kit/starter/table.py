@@ -12,7 +12,7 @@ from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.sources import csv_lines, explained, find_file, json_lines, read_file
 from rloo_kit.data.tables import open_parquet
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.rewards.answer import answers_agree, find_last_number, has_no_answer
+from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input", "text")
@@ -120,8 +120,11 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
         raise ConfigError(
             f"--answer-column {answer_column}: {path} has no answer in this column; name the column with the answers"
         )
-    marked = all(MARKER in gold for gold in golds)
-    golds = [gold.rpartition(MARKER)[2].strip() for gold in golds] if marked else golds
+    marked = 2 * sum(MARKER in gold for gold in golds) > len(golds)
+    if marked:  # the training refuses a row without it
+        key = f"data.answer_column: {answer_column}"
+        golds = [comparable_text(one, rows.where(row), key, MARKER) for row, one in found]
+    golds = [find_boxed(gold) or gold for gold in golds]
     return Table(
         source=source,
         prompt_column=prompt_column,

@@ -154,6 +154,9 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
               {"prompt": rendered("a"), "answer": 5, "x": 0.5, "y": [[1]]}),
     "decimals": ([{"prompt": "a", "answer": Decimal("1.50")}], {"answer": Decimal("1.50")}),
     "fractions": ([{"prompt": "a", "answer": Fraction(1, 3)}], {"answer": "1/3"}),
+    "pairs": ([{"prompt": "a", "tests": [("in", "1"), ("in", "2")]}], {"tests": [["in", "1"], ["in", "2"]]}),
+    "a further pyarrow map": (pyarrow.table({"prompt": ["a"], "more": pyarrow.array([[("x", "1")]], MAP)}),
+                              {"more": {"x": "1"}}),
 }  # fmt: skip
 
 

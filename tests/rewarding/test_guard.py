@@ -441,6 +441,12 @@ def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(RewardError, match="3 is not a reward; it must be a function of"):
         guard(3)
 
+    def answer_reward(completions: list[str], **columns: Any) -> list[float]:  # pays 2.0: the accuracy was 0
+        return [2.0] * len(completions)
+
+    with pytest.raises(RewardError, match="'answer_reward' is a reward of the kit, .* rename the function"):
+        guard(answer_reward)
+
 
 def test_a_batch_is_not_kept_after_its_call():
     """The names of the last call were a view of its dict, which held its prompts and completions until the next one."""

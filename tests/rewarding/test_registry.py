@@ -186,6 +186,9 @@ def test_a_reward_of_a_file_by_its_path(make_run: Make, tiny_tokenizer: Any, tmp
     assert reward.__name__ == "own"
     assert reward(prompts=["a"], completions=["b"], completion_ids=[[1]]) == [3.0]
     reward.reward.worker.close()
+    (tmp_path / "types.py").write_text(text.replace("def own", "def math_answer_reward"))
+    with pytest.raises(ConfigError, match="rewards.0.name .*'math_answer_reward' is a reward of the kit, .* rename"):
+        build_rewards(make_run({"name": f"{tmp_path}/types.py:math_answer_reward"}), tiny_tokenizer)
     with pytest.raises(ConfigError, match=r"there is no file .*nowhere.py; .*; set rewards.0.name"):
         build_rewards(make_run({"name": f"{tmp_path}/nowhere.py:own"}), tiny_tokenizer)
 

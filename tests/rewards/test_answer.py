@@ -75,7 +75,9 @@ NOT = {
         | 18x | 18 x | 18i | 18ab | 18pi | 18\pi | 18 \pi | 18\sqrt{2} | \sqrt{18} | 18_8 | 18^2 | 18² | 18!
         | 18:00 | 18-20 | 18–20 | 18 thousand | 18 dozen | 18万 | 18多 | 18k | 18 million | 18 half | 18/20 | 18.5 | 1 8
         | 18 squared | -18 | 118 | 181 | 0.18 | 18e | 18th | 1.8.0 | ≈18 | ~18 | <18 | (18, 2) | x18 | eighteen
-        | 18分之1 | 18 km 5 m | 18\text{ is wrong} | 18 \text{ or } 19 | 18 dollars and 50 cents""",
+        | 18分之1 | 18 sevenths | 18 ninths | 18 twelfths
+        | 18 sixteenths | 18 modulo | 18 none | √18 | 18π | 18 km 5 m
+        | 18\text{ is wrong} | 18 \text{ or } 19 | 18 dollars and 50 cents""",
     "3": r"3 or 4 | 3\sqrt{13} | 3:30 | 3-4 | 3 to 4 | 3 quarters | 3/4 | 3 4/5 | 2\frac{1}{3}x",
     "52": "52_8 | 52_{8} | 528",
     "0": r"1/0 | \frac{1}{0} | 1 1/0 | 0x",
@@ -192,6 +194,8 @@ def test_a_missing_column_is_an_error_that_names_what_there_is() -> None:
         ("last_number", r"the box \boxed{42", 1.0),
         ("last_number", "42 million", 0.0),
         ("last_number", "none", 0.0),
+        ("last_number", "x = √42", 0.0),
+        ("last_number", "42π", 0.0),
     ],
 )
 def test_finding_the_answer_in_a_sentence(find: str, text: str, reward: float) -> None:

@@ -177,7 +177,8 @@ def test_the_generated_reward_and_the_judge_agree(
     score = __import__(f"{name}_rewards").score
     judge = answer_reward.with_(thinking=bool(gpu), **run.rewards[1].params)
     spelled = ["**42**", "$42", "４２", "42.", r"\boxed{42}", r"\$42", r"42\%", r"42 \text{ eggs}", "42元", "43", ""]
-    for gold, answers in {"42": spelled, "1234": ["1,234", "1{,}234"], r"\$1,\!234": ["1234"]}.items():
+    golds = {"42": spelled, "1234": ["1,234", "1{,}234"], r"\$1,\!234": ["1234"], r"As $6\cdot7=\boxed{42}$.": spelled}
+    for gold, answers in golds.items():
         for answer in answers:
             text = f"so</think>\\boxed{{{answer}}}" if gpu else answer
             columns = {"completions": [text], "completion_ids": [[7, 151668, 8]], "answer": [gold]}
@@ -187,7 +188,12 @@ def test_the_generated_reward_and_the_judge_agree(
 
 @pytest.mark.parametrize(
     ("golds", "numbers"),
-    [(["$1,200", r"\frac12", "25%", "18 eggs", "18元"], True), (["18", "3 or 4"], False), (["18", "52_8"], False)],
+    [
+        (["$1,200", r"\frac12", "25%", "18 eggs", "18元"], True),
+        (["18", "3 or 4"], False),
+        (["18", "52_8"], False),
+        ([r"We get $5+13=\boxed{18}$ in 1 step.", r"So \boxed{\frac12}"], True),
+    ],
 )
 def test_answers_are_numbers_if_the_reward_reads_them_as_numbers(golds: list[str], numbers: bool) -> None:
     """`init` asks the model for a number and looks for the last one where all answers are; one recogniser decides."""
@@ -231,6 +237,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "one column": (["--data", "one.csv", "--yes"], "--answer-column is missing"),
     "few rows": (["--data", "few.csv", "--yes"], "few.csv has 4 rows; .*at least 5"),
     "no answers": (["--data", "blank.csv", "--yes"], "--answer-column answer: .* no answer"),
+    "a row without the marker": (["--data", "marked.csv", "--yes"], "marked.csv, line 4: the answer has no '####'"),
     "a broken row": (["--data", "broken.csv", "--yes"], "broken.csv, line 3: 1 fields"),
     "another ending": (["--data", "sums.csv", "--yes", "--output", "run.json"], "--output run.json.yaml"),
     "there already": (
@@ -260,6 +267,7 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder
         "mine_rewards.py": "# mine\n",
     }
     files |= {"blank.csv": "prompt,answer\n" + "1+1=,\n" * 6, "broken.csv": "prompt,answer\n1+1=,2\n1+2=\n"}
+    files["marked.csv"] = "prompt,answer\na,so #### 1\nb,so #### 2\nc,so it is 3\n"
     for name, text in files.items():
         (folder / name).write_text(text)
     before = sorted(folder.iterdir())
