@@ -13,14 +13,7 @@ from typing import Any
 from rloo_kit.collective import gather_lists, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
-from rloo_kit.data.answers import (
-    EXACT,
-    GYM_REWARD,
-    REWARDS_WITH_ANSWERS,
-    GymRow,
-    find_judge,
-    gold_answers,
-)
+from rloo_kit.data.answers import EXACT, GYM_REWARD, REWARDS_WITH_ANSWERS, GymRow, find_judge, gold_answers
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.gym import GYM_COLUMN
 from rloo_kit.errors import ConfigError, DataError

@@ -14,14 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit.errors import RewardError, WholeBatchError
-from rloo_kit.rewarding.signature import (
-    CONVENTION,
-    Signature,
-    check_signature,
-    find_problem,
-    read_signature,
-    takes_two,
-)
+from rloo_kit.rewarding.signature import CONVENTION, Signature, check_signature, find_problem, read_signature, takes_two
 from rloo_kit.rewarding.undisturbed import Undisturbed
 from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_number, read_result
 from rloo_kit.rewards.text import as_text
