@@ -175,12 +175,7 @@ def _ask_llama_cpp(request: dict[str, Any]) -> dict[str, Any]:
     return {"version": version("xllamacpp"), "rows": rows}
 
 
-LOADERS = {
-    "transformers": _ask_transformers,
-    "peft": _ask_transformers,
-    "vllm": _ask_vllm,
-    "llama.cpp": _ask_llama_cpp,
-}
+LOADERS = {"transformers": _ask_transformers, "peft": _ask_transformers, "vllm": _ask_vllm, "llama.cpp": _ask_llama_cpp}
 
 if __name__ == "__main__":
     asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))

@@ -1,13 +1,8 @@
 """What a run's configuration only names: its rows, the sources of its rewards, its base. A resume compares them."""
 
-import ast
 import functools
-import hashlib
 import inspect
 import json
-import os
-import sys
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +12,7 @@ from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.policy import Policy
 from rloo_kit.rewarding.guard import GuardedReward, NamedReward, RewardsObject, reward_name
-from rloo_kit.rewarding.worker import WorkerReward
+from rloo_kit.rewarding.worker import WorkerReward, digest_texts, read_files
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import INPUTS, RunDir
 from rloo_kit.system.processes import say
@@ -59,7 +54,7 @@ def _compare(run_dir: RunDir, found: dict[str, str]) -> str:
             say(f"WARNING: {run_dir.folder} continues {text}{trained_on}")
             run_dir.set_status("running", changed="; ".join(filter(None, [run_dir.status().get("changed"), text])))
     run_dir.write_json(INPUTS, found)
-    return _digest(f"{name}: {found[name]}" for name in sorted(found))
+    return digest_texts(f"{name}: {found[name]}" for name in sorted(found))
 
 
 def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
@@ -69,7 +64,7 @@ def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]
         found[f"number of {side} prompts"] = str(len(table))
         for name in table.column_names:
             values = (json.dumps(value, sort_keys=True, default=str) for value in table[name][:])
-            found[f"column {name} of the {side} prompts"] = _digest(values)
+            found[f"column {name} of the {side} prompts"] = digest_texts(values)
     found["rewards"] = ", ".join(one if isinstance(one, str) else reward_name(one) for one in reward_funcs)
     for reward in reward_funcs:
         found |= read_sources(reward)
@@ -82,41 +77,15 @@ def read_sources(reward: Any) -> dict[str, str]:
     while name := next((name for kind, name in _INSIDE if isinstance(reward, kind)), None):
         reward = getattr(reward, name)
     if isinstance(reward, WorkerReward):
-        return _read_files(reward.worker.target.rpartition(":")[0], reward.worker.folders)
+        return reward.worker.sources
     made = reward if inspect.isroutine(reward) else type(reward)
     with suppress(OSError, TypeError):  # no source
         file = inspect.getsourcefile(made)
         if made.__module__ == "__main__":
-            return {f"reward {reward_name(reward)}": _digest(_read_functions(made, set()))}
+            return {f"reward {reward_name(reward)}": digest_texts(_read_functions(made, set()))}
         if file and not made.__module__.startswith("rloo_kit."):
-            return _read_files(file, [str(Path(file).parent)])
+            return read_files(file, [str(Path(file).parent)])
     return {}
-
-
-def _read_files(module: str, folders: list[str]) -> dict[str, str]:
-    """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
-    folders, installed = [*folders, os.getcwd()], (sys.prefix, sys.base_prefix)
-    todo = [] if module.startswith(installed) else [Path(module)] if module.endswith(".py") else _find(module, folders)
-    files: dict[Path, str] = {}
-    while todo:
-        if (file := todo.pop().resolve()) in files:
-            continue
-        files[file] = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(files[file])):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                base = getattr(node, "module", None)
-                names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
-                above = file.parents[max(getattr(node, "level", 0), 1) - 1]
-                todo += [one for name in names for one in _find(name, [above, *folders])]
-    named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
-    return {name: _digest(texts) for name, texts in named.items()}
-
-
-def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
-    """The user's file of a module, in the first folder that has it; the kit's own are left out."""
-    name = module.replace(".", "/")
-    places = [Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py")]
-    return [] if module.partition(".")[0] in ("", "rloo_kit") else list(filter(Path.is_file, places))[:1]
 
 
 def _read_functions(made: Any, seen: set[Any]) -> list[str]:
@@ -126,10 +95,3 @@ def _read_functions(made: Any, seen: set[Any]) -> list[str]:
     called = [names.get(name) for name in code.co_names] if code else []
     own = [one for one in called if inspect.isfunction(one) and one.__module__ == "__main__" and one not in seen]
     return [inspect.getsource(made), *(text for one in own for text in _read_functions(one, seen))]
-
-
-def _digest(texts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(f"{text}\0".encode())
-    return digest.hexdigest()[:16]

@@ -16,14 +16,7 @@ from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, HealthError, NoSignalError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.loop.callbacks import (
-    Interrupts,
-    MetricsWriter,
-    ProgressLine,
-    RolloutLog,
-    SampleTable,
-    TimedSaves,
-)
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, TimedSaves
 from rloo_kit.loop.checkpoints import load_weights
 from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.health import HealthGuard, Movement, say_findings
@@ -39,7 +32,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
 from rloo_kit.results.verdict import judge_run, record_verdict
-from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.rewarding.worker import end_workers, refuse_edited
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
@@ -356,6 +349,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         error = NoSignalError if result.stopped == "no signal" else HealthError
         raise error(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
     if before is not None:
+        refuse_edited()  # training has ended their processes
         after = evaluate(run, policy, data.test, label="after", reward_funcs=reward_funcs)
         end_workers()  # a later call restarts a reward's process
         run_dir.write_json("after.json", after.to_dict())

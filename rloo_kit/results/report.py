@@ -20,14 +20,7 @@ from rloo_kit.results.evaluation import (
     with_interval,
 )
 from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
-from rloo_kit.results.pages import (
-    escape_text,
-    format_count,
-    format_duration,
-    make_page,
-    make_section,
-    make_table,
-)
+from rloo_kit.results.pages import escape_text, format_count, format_duration, make_page, make_section, make_table
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.results.rollout_sample import RolloutSample, sample_rollouts
 from rloo_kit.results.tiles import make_tiles

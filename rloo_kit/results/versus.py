@@ -1,5 +1,6 @@
 """Compares runs: verdicts, differences from the first run on the held-out measure, and the keys that differ."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures, signed, with_interval
 from rloo_kit.results.result import TrainResult, load_evaluation, load_result
 from rloo_kit.results.verdict import Change, Verdict, change_of, judge_run, measured_words
+from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import find_run
+from rloo_kit.runs.run_dir import INPUTS
 from rloo_kit.system.console import fill_text, format_seconds, render_text
 
 
@@ -55,8 +58,10 @@ class RunComparison:
         unknown = [one for one in others if one.lead is None]
         parts = [_ahead(one, first) for one in apart]
         tied = [one.name for one in others if one.lead is not None and one not in apart]
+        how = ", ".join({one.word: "" for one in others if one.name in tied and one.word})
         if tied:
-            parts.append(f"{_join(tied)} and {first.name} do not differ significantly on their held-out prompts")
+            same = f"{_join(tied)} and {first.name} do not differ significantly on their held-out prompts"
+            parts.append(f"{same} ({how})" if how else same)
         parts += [f"{one.name} cannot be compared with {first.name}: {one.word}" for one in unknown]
         luck = "; among several runs the best is partly luck" if len(apart) > 1 else ""
         return f"{'; '.join(parts)}{luck}."
@@ -130,10 +135,16 @@ def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | No
         return None, f"measured differently ({'; '.join(apart)})"
     judges = [side.judged_by for side in (first.after, one.after) if side.judged_by is not None]
     words = [f"their accuracies are not of one kind ({' and '.join(judges)})"] if len(set(judges)) > 1 else []
-    other_rewards = _rewards(first) != _rewards(one)
+    began, other = (read_object(side.result.folder / INPUTS) for side in (first, one))  # what both recorded
+    changed = [name for name in began if name in other and began[name] != other[name]]
+    columns = [name for name in changed if name.endswith("of the held-out prompts")]
+    if columns and "column prompt of the held-out prompts" not in columns:
+        return None, f"measured differently ({', '.join(columns)})"
+    other_rewards = _rewards(first) != _rewards(one) or any(re.search("[.]py$|^reward ", name) for name in changed)
     for name in sorted(shared_measures(first.after, one.after), key=lambda name: name != measure):
         is_other = other_rewards if name.endswith("reward") else bool(words)
         if not is_other and (found := change_of(name, first.after, one.after)) is not None:
+            words += [f"{found.name}, as their rewards differ"] if other_rewards and "reward" in measure else []
             return found, ", ".join(filter(None, (measured_words(first.after, one.after, name), *words)))
     words += ["their rewards differ"] if other_rewards else []
     return None, " and ".join(words) or "no measure in common"

@@ -4,8 +4,10 @@ The process starts with `-c`: a fork would copy locks and CUDA contexts, and mul
 caller's script again. Requests are pickled and replies are JSON, so the worker cannot make this process run code.
 """
 
+import ast
 import contextlib
 import functools
+import hashlib
 import os
 import pickle
 import signal
@@ -13,14 +15,14 @@ import subprocess
 import sys
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.environment import worker_environment
 from rloo_kit.rewarding.guard import batch_size, read_call
 from rloo_kit.rewarding.pipe import MalformedReply, Pipe
@@ -51,6 +53,7 @@ class Worker:
 
     Attributes:
         signature: what the function accepts, once the process runs; None for a function of the kit.
+        sources: `read_files` of its module when it was made; no later process runs other code.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Worker:
         self.timeout_s = timeout_s
         self.env = tuple(env)
         self.signature: Signature | None = None
+        self.sources = read_files(target.rpartition(":")[0], self.folders)
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
         self._finalizer: weakref.finalize | None = None
@@ -78,6 +82,8 @@ class Worker:
         if self.running:
             return
         self.close()
+        if edited := self.find_edited():
+            raise WholeBatchError(edited)
         mark = uuid.uuid4().hex
         marks = {RUN_MARK: _watch_over(os.getpid()).value, WORKER_MARK: mark}
         self._process = process = subprocess.Popen(
@@ -119,6 +125,12 @@ class Worker:
             raise WholeBatchError(content.text) if content.whole_batch else RewardError(content.text)
         return content
 
+    def find_edited(self) -> str:
+        """What to do if a further process would run other code than the first one; "" if it would not."""
+        now = read_files(self.target.rpartition(":")[0], self.folders)
+        files = ", ".join(sorted({name for name, _ in now.items() ^ self.sources.items()}))
+        return files and f"{files} changed after the reward '{self.target}' was loaded: put it back, or load it again"
+
     def close(self) -> None:
         """End the process and everything it started, hung or not."""
         if self._finalizer is not None:
@@ -159,6 +171,12 @@ def end_workers() -> None:
     """End the workers of this process and everything they started; a reward that is called again starts another."""
     for worker in list(_WORKERS):
         worker.close()
+
+
+def refuse_edited() -> None:
+    """Raise ConfigError if a reward of this process would start again with other code than it began with."""
+    if edited := next(filter(None, (worker.find_edited() for worker in list(_WORKERS))), ""):
+        raise ConfigError(f"{edited} (--resume --accept-changes measures everything with the new ones)")
 
 
 def close_worker(reward: Any) -> None:
@@ -259,3 +277,40 @@ def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.close()
+
+
+def read_files(module: str, folders: list[str]) -> dict[str, str]:
+    """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
+    folders, installed = [*folders, os.getcwd()], (sys.prefix, sys.base_prefix)
+    todo = [] if module.startswith(installed) else [Path(module)] if module.endswith(".py") else _find(module, folders)
+    files: dict[Path, str] = {}
+    while todo:
+        if (file := todo.pop().resolve()) in files or not file.is_file():
+            continue
+        files[file] = file.read_text(encoding="utf-8", errors="replace")
+        try:
+            nodes = [*ast.walk(ast.parse(files[file]))]
+        except (SyntaxError, ValueError):  # reported when it is imported
+            nodes = []
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                base = getattr(node, "module", None)
+                names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
+                above = file.parents[max(getattr(node, "level", 0), 1) - 1]
+                todo += [one for name in names for one in _find(name, [above, *folders])]
+    named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
+    return {name: digest_texts(texts) for name, texts in named.items()}
+
+
+def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
+    """The user's file of a module, in the first folder that has it; the kit's own are left out."""
+    name = module.replace(".", "/")
+    places = [Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py")]
+    return [] if module.partition(".")[0] in ("", "rloo_kit") else list(filter(Path.is_file, places))[:1]
+
+
+def digest_texts(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(f"{text}\0".encode())
+    return digest.hexdigest()[:16]

@@ -322,6 +322,21 @@ def test_runs_that_are_judged_differently_are_not_ranked(make_run: Callable[...,
     assert "reward before" in " ".join(call(a, c)[1].split())
 
 
+def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., Path]) -> None:
+    """A reward of one name that paid more after an edit was "ahead: reward +0.50", and corrected answers cost a run its
+    accuracy."""
+    a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
+    reward = {"low": 0.0, "high": 1.0, "reward_low": 0.0, "reward_high": 1.0, "rewards": {"exact": ONE}}
+    for run, share, source in ((a, 0.1, "1"), (b, 0.9, "2")):
+        mean = [1.0] * int(100 * share) + [0.0] * int(100 - 100 * share)
+        write_evaluation(run, 10, judged_by="exact match", reward=share, reward_per_prompt=mean, **reward)
+        (run / "inputs.json").write_text(json.dumps({"own.py": source, "column answer of the held-out prompts": "x"}))
+    sentence = call_json(a, b)[1]["sentence"]
+    assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
+    (b / "inputs.json").write_text(json.dumps({"own.py": "1", "column answer of the held-out prompts": "y"}))
+    assert "differently (column answer of the held-out prompts)" in call_json(a, b)[1]["sentence"]
+
+
 def test_a_run_with_an_own_reward_is_shown_by_it(make_run: Callable[..., Path]) -> None:
     """`show` began with an accuracy of 0.000, and counted all prompts as still wrong."""
     folder = make_run(make_rows())

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.worker import Worker, WorkerReward
+from rloo_kit.rewarding.worker import Worker, WorkerReward, refuse_edited
 
 HERE = Path(__file__).parent
 BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "completion_ids": [(1, 2), (3,)]}
@@ -208,6 +208,27 @@ def test_a_file_imports_relative_to_its_folder(tmp_path: Path) -> None:
     reward = WorkerReward(f"{file}:score", timeout_s=60)
     assert reward(**BATCH) == [1.0, 1.0]
     reward.worker.close()
+
+
+def test_a_process_never_starts_again_with_other_code(tmp_path: Path) -> None:
+    """A reward was edited while its run trained: the evaluation after started a process of its own with the new code,
+    and the verdict was "learnt: from 0.14 to 10.25"."""
+    file = tmp_path / "own.py"
+    file.write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    made = WorkerReward("own:score", folders=[tmp_path])
+    assert made(**BATCH) == [1.0, 1.0]
+    kept = file.read_text()
+    for text in (kept.replace("1.0", "10.0"), "def score(:\n", None):
+        made.worker.close()
+        refuse_edited()
+        file.write_text(text) if text else file.unlink()
+        with pytest.raises(WholeBatchError, match="own.py changed after the reward 'own:score' was loaded"):
+            made(**BATCH)
+        with pytest.raises(ConfigError, match="own.py changed.*--accept-changes"):
+            refuse_edited()
+        file.write_text(kept)
+    assert made(**BATCH) == [1.0, 1.0]
+    made.worker.close()
 
 
 @pytest.mark.parametrize("reward", ["process_id"], indirect=True)
