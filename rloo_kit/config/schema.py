@@ -196,8 +196,7 @@ class DataSection(Section):
     )  # fmt: skip
     system_prompt: str | None = key(None, "system message put before every prompt")
     num_prompts: Count | None = key(
-        None,
-        "most prompts to read, held-out ones included (except those of test_source or test_split); null: all",
+        None, "most prompts to read, held-out ones included (except those of test_source or test_split); null: all"
     )
     test_size: int | float = key(
         0.1, "held-out prompts: a count, or a share below 1; with test_source or test_split a count, below 1 all", ge=0
@@ -324,8 +323,7 @@ class RLOOSection(Section):
     )  # fmt: skip
     reference: Literal["start", "base"] = key("start", "KL against the start of training or the base model")
     ratio_form: Literal["sum", "length_normalized", "per_token"] | None = key(
-        None,
-        "ratio per completion, its mean over tokens (GSPO), or per token; null: as kl_form and token_mean need",
+        None, "ratio per completion, its mean over tokens (GSPO), or per token; null: as kl_form and token_mean need"
     )
     token_mean: Literal["none", "completion", "batch"] = key(
         "none", "average token losses over the completion (GRPO) or the step's tokens (DAPO); none: sum them"
@@ -339,8 +337,7 @@ class RLOOSection(Section):
         "leave_one_out", "what a reward is compared with: its siblings, its whole group, or nothing"
     )
     scale_rewards: Literal["none", "group"] = key(
-        "none",
-        "group: divide advantages by the deviation of their group's rewards (GRPO)",
+        "none", "group: divide advantages by the deviation of their group's rewards (GRPO)"
     )
     baseline_includes_masked: bool = key(
         True, "false: completions masked by mask_truncated_completions are left out of the baseline too"

@@ -12,14 +12,7 @@ from rich.table import Table
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, RlooKitError
-from rloo_kit.measure.memory import (
-    NOT_HERE,
-    Peak,
-    load_of,
-    measure_rollout,
-    measure_training,
-    rows_of_a_pass,
-)
+from rloo_kit.measure.memory import NOT_HERE, Peak, load_of, measure_rollout, measure_training, rows_of_a_pass
 from rloo_kit.measure.stand_ins import save_random_checkpoint
 from rloo_kit.models.policy import load_policy
 from rloo_kit.plan.parts import context_bytes

@@ -9,13 +9,7 @@ from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.health.series import is_number
-from rloo_kit.results.evaluation import (
-    Evaluation,
-    SamplePair,
-    describe_sample,
-    is_thinking,
-    pair_samples,
-)
+from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, first_and_last, mean_window, shown_width
 from rloo_kit.system.console import picture_controls, plain_prompt
 

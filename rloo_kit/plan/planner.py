@@ -31,10 +31,7 @@ from rloo_kit.system.versions import VLLM_INSTALL
 
 
 def plan_vram(
-    run: RunConfig,
-    gpu_gib: float | None = None,
-    config: Mapping[str, Any] | None = None,
-    engine: str | None = None,
+    run: RunConfig, gpu_gib: float | None = None, config: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> VramPlan:
     """Plan a run's memory.
 

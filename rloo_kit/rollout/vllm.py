@@ -33,12 +33,7 @@ class VllmEngine:
     rows: int | None = None  # vLLM queues what does not fit
 
     def __init__(
-        self,
-        model: Any,
-        vllm: InProcessVllm,
-        temperature: float,
-        end_ids: Sequence[int],
-        filters: Filters = WHOLE,
+        self, model: Any, vllm: InProcessVllm, temperature: float, end_ids: Sequence[int], filters: Filters = WHOLE
     ) -> None:
         if 0 < temperature < VLLM_LEAST_TEMPERATURE:
             raise ConfigError(

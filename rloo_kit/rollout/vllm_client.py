@@ -81,12 +81,7 @@ class VllmClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        start_s: float = START_S,
-        retry_s: float = RETRY_S,
-        say: Callable[[str], None] = print,
+        self, url: str, *, start_s: float = START_S, retry_s: float = RETRY_S, say: Callable[[str], None] = print
     ) -> None:
         self.url = url.rstrip("/")
         self._start_s, self._retry_s, self._say = start_s, retry_s, say
