@@ -32,7 +32,7 @@ OWN = {
     "embedded/smollm2.py: tokenizer.model_max_length", "embedded/smollm2.py: settings.eos_token_id",
     "embedded/smollm2.py: tokenizer.clean_up_tokenization_spaces",
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
-    "loop/options.py: error.args", "loop/run.py: arguments.is_from_file",  # a kit's error, the config's origin
+    "loop/options.py: error.args", "loop/run.py: arguments.is_from_file", "loop/arguments.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "measure/memory.py: engine._halve", "measure/memory.py: engine._fill", "measure/memory.py: engine._cache_options",
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
