@@ -101,8 +101,8 @@ class HeldOutRewards:
 
     def _sum(self, row: list[float | None]) -> float | None:
         """The weighted sum; None if a reward failed or none with a weight applies, as in a rollout."""
-        pairs = [pair for pair in zip(row, self._weights, strict=True) if pair[0] is not None]
-        terms = [value * weight for value, weight in pairs if weight or value != value]
+        pairs = zip(row, self._weights, strict=True)
+        terms = [value * weight for value, weight in pairs if value is not None and (weight or value != value)]
         return _readable(math.fsum(terms)) if terms else None
 
 
