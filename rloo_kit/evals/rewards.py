@@ -100,8 +100,9 @@ class HeldOutRewards:
         return batch | ({"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {})
 
     def _sum(self, row: list[float | None]) -> float | None:
-        """The weighted sum of the rewards that apply; None if one failed or none applies, as in a rollout."""
-        terms = [value * weight for value, weight in zip(row, self._weights, strict=True) if value is not None]
+        """The weighted sum; None if a reward failed or none with a weight applies, as in a rollout."""
+        pairs = zip(row, self._weights, strict=True)
+        terms = [value * weight for value, weight in pairs if value is not None and (weight or value != value)]
         return _readable(math.fsum(terms)) if terms else None
 
 

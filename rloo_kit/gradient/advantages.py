@@ -118,12 +118,11 @@ def make_advantages(
 
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted sum of the rewards that apply: (B, F), (F,) -> (B,). NaN where none applies.
-
-    A NaN entry drops that function's term for the sample, as in TRL.
+    """Weighted sum of the rewards that apply: (B, F), (F,) -> (B,). NaN where none with a weight applies: one that is
+    only logged scores nothing. A NaN entry drops that function's term for the sample, as in TRL.
     """
     combined = (rewards_per_func * weights.unsqueeze(0)).nansum(dim=1)
-    return combined.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
+    return combined.masked_fill(rewards_per_func[:, weights != 0].isnan().all(dim=1), torch.nan)
 
 
 def zero_unscored(advantages: torch.Tensor) -> torch.Tensor:

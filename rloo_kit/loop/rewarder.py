@@ -65,7 +65,7 @@ class Rewarder:
         rewards = rewards.masked_fill(failed[:, None], torch.nan)
         weights = self.trainer.reward_weights.to(rewards.device)
         raw_scores = combine_rewards(rewards, weights)  # (A,)
-        over = ~raw_scores.isfinite() & ~rewards.isnan().all(dim=1)
+        over = ~raw_scores.isfinite() & ~rewards[:, weights != 0].isnan().all(dim=1)
         if over.any():
             self._messages += overflowing(rewards.tolist(), weights.tolist(), self.trainer.reward_func_names)[:1]
             failed, rewards = failed | over, rewards.masked_fill(over[:, None], torch.nan)

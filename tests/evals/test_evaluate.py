@@ -16,12 +16,14 @@ from rloo_kit.data.load import load_data
 from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.evaluate import evaluate
+from rloo_kit.evals.rewards import HeldOutRewards
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation, compare, difference, pair_means
 from rloo_kit.results.intervals import wilson
+from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import AnswerReward
-from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.think_tags import bind_think_tags, split_thinking
 from tests.rollout.models import lean
 
@@ -553,6 +555,15 @@ def test_an_own_reward_leads_and_exact_match_is_called_that(make_run, make_polic
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     same = evaluate(make_run([{"name": "length_reward"}], temperature=0), policy, rows, reward_funcs=[sentence])
     assert same.greedy_reward["mean"] == same.reward == measured.greedy_reward["mean"]
+
+
+def test_a_reward_without_a_weight_does_not_count_where_no_other_applies(make_run):
+    """The held-out reward was a mean over zeros too, where a reward that is only measured applied alone."""
+    logged = NamedReward(lambda completions, **_: [1.0] * len(completions), "logged", 0.0)
+    own = NamedReward(lambda completions, **_: [None if text == "a" else 1.0 for text in completions], "own", 2.0)
+    rewards = HeldOutRewards(make_run([{"name": "length_reward"}]), [logged, own])
+    done = [Completion(index, [1], text, True, None) for index, text in enumerate("ab")]
+    assert rewards.score(make_dataset(["7"] * NUM_PROMPTS).select(range(2)), done, 1)[0] == [[None], [2.0]]
 
 
 def test_an_answer_reward_made_in_python_judges_with_its_own_settings(make_run, make_policy):

@@ -12,6 +12,7 @@ from rloo_kit.config.schema import BASELINES, KL_FORMS
 from rloo_kit.gradient.advantages import (
     AdvantageSettings,
     RunningMoments,
+    combine_rewards,
     find_moments,
     kl_charge,
     kl_to_go,
@@ -39,6 +40,14 @@ def test_tensor_code_equals_the_oracle_with_unscored_samples():
         tensor = torch.tensor([NAN if reward is None else reward for reward in rewards], dtype=torch.float64)
         ours = zero_unscored(leave_one_out(tensor, group))
         assert ours.tolist() == pytest.approx(leave_one_out_advantages(rewards, group), abs=1e-12)
+
+
+def test_a_reward_that_is_only_logged_scores_nothing():
+    """With `weight: 0.0` for a reward that always applies, a completion without another reward had the score 0 in the
+    baselines of its group: 14 of 64 completions moved the policy by it."""
+    rewards = torch.tensor([[NAN, 1.0], [-1.0, 1.0], [NAN, NAN], [1.0, NAN]])
+    found = combine_rewards(rewards, torch.tensor([2.0, 0.0]))
+    assert found.isnan().tolist() == [True, False, True, False] and found[[1, 3]].tolist() == [-2.0, 2.0]
 
 
 def test_tied_groups():
