@@ -16,14 +16,7 @@ from typing import Any
 from rloo_kit.batch.comparison import make_text_table, write_comparison
 from rloo_kit.batch.file import Batch, BatchRun
 from rloo_kit.batch.notebooks import find_error
-from rloo_kit.batch.process import (
-    KERNEL_DIED,
-    RunProcess,
-    end_left_over,
-    last_line,
-    make_watchdog,
-    papermill_command,
-)
+from rloo_kit.batch.process import KERNEL_DIED, RunProcess, end_left_over, last_line, make_watchdog, papermill_command
 from rloo_kit.batch.progress import BatchDisplay, first_line
 from rloo_kit.batch.status import BatchDir, RunStatus
 from rloo_kit.errors import SetupError

@@ -78,11 +78,7 @@ def describe(step: RLOOStep) -> str:
     memory = settings.memory
     if memory == "fast" and settings.advantage.beta and settings.scores_first is not None:
         memory = f"fast, which falls back to balanced: {settings.scores_first}"
-    lines = [
-        f"rollout: {engine.name}, {engine.reason}",
-        f"scoring: {step.scorer.scorer.reason}",
-        f"memory: {memory}",
-    ]
+    lines = [f"rollout: {engine.name}, {engine.reason}", f"scoring: {step.scorer.scorer.reason}", f"memory: {memory}"]
     if settings.filters.active:
         lines.append(f"truncated sampling: {settings.filters}; sampler_correction {settings.sampler_correction}")
     if step.parallel.kind != "single":

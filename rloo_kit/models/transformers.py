@@ -36,10 +36,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
         _check_quantised(run, config)
         tokenizer = AutoTokenizer.from_pretrained(source.base)
         model = AutoModelForCausalLM.from_pretrained(
-            source.base,
-            dtype=_dtype(run),
-            device_map={"": str(device)},
-            quantization_config=_quantization(run, config),
+            source.base, dtype=_dtype(run), device_map={"": str(device)}, quantization_config=_quantization(run, config)
         )
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
@@ -119,10 +116,7 @@ def _quantization(run: RunConfig, config: Any) -> Any:
     if not run.model.load_in_4bit or getattr(config, "quantization_config", None) is not None:
         return None
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=_dtype(run),
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=_dtype(run)
     )
 
 

@@ -16,15 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from rloo_kit.runs.rows import (
-    UNREADABLE,
-    append_rows,
-    cut_rows,
-    open_rows,
-    read_backwards,
-    row_step,
-    rows_in,
-)
+from rloo_kit.runs.rows import UNREADABLE, append_rows, cut_rows, open_rows, read_backwards, row_step, rows_in
 from rloo_kit.system.processes import say
 
 LIVE = "rollouts.jsonl"
