@@ -121,6 +121,7 @@ class Evaluation:
         reward_per_prompt: its mean over the scored completions of each prompt; None without any.
         rewards: each reward's own mean by name: mean, low, high, per_prompt.
         reward_unscored: completions without a weighted sum, because a reward failed on them or none applied.
+        sources: digest of the files of the rewards; rewards from other files are not compared. Empty without any.
         greedy_reward: the weighted sum at temperature 0, with the same keys; empty if not asked for, or accuracy leads.
     """
 
@@ -159,6 +160,7 @@ class Evaluation:
     greedy_reward: dict[str, Any] = field(default_factory=dict)
     prompt_digests: list[str] | None = None
     unjudged: list[Number] = field(default_factory=list)
+    sources: str = ""
 
     @property
     def leading(self) -> str:
@@ -315,8 +317,14 @@ def shared_measures(*sides: Evaluation | None) -> tuple[str, ...]:
     """Those of MEASURES that every evaluation has, the deciding one first: the reward if it leads in any of them."""
     measured = [side for side in sides if side is not None]
     first = "reward" if any(side.leading == "reward" for side in measured) else "accuracy"
-    found = [name for name in MEASURES if measured and all(side.measure(name) for side in measured)]
+    known = ACCURACIES if rewards_differ(*measured) else MEASURES
+    found = [name for name in known if measured and all(side.measure(name) for side in measured)]
     return tuple(sorted(found, key=lambda name: first not in name))
+
+
+def rewards_differ(*sides: Evaluation) -> bool:
+    """Whether a reward's file was edited between the evaluations, so that only accuracies compare."""
+    return len({side.sources for side in sides} - {""}) > 1
 
 
 def name_of(measure: str, *sides: Evaluation | None) -> str:
@@ -426,7 +434,7 @@ class Difference(NamedTuple):
 def difference(before: Evaluation, after: Evaluation, name: str) -> Difference | None:
     """`after - before` of `Evaluation.measure(name)`, paired if possible; None if one was not measured."""
     old, new = before.measure(name), after.measure(name)
-    if old is None or new is None:
+    if old is None or new is None or (name not in ACCURACIES and rewards_differ(before, after)):
         return None
     if both := list(pair_means(before, after, name).values()):
         first, second = [a for a, _ in both], [b for _, b in both]

@@ -13,7 +13,14 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.series import is_number
 from rloo_kit.health.signs import CEILING, REWARD_MEAN, at_ceiling
-from rloo_kit.results.evaluation import Evaluation, difference, name_of, setting_differences, shared_measures
+from rloo_kit.results.evaluation import (
+    Evaluation,
+    difference,
+    name_of,
+    rewards_differ,
+    setting_differences,
+    shared_measures,
+)
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import RunDir
@@ -201,6 +208,8 @@ def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
         words.append(f"on {shared if found.paired else 'different prompts'}")
     if before.num_samples != after.num_samples:
         words.append(f"from {before.num_samples} and {after.num_samples} completions per prompt")
+    if rewards_differ(before, after):
+        words.append("without the rewards, whose file was edited in between")
     return f"measured {' and '.join(words)}" if words else ""
 
 
@@ -277,6 +286,8 @@ def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> st
         return f"There is no evaluation {missing} training to compare with"
     if apart := setting_differences(before, after):
         return f"The evaluations before and after differ in settings ({'; '.join(apart)}), so they are not compared"
+    if rewards_differ(before, after):
+        return "A reward's file was edited between the evaluations before and after, so they are not compared"
     return "The evaluations have neither an accuracy nor a reward (data.answer_column, rewards)"
 
 

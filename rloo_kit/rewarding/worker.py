@@ -281,7 +281,7 @@ def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
 
 def read_files(module: str, folders: list[str]) -> dict[str, str]:
     """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
-    folders, installed = [*folders, os.getcwd()], (sys.prefix, sys.base_prefix)
+    folders, installed = [*folders, starting_folder() or os.getcwd()], (sys.prefix, sys.base_prefix)
     todo = [] if module.startswith(installed) else [Path(module)] if module.endswith(".py") else _find(module, folders)
     files: dict[Path, str] = {}
     while todo:

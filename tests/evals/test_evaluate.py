@@ -603,6 +603,22 @@ def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_po
             load_data(make_run(), tiny_tokenizer, rows=rows)
 
 
+def test_a_reward_file_that_was_edited_in_between_is_not_compared(
+    make_policy: Callable[..., Any], make_run: Callable[..., RunConfig], tmp_path: Any
+) -> None:
+    """A notebook trained for hours while its reward's file was edited: the same policy was "reward +0.30" better."""
+    file = tmp_path / "own.py"
+    run, policy = make_run([{"name": f"{file}:score"}]), digits_policy(make_policy)
+    found = []
+    for pay in ("1.0", "9.0", "1.0"):
+        file.write_text(f"def score(completions):\n    return [{pay}] * len(completions)\n")
+        found.append(evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS)))
+    first, edited, again = found
+    assert (first.reward, edited.reward, first.sources) == (1.0, 9.0, again.sources) and first.sources != edited.sources
+    assert compare(first, edited).reward_difference is None and compare(first, again).reward_difference == 0.0
+    assert Evaluation.from_dict(json.loads(json.dumps(first.to_dict()))) == first
+
+
 def test_progress_counts_all_passes_and_says_when_it_ends(make_run, make_policy, monkeypatch, capsys):
     """The greedy pass counted from 0 again, and no line said how long an evaluation of ten minutes still takes."""
     clock = itertools.count()

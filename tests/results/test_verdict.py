@@ -227,6 +227,18 @@ def test_other_prompts_and_sample_counts_are_compared_with_a_word(run: RunConfig
     assert "from 1 and 4 completions per prompt" in verdict.sentence
 
 
+def test_rewards_of_an_edited_file_do_not_decide(run: RunConfig) -> None:
+    """The held-out reward "rose from 0.14 to 10.25" because its file was edited before the evaluation after."""
+    sides = by_reward(10, exact=50), by_reward(90, exact=50)
+    assert judge_run(run, result(run), *sides).kind == "learnt"
+    sides[0].sources, sides[1].sources = "a", "b"
+    found = judge_run(run, result(run), *sides)
+    assert found.kind == "no evidence" and "without the rewards, whose file was edited in between" in found.sentence
+    for side in sides:
+        side.accuracy = side.per_prompt = side.greedy_accuracy = side.greedy_per_prompt = None
+    assert "file was edited between the evaluations" in judge_run(run, result(run), *sides).sentence
+
+
 def test_the_best_of_many_evaluations_is_said_to_be_partly_luck(run: RunConfig) -> None:
     verdict = judge_run(run, result(run, adapter_step=10), evaluation(88), evaluation(368))
     assert "of step 10" in verdict.sentence and "luck" in verdict.sentence
