@@ -77,8 +77,6 @@ def share_from_main(work: Callable[[], Any]) -> Any:
         try:
             found = work()
         except RlooKitError as error:
-            if not is_distributed():
-                raise
             refusal = error
     found, refusal = share((found, refusal))
     if refusal is not None:

@@ -288,16 +288,13 @@ def read_files(module: str, folders: list[str]) -> dict[str, str]:
         if (file := todo.pop().resolve()) in files or not file.is_file():
             continue
         files[file] = file.read_text(encoding="utf-8", errors="replace")
-        try:
-            nodes = [*ast.walk(ast.parse(files[file]))]
-        except (SyntaxError, ValueError):  # reported when it is imported
-            nodes = []
-        for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                base = getattr(node, "module", None)
-                names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
-                above = file.parents[max(getattr(node, "level", 0), 1) - 1]
-                todo += [one for name in names for one in _find(name, [above, *folders])]
+        with contextlib.suppress(SyntaxError, ValueError):  # reported when it is imported
+            for node in ast.walk(ast.parse(files[file])):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    base = getattr(node, "module", None)
+                    names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
+                    above = file.parents[max(getattr(node, "level", 0), 1) - 1]
+                    todo += [one for name in names for one in _find(name, [above, *folders])]
     named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
     return {name: digest_texts(texts) for name, texts in named.items()}
 
@@ -310,7 +307,5 @@ def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
 
 
 def digest_texts(texts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(f"{text}\0".encode())
-    return digest.hexdigest()[:16]
+    """A digest of the texts in their order, 16 characters."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
