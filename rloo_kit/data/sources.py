@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -118,8 +119,8 @@ def json_lines(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
 
 def _read_csv(path: Path, columns: Columns) -> DataSource:
     rows, places = [], []
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv_lines(file, path)
+    with path.open(encoding="utf-8-sig", newline="") as file, path.open(encoding="utf-8-sig") as again:
+        lines, is_european = csv_lines(file, path), ";" in next(again, "")
         _, header = next(lines, (0, []))
         if len(set(header)) < len(header):
             raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(header)}")
@@ -127,6 +128,8 @@ def _read_csv(path: Path, columns: Columns) -> DataSource:
             if len(fields) != len(header):
                 raise DataError(f"{path}, line {number}: {len(fields)} fields, but the header has {len(header)}")
             rows.append(dict(zip(header, fields, strict=True)))
+            if is_european and re.fullmatch(r"[+-]?\d+,\d+", found := rows[-1].get(columns.answer, "")):
+                raise DataError(f"{path}, line {number}: {found} has a decimal comma; write it with a point")
             places.append(f"line {number}")
     return _from_dicts(rows, places, str(path), columns)
 
@@ -139,16 +142,13 @@ def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
     file.seek(0)
     mark = max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
     reader, start = csv.reader(file, delimiter=mark, strict=True), 1
-    while True:
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
-        if fields:
-            yield start, fields
-        start = reader.line_num + 1
+    try:
+        for fields in reader:
+            if fields:
+                yield start, fields
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
 
 
 def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, columns: Columns) -> DataSource:

@@ -53,6 +53,7 @@ FILES: dict[str, tuple[Any, Any, str]] = {
         {"prompt": rendered("[{'from': 'EUR', 'value': 3}]"), "answer": "4"}, "",
     ),
     "semicolons.csv": (sheet({"prompt": ["a, b"], "answer": [5]}, sep=";"), {"prompt": rendered("a, b")}, ""),
+    "decimals.csv": (sheet({"prompt": ["a"], "answer": [7.5]}, sep=";", decimal=","), "7,5 has a dec", "7,5 has a dec"),
     "tabs.csv": (sheet({"prompt": ["a;b"], "answer": [5]}, sep="\t"), {"prompt": rendered("a;b"), "answer": "5"}, ""),
     "long.csv": (sheet({"prompt": ["a"], "answer": [LONG]}), {"answer": LONG}, ""),
     "spaces.csv": ("prompt,answer\na, 007\n", {"answer": " 007"}, ""),
