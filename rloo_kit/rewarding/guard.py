@@ -313,7 +313,7 @@ def _say_form(name: str, is_text: bool) -> None:
     from rloo_kit.system.processes import say  # the worker needs none of what it loads
 
     kind = "messages (completion[0]['content'])" if is_text else "text"
-    say(f"rewards: {name} gets prompts and completions as {kind}, the form it reads")
+    say(f"rewards: {name} reads {kind}, and gets them")
 
 
 def batch_size(batch: dict[str, Any]) -> int:
