@@ -33,8 +33,8 @@ OWN = """
 import pathlib, time
 
 def by_text(completion_ids, **_):
-    if len(completion_ids) == 6:  # made up, by what looks at a run before it starts
-        return [0.0] * 6
+    if len(completion_ids) in (6, 9):  # made up, by what looks at a run before it starts
+        return [0.0] * len(completion_ids)
     folder = pathlib.Path(__file__).parent
     (folder / "calls").open("a").write("x")
     calls = (folder / "calls").stat().st_size
