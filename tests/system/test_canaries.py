@@ -127,8 +127,8 @@ def project(tmp_path: Path, hub: tuple[str, list[str]]) -> Project:
 def tiny_config(project: Project, tiny_folder: Path) -> Path:
     rows = [{"prompt": f"add {n}", "answer": str(n)} for n in range(10)]
     (project.work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dies = "import os\ndef reward(completions, **_):\n    return [1.0] * 6 if len(completions) == 6 else os._exit(3)\n"
-    (project.work / "raising.py").write_text(dies)  # not on the six completions that are made up before the run
+    dies = "import os\ndef reward(completions, **_):\n    return [1.0] * 9 if len(completions) == 9 else os._exit(3)\n"
+    (project.work / "raising.py").write_text(dies)  # not on the nine completions that are made up before the run
     config = {
         "run": {"name": "tiny", "output_dir": "outputs"},
         "model": {"name": str(tiny_folder), "lora": {"r": 2, "alpha": 2, "target_modules": ["q_proj"]},
