@@ -11,7 +11,7 @@ from rloo_kit.collective import gather_objects, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
+from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit, unwrap
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.worker import WorkerReward, digest_texts
 from rloo_kit.rollout.completions import Completion
@@ -54,7 +54,8 @@ class HeldOutRewards:
         if not self.is_callable:
             return
         measured.take_rewards(*self.score(dataset, completions, measured.num_samples))
-        sources = {key: value for reward in self._rewards for key, value in _sources_of(reward).items()}
+        workers = [one.worker for reward in self._rewards if isinstance(one := unwrap(reward), WorkerReward)]
+        sources = {name: digest for worker in workers for name, digest in worker.sources.items()}
         measured.sources = digest_texts(f"{name}: {sources[name]}" for name in sorted(sources)) if sources else ""
 
     def score(
@@ -107,13 +108,6 @@ class HeldOutRewards:
         pairs = zip(row, self._weights, strict=True)
         terms = [value * weight for value, weight in pairs if value is not None and (weight or value != value)]
         return _readable(math.fsum(terms)) if terms else None
-
-
-def _sources_of(reward: Any) -> dict[str, str]:
-    """`Worker.sources` of a guarded or named reward; empty for one of this process, whose code stays as it is."""
-    while not isinstance(reward, WorkerReward) and hasattr(reward, "reward"):
-        reward = reward.reward
-    return reward.worker.sources if isinstance(reward, WorkerReward) else {}
 
 
 def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutRewards | None, list[Any]]:

@@ -1,6 +1,5 @@
 """What a run's configuration only names: its rows, the sources of its rewards, its base. A resume compares them."""
 
-import functools
 import inspect
 import json
 from contextlib import suppress
@@ -11,13 +10,11 @@ from rloo_kit.collective import share_from_main
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.policy import Policy
-from rloo_kit.rewarding.guard import GuardedReward, NamedReward, RewardsObject, reward_name
+from rloo_kit.rewarding.guard import reward_name, unwrap
 from rloo_kit.rewarding.worker import WorkerReward, digest_texts, read_files
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import INPUTS, RunDir
 from rloo_kit.system.processes import say
-
-_INSIDE = ((NamedReward, "reward"), (GuardedReward, "reward"), (RewardsObject, "scorer"), (functools.partial, "func"))
 
 
 def check_inputs(run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
@@ -74,8 +71,7 @@ def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]
 def read_sources(reward: Any) -> dict[str, str]:
     """Digests of a user's reward: the file that defines it and the local modules that this imports; in a notebook or a
     script, the function and those it calls. Empty for the kit's own, whose parameters are in the configuration."""
-    while name := next((name for kind, name in _INSIDE if isinstance(reward, kind)), None):
-        reward = getattr(reward, name)
+    reward = unwrap(reward)
     if isinstance(reward, WorkerReward):
         return reward.worker.sources
     made = reward if inspect.isroutine(reward) else type(reward)

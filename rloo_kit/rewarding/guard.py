@@ -272,6 +272,13 @@ class GuardedAsyncReward(GuardedReward):
         return await asyncio.wrap_future(submit(self._score(read_call(args, columns))))
 
 
+def unwrap(reward: Any) -> Any:
+    """The function or object inside the wrappers of the kit and partials."""
+    while isinstance(reward, NamedReward | GuardedReward | RewardsObject | functools.partial):
+        reward = next(getattr(reward, name) for name in ("reward", "scorer", "func") if hasattr(reward, name))
+    return reward
+
+
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The future of a coroutine of an async guard; also in a notebook, whose thread already runs a loop."""
     return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
