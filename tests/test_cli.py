@@ -207,7 +207,7 @@ def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(conf
         "import os, signal\n"
         "def reward(completion_ids, **_):\n"
         "    marker = __file__ + '.done'\n"
-        "    if len(completion_ids) != 6 and not os.path.exists(marker):\n"
+        "    if len(completion_ids) not in (6, 9) and not os.path.exists(marker):\n"
         "        open(marker, 'w').close()\n"
         "        os.kill(os.getppid(), signal.SIGINT)\n"
         "    return [float(len(ids)) for ids in completion_ids]\n"
