@@ -61,7 +61,9 @@ _UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
     |(?:[ ]?{_SYMBOL}|[ ](?:[gmLhs]|(?:(?:square|cubic)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}))
         (?:[ ]?\^[23]|[²³])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?|[ ]per[ ][^\W\d_]+
     |[ ]?{_NO_UNIT}[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{{1,4}})"""
-_SAME_UNIT = {"percent": "%", "degree": "°"}
+_SAME_UNIT = {"percent": "%", "degree": "°", "meter": "m", "centimeter": "cm", "inche": "in", "inch": "in"}
+_SAME_UNIT |= {"feet": "ft", "foot": "ft", "gram": "g", "kilogram": "kg", "pound": "lb", "ounce": "oz", "liter": "l"}
+_SAME_UNIT |= {"hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s", "kilometer": "km", "metre": "m"}
 _NUMBER = re.compile(f"{_VALUE}(?:{_UNIT})?", re.VERBOSE)
 _NUMBER_IN_TEXT = re.compile(
     rf"""(?:(?<=\\boxed\{{)|(?<![A-Za-z0-9.^\\√])(?<![A-Za-z0-9)}}][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
@@ -93,7 +95,7 @@ def _read_number(bare: str) -> tuple[Fraction | None, str]:
     number = Fraction((found["part"] or found["top"] or "1").replace(",", "")) / Fraction(found["bottom"] or 1)
     number = int(found["whole"] or 0) + number * Fraction(10) ** exponent
     number *= _SCALES.get((found["scale"] or "").lower(), 1)
-    unit = (found["unit"] or "").strip().lower().removesuffix("s")
+    unit = re.sub(r"(?<=\w)s$", "", (found["unit"] or "").strip().lower())
     return -number if found["sign"] == "-" else number, _SAME_UNIT.get(unit, unit)
 
 

@@ -4,7 +4,7 @@ docs/runs.md lists windows and limits; docs/benchmarks.md says how the runs of `
 """
 
 from rloo_kit.health import ranges, signs
-from rloo_kit.health.rule import Rule, Threshold
+from rloo_kit.health.rule import Rule
 
 NOTHING_SCORED = ("all_none", "reward_failures")
 BREAKS = ("broken_policy",)
@@ -223,5 +223,3 @@ RULES: tuple[Rule, ...] = (
         thresholds=(ranges.RATIO,),
     ),
 )  # fmt: skip
-
-THRESHOLDS: tuple[Threshold, ...] = tuple(one for rule in RULES for one in rule.thresholds)

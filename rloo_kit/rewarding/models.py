@@ -23,12 +23,14 @@ NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
 
 _FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
-_UNREAD = (  # by math-verify: a number's base, separators of thousands, i after a number, degrees, a full stop
+_WORDS = r"[A-Za-z]{3}[A-Za-z ]*"  # which it would multiply by their letters, so that TTH is HTT
+_UNREAD = (  # by math-verify: a number's base, separators of thousands, i after a number, degrees, a full stop, words
     (r"(?<=\d)_\{? ?(\d+) ?\}?", r" b_{\1}"),
     (r"(?<=\d)(?:\{,\}|,?\\! ?|\\,)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)i\b", " i"),
     ("°", r"^\\circ"),
     (r"\.(?=\s*(?:\$|\\[)\]]))", ""),
+    (rf"(?<=\\boxed\{{){_WORDS}(?=\}})|(?<=\$){_WORDS}(?=\$)|\A{_WORDS}\Z", r"\\text{\g<0>}"),
 )
 
 

@@ -13,11 +13,12 @@ from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.health.rule import Context, Finding
-from rloo_kit.health.rules import RULES, THRESHOLDS
+from rloo_kit.health.rules import RULES
 from rloo_kit.health.watch import LAST_ROWS, HealthWatch, examine, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = sorted((Path(__file__).parent / "series").glob("*.jsonl"))
+THRESHOLDS = [one for rule in RULES for one in rule.thresholds]
 BY_NAME = {one.metrics[0]: one for one in THRESHOLDS}
 WITHIN = 20  # steps after the onset of a fault
 

@@ -98,6 +98,8 @@ def test_an_answer_is_right_as_a_whole_and_never_by_a_part_of_it(math_reward: Ma
         (r"11,\! 111,\! 100", "11111100 | 11,111,100", "11 | 111 | 100 | 111100"),
         (r"864 \mbox{ inches}^2", r"864 | 864\text{ inches}^2", r"864^2 | 2"),
         ("0", "0.0", r"0.0000001 | x"),
+        ("HTT", r"HTT | \text{HTT}", "TTH | HTTH | HT"),  # words, not products
+        (r"\text{East}", r"East | \text{east}", r"seat | \text{West}"),
     ],
 )
 def test_neither_gold_nor_answer_is_read_in_part(

@@ -86,8 +86,11 @@ NOT = {
     "14/5": r"1\frac{4}{5} | 14 5",
     "1/23": r"\frac{1}{2}3 | \frac12 3 | ½3",
     "18 kg": "18 g | 18% | 18 pounds | $18 eggs",
+    "18 s": "18 m | 18 hours | 18%",
     "1/4": "25% | 0.250001",
 }
+UNITS_BY_NAME = """18 in = 18 inches = 18 inch; 18 ft = 18 feet = 18 foot; 18 s = 18 secs = 18 seconds;
+18 L = 18 liters; 18 kg = 18 kilograms; 18 h = 18 hours = 18 hrs; 18 cm = 18 centimeters; 18 lbs = 18 pounds; 18 min = 18 minutes"""
 
 
 @pytest.mark.parametrize("gold", SPELLINGS)
@@ -99,6 +102,12 @@ def test_every_spelling_of_a_number_is_the_same_number(gold: str) -> None:
         assert reward_of(rf"so</think>It is \boxed{{{text}}}.", gold, find="boxed") == 1.0, text
         for sentence in SENTENCES:
             assert reward_of(f"</think>{sentence.format(text)}", gold, find="last_number") == 1.0, (sentence, text)
+
+
+@pytest.mark.parametrize("units", UNITS_BY_NAME.split(";"))
+def test_a_unit_is_the_same_by_its_name_and_its_symbol(units: str) -> None:
+    """Guards against `18 inches` scored 0 for `18 in`, and against `s` read as a plural, so as no unit."""
+    assert {reward_of(f"so</think>{a}", b) for a in units.split(" = ") for b in units.split(" = ")} == {1.0}
 
 
 @pytest.mark.parametrize("gold", NOT)
