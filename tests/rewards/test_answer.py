@@ -89,8 +89,8 @@ NOT = {
     "18 s": "18 m | 18 hours | 18%",
     "1/4": "25% | 0.250001",
 }
-UNITS_BY_NAME = """18 in = 18 inches = 18 inch; 18 ft = 18 feet = 18 foot; 18 s = 18 secs = 18 seconds;
-18 L = 18 liters; 18 kg = 18 kilograms; 18 h = 18 hours = 18 hrs; 18 cm = 18 centimeters; 18 lbs = 18 pounds; 18 min = 18 minutes"""
+UNITS_BY_NAME = """18 in = 18 inches = 18 inch; 18 ft = 18 feet = 18 foot; 18 s = 18 secs = 18 seconds; 18 L = 18 liters
+; 18 kg = 18 kilograms; 18 h = 18 hours = 18 hrs; 18 cm = 18 centimeters; 18 lbs = 18 pounds; 18 min = 18 minutes"""
 
 
 @pytest.mark.parametrize("gold", SPELLINGS)
