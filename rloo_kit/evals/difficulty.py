@@ -40,13 +40,16 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
 
     Raises:
         ConfigError: there are no answers to judge with.
-        DataError: fewer prompts remain than one rollout takes, or a resumed run's selection is damaged.
+        DataError: fewer prompts remain than one rollout takes, or a resumed run's selection is damaged or of others.
     """
     if not run.rollout.difficulty_samples:
         return dataset
     digest = digest_prompts(dataset)
     selection = share(_read_selection(run_dir) if run_dir.resumed else None)
-    if selection is None or selection["digest"] != digest:  # other prompts, which `check_inputs` has accepted
+    changed = selection is not None and selection["digest"] != digest
+    if changed and run_dir.resumes_from and not run_dir.accepts_changes:  # not seen by `check_inputs` in older folders
+        raise DataError(f"{run_dir / SELECTION} was made for other prompts: restore them, or give --accept-changes")
+    if selection is None or changed:
         selection = {"digest": digest} | _choose(run, policy, dataset)
         run_dir.write_json(SELECTION, selection)
     return dataset.select(selection["kept"])

@@ -11,9 +11,9 @@ from rloo_kit.collective import gather_objects, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit, unwrap
+from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
 from rloo_kit.rewarding.registry import make_rewards
-from rloo_kit.rewarding.worker import WorkerReward, digest_texts
+from rloo_kit.rewarding.sources import digest_named, read_sources
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
 
@@ -54,9 +54,7 @@ class HeldOutRewards:
         if not self.is_callable:
             return
         measured.take_rewards(*self.score(dataset, completions, measured.num_samples))
-        workers = [one.worker for reward in self._rewards if isinstance(one := unwrap(reward), WorkerReward)]
-        sources = {name: digest for worker in workers for name, digest in worker.sources.items()}
-        measured.sources = digest_texts(f"{name}: {sources[name]}" for name in sorted(sources)) if sources else ""
+        measured.sources = digest_named(read_sources(self._rewards))
 
     def score(
         self, dataset: Any, completions: list[Completion], size: int

@@ -280,6 +280,7 @@ class Evaluations(TrainerCallback):
                 same = (one.prompts_digest, one.num_samples, one.temperature, one.max_completion_length)
                 then = (row["measure"], *same, row.get("inputs", self.run_dir.inputs))
             self._measured.add(found.step)
+        self.history.measure = then[0]
         self.stopped = self._why_over() if self.history.is_over else None
         self._fresh = None if then == now else HeldOutHistory(measure, mine.patience)
 

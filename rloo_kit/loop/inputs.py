@@ -1,17 +1,15 @@
 """What a run's configuration only names: its rows, the sources of its rewards, its base. A resume compares them."""
 
-import inspect
 import json
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from rloo_kit.collective import share_from_main
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.policy import Policy
-from rloo_kit.rewarding.guard import reward_name, unwrap
-from rloo_kit.rewarding.worker import WorkerReward, digest_texts, read_files
+from rloo_kit.rewarding.guard import reward_name
+from rloo_kit.rewarding.sources import digest_named, read_sources
+from rloo_kit.rewarding.worker import digest_texts
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import INPUTS, RunDir
 from rloo_kit.system.processes import say
@@ -44,14 +42,14 @@ def _compare(run_dir: RunDir, found: dict[str, str]) -> str:
                 f"the run in {run_dir.folder} began with other inputs. Changed: {text}. Restore them, continue with "
                 "--accept-changes (accept_changes=True), or start over: --overwrite or run.name=..."
             )
-        run_dir.drop_results("before.json")
+        run_dir.drop_results("before.json", *(() if trained else ("evaluations.jsonl",)))
         if trained is not None:
             text = f"from step {trained.step} on other inputs: {text}"
             trained_on = "; held-out prompts may have been trained on before" if "column prompt" in text else ""
             say(f"WARNING: {run_dir.folder} continues {text}{trained_on}")
             run_dir.set_status("running", changed="; ".join(filter(None, [run_dir.status().get("changed"), text])))
     run_dir.write_json(INPUTS, found)
-    return digest_texts(f"{name}: {found[name]}" for name in sorted(found))
+    return digest_named(found)
 
 
 def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
@@ -63,31 +61,4 @@ def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]
             values = (json.dumps(value, sort_keys=True, default=str) for value in table[name][:])
             found[f"column {name} of the {side} prompts"] = digest_texts(values)
     found["rewards"] = ", ".join(one if isinstance(one, str) else reward_name(one) for one in reward_funcs)
-    for reward in reward_funcs:
-        found |= read_sources(reward)
-    return found | policy.weights
-
-
-def read_sources(reward: Any) -> dict[str, str]:
-    """Digests of a user's reward: the file that defines it and the local modules that this imports; in a notebook or a
-    script, the function and those it calls. Empty for the kit's own, whose parameters are in the configuration."""
-    reward = unwrap(reward)
-    if isinstance(reward, WorkerReward):
-        return reward.worker.sources
-    made = reward if inspect.isroutine(reward) else type(reward)
-    with suppress(OSError, TypeError):  # no source
-        file = inspect.getsourcefile(made)
-        if made.__module__ == "__main__":
-            return {f"reward {reward_name(reward)}": digest_texts(_read_functions(made, set()))}
-        if file and not made.__module__.startswith("rloo_kit."):
-            return read_files(file, [str(Path(file).parent)])
-    return {}
-
-
-def _read_functions(made: Any, seen: set[Any]) -> list[str]:
-    """The source of a function or class of a notebook, then of the functions there that it calls."""
-    seen.add(made)
-    code, names = getattr(made, "__code__", None), getattr(made, "__globals__", {})
-    called = [names.get(name) for name in code.co_names] if code else []
-    own = [one for one in called if inspect.isfunction(one) and one.__module__ == "__main__" and one not in seen]
-    return [inspect.getsource(made), *(text for one in own for text in _read_functions(one, seen))]
+    return found | read_sources(reward_funcs) | policy.weights

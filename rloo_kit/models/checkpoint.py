@@ -97,7 +97,7 @@ def _digest_weights(model: str) -> str:
             folder = Path(found).parent
     if (folder / RECORD).is_file():
         return folder.name
-    digest, files = hashlib.sha256(), sorted([*folder.glob("*.safetensors"), *folder.glob("*model*.bin")])
+    digest, files = hashlib.sha256(), sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*model*.bin"))
     for file in files:
         size = file.stat().st_size
         digest.update(f"{size}\n".encode())
@@ -154,15 +154,16 @@ def check_base(source: ModelSource) -> None:
     they are recorded, else by the name. 4-bit copies of a base have other weights and share its adapters."""
     adapter = Path(str(source.adapter)).expanduser()
     recorded = _recorded_base(adapter)
-    run = read_object(adapter.parent.parent / INPUTS)  # a checkpoint's
-    trained_on, now = read_object(adapter / TRAINED).get("base") or run.get(BASE), _digest_weights(source.base)
+    at = adapter / TRAINED if (adapter / TRAINED).is_file() else adapter.parent.parent / INPUTS  # a checkpoint's run
+    record, now = read_object(at), _digest_weights(source.base)
+    trained_on = record.get("base") or record.get(BASE)
     if trained_on and trained_on == now:
         return
     if trained_on and now and Path(recorded).name == Path(source.base).name:
         raise BackendError(
             f"the adapter {adapter} was trained on other weights than those in {source.base}: restore them, or set "
             f"model.name to the model that it was trained on. If they are the same weights in another file format, "
-            f"delete {adapter / TRAINED}"
+            f"delete {at}"
         )
     if recorded and _short_name(recorded) != _short_name(source.base):
         raise BackendError(

@@ -282,14 +282,17 @@ def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
 def read_files(module: str, folders: list[str]) -> dict[str, str]:
     """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
     folders, installed = [*folders, starting_folder() or os.getcwd()], (sys.prefix, sys.base_prefix)
-    todo = [] if module.startswith(installed) else [Path(module)] if module.endswith(".py") else _find(module, folders)
+    todo = [Path(module)] if module.endswith(".py") else _find(module, folders)
+    todo = [] if module.startswith(installed) or "-packages/" in module else todo
     files: dict[Path, str] = {}
     while todo:
         if (file := todo.pop().resolve()) in files or not file.is_file():
             continue
-        files[file] = file.read_text(encoding="utf-8", errors="replace")
-        with contextlib.suppress(SyntaxError, ValueError):  # reported when it is imported
-            for node in ast.walk(ast.parse(files[file])):
+        files[file] = file.read_text(encoding="utf-8-sig", errors="replace")
+        with contextlib.suppress(SyntaxError, ValueError, IndexError):  # reported when it is imported
+            tree = ast.parse(files[file])
+            files[file] = ast.unparse(tree)  # without comments and layout
+            for node in ast.walk(tree):
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     base = getattr(node, "module", None)
                     names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]

@@ -332,14 +332,15 @@ class RunDir:
         )
 
     def _record_error(self, error: BaseException) -> None:
-        """Record how the run ended. If only another process failed, the main one hangs, so that process records it."""
+        """Record how the run ended; a refused resume leaves the record of its end. If only another process failed, the
+        main one hangs, so that process records it."""
         interrupted = isinstance(error, KeyboardInterrupt)
         if not self.writes:
             if interrupted:
                 return
             time.sleep(SECONDS_FOR_MAIN)
         if self.status().get("state") == "running":
-            if self._ended.get("state") == "finished" and isinstance(error, RlooKitError):  # a resume was refused
+            if isinstance(error, RlooKitError) and self._ended.get("state") in ("finished", "interrupted"):
                 write_json(self.folder / "status.json", self._ended)
                 return
             text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -203,7 +204,11 @@ def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
     again = select_prompts(make_run(difficulty_samples=8), policy, dataset, folder)
     assert again["prompt"] == first["prompt"] and sampled == []
     assert read_object(folder / "prompts.json")["kept"] == [1, 2, 4]
-    fewer = select_prompts(make_run(), policy, make_dataset(["7"] * 3), folder)  # accepted by --accept-changes
+    folder.resumes_from = SimpleNamespace(step=1)
+    with pytest.raises(DataError, match="other prompts.*--accept-changes"):  # an older folder without inputs.json
+        select_prompts(make_run(), policy, make_dataset(["7"] * 3), folder)
+    folder.accepts_changes = True
+    fewer = select_prompts(make_run(), policy, make_dataset(["7"] * 3), folder)
     assert fewer["prompt"] == first["prompt"][:2] and read_object(folder / "prompts.json")["kept"] == [1, 2]
 
 

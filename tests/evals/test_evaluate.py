@@ -618,6 +618,14 @@ def test_a_reward_file_that_was_edited_in_between_is_not_compared(
     assert compare(first, edited).reward_difference is None and compare(first, again).reward_difference == 0.0
     assert Evaluation.from_dict(json.loads(json.dumps(first.to_dict()))) == first
 
+    functions = []
+    for pay in ("1.0", "9.0"):  # of a notebook, whose cell is run again
+        file = tmp_path / f"cell_{pay}.py"
+        file.write_text(f"def score(completions):\n    return [{pay}] * len(completions)\n")
+        exec(compile(file.read_text(), str(file), "exec"), names := {"__name__": "__main__"})
+        functions.append(evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS), reward_funcs=[names["score"]]))
+    assert compare(*functions).reward_difference is None
+
 
 def test_progress_counts_all_passes_and_says_when_it_ends(make_run, make_policy, monkeypatch, capsys):
     """The greedy pass counted from 0 again, and no line said how long an evaluation of ten minutes still takes."""

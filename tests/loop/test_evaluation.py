@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError
 from rloo_kit.evals.evaluate import evaluate
+from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
 from rloo_kit.loop.run import run_and_report
 from rloo_kit.results.result import load_result
@@ -52,6 +53,10 @@ def found_by(folder):
 def low_ids(completion_ids, **_):
     """A reward that a few steps raise."""
     return [1 - sum(ids) / len(ids) / 264 for ids in completion_ids]
+
+
+def killed(self, rows):
+    raise OSError("killed")
 
 
 def drawing(completion_ids, **_):
@@ -300,6 +305,33 @@ def test_the_best_so_far_is_measured_again_when_the_settings_change(start, capsy
     assert [row[0] for row in found_by(folder)] == [0, 2, 4, 6, 8]
     whole = start(*words, "rloo.max_steps=8", "eval.every_steps=0", "run.name=whole", rewards=[low_ids]).folder
     assert_same(*(weights(one / "checkpoints" / "checkpoint-8") for one in (folder, whole)))
+
+
+def test_another_measure_decides_after_a_second_resume_too(start):
+    """The best was measured again by the new measure, the rows after it were not: the next resume went by the old."""
+    words, rewards = (*EVERY_TWO, "rloo.save_steps=2"), [falling(4), by_ids]
+    folder = start(*words, "eval.measure=reward", "rloo.max_steps=4", rewards=rewards).folder
+    words += ("eval.measure=by_ids", "rloo.max_steps=6")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(RolloutLog, "__call__", killed)
+        start(*words, rewards=rewards, resume=True)
+    start(*words, rewards=rewards, resume=True)
+    assert [row["measure"] for row in lines(folder, "evaluations.jsonl")] == ["reward", "by_ids", "reward", "by_ids"]
+
+
+def test_a_run_without_a_checkpoint_measures_its_start_with_the_reward_of_now(start):
+    """It was killed in its first steps and its reward edited: the value of the old one at step 0 stood in the curve,
+    and the first evaluation by the new one was the best, however bad."""
+
+    def high(completion_ids, **_):
+        return [9.0 + value for value in by_ids(completion_ids)]
+
+    words = (*EVERY_TWO, "eval.measure=reward", "rloo.save_steps=100")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(RolloutLog, "__call__", killed)
+        start(*words, rewards=[high])
+    folder = start(*words, rewards=[falling(6)], resume=True).folder
+    assert found_by(folder)[0][0] == 0 and found_by(folder)[0][1] < 9
 
 
 def worse_from_the_second(limit):

@@ -18,7 +18,6 @@ from rloo_kit import build_rewards, evaluate, load_config, load_data, load_polic
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
-from rloo_kit.loop.inputs import read_sources
 from rloo_kit.loop.run_arguments import mixed_precision
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.trained import trained_run
@@ -26,6 +25,8 @@ from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.verdict import judge_run
 from rloo_kit.rewarding.guard import NamedReward, guard
+from rloo_kit.rewarding.sources import read_sources
+from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.rewards import ThinkingReward
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
@@ -269,9 +270,12 @@ def test_a_resume_refuses_inputs_that_have_changed(project, make_tiny_model, mon
     monkeypatch.chdir(project.folder)
     folder = project("rloo.max_steps=1").folder
     rows = (project.folder / "rows.jsonl").read_text()
+    (project.folder / "own.py").write_text("# a comment\n\n" + OWN_REWARD)
+    assert project("rloo.max_steps=1", resume=True).steps == 1
+    (project.folder / "own.py").write_bytes(b"\xef\xbb\xbf" + OWN_REWARD.encode())  # as editors on Windows write it
     changes = {
-        "own.py": (OWN_REWARD.replace("value(ids)", "value(ids) + 5"), "own.py"),
         "helper.py": (HELPER.replace("17", "16"), "helper.py"),
+        "own.py": (OWN_REWARD.replace("value(ids)", "value(ids) + 5"), "own.py"),
         "rows.jsonl": (
             rows.replace('"answer": "3"', '"answer": "33"'),
             "column answer of the (training|held-out) prompts",
@@ -316,18 +320,85 @@ def test_a_moved_project_resumes(project, tmp_path, monkeypatch):
     assert project("rloo.max_steps=3", *words, file=moved / "run.yaml", resume=True).steps == 3
 
 
-def test_a_function_of_a_notebook_is_known_by_its_source(tmp_path):
-    """A cell was edited and run again: the function's name is the same, and so are its arguments."""
+NOTEBOOK = """
+import functools
+import own_helper
+SCALE = 1
+calls = 0
+def value(ids):
+    global calls
+    calls += 1
+    return {value}
+def shown(score):
+    @functools.wraps(score)
+    def inner(*args, **columns):
+        return score(*args, **columns)
+    return inner
+@shown
+def comprehension(completion_ids, **_):
+    return [SCALE * value(ids) for ids in completion_ids]
+class Score:
+    def __call__(self, completion_ids, **_):
+        return list(map(lambda ids: own_helper.more(value(ids)), completion_ids))
+"""
 
-    def digest(helper):
-        cell = tmp_path / f"cell_{helper}.py"
-        cell.write_text(f"def value(ids):\n    return {helper}\n\ndef score(ids):\n    return value(ids)\n")
-        names = {"__name__": "__main__"}
-        exec(compile(cell.read_text(), str(cell), "exec"), names)
-        return read_sources(NamedReward(guard(names["score"]), "score", 1.0))["reward score"]
 
-    assert digest("1") != digest("2")
-    assert read_sources(NamedReward(ThinkingReward(), "kit", 1.0)) == {} != read_sources(by_ids)
+@pytest.mark.parametrize("reward", ["comprehension", "Score()", "functools.partial(comprehension, offset=0)"])
+def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeypatch):
+    """A cell was edited and run again: the function's name is the same, and so are its arguments. The usual form, a
+    comprehension, hid the function that it calls; an object had no source at all."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    first = NOTEBOOK.replace("{value}", "1")
+
+    def digest(cell=first, helper="more = abs", made=reward):
+        (tmp_path / "own_helper.py").write_text(helper)
+        sys.modules.pop("own_helper", None)
+        names, file = {"__name__": "__main__"}, tmp_path / f"cell_{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(cell)
+        exec(compile(cell, str(file), "exec"), names)
+        names["calls"] = 7  # counted meanwhile
+        return read_sources([NamedReward(guard(eval(made, names)), "score", 1.0)])
+
+    then = digest()
+    assert then and then == digest()
+    assert then != digest(NOTEBOOK.replace("{value}", "2"))
+    if reward == "Score()":
+        assert then != digest(helper="more = float")
+    else:
+        assert then != digest(first.replace("SCALE = 1", "SCALE = -1"))
+    assert (then != digest(made=reward.replace("offset=0", "offset=1"))) == ("offset" in reward)
+
+
+def test_rewards_are_known_by_their_files(tmp_path):
+    """Of two files of one name, an edit of the first went unnoticed."""
+    assert read_sources([NamedReward(ThinkingReward(), "kit", 1.0)]) == {} != read_sources([by_ids])
+    found = []
+    for pay in ("1", "2"):
+        rewards = []
+        for name, text in (("a", pay), ("b", "1")):
+            (tmp_path / name).mkdir(exist_ok=True)
+            file = tmp_path / name / "score.py"
+            file.write_text(f"def score(completions):\n    return [{text}] * len(completions)\n")
+            rewards.append(WorkerReward(f"{file}:score"))
+        found.append(read_sources(rewards))
+    assert found[0].keys() == found[1].keys() == {"score.py"} and found[0] != found[1]
+
+
+def test_a_refused_resume_leaves_the_record_of_an_interruption(start):
+    """The run was "failed" afterwards, and what its adapter/ holds was forgotten."""
+
+    def interrupting(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return by_ids(completion_ids)
+
+    result = start("rloo.max_steps=4", "rloo.save_steps=1", rewards=[interrupting])
+    kept = status(result)
+    assert kept["state"] == "interrupted"
+    with pytest.raises(ConfigError, match="Changed: rewards"):
+        start("rloo.max_steps=4", "rloo.save_steps=1", rewards=[by_ids], resume=True)
+    assert status(result) == kept
 
 
 def test_a_step_is_saved_once(start, tmp_path):

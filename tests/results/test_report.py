@@ -269,10 +269,12 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
     for step, value, best in ((0, 1.0, 0), (10, 2.0, 10), (20, 1.25, 10)):
         found = with_reward("", [value, value + 1, value - 1], brevity=[value] * 3)
         row = {"run": RunDir(result.folder).id, "step": step, "measure": "reward", "best_step": best, "value": value}
+        row["inputs"] = "now"
         rows.append(json.dumps(row | {"evaluation": found.to_dict()}))
     damaged = ['{"step": 30, "measure": "reward"}', '{"step": 4, "measure": "reward", "evaluation": [1]}', "{", "7"]
     path = result.folder / "evaluations.jsonl"
-    path.write_text("\n".join([*rows, *damaged]))
+    before = json.loads(rows[0]) | {"inputs": "then", "step": 5, "value": 77.0}  # by a reward that was edited since
+    path.write_text("\n".join([*rows, json.dumps(before), *damaged]))
     try:
         result.steps, result.stopped, result.adapter_step = 20, "early", 10
         text = write_report(run, result).read_text("utf-8")
@@ -282,7 +284,7 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
     assert "stopped early" in shown and "adapter/ has the weights of step 10, the best evaluation." in shown
     assert "Held-out reward" in shown and "during training, 3 prompts" in shown and "evaluations.jsonl" in text
     assert "+1.000 [-1.118, +2.318] best" in shown and "-0.750 [-2.144, +1.244]" in shown
-    assert shown.count("vs. the best before") == 1
+    assert shown.count("vs. the best before") == 1 and "77.000" not in shown
 
 
 def test_drawings_follow_the_page(written: str) -> None:
