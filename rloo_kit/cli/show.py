@@ -43,7 +43,7 @@ def show(
             from rloo_kit.results.overview import describe_run
 
             found = describe_run(runs[0], last)
-            code = 0 if found.is_fine else 1
+            code = int(found.status.get("state") == "failed" or found.level == "alarming")
         if json:
             print(dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         else:

@@ -44,7 +44,8 @@ def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collec
         key: pair
         for key, pair in changed_keys(saved, now).items()
         if (key == "run.seed" or key.partition(".")[0] in COMPARED_ON_RESUME)  # the seed orders the prompts
-        and not (key in FREE_ON_RESUME or _grew(key, *pair) or _moved(key, *pair, by_content))
+        and not (key in FREE_ON_RESUME or _moved(key, *pair, by_content))
+        and not (key in MAY_GROW_ON_RESUME and (None in pair or pair[1] > pair[0]))
     }
     if refused:
         lines = [f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()]
@@ -64,10 +65,6 @@ def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any]
     except (ValidationError, ConfigError):
         return saved, now
     return filled[0], filled[1]
-
-
-def _grew(key: str, old: Any, new: Any) -> bool:
-    return key in MAY_GROW_ON_RESUME and (old is None or new is None or new > old)
 
 
 def _moved(key: str, old: Any, new: Any, sections: Collection[str]) -> bool:

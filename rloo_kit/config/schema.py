@@ -440,12 +440,6 @@ class RLOOSection(Section):
         return self
 
 
-def _refuse_removed_engine(value: Any) -> Any:
-    if value == "continuous":
-        raise ValueError("is 'continuous', an engine that was removed; set rollout.engine=auto (or native, generate)")
-    return value
-
-
 class HealthSection(Section):
     """What the run does when a health rule (`health/rules.py`) finds something."""
 
@@ -494,9 +488,9 @@ class RolloutSection(Section):
     """How completions are sampled, and which prompts they are spent on."""
 
     prefix: ClassVar[str] = "rollout."
-    engine: Annotated[
-        Literal["auto", "native", "generate", "vllm", "server"], BeforeValidator(_refuse_removed_engine)
-    ] = key("auto", "sampling engine; auto: the fastest that backend and machine support", argument="rollout_engine")
+    engine: Literal["auto", "native", "generate", "vllm", "server"] = key(
+        "auto", "sampling engine; auto: the fastest that backend and machine support", argument="rollout_engine"
+    )
     rows: Count | None = key(
         None, "completions generated at once; null: set by the memory plan", argument="rollout_rows"
     )

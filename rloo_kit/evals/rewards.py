@@ -13,7 +13,8 @@ from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
 from rloo_kit.rewarding.registry import make_rewards
-from rloo_kit.rewarding.sources import digest_named, read_sources
+from rloo_kit.rewarding.sources import read_sources
+from rloo_kit.rewarding.worker import digest_texts
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
 
@@ -54,7 +55,8 @@ class HeldOutRewards:
         if not self.is_callable:
             return
         measured.take_rewards(*self.score(dataset, completions, measured.num_samples))
-        measured.sources = digest_named(read_sources(self._rewards))
+        sources = sorted(read_sources(self._rewards).items())
+        measured.sources = digest_texts(map(str, sources)) if sources else ""
 
     def score(
         self, dataset: Any, completions: list[Completion], size: int

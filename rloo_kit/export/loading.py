@@ -6,7 +6,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.models.policy import Policy
 
-_PLAIN = """```python
+PLAIN = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # this folder, or its id on the hub
@@ -52,11 +52,6 @@ def snippet_adapter(base: str, included: str | None, quantised: bool, dtype: str
     )
     note = "The adapter was trained on the base in 4-bit: load the base in 4-bit.\n\n" if quantised else ""
     return note + text
-
-
-def snippet_merged() -> str:
-    """Python that loads a merged model with transformers."""
-    return _PLAIN
 
 
 def snippet_vllm(line: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ExportError
 from rloo_kit.export import adapter, gguf, loading
 from rloo_kit.export.merge import Weight, compare_shards, list_weights, write_shards
 from rloo_kit.export.ollama import write_modelfile
@@ -72,7 +73,8 @@ def write_adapter(job: Job) -> Written:
     """The adapter for PEFT."""
     saved, policy = job.run.folder / "adapter", job.policy
     adapter.write_adapter(saved, job.base, job.staged)
-    adapter.compare_adapter(saved, job.staged)
+    if adapter.digest(saved / adapter.WEIGHTS) != adapter.digest(job.staged / adapter.WEIGHTS):
+        raise ExportError(f"{job.staged} differs from the trained adapter, so the export is not published")
     _drop_machine(job.staged)
     name, included = adapter.name_base(job.base)
     four_bit = job.run.model.load_in_4bit and getattr(job.settings, "quantization_config", None) is None
@@ -103,7 +105,7 @@ def write_merged(job: Job, for_vllm: bool = False) -> Written:
         grade=kind,
         model=job.staged,
         tensors=f"{count} tensors read back, each bit for bit the merged one in {kind}",
-        snippet=loading.snippet_vllm(shown) if for_vllm else loading.snippet_merged(),
+        snippet=loading.snippet_vllm(shown) if for_vllm else loading.PLAIN,
         usage=[line] if for_vllm else [],
     )
 

@@ -60,10 +60,6 @@ class Advantages:
         return torch.cat([parts[row] for row in rows])
 
 
-def _alone(values: torch.Tensor) -> torch.Tensor:
-    return values
-
-
 def make_advantages(
     scores: torch.Tensor,
     kl: torch.Tensor | None,
@@ -71,7 +67,7 @@ def make_advantages(
     lengths: Sequence[int],
     group_size: int,
     settings: AdvantageSettings,
-    gather: Callable[[torch.Tensor], torch.Tensor] = _alone,
+    gather: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     mine: slice = slice(None),
 ) -> Advantages:
     """Advantages from scores and KL: the only place where penalty, baseline and normalisation are combined.

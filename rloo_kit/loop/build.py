@@ -166,7 +166,7 @@ def _build_engine(trainer: "StockTrainer") -> Engine:
     return build_engine(
         trainer.accelerator.unwrap_model(trainer.model),
         wanted,
-        backend=backend_name(),
+        backend="transformers" if load_stack().unsloth is None else "unsloth",
         temperature=trainer.temperature,
         end_ids=list(trainer.eos_token_ids),
         pad_id=trainer._tokenizer.pad_token_id,
@@ -228,8 +228,3 @@ def disable_dropout(model: torch.nn.Module) -> None:
             if name.endswith(("dropout", "pdrop", "layerdrop")) or (name == "p" and "Dropout" in type(module).__name__):
                 off = dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0
                 setattr(module, name, off if isinstance(value, dict | float) else value)
-
-
-def backend_name() -> str:
-    """The backend of this process."""
-    return "transformers" if load_stack().unsloth is None else "unsloth"

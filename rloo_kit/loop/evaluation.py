@@ -214,7 +214,7 @@ class Evaluations(TrainerCallback):
                     f"WARNING: {self.run_dir / BEST} does not hold the weights of step {best.step}, the best "
                     "evaluation so far: the next one is the best"
                 )
-                self.history.forget_best()
+                self.history.best, self.history.since = None, 0
         self._publish(step)
 
     def load_best(self) -> int | None:

@@ -8,7 +8,7 @@ from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.policy import Policy
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.rewarding.sources import digest_named, read_sources
+from rloo_kit.rewarding.sources import read_sources
 from rloo_kit.rewarding.worker import digest_texts
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import INPUTS, RunDir
@@ -49,7 +49,7 @@ def _compare(run_dir: RunDir, found: dict[str, str]) -> str:
             say(f"WARNING: {run_dir.folder} continues {text}{trained_on}")
             run_dir.set_status("running", changed="; ".join(filter(None, [run_dir.status().get("changed"), text])))
     run_dir.write_json(INPUTS, found)
-    return digest_named(found)
+    return digest_texts(map(str, sorted(found.items())))
 
 
 def _read(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:

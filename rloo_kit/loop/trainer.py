@@ -229,10 +229,6 @@ class RLOOTrainer(trl.RLOOTrainer):
             self._save_checkpoint(self.model, trial=None)
             raise finite.make_error(self.args.output_dir)
 
-    def _forget_window(self) -> None:
-        """Drop the rollout that was in use when training was interrupted; transformers resets its gradients."""
-        self._window, self._due, self.rloo.broken = None, [], None
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with what the recorder adds."""
         super().log(self.rloo.recorder.log(logs), start_time)
@@ -327,8 +323,9 @@ class _LoopCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
-        self.trainer._refuse_idle()
-        self.trainer._forget_window()
+        trainer = self.trainer
+        trainer._refuse_idle()
+        trainer._window, trainer._due, trainer.rloo.broken = None, [], None  # in use at an interruption
         state.compute_steps(args, state.max_steps)  # the checkpoint's state has those of before
         if self.trainer._place is not None:
             self.trainer._step = self.trainer._place.micro_steps

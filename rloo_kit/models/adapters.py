@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,11 @@ def keep_base(model: Any) -> Iterator[None]:
     had_layers = _has_layers(model) and not is_peft_model(model)
     config: Any = getattr(model, "peft_config", {}).get("default")
     init = getattr(config, "init_lora_weights", None)
-    if isinstance(init, str):
-        config.init_lora_weights = False  # the copy gets its values afterwards
-    try:
-        yield
-    finally:
+    with ExitStack() as after:
         if isinstance(init, str):
-            config.init_lora_weights = init
+            after.callback(setattr, config, "init_lora_weights", init)
+            config.init_lora_weights = False  # the copy gets its values afterwards
+        yield
     if had_layers and not is_identity(model):
         raise ConfigError("the model still has layers of an earlier adapter below that of peft_config: load it again")
 

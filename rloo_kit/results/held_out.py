@@ -78,10 +78,6 @@ class HeldOutHistory:
         self.since += 1
         return False
 
-    def forget_best(self) -> None:
-        """Forget the best evaluation, whose weights are gone; the next one becomes the best."""
-        self.best, self.since = None, 0
-
     def compare_with_best(self, found: HeldOut) -> tuple[float | None, float | None, float | None] | None:
         """The difference of `found` from the best, with its interval; None without a best."""
         change = None if self.best is None else difference(self.best.evaluation, found.evaluation, self.measure)

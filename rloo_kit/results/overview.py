@@ -61,11 +61,6 @@ class RunOverview:
         """The comparison of before and after; None if one is missing."""
         return None if self.before is None or self.after is None else compare(self.before, self.after)
 
-    @property
-    def is_fine(self) -> bool:
-        """Whether the run neither failed nor is alarming."""
-        return self.status.get("state") != "failed" and self.level != "alarming"
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         found: dict[str, Any] = {"folder": str(self.folder)} | self.status | {"verdict": self.verdict.to_dict()}

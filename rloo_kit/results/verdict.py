@@ -112,17 +112,12 @@ class Verdict:
     change: Change | None = None
     rule: str | None = None
 
-    @property
-    def headline(self) -> str:
-        """The word and the sentence."""
-        return f"{self.kind}: {self.sentence}"
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `status.json`."""
         return asdict(self) | {"commands": list(self.commands)}
 
     def __str__(self) -> str:
-        words = [self.headline, *([f"  to do: {self.next}"] if self.next else [])]
+        words = [f"{self.kind}: {self.sentence}", *([f"  to do: {self.next}"] if self.next else [])]
         return "\n".join([*map(fill_text, words), *(f"  {command}" for command in self.commands)])
 
 

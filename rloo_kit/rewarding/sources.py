@@ -37,11 +37,6 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
     return {name: digest_texts(digests) for name, digests in found.items()}
 
 
-def digest_named(found: dict[str, str]) -> str:
-    """A digest of digests by their names; "" for none."""
-    return digest_texts(f"{name}: {found[name]}" for name in sorted(found)) if found else ""
-
-
 def _read_file(made: Any) -> dict[str, str]:
     """`read_files` of the module that a function, class or module comes from; empty for the kit's and compiled ones."""
     module = str(getattr(made, "__module__", None) or getattr(made, "__name__", ""))

@@ -159,7 +159,9 @@ class Rollouts:
             return
         step = row_step(rows[0])
         if self.live.exists() and self.live.stat().st_size > self.file_bytes:
-            self._last = self._last_in_live() if self._last is None else self._last
+            if self._last is None:
+                steps = (row_step(row) for row in read_backwards(self.live))
+                self._last = next((last for last in steps if last is not None), None)
             if self._last is not None and step is not None and step > self._last:
                 self._start_new_file(self._last)
         append_rows(self.live, rows)
@@ -180,9 +182,6 @@ class Rollouts:
             else:
                 self._make_live(part)
                 cut_rows(self.live, step)
-
-    def _last_in_live(self) -> int | None:
-        return next((step for row in read_backwards(self.live) if (step := row_step(row)) is not None), None)
 
     def _start_new_file(self, last: int) -> None:
         os.replace(self.live, self._plain(last))

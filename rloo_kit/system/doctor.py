@@ -143,7 +143,7 @@ def _python(settled: Environment) -> Check:
 
 def _packages(settled: Environment, place: Place | None) -> list[Check]:
     checks = []
-    keeps_torch = place is not None and place.is_service
+    keeps_torch = place is not None and place.name in ("Colab", "Kaggle")  # preinstalled
     back = return_command(
         TESTED_EXTRAS.keys() <= {name for name, version in settled.versions.items() if version}, keeps_torch
     )

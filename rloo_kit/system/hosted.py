@@ -22,11 +22,6 @@ class Place:
     name: str
     follows: tuple[str, ...]
 
-    @property
-    def is_service(self) -> bool:
-        """Whether Python and torch come preinstalled: Colab and Kaggle."""
-        return self.name in ("Colab", "Kaggle")
-
 
 def find_place(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Place | None:
     """Colab, Kaggle or WSL2, recognised by their variables and files; else None.

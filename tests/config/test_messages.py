@@ -49,7 +49,6 @@ WRONG = {
     "rloo.report_to=tensorbord": "rloo.report_to.0: is 'tensorbord'|'tensorboard', 'trackio', 'wandb'",
     "data.split=5": "data.split: is 5|put it in quotes",
     "rollout.engine=fast": "rollout.engine: is 'fast'|'auto', 'native', 'generate', 'vllm', 'server'",
-    "rollout.engine=continuous": "rollout.engine: is 'continuous'|removed|set rollout.engine=auto",
     # bounds
     "rloo.num_generations=1": "rloo.num_generations: is 1|at least 2",
     "rloo.max_steps=99999999999": "rloo.max_steps: is 99999999999|below 2147483648",
