@@ -273,7 +273,8 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
         rows.append(json.dumps(row | {"evaluation": found.to_dict()}))
     damaged = ['{"step": 30, "measure": "reward"}', '{"step": 4, "measure": "reward", "evaluation": [1]}', "{", "7"]
     path = result.folder / "evaluations.jsonl"
-    before = json.loads(rows[0]) | {"inputs": "then", "step": 5, "value": 77.0}  # by a reward that was edited since
+    by_an_edited_reward = with_reward("", [77.0, 78.0, 76.0], brevity=[77.0] * 3).to_dict()
+    before = json.loads(rows[0]) | {"inputs": "then", "step": 5, "evaluation": by_an_edited_reward}
     path.write_text("\n".join([*rows, json.dumps(before), *damaged]))
     try:
         result.steps, result.stopped, result.adapter_step = 20, "early", 10
