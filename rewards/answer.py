@@ -16,7 +16,7 @@ from .text import THINK_END_ID, Decode, answer_text
 
 LONGEST_NUMBER = 64  # characters; anything longer is not an answer, and exact arithmetic on it is slow
 LARGEST_EXPONENT = 400  # "1e999999999" as a fraction would exhaust memory
-WRAPPERS = " \t\r\n*`\"'“”「」『』"  # markup around an answer
+WRAPPERS = ' \t\r\n*`"“”「」『』'  # markup around an answer; a ' could be a prime: only as a pair
 BOX = "\\boxed{"
 
 # One spelling for each character, then for each form of LaTeX. All patterns take linear time.
@@ -27,6 +27,7 @@ _SPACE, _SIDE = r"(?:\\[,;: ]|\\q?quad\b|[~\u00a0\u2007\u2009\u202f])", r"(?:\{ 
 _UNWRAP = r"\\(?:boxed|fbox|mbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|operatorname) ?\{([^{}]*)\}", r" \1 "
 _SPELLINGS: list[tuple[str, Any]] = [
     (r"(?![0-9])\d", lambda digit: str(int(digit[0]))),  # of other scripts
+    ("[⁺⁻⁰¹²³⁴-⁹]+", lambda power: "^" + power[0].translate(str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789"))),
     (r"\\! ?", ""),
     (rf"\{{,\}}|(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", ","),
     (rf"(?!~){_SPACE}|(?<=\S)~|\\[()\[\]]", " "),
@@ -42,32 +43,34 @@ _SPELLINGS: list[tuple[str, Any]] = [
     (r"(?:[^\S\n]|\$)+", " "),
 ]
 
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES |= dict.fromkeys("万萬만", 10**4) | dict.fromkeys("亿億억", 10**8)
 _VALUE = rf"""(?P<sign>[+-]?)
     (?:(?P<whole>\d+)[ ](?P<part>\d+/0*[1-9]\d*)
-    |(?P<top>(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,2}}(?:,\d\d)+,\d{{3}}|\d+)(?:\.\d+)?|\.\d+)
+    |(?P<top>(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,2}}(?:,\d\d)+,\d{{3}}|\d+)(?:\.\d+)?|(?<!\.)\.\d+)
         (?:[eE](?P<e>[+-]?\d+)|[ ]?[*x][ ]?10\^(?P<tens>[+-]?\d+))?
         (?:[ ]?/[ ]?(?P<bottom>[+-]?(?=[0.]*[1-9])\d+(?:\.\d+)?))?
     |10\^(?P<power>[+-]?\d+))
     (?:[ ]?(?P<scale>(?i:{"|".join(_SCALES)}))(?i:s?(?![a-z])))?"""
 # A word that makes another number of it, as in `3 quarters`, 18不对 and `18 wrong`.
 _NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|squared|cubed
-    |(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{{3,}}teen)th|(?:and|but|cos|factorial|false|incorrect|log|maybe
+    |(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{{3,}}(?:teen|tie))th|(?:and|but|cos|factorial|false|incorrect|log|maybe
     |minus|mod(?:ulo)?|none|not|over|plus|root|sin|sqrt|tan|the|times|wrong)\b)
     |[^\W\d_]*[兆千百十不非错錯無没和或半多余之천백])"""
 _SYMBOL = r"(?:[kcm]m|k?g|m[gil]|mL|lbs?|oz|ft|in|yd|hrs?|mins?|secs?|mph|k?Wh?|[MG]B)"
 _UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
-    |(?:[ ]?{_SYMBOL}|[ ](?:[gmLhs]|(?:(?:square|cubic)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}))
-        (?:[ ]?\^[23]|[²³])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?|[ ]per[ ][^\W\d_]+
+    |(?:[ ]?{_SYMBOL}|[ ](?:[gmLhs]|(?:(?:square|cubic|dozen)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}))
+        (?:[ ]?\^[23])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?|[ ]per[ ][^\W\d_]+
     |[ ]?{_NO_UNIT}[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{{1,4}})"""
 _SAME_UNIT = {"percent": "%", "degree": "°", "meter": "m", "centimeter": "cm", "inche": "in", "inch": "in"}
 _SAME_UNIT |= {"feet": "ft", "foot": "ft", "gram": "g", "kilogram": "kg", "pound": "lb", "ounce": "oz", "liter": "l"}
 _SAME_UNIT |= {"hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s", "kilometer": "km", "metre": "m"}
+_SAME_UNIT |= {"euro": "€", "£": "lb", "元": "¥", "円": "¥", "yuan": "¥", "yen": "¥", "rupee": "₹", "cent": "¢"}
 _NUMBER = re.compile(f"{_VALUE}(?:{_UNIT})?", re.VERBOSE)
 _NUMBER_IN_TEXT = re.compile(
-    rf"""(?:(?<=\\boxed\{{)|(?<![A-Za-z0-9.^\\√])(?<![A-Za-z0-9)}}][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
-    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^²³¹⁰⁴-⁹π√]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
+    rf"""(?:(?<=\\boxed\{{)
+    |(?<![A-Za-z0-9^\\√])(?<!(?<!\.)\.)(?<!\\sqrt[ \[])(?<![A-Za-z0-9)}}\]][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
+    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^π√]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
         |[ ]?\\(?:sqrt|pi|[cdt]?frac|l(?:n|og)|sin|cos|tan)))""",
     re.VERBOSE,
 )
@@ -83,7 +86,7 @@ def _plain(text: str) -> str:
 
 def _bare(text: str) -> str:
     """`_plain` text without markup around it and a final full stop."""
-    return _plain(text).strip(WRAPPERS).removesuffix(".").strip(WRAPPERS)
+    return re.sub(r"(?s)\A'(.+?)\.?'\Z", r"\1", _plain(text).strip(WRAPPERS).removesuffix(".").strip(WRAPPERS))
 
 
 def _read_number(bare: str) -> tuple[Fraction | None, str]:
@@ -95,7 +98,7 @@ def _read_number(bare: str) -> tuple[Fraction | None, str]:
     number = Fraction((found["part"] or found["top"] or "1").replace(",", "")) / Fraction(found["bottom"] or 1)
     number = int(found["whole"] or 0) + number * Fraction(10) ** exponent
     number *= _SCALES.get((found["scale"] or "").lower(), 1)
-    unit = re.sub(r"(?<=\w)s$", "", (found["unit"] or "").strip().lower())
+    unit = re.sub(r"(?<=\w)s\b", "", (found["unit"] or "").strip().lower())
     return -number if found["sign"] == "-" else number, _SAME_UNIT.get(unit, unit)
 
 
@@ -133,7 +136,7 @@ def find_boxed(text: str) -> str:
     '\\\\frac{1}{2}'
     """
     _, opening, rest = text.rpartition(BOX)
-    depth = 1 if opening else 0
+    depth = 1
     for end, character in enumerate(rest if opening else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:

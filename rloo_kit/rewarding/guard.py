@@ -200,16 +200,16 @@ class GuardedReward:
 
     async def _score(self, batch: dict[str, Any]) -> list[float | None]:
         values = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
-        if not all(self.failed):
-            self.form = self.form or "given"
-        elif self.form is None and any(words in str(problem) for problem in self.problems for words in OTHER_FORM):
+        if self.form is None and any(words in str(problem) for problem in self.problems for words in OTHER_FORM):
             given = values, self.failed, self.problems, self.failures
             values = await self._score_form(_in_other_form(batch))
-            if all(self.failed):
+            if sum(self.failed) >= sum(given[1]):
                 values, self.failed, self.problems, self.failures = given
             else:
                 self.form = "other"
                 _say_form(self.__name__, isinstance((batch.get("completions") or batch["prompts"])[0], str))
+        if not all(self.failed):
+            self.form = self.form or "given"
         return values
 
     async def _score_form(self, batch: dict[str, Any]) -> list[float | None]:
@@ -233,7 +233,7 @@ class GuardedReward:
                 result = self.reward(**self._arguments(batch))
                 return await result if isinstance(self, GuardedAsyncReward) else result
         except (Exception, SystemExit) as error:
-            return _as_exception(error)
+            return error if isinstance(error, Exception) else RewardError(describe_error(error))
 
     def _judge_singles(self, outcomes: list[Any], batch: dict[str, Any]) -> list[float | None]:
         read = [_read_outcome(outcome, 1) for outcome in outcomes]
@@ -348,10 +348,6 @@ def _copy(value: Any) -> Any:
     return [list(item) if type(item) is list else item for item in value] if type(value) is list else value
 
 
-def _as_exception(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RewardError(describe_error(error))
-
-
 def _is_column(value: Any, size: int) -> bool:
     if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
         return False
@@ -360,9 +356,8 @@ def _is_column(value: Any, size: int) -> bool:
 
 def _read_outcome(outcome: Any, size: int) -> tuple[list[Any], str | None]:
     if isinstance(outcome, Exception):
-        return [], printable(str(outcome)) if type(outcome) in (RewardError, WholeBatchError) else describe_error(
-            outcome
-        )
+        known = type(outcome) in (RewardError, WholeBatchError)
+        return [], printable(str(outcome)) if known else describe_error(outcome)
     return read_result(outcome, size)
 
 

@@ -16,19 +16,21 @@ from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError, RewardError, WholeBatchError
 from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards._binding import check_int
-from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer
+from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
 
 _FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
-_WORDS = r"[A-Za-z]{3}[A-Za-z ]*"  # which it would multiply by their letters, so that TTH is HTT
-_UNREAD = (  # by math-verify: a number's base, separators of thousands, i after a number, degrees, a full stop, words
+# Words, which it would multiply by their letters, so that TTH is HTT; but xyz, abc and inf are what it reads in them.
+_WORDS = r"(?!(?:[a-d]+|[b-df-hj-np-tv-z]+|inf(?:inity)?)(?![A-Za-z ]))[A-Za-z]{3}[A-Za-z ]*"
+_UNREAD = (  # by math-verify: a number's base, separators of thousands, i after it, degrees, primes, a full stop, words
     (r"(?<=\d)_\{? ?(\d+) ?\}?", r" b_{\1}"),
     (r"(?<=\d)(?:\{,\}|,?\\! ?|\\,)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)i\b", " i"),
     ("°", r"^\\circ"),
+    ("'", r"^{\\prime}"),
     (r"\.(?=\s*(?:\$|\\[)\]]))", ""),
     (rf"(?<=\\boxed\{{){_WORDS}(?=\}})|(?<=\$){_WORDS}(?=\$)|\A{_WORDS}\Z", r"\\text{\g<0>}"),
 )
@@ -38,9 +40,10 @@ _UNREAD = (  # by math-verify: a number's base, separators of thousands, i after
 class MathAnswerReward:
     """1.0 if math-verify finds the answer equal to the `answer` column, else 0.0; None without a reference answer.
 
-    The answer is the last box after the last closing tag, else the last formula, else the end of the last line; all of
-    it has to be equal. If math-verify takes longer than `answer_timeout_s`, the answer counts as wrong. If its process
-    dies, or the batch has taken `timeout_s`, the sample counts as failed (NaN, which the guard reports).
+    The answer is the last box after the last closing tag, else the number that the last line ends with, else the last
+    formula, else the end of the last line; all of it has to be equal. If math-verify takes longer than
+    `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch has taken `timeout_s`, the sample
+    counts as failed (NaN, which the guard reports).
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
@@ -114,10 +117,11 @@ class MathAnswerReward:
 
 
 def _ending(text: str) -> str:
-    """`text` if it marks a formula, else what its last line says after `is`, a colon or the like."""
-    if _FORMULA.search(text):
-        return text
-    return re.split(r"\b(?:is|are|be|equals)\b:?|[A-Za-z]:\**\s", text.splitlines()[-1])[-1].strip(" *").rstrip(".*")
+    """What the last line of `text` says after `is`, a colon or the like; `text` if that is no number, but a formula is
+    marked."""
+    mark = r"\b(?:is|are|be|equals)\b:?|\b(?i:therefore|thus|hence|so),?\s|[A-Za-z]:\**\s"
+    end = re.split(mark, text.splitlines()[-1])[-1].strip(" *").rstrip(".*")
+    return text if _FORMULA.search(text) and parse_number(end) is None else end
 
 
 def verify_answer(expected: str, given: str) -> bool | None:

@@ -476,6 +476,10 @@ def _by_pattern(completions: Any) -> list[float]:
     return [float(re.findall(r"\d+", completion)[0]) for completion in completions]
 
 
+def _but_empty(completions: Any) -> list[float]:
+    return [float(completion[0]["content"] or 0) if completion else 0.0 for completion in completions]
+
+
 TALK = {
     "prompts": [[{"role": "user", "content": "ab"}]] * 3,
     "completions": [[{"role": "assistant", "content": text}] for text in ("1", "2", "x")],
@@ -489,6 +493,7 @@ PLAIN = {"prompts": ["<|im_start|>ab"] * 3, "completions": ["1", "2", "x"]}
         (_by_message, PLAIN | {"question": ["ab"] * 3}, [3.0, 4.0, None]),
         (_by_message, PLAIN, [15.0, 16.0, None]),
         (_by_message, TALK, [3.0, 4.0, None]),
+        (_but_empty, PLAIN | {"completions": ["1", "", "x"]}, [1.0, 0.0, None]),
         (_by_attribute, PLAIN, [1.0, 2.0, None]),
         (_by_pattern, TALK, [1.0, 2.0, None]),
         (_by_pattern, PLAIN, [1.0, 2.0, None]),
@@ -496,7 +501,8 @@ PLAIN = {"prompts": ["<|im_start|>ab"] * 3, "completions": ["1", "2", "x"]}
 )
 def test_a_reward_gets_the_form_that_it_reads(reward: Any, batch: Any, expected: list[Any]) -> None:
     """TRL passes messages if the dataset has them, and text otherwise; a run's prompts are always text, so
-    `completion[0]["content"]` failed on each sample. The form is found in the first batch, and kept."""
+    `completion[0]["content"]` failed on each sample, but for those that a reward scores unread: one empty completion
+    kept the form. The form is found in the first batch, and kept."""
     guarded = guard(reward)
     assert guarded(**batch) == expected and guarded.failed == [False, False, True]
     assert "could not convert string to float: 'x'" in guarded.failures[0] or "out of range" in guarded.failures[0]

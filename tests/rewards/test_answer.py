@@ -29,6 +29,8 @@ OTHER = [("43", "42"), ("4 2", "42"), ("12", "1,2"), ("1,2345", "12345"), ("0.33
 OTHER += [("paris", "Paris"), ("The answer is 42", "42"), ("", "42"), ("nan", "7"), ("inf", "7"), ("1_000", "1000")]
 OTHER += [("0.1" + "0" * 70 + "1", "0.1"), ("4²", "42"), (r"\boxed{4} or \boxed{2}", "42"), ("**", "$")]
 EQUAL += [("**Paris**", "Paris"), ("Paris.", "Paris"), (r"\boxed{Paris}", "Paris"), (r"\text{Paris}", "Paris")]
+EQUAL += [("'Paris'.", "Paris"), ("**'Paris.'**", "Paris"), ("'42'", "42"), ("'It's'", "It's"), ("f''", "f''")]
+OTHER += [("f''", "f"), ("y'", "y"), ("A'", "A"), ("'A", "A"), ("90'", "90°"), ("84", "7 dozen"), ("€18", "£18")]
 
 
 @pytest.mark.parametrize(
@@ -46,9 +48,11 @@ SPELLINGS = {
         | \mathbf{18} | **18** | `18` | 「18」 | 18. | 18。 | 18.0 | +18 | $18.00 | 1.8e1 | 1.8 \times 10^1 | 36/2
         | 1.8 × 10^{1} | \dfrac{36}{2} | １８ | ١٨ | १८ | __UNITS__""",
     "1200": r"""1,200 | 1{,}200 | 1,\!200 | 1,\! 200 | 1\,200 | 1~200 | １，２００ | \$1{,}200.00 | 1.2e3 | 1.2 x 10^3
-        | 1.2 thousand | 12 hundred | 100 dozen | 0.12万 | 1,200円""",
-    "100000": "1,00,000 | 100,000 | 10^5 | 10^{5} | 1e5 | 10万 | 100 thousand",
+        | 1.2 thousand | 12 hundred | 0.12万 | 1,200円""",
+    "100000": "1,00,000 | 100,000 | 10^5 | 10^{5} | 10⁵ | 1e5 | 1×10⁵ | 10万 | 100 thousand",
     "18000000": "18 million | $18 million | 18 Million | 1,800万 | 0.18亿",
+    "3e8": "3.0×10⁸ | 3 × 10⁸ m/s",
+    "0.003": "3 × 10⁻³",
     "1/2": r"0.5 | .5 | 1 / 2 | 2/4 | \frac{1}{2} | \frac12 | \tfrac1{2} | \frac 1 2 | ½ | 5 \cdot 10^{-1}",
     "-3/4": r"-\frac{3}{4} | \frac{-3}{4} | -\dfrac34 | −3/4 | –0.75 | 3/-4 | -$0.75 | $-0.75",
     "9/5": r"1\frac{4}{5} | 1 \tfrac45 | 1 4/5 | 1.8 | \frac{9}{5}",
@@ -57,8 +61,8 @@ SPELLINGS = {
 }
 UNITS = r"""18\% | 18% | 18 percent | 18 \text{ eggs} | 18 eggs | 18kg | 18\,\text{kg} | 18 \, \text{kg}
     | 18~\mathrm{cm} | 18 \mathrm{~m} | 18 g | 18 cm² | 18\text{ cm}^2 | 18 square feet | 18 km/h | 18 miles per hour
-    | 18 per day | 18° | 18 USD | €18 | 18 € | 18^\circ | 18^{\circ} | 18 °C | 18\degree | 18元 | 18 年
-    | 18 个苹果 | 18個です | 18개"""
+    | 18 per day | 18 dozen | 18 dozen eggs | 18° | 18 USD | €18 | 18 € | 18^\circ | 18^{\circ} | 18 °C | 18\degree
+    | 18元 | 18 年 | 18 个苹果 | 18個です | 18개"""
 SENTENCES = [
     "{}",
     "So it is {}.",
@@ -73,10 +77,10 @@ SENTENCES = [
 NOT = {
     "18": r"""18 is wrong | 18 wrong | 18 not | 18不对 | 18 of 20 | 18 or 20 | 17 18 | 18, 19 | 18,19 | 18 and a half
         | 18x | 18 x | 18i | 18ab | 18pi | 18\pi | 18 \pi | 18\sqrt{2} | \sqrt{18} | 18_8 | 18^2 | 18² | 18!
-        | 18:00 | 18-20 | 18–20 | 18 thousand | 18 dozen | 18万 | 18多 | 18k | 18 million | 18 half | 18/20 | 18.5 | 1 8
-        | 18 squared | -18 | 118 | 181 | 0.18 | 18e | 18th | 1.8.0 | ≈18 | ~18 | <18 | (18, 2) | x18 | eighteen
+        | 18:00 | 18-20 | 18–20 | 18 thousand | 18万 | 18多 | 18k | 18 million | 18 half | 18/20 | 18.5 | 1 8
+        | 18 squared | 18² m | -18 | 118 | 181 | 0.18 | 18e | 18th | 1.8.0 | ≈18 | ~18 | <18 | (18, 2) | x18 | eighteen
         | 18分之1 | 18 sevenths | 18 ninths | 18 twelfths
-        | 18 sixteenths | 18 modulo | 18 none | √18 | 18π | 18 km 5 m
+        | 18 sixteenths | 18 twentieths | 18 thirtieths | 18 fiftieths | 18 modulo | 18 none | √18 | 18π | 18 km 5 m
         | 18\text{ is wrong} | 18 \text{ or } 19 | 18 dollars and 50 cents""",
     "3": r"3 or 4 | 3\sqrt{13} | 3:30 | 3-4 | 3 to 4 | 3 quarters | 3/4 | 3 4/5 | 2\frac{1}{3}x",
     "52": "52_8 | 52_{8} | 528",
@@ -90,7 +94,8 @@ NOT = {
     "1/4": "25% | 0.250001",
 }
 UNITS_BY_NAME = """18 in = 18 inches = 18 inch; 18 ft = 18 feet = 18 foot; 18 s = 18 secs = 18 seconds; 18 L = 18 liters
-; 18 kg = 18 kilograms; 18 h = 18 hours = 18 hrs; 18 cm = 18 centimeters; 18 lbs = 18 pounds; 18 min = 18 minutes"""
+; 18 kg = 18 kilograms; 18 h = 18 hours = 18 hrs; 18 cm = 18 centimeters; 18 lbs = 18 pounds; 18 min = 18 minutes
+; 18 mile per hour = 18 miles per hour; €18 = 18 euros; £18 = 18 pounds; ¥18 = 18元 = 18 yuan; 18 cm² = 18 cm^2"""
 
 
 @pytest.mark.parametrize("gold", SPELLINGS)
@@ -136,7 +141,7 @@ def test_reading_numbers_takes_linear_time() -> None:
         r"\text{",
         "~",
     ]
-    for piece in [*pieces, "18 a", "年", "1 billion ", "\n ", "^{", "٣", r"1\!"]:
+    for piece in [*pieces, "18 a", "年", "1 billion ", "\n ", "^{", "٣", r"1\!", "'", "10⁸", "."]:
         started = time.process_time()
         find_last_number(piece * 10_000 + "x")
         assert parse_number(piece * 10_000 + "x") is None
@@ -204,6 +209,11 @@ def test_a_missing_column_is_an_error_that_names_what_there_is() -> None:
         ("last_number", "42 million", 0.0),
         ("last_number", "none", 0.0),
         ("last_number", "x = √42", 0.0),
+        ("last_number", r"\sqrt 42", 0.0),
+        ("last_number", r"\sqrt[3]{42}", 0.0),
+        ("last_number", r"\sqrt[42]{x}", 0.0),
+        ("last_number", "The answer is ...42", 1.0),
+        ("last_number", "The answer is .42", 0.0),
         ("last_number", "42π", 0.0),
     ],
 )
