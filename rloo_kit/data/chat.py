@@ -27,11 +27,11 @@ _INVISIBLE = re.compile(
     "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     "\U000e0000-\U000e0fff]"
 )
-_PUNCTUATION = re.compile(r"[?!.。؟]+(?=[\s<\[]|$)")  # of a sentence: also before the template's end of a turn
+_PUNCTUATION = re.compile(r"(?<![?!.。؟])((?<=[\d)]|\b[a-z])!+(?!!))?[?!.。؟]*(?=[\s<\[]|$)")  # at an end; 5! stays
 # A text that is a whole conversation, as JSON or as Python prints it.
 _TALK = re.compile(
-    r"""\s*\[?\s*\{(?=.*["'](content|value)["']\s*:)"""
-    r""".*["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt|tool)["'].*\}\s*\]?\s*""",
+    r"""\[?\s*\{(?=.*["'](content|value)["']\s*:)"""
+    r""".*["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt|tool)["'].*\}\s*\]?""",
     re.DOTALL,
 )
 _PROBE = [{"role": "user", "content": "1+1?"}]
@@ -92,9 +92,9 @@ def check_budget(run: RunConfig, family: str) -> None:
 
 def parse_conversation(prompt: Any) -> Any:
     """The messages of a conversation that is stored as text, JSON or Python's; anything else as it is."""
-    for read in (json.loads, ast.literal_eval) if isinstance(prompt, str) and _TALK.fullmatch(prompt) else ():
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(prompt)
+    for read in (json.loads, ast.literal_eval) if isinstance(prompt, str) and _TALK.fullmatch(prompt.strip()) else ():
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return read(prompt.strip())
     return prompt
 
 
@@ -130,10 +130,10 @@ def render_prompt(
 def prompt_identity(text: str) -> str:
     """What distinguishes rendered prompts for a split: the words, without case, Unicode form, invisible characters,
     white space and the punctuation that ends a sentence."""
-    text = _INVISIBLE.sub("", text)
+    text = re.sub("[²³¹\u2070-\u207f]+", r"^\g<0>", _INVISIBLE.sub("", text))  # 2³ is 2^3, not 23
     if not text.isascii():  # as Unicode's caseless matching does
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    text = " ".join(_PUNCTUATION.sub("", text.casefold()).split())
+    text = " ".join(_PUNCTUATION.sub(r"\1", text.casefold()).split())
     return re.sub(r" (?=[<\[])|(?<=[>\]]) ", "", text)  # next to a template's tokens
 
 
@@ -176,7 +176,7 @@ def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:
 
 def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
-    if isinstance(prompt, str) and _TALK.fullmatch(prompt):
+    if isinstance(prompt, str) and _TALK.fullmatch(prompt.strip()):
         raise DataError(
             "the prompt is a conversation as text that is neither JSON nor Python; write that column with json.dumps"
         )

@@ -1,8 +1,10 @@
 """Rows as read, each with its line or row for error messages, and the columns they may have."""
 
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,10 +69,10 @@ class DataSource:
         return list(self.others) if isinstance(self.others, dict) else list(self.others.column_names)
 
     def column(self, name: str) -> Any:
-        """The values of one of `other_names`, or of `question`, which every source has."""
+        """The values of one of `other_names`, or of `question`, which every source has; None for each row of others."""
         if name == QUESTION and name not in self.other_names:
             return [read_question(prompt) for prompt in self.prompts]
-        return [] if self.others is None else self.others[name]
+        return self.others[name] if self.others and name in self.other_names else [None] * len(self)
 
 
 def read_question(prompt: Any) -> str | None:
@@ -104,8 +106,8 @@ def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> li
     if is_plain(values):
         return values
     refuse_deep(key, values, where)
-    error = _store(values)
-    if not isinstance(error, Exception):
+    error, is_nested = _store(values), all(isinstance(value, list | dict | None) for value in values)
+    if not isinstance(error, Exception) or (is_nested and exact_array(values) is not None):
         return values
     first_bad = bisect_left(range(len(values)), True, key=lambda row: isinstance(_store(values[: row + 1]), Exception))
     what = f"column '{key}' has a value that Arrow cannot store with those before it ({error})"
@@ -122,9 +124,21 @@ def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> Non
 
 
 def exact_array(values: list[Any]) -> Any:
-    """The Arrow array that gives back values equal to these; None if there is none."""
-    array = _store(values)
-    return None if isinstance(array, Exception) or array.to_pylist() != values else array
+    """The Arrow array that gives back these values; None if there is none. Lists and objects are JSON if Arrow would
+    change them: it gives all objects the keys of all rows, and makes floats of integers among floats."""
+    import pyarrow
+
+    array, is_nested = _store(values), any(isinstance(value, list | dict) for value in values)
+    same = repr if is_nested else list  # a column of integers and floats may be floats
+    if not isinstance(array, Exception) and same(array.to_pylist()) == same(values):
+        return array
+    with suppress(Exception):  # of what JSON has not
+        from pandas.io.json import ujson_loads  # by which `datasets` reads JSON; it changes the last bit of most floats
+
+        texts = [json.dumps(value, ensure_ascii=False) for value in values if is_nested]
+        if texts and repr(list(map(ujson_loads, texts))) == repr(values):
+            return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
+    return None
 
 
 def _store(values: list[Any]) -> Any:
@@ -140,6 +154,7 @@ def _store(values: list[Any]) -> Any:
 def plain(value: Any, maps: bool = True) -> Any:
     """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None, and
     with `maps` lists of pairs as mappings."""
+    value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
     for name in ("as_py", "tolist"):
         value = getattr(value, name)() if hasattr(value, name) else value
     if not isinstance(value, (list, tuple, dict)) or _is_deeper(value, DEEPEST):
@@ -147,18 +162,15 @@ def plain(value: Any, maps: bool = True) -> Any:
     pairs = value.items() if isinstance(value, dict) else value if maps else ()
     if pairs and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in pairs):
         return {key: plain(item, maps) for key, item in pairs}
-    return value if isinstance(value, dict) else [plain(item, maps) for item in value]
+    return value if isinstance(value, dict) and not (value and maps) else [plain(item, maps) for item in pairs or value]
 
 
 def is_plain(values: list[Any]) -> bool:
     """Whether all values are text, or numbers of one type, which Arrow can store: no need to load it (0.5 s)."""
     kinds = {type(value) for value in values} - {type(None)}
     found = [value for value in values if value is not None]
-    if kinds == {str}:
-        try:
-            "".join(found).encode()
-        except UnicodeEncodeError:  # half of a UTF-16 pair
-            return False
+    if kinds == {str} and (text := "".join(found)).encode(errors="replace").decode() != text:
+        return False  # half of a UTF-16 pair
     if kinds == {int}:
         return -(2**63) <= min(found) <= max(found) < 2**63
     return len(kinds) < 2 and kinds <= {str, float, bool}

@@ -9,7 +9,7 @@ from rloo_kit.collective import main_first
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
 from rloo_kit.data.chat import prompt_identity, render_prompt, resolve_family, thinks
-from rloo_kit.data.columns import QUESTION, DataSource, read_question
+from rloo_kit.data.columns import QUESTION, DataSource
 from rloo_kit.data.reading import read_test, read_training
 from rloo_kit.data.tables import to_dataset
 from rloo_kit.errors import DataError
@@ -230,7 +230,7 @@ def _datasets(source: DataSource, texts: list[str], *sides: list[int]) -> list[A
     """A dataset of the rows of each side; a column has one type on all sides."""
     columns = {"prompt": texts} | ({} if source.answers is None else {"answer": source.answers})
     if QUESTION not in source.other_names:
-        columns[QUESTION] = [read_question(prompt) for prompt in source.prompts]
+        columns[QUESTION] = source.column(QUESTION)
     tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]
     return [
         _stack.load_stack().datasets.concatenate_datasets([_take(table, rows) for table in tables], axis=1)

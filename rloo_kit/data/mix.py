@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from rloo_kit.data.columns import QUESTION, DataSource, arrow_column, select_rows
+from rloo_kit.data.columns import DataSource, arrow_column, select_rows
 
 SOURCE_COLUMN = "source"  # names each row's source in a mix
 
@@ -54,9 +54,8 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
     places = [sources[place].where(row) for place, row in rows]
     others: dict[str, list[Any]] = {}
     for name in names:
-        columns = [list(source.column(name)) if name in (*source.other_names, QUESTION) else None for source in sources]
-        values = [None if (column := columns[place]) is None else column[row] for place, row in rows]
-        others[name] = arrow_column(name, values, places.__getitem__)
+        columns = [list(source.column(name)) for source in sources]
+        others[name] = arrow_column(name, [columns[place][row] for place, row in rows], places.__getitem__)
     if SOURCE_COLUMN not in others:
         others[SOURCE_COLUMN] = [labels[place] for place, _ in rows]
     has_answers = any(source.answers is not None for source in sources)

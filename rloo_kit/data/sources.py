@@ -54,7 +54,7 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
 def read_file(path: Path, columns: Columns) -> DataSource:
     """The rows of a JSONL, CSV or Parquet file. Raises DataError, with file and line, for a broken or empty file, a
     malformed row or a missing column."""
-    reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": tables.read_parquet}[path.suffix.lower()]
+    reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": tables.read_arrow}[path.suffix.lower()]
     with explained(path):
         return reader(path, columns)
 
@@ -65,24 +65,20 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        line = _first_line_not_utf8(path)
+        lines = path.read_bytes().splitlines()  # the reader decodes in chunks, and knows only a position within one
+        line = next(number for number, line in enumerate(lines, 1) if line.decode(errors="replace").encode() != line)
         raise DataError(f"{path}, line {line}: not UTF-8 text ({error.reason}). Save the file as UTF-8.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _first_line_not_utf8(path: Path) -> int:
-    """The line number; the reader itself decodes in chunks and knows only a position within one."""
-    lines = path.read_bytes().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.decode(errors="replace").encode() != line)
-
-
 def read_rows(rows: Any, columns: Columns) -> DataSource:
-    """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages). Raises
-    DataError for no rows, a row of another type or a missing column."""
-    rows = rows.to_pylist() if (is_arrow := hasattr(rows, "to_pylist")) else rows
+    """Rows given in Python: a `datasets.Dataset`, a `pyarrow.Table`, or a list of dicts or of bare prompts (text or
+    messages). Raises DataError for no rows, a row of another type or a missing column."""
+    is_arrow = hasattr(rows, "to_pylist")
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
-        return tables.from_dataset(rows, "the dataset", columns)
+        return tables.read_arrow(rows, columns) if is_arrow else tables.from_dataset(rows, "the dataset", columns)
+    rows = rows.to_pylist(maps_as_pydicts="lossy") if is_arrow else rows
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
         raise DataError(
             f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
@@ -119,8 +115,8 @@ def json_lines(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
 
 def _read_csv(path: Path, columns: Columns) -> DataSource:
     rows, places = [], []
-    with path.open(encoding="utf-8-sig", newline="") as file, path.open(encoding="utf-8-sig") as again:
-        lines, is_european = csv_lines(file, path), ";" in next(again, "")
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        is_european, lines = _mark(file) == ";", csv_lines(file, path)
         _, header = next(lines, (0, []))
         if len(set(header)) < len(header):
             raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(header)}")
@@ -135,13 +131,8 @@ def _read_csv(path: Path, columns: Columns) -> DataSource:
 
 
 def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Non-blank records, each with its first line (a quoted field may span several). Of comma, semicolon and tab, the
-    one that gives the header most fields separates them all."""
-    csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
-    head = next((line for line in file if line.strip()), "")
-    file.seek(0)
-    mark = max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
-    reader, start = csv.reader(file, delimiter=mark, strict=True), 1
+    """Non-blank records, each with its first line (a quoted field may span several)."""
+    reader, start = csv.reader(file, delimiter=_mark(file), strict=True), 1
     try:
         for fields in reader:
             if fields:
@@ -149,6 +140,14 @@ def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
             start = reader.line_num + 1
     except csv.Error as error:
         raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
+
+
+def _mark(file: TextIO) -> str:
+    """What separates all fields: of comma, semicolon and tab, the one that gives the header most fields."""
+    csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
+    head = next((line for line in file if line.strip()), "")
+    file.seek(0)
+    return max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
 
 
 def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, columns: Columns) -> DataSource:

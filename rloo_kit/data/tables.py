@@ -1,7 +1,5 @@
 """Rows that only the stack can read: Parquet, folders of `save_to_disk`, the hub; and columns as a `Dataset`."""
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,20 @@ def is_saved_folder(folder: Path) -> bool:
     return is_dataset or (folder / "dataset_dict.json").is_file()
 
 
-def read_parquet(path: Path, columns: Columns) -> DataSource:
-    """The rows of a Parquet file; raises DataError if it is not one, or lacks a column."""
+def read_arrow(source: Any, columns: Columns) -> DataSource:
+    """The rows of a Parquet file or a `pyarrow.Table`; raises DataError if the file is not one, or lacks a column."""
     datasets = _stack.load_stack().datasets
-    table = open_parquet(path)
+    import pyarrow
+
+    is_file = isinstance(source, Path)
+    table = open_parquet(source) if is_file else pyarrow.table(source)
     for number, field in enumerate(table.schema):
         try:
             datasets.features.features.generate_from_arrow_type(field.type)
         except ValueError:
-            values = list(map(plain, table.column(number).to_pylist()))  # of a type that `datasets` has not, like maps
-            table = table.set_column(number, field.name, to_arrow(values))
-    return from_dataset(datasets.Dataset(table), str(path), columns)
+            values = table.column(number).to_pylist(maps_as_pydicts="lossy")  # of a type that `datasets` has not
+            table = table.set_column(number, field.name, to_arrow(list(map(plain, values))))
+    return from_dataset(datasets.Dataset(table), str(source) if is_file else "the dataset", columns)
 
 
 def open_parquet(path: Path, schema_only: bool = False) -> Any:
@@ -89,7 +90,7 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     taken, notes = taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
     answers = list(table[columns.answer]) if has_answer else None
-    if answers and getattr(table.features[columns.answer], "dtype", "") in ("float16", "float32"):  # 0.1, as written
+    if answers and getattr(table.features[columns.answer], "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,
@@ -123,18 +124,11 @@ def to_dataset(others: Any, name: str) -> Any:
 
 
 def to_arrow(values: list[Any]) -> Any:
-    """Values as one Arrow array: of a type that gives back equal ones, else as JSON, because Arrow would give all
-    objects the keys of all rows. Raises what pyarrow, json or datasets raise for values that none of them stores."""
+    """Values as one Arrow array, the exact one if there is one; raises pyarrow's errors for what it cannot store."""
     import pyarrow
 
     exact = exact_array(values)
-    if exact is not None or not any(isinstance(value, (list, dict)) for value in values):
-        return pyarrow.array(values) if exact is None else exact
-    texts = [json.dumps(value, ensure_ascii=False) for value in values]
-    if list(map(_stack.load_stack().datasets.Json().decode_example, texts)) != values:  # it changes a float's last bit
-        with suppress(pyarrow.ArrowException):
-            return pyarrow.array(values)
-    return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
+    return pyarrow.array(values) if exact is None else exact
 
 
 def _hub_message(found: str, error: Exception, key: str, subset_key: str, split_key: str) -> str:

@@ -1,13 +1,14 @@
 """The chat template: applied once, for the family that the tokenizer's own template shows."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo_kit.data.chat import detect_family, render_prompt, resolve_family
+from rloo_kit.data.chat import detect_family, parse_conversation, render_prompt, resolve_family
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -125,6 +126,20 @@ def test_conversation_with_columns_that_arrow_filled(with_template):
     tokenizer = with_template("{% for m in messages %}{{ m.keys() | list | join(',') }};{% endfor %}")
     messages = [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]
     assert render_prompt(tokenizer, messages, "instruct") == "role,content;role,content,name;"
+
+
+def test_text_like_a_conversation_is_read_at_once(with_template):
+    """A prompt that looks like a conversation, 60,000 spaces and a letter took 11.5 s; one that Python has no value for
+    was a traceback."""
+    talk = "[{'role': 'user', 'content': 'x'}]"
+    start = time.perf_counter()
+    assert parse_conversation(talk + " " * 60_000 + "x").endswith(" x")
+    assert time.perf_counter() - start < 2
+    assert parse_conversation(f"\n {talk} \n") == [{"role": "user", "content": "x"}]
+    odd = "[{'role': 'user', 'content': 'x', 'n': {[]: 1}}]"
+    assert parse_conversation(odd) == odd
+    with pytest.raises(DataError, match="neither JSON nor Python"):
+        render_prompt(with_template("instruct"), f" {odd} ", "instruct")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ BAD_JSONL = [
     (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer contains \\ud800 at character 0"),
     (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' has a value that Arrow"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' has a value that Arrow"),
-    (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": {"b": "x"}}), "line 2: column 'n' has a value that"),
+    (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": 1}), "line 2: column 'n' has a value that"),
     (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name contains \\ud800 at character 0"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "9" * 5000 + "}\n", "line 2: JSON that cannot be read: Exceeds the limit"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
@@ -397,14 +397,16 @@ def test_split_by_what_the_model_reads(make_run, write, tiny_tokenizer):
 
 
 def test_twins_of_a_prompt():
-    """A scraped data set has each question several times over, typed differently."""
+    """A scraped data set has each question several times over, typed differently; 2³ is not 23, nor 5! the number 5."""
     text = "<|im_start|>user\nWie groß ist José's Café in m²?<|im_end|>\n<|im_start|>assistant\n"
     changes = [
-        ("groß", "GROSS"), ("é", "e\u0301"), ("²", "2"), ("Café", "Ca\u200bfé\ufeff"), ("groß", "gr\u00adoß\ufe0f"),
+        ("groß", "GROSS"), ("é", "e\u0301"), ("²", "^2"), ("Café", "Ca\u200bfé\ufeff"), ("groß", "gr\u00adoß\ufe0f"),
         ("m²?", "m²"), ("m²?", "m² ?!"), ("m²?", "m²？"), ("m²?", "m²? \n"), (" ist ", "\u00a0 ist\t"), ("C", "Ｃ"),
     ]  # fmt: skip
     assert {prompt_identity(text.replace(*change)) for change in changes} == {prompt_identity(text)}
     others = ["1 1+2=", "11+2=", "1.1+2=", "-11+2=", "1+12=", "11+2=-", "e", "é", "e'", "x^2", "x2", "?x", "1?2", "1.2"]
+    others += ["5", "5!", "5!!", "n!", "n", "(n)!", "(n)", "2³", "23", "2³!"]
+    assert prompt_identity("Is 5!?") == prompt_identity("is 5! ") and prompt_identity("?" * 60_000 + "x").endswith("x")
     assert len({prompt_identity(other) for other in others}) == len(others)
 
 
