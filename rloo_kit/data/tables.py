@@ -20,15 +20,17 @@ def read_arrow(source: Any, columns: Columns) -> DataSource:
     datasets = _stack.load_stack().datasets
     import pyarrow
 
-    is_file = isinstance(source, Path)
+    name = str(source) if (is_file := isinstance(source, Path)) else "the dataset"
     table = open_parquet(source) if is_file else pyarrow.table(source)
+    if len(set(table.column_names)) < table.num_columns:
+        raise DataError(f"{name} has two columns of one name: {', '.join(table.column_names)}")
     for number, field in enumerate(table.schema):
         try:
             datasets.features.features.generate_from_arrow_type(field.type)
         except ValueError:
             values = table.column(number).to_pylist(maps_as_pydicts="lossy")  # of a type that `datasets` has not
             table = table.set_column(number, field.name, to_arrow(list(map(plain, values))))
-    return from_dataset(datasets.Dataset(table), str(source) if is_file else "the dataset", columns)
+    return from_dataset(datasets.Dataset(table), name, columns)
 
 
 def open_parquet(path: Path, schema_only: bool = False) -> Any:

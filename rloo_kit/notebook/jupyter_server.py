@@ -125,7 +125,8 @@ def _read_server(file: Path) -> Server | None:
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe with that name would block
             status = os.fstat(stream.fileno())
-            info = json.loads(stream.read(MOST_BYTES)) if _is_private(status) else None
+            private = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+            info = json.loads(stream.read(MOST_BYTES)) if private else None
         if not isinstance(info, dict) or not _is_running(info.get("pid"), status.st_mtime):
             return None
         url, refusal = _address(info)
@@ -133,11 +134,6 @@ def _read_server(file: Path) -> Server | None:
         return Server(url, info["pid"], token, refusal) if isinstance(token, str) else None
     except (OSError, ValueError, RecursionError):  # half written, from another program, or already gone
         return None
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Whether only this user can have written a file."""
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _is_running(pid: Any, written_s: float) -> bool:

@@ -214,7 +214,8 @@ class GuardedReward:
 
     async def _score_form(self, batch: dict[str, Any]) -> list[float | None]:
         outcome = await self._attempt(batch)
-        if _narrows_down(outcome, batch):
+        whole = not isinstance(outcome, Exception) or isinstance(outcome, WholeBatchError)
+        if not whole and batch_size(batch) > 1:
             return self._judge_singles([await self._attempt(single) for single in _singles(batch)], batch)
         return self._judge(outcome, batch)
 
@@ -327,10 +328,6 @@ def batch_size(batch: dict[str, Any]) -> int:
     """The number of completions in a call."""
     given = next((batch[key] for key in ("completions", "completion_ids", "prompts") if batch.get(key) is not None), ())
     return len(given)
-
-
-def _narrows_down(outcome: Any, batch: dict[str, Any]) -> bool:
-    return isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError) and batch_size(batch) > 1
 
 
 def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:

@@ -192,6 +192,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
                           {"answer": 0.1}),
     "single of pandas": (pyarrow.Table.from_pandas(pandas.DataFrame({"prompt": ["a"], "answer": SINGLE})),
                          {"answer": 0.1}),
+    "one name twice": (pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "x", "x"]), "two columns of one name"),
     "keys that are numbers": ([{"prompt": "a", "more": [{1: 2}]}, {"prompt": "b", "more": ["x"]}], "column 'more'"),
 }  # fmt: skip
 
