@@ -20,7 +20,8 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for reward in rewards:
         inner = unwrap(reward)
-        made = inner if inspect.isroutine(inner) else type(inner)
+        of_object = inspect.ismethod(inner) and not isinstance(inner.__self__, type)
+        made = type(inner.__self__) if of_object else inner if inspect.isroutine(inner) else type(inner)
         if isinstance(inner, WorkerReward):
             read = inner.worker.sources
         elif made.__module__ == "__main__":
@@ -50,17 +51,19 @@ def _read_main(made: Any, seen: set[Any]) -> list[str]:
     """The source of a function, or of a class's methods; then the functions, classes and constants that it uses."""
     seen.add(made)
     texts = []
-    for one in filter(inspect.isfunction, vars(made).values()) if isinstance(made, type) else [inspect.unwrap(made)]:
+    classes = [one for one in made.__mro__ if one.__module__ == "__main__"] if isinstance(made, type) else []
+    methods = [one for base in classes for one in vars(base).values() if inspect.isfunction(one)]
+    for one in methods if classes else [inspect.unwrap(made)]:
         with suppress(OSError, TypeError):  # no source
             texts.append(inspect.getsource(one))
         for name in sorted(_names(one.__code__) & one.__globals__.keys()):
             used = one.__globals__[name]
-            if isinstance(used, str | int | float | tuple):
+            if isinstance(used, str | int | float):
                 counts = re.search(rf"\bglobal\b.*\b{name}\b", "".join(texts))
                 texts += [] if counts else [f"{name} = {used!r}"]
             elif getattr(used, "__module__", None) != "__main__":
                 texts += map(str, sorted(_read_file(used).items()))
-            elif used not in seen and (inspect.isfunction(used) or isinstance(used, type)):
+            elif (inspect.isfunction(used) or isinstance(used, type)) and used not in seen:
                 texts += _read_main(used, seen)
     return texts
 

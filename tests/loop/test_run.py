@@ -337,13 +337,21 @@ def shown(score):
 @shown
 def comprehension(completion_ids, **_):
     return [SCALE * value(ids) for ids in completion_ids]
-class Score:
-    def __call__(self, completion_ids, **_):
+class Base:
+    def __eq__(self, other):
+        return True  # so it has no hash
+    def judge(self, completion_ids, **_):
         return list(map(lambda ids: own_helper.more(value(ids)), completion_ids))
+class Score(Base):
+    def __call__(self, completion_ids, **_):
+        return self.judge(completion_ids) if other else []
+other = Base()
 """
 
 
-@pytest.mark.parametrize("reward", ["comprehension", "Score()", "functools.partial(comprehension, offset=0)"])
+@pytest.mark.parametrize(
+    "reward", ["comprehension", "Score()", "Score().judge", "functools.partial(comprehension, offset=0)"]
+)
 def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeypatch):
     """A cell was edited and run again: the function's name is the same, and so are its arguments. The usual form, a
     comprehension, hid the function that it calls; an object had no source at all."""
@@ -363,7 +371,7 @@ def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeyp
     then = digest()
     assert then and then == digest()
     assert then != digest(NOTEBOOK.replace("{value}", "2"))
-    if reward == "Score()":
+    if "Score" in reward:
         assert then != digest(helper="more = float")
     else:
         assert then != digest(first.replace("SCALE = 1", "SCALE = -1"))
