@@ -27,7 +27,7 @@ _SPACE, _SIDE = r"(?:\\[,;: ]|\\q?quad\b|[~\u00a0\u2007\u2009\u202f])", r"(?:\{ 
 _UNWRAP = r"\\(?:boxed|fbox|mbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|operatorname) ?\{([^{}]*)\}", r" \1 "
 _SPELLINGS: list[tuple[str, Any]] = [
     (r"(?![0-9])\d", lambda digit: str(int(digit[0]))),  # of other scripts
-    ("[⁺⁻⁰¹²³⁴-⁹]+", lambda power: "^" + power[0].translate(str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789"))),
+    ("[⁺⁻]?[⁰¹²³⁴-⁹]+", lambda power: "^" + power[0].translate(str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789"))),
     (r"\\! ?", ""),
     (rf"\{{,\}}|(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", ","),
     (rf"(?!~){_SPACE}|(?<=\S)~|\\[()\[\]]", " "),
@@ -60,7 +60,7 @@ _NO_UNIT = rf"""(?!(?i:{"|".join(_SCALES)}|hal(?:f|ves)|third|quarter|fourth|squ
 _SYMBOL = r"(?:[kcm]m|k?g|m[gil]|mL|lbs?|oz|ft|in|yd|hrs?|mins?|secs?|mph|k?Wh?|[MG]B)"
 _UNIT = rf"""(?P<unit>[ ]?[%°¢£¥€₩₹][CF]?
     |(?:[ ]?{_SYMBOL}|[ ](?:[gmLhs]|(?:(?:square|cubic|dozen)[ ])?{_NO_UNIT}[^\W\d_]{{3,}}))
-        (?:[ ]?\^[23])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+)?|[ ]per[ ][^\W\d_]+
+        (?:[ ]?\^[23])?(?:[ ]?(?:per[ ]|/)[^\W\d_]+(?:\^[23])?)?|[ ]per[ ][^\W\d_]+
     |[ ]?{_NO_UNIT}[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{{1,4}})"""
 _SAME_UNIT = {"percent": "%", "degree": "°", "meter": "m", "centimeter": "cm", "inche": "in", "inch": "in"}
 _SAME_UNIT |= {"feet": "ft", "foot": "ft", "gram": "g", "kilogram": "kg", "pound": "lb", "ounce": "oz", "liter": "l"}
@@ -69,8 +69,8 @@ _SAME_UNIT |= {"euro": "€", "£": "lb", "元": "¥", "円": "¥", "yuan": "¥"
 _NUMBER = re.compile(f"{_VALUE}(?:{_UNIT})?", re.VERBOSE)
 _NUMBER_IN_TEXT = re.compile(
     rf"""(?:(?<=\\boxed\{{)
-    |(?<![A-Za-z0-9^\\√])(?<!(?<!\.)\.)(?<!\\sqrt[ \[])(?<![A-Za-z0-9)}}\]][,/*+({{_-])(?<!\d[:'])(?<![_^]\{{)){_VALUE}
-    (?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^π√]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
+    |(?<![A-Za-z0-9^\\√])(?<!\^[+-])(?<!(?<!\.)\.)(?<!\\sqrt[ \[])(?<![A-Za-z0-9)}}\]][,/*+({{_-])(?<!\d[:'])
+        (?<![_^]\{{)){_VALUE}(?:(?={_SYMBOL}(?![A-Za-z]))|(?![A-Za-z0-9^π√]|[.,:'][0-9]|[-/*+_][A-Za-z0-9{{]
         |[ ]?\\(?:sqrt|pi|[cdt]?frac|l(?:n|og)|sin|cos|tan)))""",
     re.VERBOSE,
 )
@@ -86,7 +86,8 @@ def _plain(text: str) -> str:
 
 def _bare(text: str) -> str:
     """`_plain` text without markup around it and a final full stop."""
-    return re.sub(r"(?s)\A'(.+?)\.?'\Z", r"\1", _plain(text).strip(WRAPPERS).removesuffix(".").strip(WRAPPERS))
+    bare = _plain(text).strip(WRAPPERS).removesuffix(".").strip(WRAPPERS)
+    return re.sub(r"(?s)\A(''?)(.+?)\.?\1\Z", r"\2", bare).strip(WRAPPERS)
 
 
 def _read_number(bare: str) -> tuple[Fraction | None, str]:

@@ -44,7 +44,7 @@ class HeldOutRewards:
         self._size = max(1, run.rloo.generation_batch_size // count_processes())
         steps = run.rloo.max_steps or 1
         self._constant = {"trainer_state": TrainerState(global_step=steps, max_steps=steps)}
-        self._constant |= dict.fromkeys(("log_extra", "log_metric"), _drop)
+        self._constant |= dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
     def measure(self, dataset: Any, completions: list[Completion], measured: Evaluation) -> None:
         """Write the mean rewards of `completions` into `measured`; each process scores a part.
@@ -127,7 +127,3 @@ def _by_prompt(values: list[float | None], size: int) -> list[list[float | None]
 
 def _readable(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _drop(*_: Any) -> None:
-    """Stands in for `log_extra` and `log_metric`, and does nothing."""

@@ -97,7 +97,7 @@ def _digest_weights(model: str) -> str:
             folder = Path(found).parent
     if (folder / RECORD).is_file():
         return folder.name
-    digest, files = hashlib.sha256(), sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*model*.bin"))
+    digest, files = hashlib.sha256(), sorted(folder.glob("*model*.safetensors")) or sorted(folder.glob("*model*.bin"))
     for file in files:
         size = file.stat().st_size
         digest.update(f"{size}\n".encode())

@@ -21,12 +21,10 @@ from rloo_kit.rewards.text import as_text
 
 UNDISTURBED = Undisturbed()
 # In Python's error if code indexes a text as messages, or reads messages as a text.
-OTHER_FORM = (
-    "string indices must be",
-    "'str' object has no attr",
-    "'list' object has no attr",
-    "expected string or bytes",
-)
+OTHER_FORM: dict[type, tuple[str, str]] = {
+    str: ("string indices must be", "'str' object has no attr"),
+    list: ("'list' object has no attr", "expected string or bytes"),
+}
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -200,14 +198,16 @@ class GuardedReward:
 
     async def _score(self, batch: dict[str, Any]) -> list[float | None]:
         values = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
-        if self.form is None and any(words in str(problem) for problem in self.problems for words in OTHER_FORM):
+        first = next(iter(batch.get("completions") or batch.get("prompts") or ()), None)
+        words = OTHER_FORM.get(type(first), ()) if self.form is None else ()
+        if any(word in str(problem) for problem in self.problems for word in words):
             given = values, self.failed, self.problems, self.failures
             values = await self._score_form(_in_other_form(batch))
             if sum(self.failed) >= sum(given[1]):
                 values, self.failed, self.problems, self.failures = given
             else:
                 self.form = "other"
-                _say_form(self.__name__, isinstance((batch.get("completions") or batch["prompts"])[0], str))
+                _say_form(self.__name__, isinstance(first, str))
         if not all(self.failed):
             self.form = self.form or "given"
         return values
@@ -216,7 +216,9 @@ class GuardedReward:
         outcome = await self._attempt(batch)
         whole = not isinstance(outcome, Exception) or isinstance(outcome, WholeBatchError)
         if not whole and batch_size(batch) > 1:
-            return self._judge_singles([await self._attempt(single) for single in _singles(batch)], batch)
+            read = [_read_outcome(await self._attempt(single), 1) for single in _singles(batch)]
+            values = [None if problem else found[0] for found, problem in read]
+            return self._settle(values, [problem for _, problem in read], batch)
         return self._judge(outcome, batch)
 
     def _arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -235,11 +237,6 @@ class GuardedReward:
                 return await result if isinstance(self, GuardedAsyncReward) else result
         except (Exception, SystemExit) as error:
             return error if isinstance(error, Exception) else RewardError(describe_error(error))
-
-    def _judge_singles(self, outcomes: list[Any], batch: dict[str, Any]) -> list[float | None]:
-        read = [_read_outcome(outcome, 1) for outcome in outcomes]
-        values = [None if problem else found[0] for found, problem in read]
-        return self._settle(values, [problem for _, problem in read], batch)
 
     def _judge(self, outcome: Any, batch: dict[str, Any]) -> list[float | None]:
         size = batch_size(batch)

@@ -119,7 +119,7 @@ class MathAnswerReward:
 def _ending(text: str) -> str:
     """What the last line of `text` says after `is`, a colon or the like; `text` if that is no number, but a formula is
     marked."""
-    mark = r"\b(?:is|are|be|equals)\b:?|\b(?i:therefore|thus|hence|so),?\s|[A-Za-z]:\**\s"
+    mark = r"\b(?<!which )(?:is|are|be|equals)\b:?|\b(?i:therefore|thus|hence|so),?\s|[A-Za-z]:\**\s"
     end = re.split(mark, text.splitlines()[-1])[-1].strip(" *").rstrip(".*")
     return text if _FORMULA.search(text) and parse_number(end) is None else end
 

@@ -1,5 +1,6 @@
 """Digests of the sources of users' rewards: a resumed run and a comparison notice an edited one."""
 
+import dis
 import functools
 import inspect
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from rloo_kit.rewarding.guard import reward_name, unwrap
+from rloo_kit.rewarding.guard import GuardedReward, NamedReward, reward_name, unwrap
 from rloo_kit.rewarding.worker import WorkerReward, digest_texts, read_files
 
 
@@ -25,12 +26,15 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
         if isinstance(inner, WorkerReward):
             read = inner.worker.sources
         elif made.__module__ == "__main__":
-            read = {f"reward {reward_name(inner)}": digest_texts(_read_main(made, set()))}
+            texts = _read_main(made, set())
+            counted = set(re.findall(r"\w+", " ".join(re.findall(r"\bglobal\b(.*)", "\n".join(texts)))))
+            texts = [text for text in texts if text.partition(" = ")[0] not in counted]
+            read = {f"reward {reward_name(inner)}": digest_texts(texts)}
         else:
             read = _read_file(made)
-        while not isinstance(reward, functools.partial) and hasattr(reward, "reward"):
+        while isinstance(reward, NamedReward | GuardedReward):
             reward = reward.reward
-        keywords = getattr(reward, "keywords", {}).items()
+        keywords = reward.keywords.items() if isinstance(reward, functools.partial) else ()
         if plain := sorted((name, one) for name, one in keywords if isinstance(one, str | int | float)):
             read = read | {f"arguments of {reward_name(inner)}": digest_texts([repr(plain)])}
         for name, digest in read.items():
@@ -43,7 +47,7 @@ def _read_file(made: Any) -> dict[str, str]:
     module = str(getattr(made, "__module__", None) or getattr(made, "__name__", ""))
     with suppress(OSError, TypeError):  # no source
         file = inspect.getsourcefile(made)
-        return read_files(file, [str(Path(file).parent)]) if file and not module.startswith("rloo_kit") else {}
+        return read_files(file, [str(Path(file).parent)]) if file and module.partition(".")[0] != "rloo_kit" else {}
     return {}
 
 
@@ -52,15 +56,14 @@ def _read_main(made: Any, seen: set[Any]) -> list[str]:
     seen.add(made)
     texts = []
     classes = [one for one in made.__mro__ if one.__module__ == "__main__"] if isinstance(made, type) else []
-    methods = [one for base in classes for one in vars(base).values() if inspect.isfunction(one)]
-    for one in methods if classes else [inspect.unwrap(made)]:
+    methods = [getattr(one, "__func__", one) for base in classes for one in vars(base).values()]  # of static ones too
+    for one in filter(inspect.isfunction, methods) if classes else [inspect.unwrap(made)]:
         with suppress(OSError, TypeError):  # no source
             texts.append(inspect.getsource(one))
         for name in sorted(_names(one.__code__) & one.__globals__.keys()):
             used = one.__globals__[name]
             if isinstance(used, str | int | float):
-                counts = re.search(rf"\bglobal\b.*\b{name}\b", "".join(texts))
-                texts += [] if counts else [f"{name} = {used!r}"]
+                texts.append(f"{name} = {used!r}")
             elif getattr(used, "__module__", None) != "__main__":
                 texts += map(str, sorted(_read_file(used).items()))
             elif (inspect.isfunction(used) or isinstance(used, type)) and used not in seen:
@@ -69,5 +72,6 @@ def _read_main(made: Any, seen: set[Any]) -> list[str]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that a function uses, with those of the comprehensions and lambdas in it."""
-    return set(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+    """The global names that a function reads, with those of the comprehensions and lambdas in it."""
+    read = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return read.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from rloo_kit.system.marked import Watchdog, end_marked, end_tree, module_path, 
 from rloo_kit.system.processes import say
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
+MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
 GRACE_S = 5.0  # for a worker that has closed its pipe to leave an exit code
 MAX_GROWTH_GIB = 4.0  # a worker that grows by more after its first call leaks and is replaced
 NOT_SENT = ("trainer_state", *LOGS)  # calls of the last two come back and are made in this process
@@ -283,21 +285,21 @@ def read_files(module: str, folders: list[str]) -> dict[str, str]:
     """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
     folders, installed = [*folders, starting_folder() or os.getcwd()], (sys.prefix, sys.base_prefix)
     todo = [Path(module)] if module.endswith(".py") else _find(module, folders)
-    todo = [] if module.startswith(installed) or "-packages/" in module else todo
+    todo = [] if module.startswith(installed) or re.search("/(?:site|dist)-packages/", module) else todo
     files: dict[Path, str] = {}
-    while todo:
+    while todo and len(files) < MOST_FILES:
         if (file := todo.pop().resolve()) in files or not file.is_file():
             continue
         files[file] = file.read_text(encoding="utf-8-sig", errors="replace")
-        with contextlib.suppress(SyntaxError, ValueError, IndexError):  # reported when it is imported
+        with contextlib.suppress(SyntaxError, ValueError, IndexError, RecursionError):  # reported when it is imported
             tree = ast.parse(files[file])
-            files[file] = ast.unparse(tree)  # without comments and layout
             for node in ast.walk(tree):
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     base = getattr(node, "module", None)
                     names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
                     above = file.parents[max(getattr(node, "level", 0), 1) - 1]
                     todo += [one for name in names for one in _find(name, [above, *folders])]
+            files[file] = ast.unparse(tree)  # without comments and layout
     named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
     return {name: digest_texts(texts) for name, texts in named.items()}
 

@@ -36,7 +36,9 @@ class TextStream:
         ends, starts = token == self._tags.end_id, token == self._tags.start_id
         if not self._is_closed and (ends or (starts and (is_first or self._part == ANSWER))):
             self._is_closed = ends
-            self._turn_to(ANSWER if ends else THINKING)
+            self.close()
+            self._part = ANSWER if ends else THINKING
+            self._begin_part()
         else:
             self._ids.append(token)
             self._decode(is_last=False)
@@ -44,11 +46,6 @@ class TextStream:
     def close(self) -> None:
         """Emit what was held back: bytes that never became a character."""
         self._decode(is_last=True)
-
-    def _turn_to(self, part: str) -> None:
-        self.close()
-        self._part = part
-        self._begin_part()
 
     def _begin_part(self) -> None:
         self._ids: list[int] = []  # of the part; decoded with context, because a tokenizer drops leading blanks

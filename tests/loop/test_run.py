@@ -325,9 +325,11 @@ import functools
 import own_helper
 SCALE = 1
 calls = 0
-def value(ids):
+def count():
     global calls
     calls += 1
+def value(ids):
+    print(calls, "".start) if calls < 0 else count()
     return {value}
 def shown(score):
     @functools.wraps(score)
@@ -343,8 +345,12 @@ class Base:
     def judge(self, completion_ids, **_):
         return list(map(lambda ids: own_helper.more(value(ids)), completion_ids))
 class Score(Base):
+    keywords = ["a user's own attribute"]
+    @staticmethod
+    def factor():
+        return {factor}
     def __call__(self, completion_ids, **_):
-        return self.judge(completion_ids) if other else []
+        return [self.factor() * one for one in self.judge(completion_ids)] if other else []
 other = Base()
 """
 
@@ -357,7 +363,7 @@ def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeyp
     comprehension, hid the function that it calls; an object had no source at all."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    first = NOTEBOOK.replace("{value}", "1")
+    first = NOTEBOOK.replace("{value}", "1").replace("{factor}", "1")
 
     def digest(cell=first, helper="more = abs", made=reward):
         (tmp_path / "own_helper.py").write_text(helper)
@@ -365,14 +371,15 @@ def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeyp
         names, file = {"__name__": "__main__"}, tmp_path / f"cell_{len(list(tmp_path.iterdir()))}.py"
         file.write_text(cell)
         exec(compile(cell, str(file), "exec"), names)
-        names["calls"] = 7  # counted meanwhile
+        names |= {"calls": 7, "start": len(list(tmp_path.iterdir()))}  # counted, and of another cell
         return read_sources([NamedReward(guard(eval(made, names)), "score", 1.0)])
 
     then = digest()
     assert then and then == digest()
-    assert then != digest(NOTEBOOK.replace("{value}", "2"))
+    assert then != digest(NOTEBOOK.replace("{value}", "2").replace("{factor}", "1"))
     if "Score" in reward:
         assert then != digest(helper="more = float")
+        assert then != digest(NOTEBOOK.replace("{value}", "1").replace("{factor}", "2"))
     else:
         assert then != digest(first.replace("SCALE = 1", "SCALE = -1"))
     assert (then != digest(made=reward.replace("offset=0", "offset=1"))) == ("offset" in reward)

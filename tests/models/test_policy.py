@@ -290,6 +290,7 @@ def test_an_adapter_knows_the_weights_that_it_was_trained_on(
     assert load(make_run(name=adapter)).weights["weights of the base"]
     (base / "consolidated.safetensors").write_bytes(b"the same in a form of others, which is never loaded")
     assert load(make_run(name=adapter))
+    assert load(make_run(f"model.adapter={adapter}", name=base)).weights["weights of the adapter to continue"]
     now = base if how == "replaced in place" else Path(shutil.copytree(base, tmp_path / "two" / "base"))
     make_tiny_model(seed=1).save_pretrained(now)
     text = refused(make_run(f"model.adapter={adapter}", name=now))

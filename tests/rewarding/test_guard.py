@@ -524,6 +524,16 @@ def test_an_error_in_the_data_does_not_change_the_form() -> None:
         assert "string indices" in guarded.failures[0]
     assert guarded.form == "given" and calls[-1] == ['{"a": {"b": 1.0}}'], "tried once"
 
+    def reads_gold(completions: Any, answer: Any) -> list[float]:  # an empty answer is its error, not the text
+        return [
+            float("boxed" in text and re.search("[0-9]", gold)[0] in text)
+            for text, gold in zip(completions, answer, strict=True)
+        ]
+
+    guarded = guard(reads_gold)
+    assert guarded(completions=["boxed 4", "boxed 5", "none"], answer=["4", None, "6"]) == [1.0, None, 0.0]
+    assert guarded(completions=["boxed 4"], answer=["4"]) == [1.0]
+
 
 def test_async_rewards_share_one_loop() -> None:
     """A client made in an evaluation was bound to that evaluation's loop, which was closed when training called it."""

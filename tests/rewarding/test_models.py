@@ -45,6 +45,7 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
         ("so it must be 42.", "42"),
         ("The total is $42.", "42"),
         ("So with $x=3$, the answer is 42.", "42"),
+        (r"Therefore, $x = \frac{1}{3}$, which is 0.333.", r"\frac{1}{3}"),
         ("The sum of $x$ and $y$ is 5.", "5"),
         ("It costs $5 for one, so the total is $40.", "40"),
         ("Therefore, x = 42", "42"),
@@ -56,7 +57,7 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
     thread = threading.Thread(target=lambda: found.append(judge(math_reward, *pairs)))
     thread.start()
     thread.join()
-    assert found == [[1.0] * 10 + [0.0, 0.0]] * 2
+    assert found == [[1.0] * 11 + [0.0, 0.0]] * 2
 
 
 FORMS = (

@@ -12,7 +12,7 @@ import pytest
 
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.worker import Worker, WorkerReward, refuse_edited
+from rloo_kit.rewarding.worker import MOST_FILES, Worker, WorkerReward, read_files, refuse_edited
 
 HERE = Path(__file__).parent
 BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "completion_ids": [(1, 2), (3,)]}
@@ -229,6 +229,14 @@ def test_a_process_never_starts_again_with_other_code(tmp_path: Path) -> None:
         file.write_text(kept)
     assert made(**BATCH) == [1.0, 1.0]
     made.worker.close()
+
+
+def test_a_file_that_is_too_deep_or_imports_hundreds_is_read_for_its_digest(tmp_path: Path) -> None:
+    """A sum of 2,000 terms was a RecursionError, and a package installed in place took 25 s."""
+    (tmp_path / "deep.py").write_text("import other_0\nTOTAL = " + " + ".join(["1"] * 2000))
+    for number in range(300):
+        (tmp_path / f"other_{number}.py").write_text(f"import other_{number + 1}")
+    assert len(found := read_files(str(tmp_path / "deep.py"), [])) == MOST_FILES and "other_1.py" in found
 
 
 @pytest.mark.parametrize("reward", ["process_id"], indirect=True)

@@ -29,7 +29,8 @@ OTHER = [("43", "42"), ("4 2", "42"), ("12", "1,2"), ("1,2345", "12345"), ("0.33
 OTHER += [("paris", "Paris"), ("The answer is 42", "42"), ("", "42"), ("nan", "7"), ("inf", "7"), ("1_000", "1000")]
 OTHER += [("0.1" + "0" * 70 + "1", "0.1"), ("4²", "42"), (r"\boxed{4} or \boxed{2}", "42"), ("**", "$")]
 EQUAL += [("**Paris**", "Paris"), ("Paris.", "Paris"), (r"\boxed{Paris}", "Paris"), (r"\text{Paris}", "Paris")]
-EQUAL += [("'Paris'.", "Paris"), ("**'Paris.'**", "Paris"), ("'42'", "42"), ("'It's'", "It's"), ("f''", "f''")]
+EQUAL += [("'Paris'.", "Paris"), ("**'Paris.'**", "Paris"), ("'42'", "42"), ("'It's'", "It's"), ("''42''", "42")]
+EQUAL += [("f''", "f''")]
 OTHER += [("f''", "f"), ("y'", "y"), ("A'", "A"), ("'A", "A"), ("90'", "90°"), ("84", "7 dozen"), ("€18", "£18")]
 
 
@@ -61,8 +62,8 @@ SPELLINGS = {
 }
 UNITS = r"""18\% | 18% | 18 percent | 18 \text{ eggs} | 18 eggs | 18kg | 18\,\text{kg} | 18 \, \text{kg}
     | 18~\mathrm{cm} | 18 \mathrm{~m} | 18 g | 18 cm² | 18\text{ cm}^2 | 18 square feet | 18 km/h | 18 miles per hour
-    | 18 per day | 18 dozen | 18 dozen eggs | 18° | 18 USD | €18 | 18 € | 18^\circ | 18^{\circ} | 18 °C | 18\degree
-    | 18元 | 18 年 | 18 个苹果 | 18個です | 18개"""
+    | 18 m/s² | 18 meters per second² | 18 per day | 18 dozen | 18 dozen eggs | 18° | 18 USD | €18 | 18 € | 18^\circ
+    | 18^{\circ} | 18 °C | 18\degree | 18元 | 18 年 | 18 个苹果 | 18個です | 18개"""
 SENTENCES = [
     "{}",
     "So it is {}.",
@@ -215,6 +216,7 @@ def test_a_missing_column_is_an_error_that_names_what_there_is() -> None:
         ("last_number", "The answer is ...42", 1.0),
         ("last_number", "The answer is .42", 0.0),
         ("last_number", "42π", 0.0),
+        ("last_number", "The acceleration is 42 m s⁻².", 1.0),
     ],
 )
 def test_finding_the_answer_in_a_sentence(find: str, text: str, reward: float) -> None:
