@@ -4,6 +4,7 @@ Signals only set a flag that the loop reads, so a Ctrl-C during a save breaks no
 """
 
 import importlib.util
+import shutil
 import signal
 import threading
 import time
@@ -188,7 +189,7 @@ class _BatchRun:
         saved = any((place.training(run.name) / "checkpoints").glob(f"{STEM}*"))  # the run itself refuses a damaged one
         resumes = "resume" in run.notebook.declared and saved
         if not resumes:
-            place.clear_training(run.name)
+            shutil.rmtree(place.training(run.name).folder, ignore_errors=True)  # it starts over
             status.seconds = 0.0
         (folder / "notebook.ipynb").unlink(missing_ok=True)  # of an earlier attempt
         command = papermill_command(run.notebook.path, folder, self._parameters(run, resumes))

@@ -191,10 +191,6 @@ class BatchDir:
         """The folder of a run's training run, which need not exist."""
         return RunDir(self.folder / name / TRAINING)
 
-    def clear_training(self, name: str) -> None:
-        """Delete the training run of an earlier attempt, so that it starts over."""
-        shutil.rmtree(self.folder / name / TRAINING, ignore_errors=True)
-
     def to_do(self) -> list[BatchRun]:
         """The runs that are not done, in order."""
         return [run for run in self.batch.runs if self.statuses[run.name].state != "done"]

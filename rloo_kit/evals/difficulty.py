@@ -40,7 +40,7 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
 
     Raises:
         ConfigError: there are no answers to judge with.
-        DataError: fewer prompts remain than one rollout takes, or a resumed run's selection is damaged or of others.
+        DataError: fewer prompts remain than a rollout takes; a resumed run's selection is damaged, or of other prompts.
     """
     if not run.rollout.difficulty_samples:
         return dataset

@@ -117,7 +117,7 @@ class Evaluations(TrainerCallback):
         self._staged: int | None = None  # the step whose weights wait for their checkpoint
         self._measured: set[int] = set()
         self._count = 0
-        self.rows = share(read_evaluations(run_dir.folder, run_dir.id))
+        self.rows = share(read_evaluations(run_dir.folder, run_dir.id, every=True))
         self._restore()
 
     # ------------------------------------------------------------------------------------------------ the schedule

@@ -323,9 +323,9 @@ class _LoopCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
-        trainer = self.trainer
-        trainer._refuse_idle()
-        trainer._window, trainer._due, trainer.rloo.broken = None, [], None  # in use at an interruption
+        self.trainer._refuse_idle()
+        self.trainer._window, self.trainer._due = None, []  # in use when training was interrupted
+        self.trainer.rloo.broken = None
         state.compute_steps(args, state.max_steps)  # the checkpoint's state has those of before
         if self.trainer._place is not None:
             self.trainer._step = self.trainer._place.micro_steps

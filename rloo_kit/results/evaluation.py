@@ -121,7 +121,7 @@ class Evaluation:
         reward_per_prompt: its mean over the scored completions of each prompt; None without any.
         rewards: each reward's own mean by name: mean, low, high, per_prompt.
         reward_unscored: completions without a weighted sum, because a reward failed on them or none applied.
-        sources: digest of the files of the rewards; rewards from other files are not compared. Empty without any.
+        sources: digest of the users' rewards as they were; edited ones are not compared. Empty without any.
         greedy_reward: the weighted sum at temperature 0, with the same keys; empty if not asked for, or accuracy leads.
     """
 
@@ -323,7 +323,7 @@ def shared_measures(*sides: Evaluation | None) -> tuple[str, ...]:
 
 
 def rewards_differ(*sides: Evaluation) -> bool:
-    """Whether a reward's file was edited between the evaluations, so that only accuracies compare."""
+    """Whether a reward was edited between the evaluations, so that only accuracies compare."""
     return len({side.sources for side in sides} - {""}) > 1
 
 

@@ -104,10 +104,12 @@ class HeldOutHistory:
         return None if measured is None else measured.value
 
 
-def read_evaluations(folder: Path, run: str) -> list[dict[str, Any]]:
-    """The rows of `evaluations.jsonl` that the run with the id `run` wrote, in step order, without damaged ones."""
+def read_evaluations(folder: Path, run: str, every: bool = False) -> list[dict[str, Any]]:
+    """The rows of `evaluations.jsonl` that the run with the id `run` wrote, in step order, without damaged ones; unless
+    `every`, only those by the inputs of the last one: edited rewards have another scale."""
     mine = [row for row in read_rows(folder / EVALUATIONS) if row.get("run", "") == run and _parse(row) is not None]
-    return sorted(mine, key=lambda row: row["step"])
+    mine.sort(key=lambda row: row["step"])
+    return mine if every else [row for row in mine if row.get("inputs") in (None, mine[-1].get("inputs"))]
 
 
 def parse_evaluations(rows: Iterable[dict[str, Any]]) -> list[HeldOut]:

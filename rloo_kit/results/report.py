@@ -75,7 +75,6 @@ def write_report(
     comparison = compare(before, after) if before is not None and after is not None else None
     verdict = judge_run(run, result, before, after)
     during = read_evaluations(folder, run_dir.id)
-    during = [row for row in during if row.get("inputs") in (None, during[-1].get("inputs"))]  # of its end
     changes = find_changes(before, after)
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
     chart = _held_out(before, after, during, result.kept_step)

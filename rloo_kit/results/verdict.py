@@ -204,7 +204,7 @@ def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     if before.num_samples != after.num_samples:
         words.append(f"from {before.num_samples} and {after.num_samples} completions per prompt")
     if rewards_differ(before, after):
-        words.append("without the rewards, whose file was edited in between")
+        words.append("without the rewards, which were edited in between")
     return f"measured {' and '.join(words)}" if words else ""
 
 
@@ -282,7 +282,7 @@ def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> st
     if apart := setting_differences(before, after):
         return f"The evaluations before and after differ in settings ({'; '.join(apart)}), so they are not compared"
     if rewards_differ(before, after):
-        return "A reward's file was edited between the evaluations before and after, so they are not compared"
+        return "A reward was edited between the evaluations before and after, so they are not compared"
     return "The evaluations have neither an accuracy nor a reward (data.answer_column, rewards)"
 
 

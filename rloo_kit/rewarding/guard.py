@@ -20,7 +20,7 @@ from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_n
 from rloo_kit.rewards.text import as_text
 
 UNDISTURBED = Undisturbed()
-# In Python's error if code indexes a text as messages, or reads messages as a text.
+# By the type of the completions, in Python's error if code indexes a text as messages, or reads messages as a text.
 OTHER_FORM: dict[type, tuple[str, str]] = {
     str: ("string indices must be", "'str' object has no attr"),
     list: ("'list' object has no attr", "expected string or bytes"),
@@ -214,8 +214,8 @@ class GuardedReward:
 
     async def _score_form(self, batch: dict[str, Any]) -> list[float | None]:
         outcome = await self._attempt(batch)
-        whole = not isinstance(outcome, Exception) or isinstance(outcome, WholeBatchError)
-        if not whole and batch_size(batch) > 1:
+        raised = isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError)
+        if raised and batch_size(batch) > 1:  # each sample alone
             read = [_read_outcome(await self._attempt(single), 1) for single in _singles(batch)]
             values = [None if problem else found[0] for found, problem in read]
             return self._settle(values, [problem for _, problem in read], batch)

@@ -3,7 +3,6 @@
 import dis
 import functools
 import inspect
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -20,26 +19,24 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
     describes. Keywords of a partial count, attributes of an object do not: rewards count and cache in them."""
     found: dict[str, list[str]] = {}
     for reward in rewards:
-        inner = unwrap(reward)
-        of_object = inspect.ismethod(inner) and not isinstance(inner.__self__, type)
-        made = type(inner.__self__) if of_object else inner if inspect.isroutine(inner) else type(inner)
-        if isinstance(inner, WorkerReward):
-            read = inner.worker.sources
-        elif made.__module__ == "__main__":
-            texts = _read_main(made, set())
-            counted = set(re.findall(r"\w+", " ".join(re.findall(r"\bglobal\b(.*)", "\n".join(texts)))))
-            texts = [text for text in texts if text.partition(" = ")[0] not in counted]
-            read = {f"reward {reward_name(inner)}": digest_texts(texts)}
-        else:
-            read = _read_file(made)
         while isinstance(reward, NamedReward | GuardedReward):
             reward = reward.reward
-        keywords = reward.keywords.items() if isinstance(reward, functools.partial) else ()
-        if plain := sorted((name, one) for name, one in keywords if isinstance(one, str | int | float)):
-            read = read | {f"arguments of {reward_name(inner)}": digest_texts([repr(plain)])}
-        for name, digest in read.items():
-            found.setdefault(name, []).append(digest)
-    return {name: digest_texts(digests) for name, digests in found.items()}
+        keywords = reward.keywords if isinstance(reward, functools.partial) else {}
+        plain = sorted((name, one) for name, one in keywords.items() if isinstance(one, str | int | float))
+        given = {f"reward {reward_name(reward)}, keywords": repr(plain)} if plain else {}
+        for name, text in (_read_source(unwrap(reward)) | given).items():
+            found.setdefault(name, []).append(text)
+    return {name: digest_texts(texts) for name, texts in found.items()}
+
+
+def _read_source(reward: Any) -> dict[str, str]:
+    """What identifies the source of an unwrapped reward, by file or function."""
+    if isinstance(reward, WorkerReward):
+        return reward.worker.sources
+    made = reward if inspect.isroutine(reward) else type(reward)
+    if inspect.ismethod(reward) and not inspect.isclass(reward.__self__):
+        made = type(reward.__self__)
+    return {f"reward {reward_name(reward)}": _read_main(made)} if made.__module__ == "__main__" else _read_file(made)
 
 
 def _read_file(made: Any) -> dict[str, str]:
@@ -51,27 +48,32 @@ def _read_file(made: Any) -> dict[str, str]:
     return {}
 
 
-def _read_main(made: Any, seen: set[Any]) -> list[str]:
-    """The source of a function, or of a class's methods; then the functions, classes and constants that it uses."""
-    seen.add(made)
-    texts = []
-    classes = [one for one in made.__mro__ if one.__module__ == "__main__"] if isinstance(made, type) else []
-    methods = [getattr(one, "__func__", one) for base in classes for one in vars(base).values()]  # of static ones too
-    for one in filter(inspect.isfunction, methods) if classes else [inspect.unwrap(made)]:
-        with suppress(OSError, TypeError):  # no source
-            texts.append(inspect.getsource(one))
-        for name in sorted(_names(one.__code__) & one.__globals__.keys()):
-            used = one.__globals__[name]
-            if isinstance(used, str | int | float):
-                texts.append(f"{name} = {used!r}")
-            elif getattr(used, "__module__", None) != "__main__":
-                texts += map(str, sorted(_read_file(used).items()))
-            elif (inspect.isfunction(used) or isinstance(used, type)) and used not in seen:
-                texts += _read_main(used, seen)
-    return texts
+def _read_main(made: Any) -> str:
+    """The source of a function or of a class's methods in a notebook, and of the functions, classes, modules and
+    constants that it uses; a global that one of them assigns is no constant but a counter."""
+    texts: list[str] = []
+    constants: dict[str, Any] = {}
+    assigned: set[str] = set()
+    todo = [made]
+    for made in todo:  # which grows
+        classes = [one for one in made.__mro__ if one.__module__ == "__main__"] if inspect.isclass(made) else []
+        methods = [getattr(one, "__func__", one) for base in classes for one in vars(base).values()]  # static ones too
+        for one in filter(inspect.isfunction, methods) if classes else [inspect.unwrap(made)]:
+            with suppress(OSError, TypeError):  # no source
+                texts.append(inspect.getsource(one))
+            assigned |= _names(one.__code__, "STORE_GLOBAL")
+            for name in sorted(_names(one.__code__, "LOAD_GLOBAL") & one.__globals__.keys()):
+                used = one.__globals__[name]
+                if isinstance(used, str | int | float):
+                    constants[name] = used
+                elif getattr(used, "__module__", None) != "__main__":
+                    texts += map(str, sorted(_read_file(used).items()))
+                elif (inspect.isfunction(used) or inspect.isclass(used)) and used not in todo:
+                    todo.append(used)
+    return repr((texts, sorted((name, value) for name, value in constants.items() if name not in assigned)))
 
 
-def _names(code: CodeType) -> set[str]:
-    """The global names that a function reads, with those of the comprehensions and lambdas in it."""
-    read = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-    return read.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+def _names(code: CodeType, operation: str) -> set[str]:
+    """The globals that a function reads or assigns, also in the comprehensions and lambdas in it."""
+    names = {one.argval for one in dis.get_instructions(code) if one.opname == operation}
+    return names.union(*(_names(one, operation) for one in code.co_consts if isinstance(one, CodeType)))

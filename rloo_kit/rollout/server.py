@@ -112,10 +112,11 @@ class ServerEngine:
         if expected_lengths is not None:
             order.sort(key=lambda number: -expected_lengths[number])
 
-        found = _run_all(
-            lambda number, stop: self._sample_one(prompt_ids[number], limits, seeds[number], stop),
-            order, self.rows or IN_FLIGHT, on_progress, self._count_losses, self._client.hang_up,
-        )  # fmt: skip
+        def sample_one(number: int, stop: threading.Event) -> CompletionState:
+            return self._sample_one(prompt_ids[number], limits, seeds[number], stop)
+
+        rows = self.rows or IN_FLIGHT
+        found = _run_all(sample_one, order, rows, on_progress, self._count_losses, self._client.hang_up)
         states = [found[number] for number in range(len(prompt_ids))]
         if on_tokens is not None:
             for number, state in enumerate(states):

@@ -383,6 +383,7 @@ def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeyp
     else:
         assert then != digest(first.replace("SCALE = 1", "SCALE = -1"))
     assert (then != digest(made=reward.replace("offset=0", "offset=1"))) == ("offset" in reward)
+    assert all(name.startswith("reward ") for name in then), "as a comparison of runs knows them"
 
 
 def test_rewards_are_known_by_their_files(tmp_path):

@@ -327,13 +327,16 @@ def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., P
     accuracy."""
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
     reward = {"low": 0.0, "high": 1.0, "reward_low": 0.0, "reward_high": 1.0, "rewards": {"exact": ONE}}
-    for run, share, source in ((a, 0.1, "1"), (b, 0.9, "2")):
+    for run, share in ((a, 0.1), (b, 0.9)):
         mean = [1.0] * int(100 * share) + [0.0] * int(100 - 100 * share)
         write_evaluation(run, 10, judged_by="exact match", reward=share, reward_per_prompt=mean, **reward)
-        (run / "inputs.json").write_text(json.dumps({"own.py": source, "column answer of the held-out prompts": "x"}))
-    sentence = call_json(a, b)[1]["sentence"]
-    assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
-    (b / "inputs.json").write_text(json.dumps({"own.py": "1", "column answer of the held-out prompts": "y"}))
+    for key in ("own.py", "reward score", "reward score, keywords"):  # as `read_sources` names them
+        for run, source in ((a, "1"), (b, "2")):
+            inputs = {key: source, "column answer of the held-out prompts": "x"}
+            (run / "inputs.json").write_text(json.dumps(inputs))
+        sentence = call_json(a, b)[1]["sentence"]
+        assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
+    (b / "inputs.json").write_text(json.dumps(inputs | {key: "1", "column answer of the held-out prompts": "y"}))
     assert "differently (column answer of the held-out prompts)" in call_json(a, b)[1]["sentence"]
 
 

@@ -233,10 +233,10 @@ def test_rewards_of_an_edited_file_do_not_decide(run: RunConfig) -> None:
     assert judge_run(run, result(run), *sides).kind == "learnt"
     sides[0].sources, sides[1].sources = "a", "b"
     found = judge_run(run, result(run), *sides)
-    assert found.kind == "no evidence" and "without the rewards, whose file was edited in between" in found.sentence
+    assert found.kind == "no evidence" and "without the rewards, which were edited in between" in found.sentence
     for side in sides:
         side.accuracy = side.per_prompt = side.greedy_accuracy = side.greedy_per_prompt = None
-    assert "file was edited between the evaluations" in judge_run(run, result(run), *sides).sentence
+    assert "A reward was edited between the evaluations" in judge_run(run, result(run), *sides).sentence
 
 
 def test_the_best_of_many_evaluations_is_said_to_be_partly_luck(run: RunConfig) -> None:

@@ -120,7 +120,8 @@ def test_evaluations_during_training_are_drawn_without_the_others(
         }
         for step in (0, 10, 20)
     ]
-    run_dir.append_jsonl("evaluations.jsonl", rows)
+    edited = rows[0] | {"inputs": "another reward", "step": 5}  # on another scale
+    run_dir.append_jsonl("evaluations.jsonl", [edited, *rows])
     run_dir.set_status("interrupted", step=20, adapter_step=10)
     found = compare_runs([folder, make_run("b", 60)]).runs[0]
     assert [point.step for point in _held_out(found, "accuracy")] == [0, 10, 20]
