@@ -18,6 +18,8 @@ FREE_ON_RESUME = (
     "rollout.server_url", "rollout.server_adapters", "rollout.vllm.gpu_memory_utilization",
     "rollout.vllm.max_num_seqs", "rollout.vllm.float8_kv_cache", "rollout.vllm.enforce_eager",
 )  # fmt: skip
+# The default before null, which adapts the same layers of the models that it fitted.
+OLD_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAY_GROW_ON_RESUME = ("rloo.max_steps", "rloo.num_train_epochs")
 COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo", "rollout")
 
@@ -64,6 +66,9 @@ def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any]
         filled = [RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now)]
     except (ValidationError, ConfigError):
         return saved, now
+    lora, default = filled[0]["model"]["lora"], filled[1]["model"]["lora"]
+    if lora and default and default["target_modules"] is None and lora["target_modules"] == OLD_TARGETS:
+        lora["target_modules"] = None
     return filled[0], filled[1]
 
 

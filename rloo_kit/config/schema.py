@@ -17,7 +17,6 @@ from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Tracker = Literal[
     "tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "swanlab", "clearml", "neptune", "dvclive", "dagshub",
@@ -78,8 +77,8 @@ class LoraSection(Section):
     r: Count = key(16, "rank")
     alpha: float = key(16, "scale; the update is multiplied by alpha / r", gt=0)
     dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps log-probs exact", ge=0.0, lt=1.0)
-    target_modules: list[str] = key(
-        PROJECTIONS, "layers that get an adapter; default: the seven projections", min_length=1
+    target_modules: list[str] | None = key(
+        None, "names of the layers that get an adapter; null: all linear layers of the model's blocks", min_length=1
     )
 
 

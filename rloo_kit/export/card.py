@@ -133,7 +133,7 @@ def _recipe(run: RunConfig, base: str) -> str:
         "seed": run.run.seed,
     }
     if (lora := run.model.lora) is not None:
-        rows["LoRA"] = f"r {lora.r}, alpha {lora.alpha:g}, {', '.join(lora.target_modules)}"
+        rows["LoRA"] = f"r {lora.r}, alpha {lora.alpha:g}, {', '.join(lora.target_modules or ['all linear layers'])}"
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
     return "\n".join(["| | |", "|---|---|", *lines])
 

@@ -50,6 +50,11 @@ class PolicyScorer:
         # with sharded weights, no process has the tensors to compare
         self._may_be_reference = reference_model is None and parallel.kind != "shards"
 
+    @property
+    def layout(self) -> str:
+        """The layout in use, one of `scorer.LAYOUTS`."""
+        return self.scorer.layout
+
     def choose_layout(self, groups: list[Group]) -> None:
         """Call it with the groups of a rollout before its passes: see `Scorer.choose_layout`."""
         self.scorer.choose_layout(groups)

@@ -19,7 +19,7 @@ from rloo_kit.gradient import packing
 from rloo_kit.gradient.logprobs import attach_token_scoring
 from rloo_kit.gradient.mixture import token_weights
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out
-from rloo_kit.models.policy import packed_keywords
+from rloo_kit.models.policy import find_other_layers, packed_keywords
 
 LAYOUTS = ("shared", "repeated", "padded")
 # P and C_i of the self-check's groups: 1,024 tokens, several blocks of every attention kernel. Without a GPU, 21:
@@ -152,6 +152,10 @@ class Scorer:
         return tuple(agree), "; ".join([found, *refused])
 
     def _prepare(self, model: torch.nn.Module) -> None:
+        """Make the model accept packed rows. Raises ValueError, with the reason, if its layers cannot: a state leaks
+        between sequences by less than the tolerances of 16 bits, and a window may be longer than the check's rows."""
+        if kinds := find_other_layers(model):
+            raise ValueError(f"packed sequences would reach each other through its layers ({kinds})")
         if self._keywords is packing.keywords:
             packing.install(model)
 

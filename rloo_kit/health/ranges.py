@@ -71,5 +71,5 @@ GAP = Threshold(
     ("sampling/logp_difference_mean",),
     high=0.1,
     alarm_high=0.1,
-    if_high="sampler and trainer are two policies: set rloo.sampler_correction=token, or rollout.engine=native",
+    if_high="sampler and trainer are two policies: set rloo.sampler_correction=token",
 )

@@ -208,8 +208,9 @@ RULES: tuple[Rule, ...] = (
         ("sampling/logp_difference_mean",),
         3,
         signs.sampler_gap,
-        "Sampler and trainer are two policies (4-bit kernels, vLLM, another precision)",
-        "set rloo.sampler_correction=token (currently {sampler_correction}), or rollout.engine=native",
+        "Sampler and trainer are two policies (4-bit kernels, vLLM, another precision, padding)",
+        "set rloo.sampler_correction=token (currently {sampler_correction}); if vLLM or a server samples, "
+        "rollout.engine=generate avoids it",
         follows=BREAKS,
         thresholds=(ranges.GAP,),
     ),

@@ -12,6 +12,7 @@ SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low 
 CEILING = 0.95  # mean of a reward from which there is little left to learn
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
 MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
+GAP_LOOK = 12  # rows in which a few gaps between sampler and trainer count, in a row or not
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 mean = statistics.fmean
 
@@ -408,11 +409,13 @@ def nothing_learnt(seen: Series, context: Context, window: int) -> Evidence | No
 
 
 def sampler_gap(seen: Series, context: Context, window: int) -> Evidence | None:
-    found = seen.lasting("sampling/logp_difference_mean", GAP.is_alarming, window)
-    if found is None:
+    points = seen.all("sampling/logp_difference_mean")[-GAP_LOOK:]
+    apart = [point for point in points if GAP.is_alarming(point.value)]  # it depends on which prompts are drawn
+    if len(apart) < window:
         return None
-    gap = mean(seen.last("sampling/logp_difference_mean", window))
-    return Evidence(found.step, f"log-probabilities of trainer and sampler are {gap:.2g} nats apart, on average")
+    gap = mean([point.value for point in apart])
+    found = f"in {len(apart)} of the last {len(points)} rows log-probabilities of trainer and sampler are {gap:.2g} nats"
+    return Evidence(apart[0].step, f"{found} apart, on average")
 
 
 def ratio(seen: Series, context: Context, window: int) -> Evidence | None:

@@ -254,7 +254,13 @@ class RLOOStep:
     def cut(self, batch: RolloutBatch, rows: Iterable[int], whole_groups: bool) -> list[list[int]]:
         """The rows of each pass with a gradient: up to `tokens_per_pass` tokens; one sequence with `memory: low`."""
         limit = 0 if self.settings.memory == "low" else self.settings.tokens_per_pass
-        return batch.passes(rows, self.scorer.tokens, limit, whole_groups)
+        return batch.passes(rows if whole_groups else self._sort(batch, rows), self.scorer.tokens, limit, whole_groups)
+
+    def _sort(self, batch: RolloutBatch, rows: Iterable[int]) -> Iterable[int]:
+        """The rows in the order of their passes: padded rows by length, so that those of a pass need little padding."""
+        if self.scorer.layout != "padded":
+            return rows
+        return sorted(rows, key=lambda row: len(batch.prompts[row]) + len(batch.completions[row]))
 
     def _cut_without_graph(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
         """The rows of each pass without a graph; with `memory: low`, up to the tokens of the longest sequence. With
@@ -262,7 +268,7 @@ class RLOOStep:
         limit = self.settings.tokens_per_pass
         if self.settings.memory == "low":
             limit = max(self.scorer.tokens(batch.groups([row])) for row in rows)
-        passes = batch.passes(rows, self.scorer.tokens, limit, whole_groups=False)
+        passes = batch.passes(self._sort(batch, rows), self.scorer.tokens, limit, whole_groups=False)
         return passes + passes[-1:] * (self.parallel.equalize(len(passes)) - len(passes))
 
     def _pass(

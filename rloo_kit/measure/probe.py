@@ -21,6 +21,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.preflight.faults import Fault
 from rloo_kit.preflight.result import Measures, RewardFound, Spread
 from rloo_kit.results.intervals import clustered, wilson
+from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.types import FOREIGN, Limits
 from rloo_kit.think_tags import THINK_START
 
@@ -300,15 +301,19 @@ def compare_logps(trainer: RLOOTrainer, probe: Probe, measures: Measures) -> boo
 
 def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: bool) -> Iterator[Fault]:
     """Faults if sampler and trainer, or policy and reference, differ when a run begins."""
+    sampler = trainer.rloo.sampler.engine
+    if isinstance(sampler, GenerateEngine) and (fault := sampler.check_padding()):
+        text = f"{fault}: exact, and slower if prompts vary in length (a larger rloo.num_generations fills the batches)"
+        yield Fault("log-probs", text, "warning")
     dtype, gap, settings = _computes_in(trainer), measures.logp_gap, trainer.rloo.settings
     limit = TOLERANCES[dtype]
     name = str(dtype).removeprefix("torch.")
     if gap is not None and not gap <= limit and not settings.filters.active:
-        engine = trainer.rloo.sampler.engine.name
-        fix = "set rloo.sampler_correction=token, or rollout.engine=generate"
+        engine = sampler.name
+        other = "model.dtype=float32" if engine == "generate" else "rollout.engine=generate"
+        fix = f"set rloo.sampler_correction=token, or {other}"
         if settings.sampler_correction != "none":
-            fix = f"rloo.sampler_correction={settings.sampler_correction} corrects for it; rollout.engine=generate "
-            fix += "avoids it"
+            fix = f"rloo.sampler_correction={settings.sampler_correction} corrects for it; {other} avoids it"
         if math.isnan(gap):
             fix = "set model.dtype=float32"
         yield Fault(

@@ -1,7 +1,7 @@
 """LoRA adapters around TRL's trainer: wrapping for the backend, precision, the KL's reference, saving and loading."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ import torch
 from accelerate.utils import DistributedType, is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
 
 from rloo_kit._stack import load_stack
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import BackendError, ConfigError
 
 # What PEFT's `save_pretrained` writes: neither TRL's copy "ref" nor the embedding, which is never resized ("auto" would
 # ask the hub whether it was).
@@ -84,6 +85,49 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     rest = {name: value for name, value in arguments.items() if name != "peft_config"}
     return rest | {"model": load_stack().peft.get_peft_model(rest["model"], arguments["peft_config"])}
+
+
+def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
+    """Names of the layers of a bare model that get an adapter: `wanted`, or with None all linear layers of its blocks.
+
+    Left out is an output projection of a Mamba layer: its fused kernel reads the matrix without calling the adapter.
+    Stacked experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
+    """
+    found, paths = set[str](), [f".{path}" for path, _ in model.named_modules()]
+    for path, layer in _blocks_of(model):
+        parent, _, name = path.rpartition(".")
+        if name == "experts":
+            found |= {"gate_proj", "up_proj", "down_proj"}
+        elif name != "out_proj" or not hasattr(model.get_decoder().get_submodule(parent), "D"):
+            found.add(name)
+    missing = [name for name in wanted or () if not any(path.endswith(f".{name}") for path in paths)]
+    missing = [name for name in missing if name not in found]
+    if missing or not (wanted or found):
+        has = f"has {', '.join(missing)}" if missing else "is null"
+        raise BackendError(
+            f"model.lora.target_modules {has}, but {type(model).__name__} has no such layers; its linear layers are "
+            f"{', '.join(sorted(found)) or 'of an unknown kind'}: set names of its layers, or null for all linear ones"
+        )
+    return list(wanted or sorted(found))
+
+
+def find_bare_layers(model: Any) -> list[str]:
+    """Names of linear layers in the blocks of a PeftModel that have no adapter, at least in some block."""
+    return sorted({path.rpartition(".")[2] for path, _ in _blocks_of(model.get_base_model())})
+
+
+def _blocks_of(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The linear layers of a model's blocks and its stacked experts that have no adapter, with their paths."""
+    head, wrapped = model.get_output_embeddings(), tuple[str, ...]()
+    for path, layer in model.get_decoder().named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            wrapped += (f"{path}.",)
+        elif path.startswith(wrapped) or layer is head:
+            continue
+        elif isinstance(layer, (torch.nn.Linear, Conv1D)) or (
+            path.endswith(".experts") and not isinstance(layer, torch.nn.ModuleList)
+        ):
+            yield path, layer
 
 
 def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:

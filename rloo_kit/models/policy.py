@@ -20,7 +20,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError
-from rloo_kit.models.adapters import ADAPTER_ALONE, follow_umask
+from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
 from rloo_kit.models.checkpoint import bind_padding, check_base, digest_source, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
@@ -101,9 +101,11 @@ class Policy:
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, is_trained in sizes if is_trained)
         base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        bare = find_bare_layers(self.model) if hasattr(self.model, "peft_config") else []
+        without = f" (no adapter on {', '.join(bare)})" if bare else ""
         bits = " in 4-bit" if getattr(base, "is_loaded_in_4bit", False) else ""
         return (
-            f"{type(base).__name__}{bits}, {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M trained, on "
+            f"{type(base).__name__}{bits}, {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M trained{without}, on "
             f"{next(self.model.parameters()).device}, family {self.family}; backend {self.backend}: {self.reason}"
         )
 
@@ -250,6 +252,15 @@ def packed_keywords(model: Any) -> Any:
     if not type(model.base_model).forward.__module__.startswith("unsloth."):
         return None
     return _module("unsloth").packed_keywords
+
+
+def find_other_layers(model: Any) -> str:
+    """The kinds of layers, by name, in which a token does not simply attend to all tokens before it: those with a window
+    or with a state along the row (Mamba, gated delta net, short convolution); empty if there are none."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+    if not kinds and getattr(model, "_is_stateful", False):
+        kinds = {"recurrent"}
+    return ", ".join(sorted(kinds))
 
 
 def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:

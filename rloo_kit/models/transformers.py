@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
+from rloo_kit.models.adapters import choose_targets
 from rloo_kit.models.checkpoint import ModelSource, usable_length
 from rloo_kit.models.vllm import VllmSettings, start_vllm
 from rloo_kit.plan.result import VllmPlan
@@ -144,10 +145,10 @@ def _with_adapter(model: Any, lora: LoraSection, seed: int, source: ModelSource,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
+        target_modules=choose_targets(model, lora.target_modules),
         task_type="CAUSAL_LM",
     )
     try:
         return peft.get_peft_model(model, settings)
     except ValueError as error:
-        raise BackendError(f"model.lora.target_modules = {lora.target_modules}: {error}") from error
+        raise BackendError(f"model.lora.target_modules = {settings.target_modules}: {error}") from error

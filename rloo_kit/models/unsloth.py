@@ -22,6 +22,7 @@ from transformers import AutoConfig
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
+from rloo_kit.models.adapters import choose_targets
 from rloo_kit.models.checkpoint import ModelSource, usable_length
 from rloo_kit.models.vllm import (
     InProcessVllm,
@@ -263,7 +264,7 @@ def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=list(lora.target_modules),
+            target_modules=choose_targets(model, lora.target_modules),
             use_gradient_checkpointing=run.model.gradient_checkpointing,
             random_state=run.run.seed,
         )
@@ -284,12 +285,12 @@ def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> 
         "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
     }
     if is_new:
-        lora = _lora_of(run)
+        lora, found = _lora_of(run), sorted(settings.target_modules)
         pairs |= {
             "model.lora.r": (lora.r, settings.r),
             "model.lora.alpha": (lora.alpha, settings.lora_alpha),
             "model.lora.dropout": (lora.dropout, settings.lora_dropout),
-            "model.lora.target_modules": (sorted(lora.target_modules), sorted(settings.target_modules)),
+            "model.lora.target_modules": (sorted(lora.target_modules or found), found),
         }
     return [Change(name, asked, found) for name, (asked, found) in pairs.items() if asked != found]
 

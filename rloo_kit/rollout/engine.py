@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.config.schema import ENGINES
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.adapters import find_handover_problem
-from rloo_kit.models.policy import find_vllm, inference_mode_of
+from rloo_kit.models.policy import find_other_layers, find_vllm, inference_mode_of
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.llama import LlamaEngine, LlamaModel
@@ -70,8 +70,7 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
 def _native_obstacle(model: Any) -> str | None:
     """Why `kv_cache` cannot hold this model's keys and values; None if it can."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+    if find_other_layers(model) or getattr(config, "sliding_window", None) is not None:
         return f"{config.model_type} has layers that do not attend to all tokens"
     if model.config.is_encoder_decoder:
         return f"{config.model_type} has an encoder"

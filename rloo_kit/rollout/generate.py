@@ -1,6 +1,7 @@
 """Sampling through `model.generate` (with Unsloth, its fast inference).
 
-A batch has prompts of one length if that needs no extra batch; otherwise prompts are padded on the left.
+A batch has prompts of one length if that needs no extra batch; otherwise prompts are padded on the left, unless the
+model continues a padded prompt otherwise than the prompt alone.
 Log-probabilities are read from the scores one step late, so only one (B, V) tensor is kept. Thinking is closed within
 the call, because a second call would prefill whole rows.
 
@@ -10,6 +11,7 @@ Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ WHOLE_DISTRIBUTION = {
     "num_return_sequences": 1,
     "min_new_tokens": 0,
 }
+PAD_CHECK = ((3, 11), 4)  # prompt lengths, and tokens after them
+PAD_TOLERANCE, PAD_TOLERANCE_16_BITS = 1e-3, 0.1  # largest sum of probabilities that padding may move to other tokens
 NO_PENALTIES = {key: WHOLE_DISTRIBUTION[key] for key in ("repetition_penalty", "no_repeat_ngram_size", "num_beams")}
 
 
@@ -65,6 +69,7 @@ class GenerateEngine:
             self._options = {"do_sample": True, **WHOLE_DISTRIBUTION}
             if model.generation_config.min_p is None:
                 del self._options["min_p"]  # 0.0 removes nothing, but costs a softmax over the vocabulary per token
+        self._fault: str | None = None  # of padded prompts; None until checked, empty without
 
     def sample(
         self,
@@ -84,6 +89,8 @@ class GenerateEngine:
         with self._mode(), torch.no_grad():
             while order:
                 batch = next_batch(order, lengths, self.rows or len(order))
+                if len({lengths[row] for row in batch}) > 1 and self.check_padding():
+                    batch = next_batch(order, lengths, self.rows or len(order), pads=False)
                 begun = [CompletionState(limits, self._end_ids) for _ in batch]
                 watch = None if on_tokens is None else _watch(on_tokens, batch)
                 if not self._generate([prompt_ids[row] for row in batch], begun, watch):
@@ -101,21 +108,19 @@ class GenerateEngine:
     ) -> bool:
         """Complete the states; returns False if memory ran out and they have to start over."""
         prefixes = [prompt + state.ids for prompt, state in zip(prompts, states, strict=True)]
-        width = max(len(ids) for ids in prefixes)
-        padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
-        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
-        device = self._model.get_input_embeddings().weight.device
-        steering = _Steering(self._temperature, states, self._end_ids[0], self._cut_behind(prefixes, device), on_tokens)
+        padded = self._pad(prefixes)
+        rows, width = padded["input_ids"].shape
+        cut = self._cut_behind(prefixes, padded["input_ids"].device)
+        steering = _Steering(self._temperature, states, self._end_ids[0], cut, on_tokens)
         try:
             output = self._model.generate(
-                input_ids=torch.tensor(padded, device=device),  # (B, P)
-                attention_mask=torch.tensor(mask, device=device),  # (B, P)
+                **padded,
                 max_new_tokens=max(state.room for state in states),
                 eos_token_id=self._end_ids,
                 pad_token_id=self._pad_id,
                 use_cache=True,
                 logits_processor=[steering],
-                **self._cache_options(len(prefixes), width),
+                **self._cache_options(rows, width),
                 **self._options,
             )
         except RuntimeError as error:
@@ -124,6 +129,53 @@ class GenerateEngine:
             return False
         steering.finish(output)
         return True
+
+    def check_padding(self) -> str | None:
+        """What is wrong with prompts padded on the left, which are then sampled one length after another; None if
+        nothing is. Compares greedy continuations of a random prompt, padded and alone, at the first call."""
+        if self._fault is None:
+            weight, lengths = self._model.get_input_embeddings().weight, PAD_CHECK[0]
+            generator, rows = torch.Generator().manual_seed(0), self._model.config.get_text_config().vocab_size
+            drawn = torch.randint(rows, (2, max(lengths)), generator=generator).tolist()
+            prompts = [ids[:length] for ids, length in zip(drawn, lengths, strict=True)]
+            with self._mode(), torch.no_grad():
+                steps = zip(self._continue(prompts), self._continue(prompts[:1]), strict=False)
+            same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # then the two continue other texts
+            gaps = [(mine - other).abs().sum().item() / 2 for (_, mine), (_, other) in same]
+            moved = max(gaps, default=0.0)  # none: its own generate takes no logits_processor, which `_Steering` reports
+            is_coarse = weight.dtype.itemsize == 2 or getattr(self._model, "is_loaded_in_4bit", False)
+            self._fault = ""
+            if not moved <= (PAD_TOLERANCE_16_BITS if is_coarse else PAD_TOLERANCE):
+                self._fault = (
+                    f"{self._model.config.model_type} continues a prompt that is padded on the left otherwise than the "
+                    f"prompt alone ({moved:.0%} of the probability goes to other tokens), so prompts of different "
+                    "lengths are sampled one length after another"
+                )
+                self._say(f"rollout: {self._fault}")
+        return self._fault or None
+
+    def _continue(self, prompts: list[list[int]]) -> list[tuple[int, torch.Tensor]]:
+        """Greedy tokens after the first prompt: for each, the id before it, and the probabilities (V,)."""
+        seen = list[tuple[int, torch.Tensor]]()
+
+        def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append((int(ids[0, -1]), scores[0].float().softmax(-1)))
+            return scores
+
+        options = {"do_sample": False, **NO_PENALTIES, "max_new_tokens": PAD_CHECK[1], "logits_processor": [note]}
+        self._model.generate(**self._pad(prompts), pad_token_id=self._pad_id, use_cache=True, **options)
+        return seen
+
+    def _pad(self, prefixes: list[list[int]]) -> dict[str, torch.Tensor]:
+        """`generate`'s arguments for prefixes: ids and mask, (B, P), padded on the left."""
+        width = max(len(ids) for ids in prefixes)
+        padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
+        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
+        device = self._model.get_input_embeddings().weight.device
+        return {
+            "input_ids": torch.tensor(padded, device=device),
+            "attention_mask": torch.tensor(mask, device=device),
+        }
 
     def _cut_behind(self, prefixes: list[list[int]], device: torch.device) -> Cut | None:
         """The filters, reading a row's own tokens instead of its padding."""
@@ -147,8 +199,8 @@ class GenerateEngine:
         )
 
 
-def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
-    """The rows to sample next: of one prompt length, if that does not increase the number of batches.
+def next_batch(order: list[int], lengths: list[int], rows: int, pads: bool = True) -> list[int]:
+    """The rows to sample next: of one prompt length, if that does not increase the number of batches, or if not `pads`.
 
     A padded row needs a mask, and with a mask Unsloth copies keys and values for every query head, in each layer for
     each token. An extra batch reads all weights again (and dequantises them in 4-bit), which may cost more.
@@ -163,7 +215,7 @@ def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
     """
     for length in dict.fromkeys(lengths[row] for row in order):
         alone = [row for row in order if lengths[row] == length][:rows]
-        if math.ceil((len(order) - len(alone)) / rows) < math.ceil(len(order) / rows):
+        if not pads or math.ceil((len(order) - len(alone)) / rows) < math.ceil(len(order) / rows):
             return alone
     return order[:rows]
 

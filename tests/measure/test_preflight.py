@@ -25,6 +25,7 @@ from rloo_kit.measure.probe import draw_rows, find_logp_faults
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.preflight.result import Measures, Preflight
 from rloo_kit.rollout.native import NativeEngine
+from tests.models.zoo import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("batch", "smollm2")  # a batch; a model that the embedded one cannot stand in for: tests/real_model
@@ -318,6 +319,26 @@ def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
     run.rloo.sampler_correction = "token"
     again = kit.check_preflight(run, policy, data, rewards)
     assert again.go and "log-probs" in [fault.stage for fault in again.warnings]
+
+
+def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tokenizer):
+    """MiniMax trained on samples of another policy wherever `generate` padded a prompt, and nothing said so."""
+    folder = save_model("MiniMax", tiny_tokenizer, tmp_path / "minimax")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{name: {folder}, dtype: float32, max_seq_length: 128}}\n"
+        "data: {source: embedded/addition, num_prompts: 24, test_size: 4, max_prompt_length: 64}\n"
+        "rewards: [{name: length_reward}]\n"
+        "rloo: {max_steps: 1, max_completion_length: 12, num_generations: 4, per_device_train_batch_size: 8, beta: 0.0}\n"
+        f"run: {{output_dir: {tmp_path / 'outputs'}}}\n"
+    )
+    run = kit.load_config(file)
+    policy = kit.load_policy(run)
+    data = kit.load_data(run, policy.tokenizer)
+    found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
+    (fault,) = [one for one in found.warnings if one.stage == "log-probs"]
+    assert "padded on the left" in fault.message and "one length after another" in fault.message
+    assert found.measures.logp_gap < 1e-4, "what is sampled is what is trained"
 
 
 def test_a_reference_elsewhere_is_a_fault(prepare, monkeypatch):

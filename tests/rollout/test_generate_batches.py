@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_kit.rollout.generate import next_batch
+from rloo_kit.rollout.generate import GenerateEngine, next_batch
 from rloo_kit.rollout.types import Limits
+from tests.models.zoo import make_model
 from tests.rollout.models import PROMPTS, adapted, check_logps, engine_for
 
 
@@ -72,9 +73,35 @@ def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyP
     found = engine_for(model, "generate", rows=6).sample(
         prompts, Limits(8), on_progress=lambda *some: done.append(some)
     )
-    assert [tuple(mask.shape) for mask in masks] == [(6, 3), (6, 4)] and bool(masks[0].all())
+    shapes = [tuple(mask.shape) for mask in masks]
+    assert shapes == [(6, 3), (2, 11), (1, 3), (6, 4)] and bool(masks[0].all()), "between them, the check of padding"
     assert done == [(6, 12), (12, 12)]
     check_logps(model, prompts, found)
+
+
+def test_a_model_that_cannot_be_padded_samples_one_length_after_another():
+    """MiniMax sampled from another policy than was trained, 4 nats a token apart, wherever `generate` padded prompts."""
+    model, lines = make_model("MiniMax"), list[str]()
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 4, 5], [9, 8, 7], [6, 5, 4, 3, 2, 1]]
+    engine = engine_for(model, "generate", say=lines.append)
+    torch.manual_seed(0)
+    check_logps(model, prompts, engine.sample(prompts, Limits(12)))
+    engine.sample(prompts, Limits(2))
+    (line,) = lines
+    assert line.startswith("rollout: minimax") and "one length after another" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_padding_is_refused_in_16_bits_too_and_only_where_it_is_wrong(dtype: torch.dtype, make_tiny_model: Any):
+    """A tolerance that let MiniMax pass in bfloat16, or refused Qwen3 for its rounding, would be no check."""
+    assert engine_for(make_model("MiniMax").to(dtype), "generate").check_padding() is not None
+    assert engine_for(make_tiny_model(initializer_range=0.3).to(dtype), "generate").check_padding() is None
+
+
+def test_a_rollout_of_one_length_is_not_checked(tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
+    """The check costs two calls, which a run without padding does not need."""
+    monkeypatch.setattr(GenerateEngine, "check_padding", lambda _: pytest.fail("nothing was padded"))
+    engine_for(tiny_model, "generate").sample([[1, 2, 3]] * 3, Limits(2))
 
 
 def test_a_budget_costs_one_call_of_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
@@ -91,7 +118,7 @@ def test_a_budget_costs_one_call_of_generate(make_tiny_model: Any, monkeypatch: 
     monkeypatch.setattr(model, "generate", counted)
     torch.manual_seed(0)
     found = engine_for(model, "generate").sample(PROMPTS, limits)
-    assert widths == [max(map(len, PROMPTS))] and any(found.thinking_forced)
+    assert widths == [11, 3, max(map(len, PROMPTS))] and any(found.thinking_forced)
     for ids, span in zip(found.completion_ids, found.forced, strict=True):
         if span is not None:
             assert span == (6, 9) and ids[6:9] == [7, 260, 8] and len(ids) <= 13
