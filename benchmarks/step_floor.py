@@ -39,7 +39,7 @@ def attention_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequ
     pairs = 0.0
     for prompt, lengths in zip(prompts, completions, strict=True):
         pairs += prompt * (prompt + 1) / 2 + sum(length * prompt + length * (length + 1) / 2 for length in lengths)
-    return 4.0 * shape.query_size * shape.num_layers * pairs
+    return 4.0 * shape.query_size * len(shape.attention_layers) * pairs
 
 
 def training_flops(
@@ -62,7 +62,7 @@ def rollout_bytes(shape: ModelShape, prompts: Sequence[int], completions: Sequen
     >>> round(rollout_bytes(PUBLISHED["4b"], [0], [[1]]) / 2**30, 2)  # one token reads the weights once
     2.47
     """
-    body = shape.num_layers * sum(nf4_bytes(rows * columns) for rows, columns in shape.matrices.values())
+    body = sum(len(layers) * sum(nf4_bytes(r * c) for r, c in one.values()) for layers, one in shape.matrices)
     head = 2 * shape.vocab_size * shape.hidden_size
     total = float(max(map(max, completions)) * (body + head))
     for prompt, lengths in zip(prompts, completions, strict=True):

@@ -3,18 +3,19 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.byte_tokens import ROWS
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import BackendError
-from rloo_kit.plan.shapes import ModelShape, find_shape
+from rloo_kit.plan.shapes import DELTA_KEYS, ModelShape, find_shape
 
 SHARD_BYTES = 2**31
 BLOCK = 2**20  # random numbers that are drawn; tensors repeat them
@@ -60,9 +61,13 @@ def save_random_model(
 
 
 def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) -> Any:
-    """transformers' config for a shape (Qwen3, Qwen2 or Llama, by its norms and biases) with `positions` tokens and
-    further `values`; without them there are no special tokens."""
+    """transformers' config for a shape (Qwen3.5, Qwen3, Qwen2 or Llama, by its delta nets, norms and biases) with
+    `positions` tokens and further `values`; without them there are no special tokens."""
     kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
+    if (net := shape.delta) is not None:
+        kinds = ["linear_attention" if layer in net.layers else "full_attention" for layer in range(shape.num_layers)]
+        kind, heads = Qwen3_5TextConfig, dict(zip(DELTA_KEYS, astuple(net)[1:], strict=True))
+        values = {"layer_types": kinds} | heads | values
     return kind(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -157,12 +162,13 @@ class _Inserted:
 def fill_cache(model: Any, rows: int, width: int) -> Any:
     """transformers' cache for (B, P) prefixes without their last token: views of one token's keys and values, which the
     first step materialises layer by layer."""
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    one = model(input_ids=ids, use_cache=True).past_key_values
-    pairs = [(layer.keys, layer.values) for layer in one.layers] if hasattr(one, "layers") else list(one)
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    for layer, pair in zip(cache.layers, pairs, strict=True):
-        wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
-        layer.lazy_initialization(*wide)
-        layer.keys, layer.values = wide
+    ids = torch.zeros(rows, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    one = cache = model(input_ids=ids, use_cache=True).past_key_values
+    if not hasattr(one, "layers"):  # Unsloth's pairs
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        for layer, pair in zip(cache.layers, one, strict=True):
+            layer.lazy_initialization(*pair)
+            layer.keys, layer.values = pair
+    for layer in (layer for layer in cache.layers if hasattr(layer, "keys")):  # a delta net's state is full
+        layer.keys, layer.values = (states.expand(-1, -1, width - 1, -1) for states in (layer.keys, layer.values))
     return cache

@@ -110,8 +110,7 @@ def choose_engine(
     if run.rollout.engine != "auto":
         return EngineChoice(run.rollout.engine, f"rollout.engine is {run.rollout.engine}")
     machine = machine or find_machine()
-    fused = uses_unsloth(run, machine)
-    name = "generate" if fused else "native"
+    fused, name = uses_unsloth(run, machine), read_load(run, machine, config).engine
     if not machine.on_cuda:
         return EngineChoice(name, "without a CUDA GPU")
     plan = plan_vllm(run, machine, config)

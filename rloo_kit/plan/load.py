@@ -44,12 +44,12 @@ def read_load(
     backend's engine without vLLM."""
     model, rloo = run.model, run.rloo
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
-    rank, targets, is_continued = _find_adapter(run)
+    rank, targets, is_continued = _find_adapter(run, shape)
     fused = uses_unsloth(run, machine)
     weight, compute = _find_widths(run, machine)
     engine = engine or run.rollout.engine
     if engine == "auto":
-        engine = "generate" if fused else "native"
+        engine = "generate" if fused or shape.delta else "native"
     vllm, share = run.rollout.vllm, run.rollout.vllm.gpu_memory_utilization
     offloads = fused and model.gradient_checkpointing == "unsloth"
     reference = "none"
@@ -96,14 +96,15 @@ def step_completions(run: RunConfig) -> int:
     return run.rloo.per_device_train_batch_size * run.rloo.gradient_accumulation_steps
 
 
-def _find_adapter(run: RunConfig) -> tuple[int | None, tuple[str, ...], bool]:
+def _find_adapter(run: RunConfig, shape: ModelShape) -> tuple[int | None, tuple[str, ...], bool]:
     """Rank and matrices of the adapter, and whether it is continued; rank None if every parameter is trained."""
     if run.model.lora is None:
         return None, (), False
     settings = read_adapter(run.model.adapter or run.model.name)
     targets = settings.get("target_modules")
     if not isinstance(settings.get("r"), int) or not isinstance(targets, list):
-        return run.model.lora.r, tuple(run.model.lora.target_modules), run.model.adapter is not None
+        every = {name.rpartition(".")[2]: None for _, matrices in shape.matrices for name in matrices}
+        return run.model.lora.r, tuple(run.model.lora.target_modules or every), run.model.adapter is not None
     return settings["r"], tuple(targets), True
 
 

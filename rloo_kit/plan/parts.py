@@ -6,6 +6,7 @@ backward pass and Unsloth's kernels are estimates.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.system.gpu import GIB
@@ -29,7 +30,8 @@ class Load:
         four_bit: the matrices of the layers are in NF4. weight_bytes: per unquantised weight and cache element.
         compute_bytes: per activation. lora_rank: None trains every parameter. lora_targets: names of matrices.
         checkpointing: "off", "on" (recomputed) or "offloaded" (recomputed, checkpoints in host memory).
-        fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion.
+        fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion, as do
+            the padded rows of delta nets.
         tokens_per_pass: limit of a training pass, which has at least one row, or one group (whole_groups).
         reference: what beta needs in addition to the policy: "none", "adapter" (a frozen copy) or "model".
         completions: per call of the engine in this process. engine: as in `rollout.engine`.
@@ -82,7 +84,7 @@ class Load:
     @property
     def pass_tokens(self) -> int:
         """Tokens of the largest training pass."""
-        prompts = self.num_generations if self.fused else 1
+        prompts = self.num_generations if self.fused or self.shape.delta else 1
         group = prompts * self.prompt_tokens + self.num_generations * self.completion_tokens
         least = group if self.whole_groups else self.row_tokens
         return min(max(self.tokens_per_pass, least), self.completions * self.row_tokens)
@@ -101,8 +103,8 @@ def nf4_bytes(weights: int) -> int:
 def body_bytes(load: Load) -> int:
     """The matrices of the layers."""
     shape, total = load.shape, 0
-    for layer in range(shape.num_layers):
-        for name, (rows, columns) in shape.matrices.items():
+    for layers, matrices in shape.matrices:
+        for layer, (name, (rows, columns)) in product(layers, matrices.items()):
             is_packed = load.four_bit and not shape.is_kept(f"model.layers.{layer}.{name}")
             total += nf4_bytes(rows * columns) if is_packed else rows * columns * load.weight_bytes
     return total
@@ -117,15 +119,16 @@ def _trained_matrices(load: Load) -> Iterator[tuple[int, int, int]]:
     """(rows, columns, count) of the trained matrices; norms and biases as one row."""
     shape = load.shape
     if load.lora_rank is None:
-        for rows, columns in shape.matrices.values():
-            yield rows, columns, shape.num_layers
+        for layers, matrices in shape.matrices:
+            yield from ((rows, columns, len(layers)) for rows, columns in matrices.values())
         yield shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2
         yield 1, shape.vector_weights, 1
         return
-    for name, (rows, columns) in shape.matrices.items():
-        if name.rpartition(".")[2] in load.lora_targets:
-            yield rows, load.lora_rank, shape.num_layers
-            yield load.lora_rank, columns, shape.num_layers
+    for layers, matrices in shape.matrices:
+        for name, (rows, columns) in matrices.items():
+            if name.rpartition(".")[2] in load.lora_targets:
+                yield rows, load.lora_rank, len(layers)
+                yield load.lora_rank, columns, len(layers)
     for _ in {"lm_head", "embed_tokens"} & set(load.lora_targets):
         yield shape.vocab_size, load.lora_rank, 1
         yield load.lora_rank, shape.hidden_size, 1
@@ -165,62 +168,77 @@ def cache_bytes_per_token(load: Load) -> int:
     return load.shape.cache_elements * (1 if load.float8_cache else load.weight_bytes)
 
 
+def state_bytes(load: Load) -> int:
+    """One row's states of the layers without a KV cache, in float32, and the last inputs of their convolutions."""
+    if (net := load.shape.delta) is None:
+        return 0
+    state = FLOAT * net.value_heads * net.key_dim * net.value_dim
+    return len(net.layers) * (state + load.weight_bytes * net.conv_size * net.kernel)
+
+
 def cache_bytes(load: Load, rows: int) -> int:
     """The rollout's cache of `rows` completions at full length, in whole blocks."""
-    return rows * load.cache_tokens * cache_bytes_per_token(load)
+    return rows * (load.cache_tokens * cache_bytes_per_token(load) + state_bytes(load))
 
 
 def decoding_bytes(load: Load, rows: int) -> int:
     """Keys and values of one layer while it attends, copied for each query head by attention with a mask.
 
-    With as many key heads as query heads, the memory to grow one layer's keys.
+    With as many key heads as query heads, the memory to grow one layer's keys. At least three states of a delta net.
     """
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
-    return rows * load.cache_tokens * width * load.weight_bytes
+    state = state_bytes(load) // max(shape.num_layers - len(shape.attention_layers), 1)
+    return rows * max(load.cache_tokens * width * load.weight_bytes, 3 * state)
 
 
 def joined_bytes(load: Load) -> int:
     """The native loop's copy of the layers with the adapter added; only for small models in float32."""
-    is_plain = not load.four_bit and not load.fused and load.weight_bytes == load.compute_bytes == FLOAT
+    is_plain = load.engine == "native" and not load.four_bit and load.weight_bytes == load.compute_bytes == FLOAT
     size = body_bytes(load) if is_plain else 0
     return size if size <= JOINED_LIMIT_BYTES else 0
 
 
-def saved_bytes_per_token(load: Load) -> int:
+def saved_bytes_per_token(load: Load, kind: int = 0) -> int:
     """Bytes per token that one layer saves for its backward pass; a test counts them in a real model.
 
     The inputs of the norms in float32 (Qwen3 has norms of q and k too); q, k, v and the attention's output; gate, its
     activation and up; and the inputs of the matrices, which a float32 adapter on a 16-bit model casts once per
     matrix. Unsloth's kernels save the inputs of norms and blocks, q, k, v and the output, gate and up (estimated).
+    A gate of attention adds three queries. A delta net (`kind` 1 of `shape.matrices`) is estimated from above, for
+    transformers' own code with its chunks of 64 tokens; the kernels of flash-linear-attention save less.
     """
-    shape, size = load.shape, load.compute_bytes
+    shape, size, matrices = load.shape, load.compute_bytes, load.shape.matrices[kind][1]
     qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
-    attention = 2 * shape.query_size + 2 * shape.kv_size
-    if load.fused:
+    attention = (2 if shape.delta is None else 5) * shape.query_size + 2 * shape.kv_size
+    if load.fused and shape.has_kernels:
         return (4 * shape.hidden_size + qk_norm + attention + 2 * shape.intermediate_size) * size
-    inputs = {name.rpartition(".")[2]: columns for name, (_, columns) in shape.matrices.items()}
+    inputs = {name.rpartition(".")[2]: columns for name, (_, columns) in matrices.items()}
     trained = [name for name in inputs if name in load.lora_targets] if load.lora_rank is not None else []
     if trained and size < FLOAT:
         copied = sum(inputs[name] + 2 * (load.lora_rank or 0) for name in trained)
     else:
-        copied = sum(inputs[name] for name in ("q_proj", "o_proj", "up_proj", "down_proj"))
+        outputs = ("o_proj", "out_proj", "down_proj")
+        copied = 2 * shape.hidden_size + sum(columns for name, columns in inputs.items() if name in outputs)
         copied += len(trained) * (load.lora_rank or 0)
-    norms = (2 * shape.hidden_size + qk_norm) * FLOAT
-    return norms + (attention + 3 * shape.intermediate_size + copied) * size
+    mixer = qk_norm * FLOAT + attention * size
+    if kind and (net := shape.delta) is not None:
+        keys, values, chunks = (net.value_heads * width for width in (net.key_dim, net.value_dim, 64))
+        mixer = (6 * keys + 5 * values + 4 * chunks) * FLOAT + (4 * keys + 4 * values + 3 * net.conv_size) * size
+    return 2 * shape.hidden_size * FLOAT + mixer + (3 * shape.intermediate_size + copied) * size
 
 
 def activation_bytes(load: Load) -> int:
     """Of the largest training pass: activations saved for the backward pass, and its transients."""
     shape, size = load.shape, load.compute_bytes
-    layer = saved_bytes_per_token(load)
+    layers = [saved_bytes_per_token(load, kind) for kind in range(len(shape.matrices))]
     on_the_way = 3 * shape.intermediate_size * size  # gradients of gate, up and their product
     checkpoint = shape.hidden_size * size
     ends = shape.hidden_size * (2 * size + FLOAT)  # the embedding's output, the last norm's input and output
     if load.checkpointing == "off":
-        body = shape.num_layers * layer
+        body = sum(len(places) * layer for (places, _), layer in zip(shape.matrices, layers, strict=True))
     else:  # offloaded: the checkpoint in use, and the next one in transfer
-        body = layer + checkpoint * (2 if load.checkpointing == "offloaded" else shape.num_layers)
+        body = max(layers) + checkpoint * (2 if load.checkpointing == "offloaded" else shape.num_layers)
     return load.pass_tokens * (body + on_the_way + ends)
 
 
@@ -244,7 +262,7 @@ def sampling_bytes(load: Load, rows: int) -> int:
 
 def work_bytes(load: Load) -> int:
     """The largest matrix, unpacked: 4-bit weights are unpacked for every multiplication."""
-    largest = max(rows * columns for rows, columns in load.shape.matrices.values())
+    largest = max(rows * columns for _, matrices in load.shape.matrices for rows, columns in matrices.values())
     return largest * load.compute_bytes if load.four_bit else 0
 
 

@@ -155,6 +155,8 @@ def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
         return
     kib = parts.cache_bytes_per_token(load) / 1024
     detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB"
+    if load.shape.delta is not None:
+        detail = f"{rows} x ({load.cache_tokens} tokens x {kib:.4g} KiB + {parts.state_bytes(load) / 2**20:.4g} MiB)"
     yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
     detail = "one layer's keys and values, once per query head"
     yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
@@ -187,8 +189,14 @@ def _find_notes(
             f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
             "All are counted in 4 bit; the margin allows for the difference"
         )
+    if load.shape.has_vision:
+        loads = "Unsloth loads it too (0.1 to 0.5B weights)" if load.fused else "transformers does not load it"
+        yield f"the vision tower of {run.model.name} is not counted: {loads}"
+    if load.shape.delta is not None:
+        layers = f"{len(load.shape.delta.layers)} of {load.shape.num_layers} layers"
+        yield f"{layers} have a state in place of a KV cache; the activations of these are an estimate on the high side"
     if machine.on_cuda:
-        backend = "Unsloth" if load.fused else "transformers"
+        backend = "Unsloth" if load.fused and load.shape.has_kernels else "transformers"
         yield f"activations are computed for the {backend} backend"
     yield from _find_faster(run, load, rows, machine, config)
 

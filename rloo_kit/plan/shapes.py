@@ -1,6 +1,6 @@
 """The shape of a model, which gives the size of its weights and cache, from `config.json` alone.
 
-Source of the table: `config.json` of Qwen/Qwen3-0.6B to Qwen3-32B; the 2507 models share their shapes.
+Source of the tables: the models' own `config.json`; the 2507 models share the shapes of Qwen3.
 """
 
 import json
@@ -17,12 +17,36 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.runs.files import read_json
 from rloo_kit.system.env_file import huggingface_home
 
-SUPPORTED = ("qwen3", "qwen2", "llama", "mistral")  # the same layers, with or without norms of q and k, and biases
-QWEN3_ROWS = 151936
+HAS_KERNELS = ("qwen3", "qwen2", "llama", "mistral")  # Unsloth's own kernels; it compiles the others
+SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5")  # the same MLP; attention differs by norms, biases, gates, delta nets
+QWEN3_ROWS, QWEN3_5_ROWS, LLAMA3_ROWS = 151936, 248320, 128256
 BNB_ENDING = "-bnb-4bit"
 DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit
 _ENDINGS = (DYNAMIC_ENDING, BNB_ENDING, "-instruct-2507", "-thinking-2507", "-base")
 _KEYS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+_HEADS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+DELTA_KEYS = [f"linear_{key}" for key in _HEADS]  # the fields of DeltaNet, without its layers
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta nets that replace attention in some layers of Qwen3.5: a state of fixed size, no KV cache.
+
+    Attributes:
+        layers: their places in the model. kernel: tokens of the convolution in front of the state.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    kernel: int = 4
+
+    @property
+    def conv_size(self) -> int:
+        """Width of the convolution: all queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,8 @@ class ModelShape:
 
     Attributes:
         tied: the head is the embedding. qk_norm: norms of queries and keys, as in Qwen3. qkv_bias: as in Qwen2.
+        delta: layers without attention; with it, the others gate their attention. has_kernels: Unsloth has kernels for
+            this type. has_vision: the checkpoint also has a vision tower, which is not counted.
         is_quantised: the checkpoint has 4-bit weights. kept: patterns of modules that it keeps in 16 bit.
         source: where the shape was read, for display.
     """
@@ -45,6 +71,9 @@ class ModelShape:
     tied: bool
     qk_norm: bool = True
     qkv_bias: bool = False
+    delta: DeltaNet | None = None
+    has_kernels: bool = True
+    has_vision: bool = False
     is_quantised: bool = False
     kept: tuple[str, ...] = ()
     source: str = "given"
@@ -60,30 +89,43 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """The matrices of one layer by name: (output rows, input columns)."""
+    def attention_layers(self) -> tuple[int, ...]:
+        """The places of the layers with attention, and so with a KV cache."""
+        return tuple(layer for layer in range(self.num_layers) if not self.delta or layer not in self.delta.layers)
+
+    @property
+    def matrices(self) -> list[tuple[tuple[int, ...], dict[str, tuple[int, int]]]]:
+        """Of each kind of layer the places, and one layer's matrices by name: (output rows, input columns)."""
         hidden, wide, query, kv = self.hidden_size, self.intermediate_size, self.query_size, self.kv_size
-        return {
-            "self_attn.q_proj": (query, hidden),
+        mlp = {"mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide)}
+        attention = {
+            "self_attn.q_proj": (query if self.delta is None else 2 * query, hidden),
             "self_attn.k_proj": (kv, hidden),
             "self_attn.v_proj": (kv, hidden),
             "self_attn.o_proj": (hidden, query),
-            "mlp.gate_proj": (wide, hidden),
-            "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide),
         }
+        kinds = [(self.attention_layers, attention | mlp)]
+        if (net := self.delta) is not None:
+            value, heads = net.value_heads * net.value_dim, net.value_heads
+            rows = {"in_proj_qkv": net.conv_size, "in_proj_z": value, "in_proj_b": heads, "in_proj_a": heads}
+            delta = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
+            kinds.append((net.layers, delta | {"linear_attn.out_proj": (hidden, value)} | mlp))
+        return kinds
 
     @property
     def body_weights(self) -> int:
         """Weights in the matrices of all layers, which 4-bit loading quantises."""
-        return self.num_layers * sum(rows * columns for rows, columns in self.matrices.values())
+        return sum(len(places) * rows * columns for places, one in self.matrices for rows, columns in one.values())
 
     @property
     def vector_weights(self) -> int:
-        """Weights of norms and biases, the last norm included."""
-        layer = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        layer += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
-        return self.num_layers * layer + self.hidden_size
+        """Weights of norms, biases and convolutions, the last norm included."""
+        attention = 2 * self.head_dim if self.qk_norm else 0
+        attention += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
+        total = (2 * self.num_layers + 1) * self.hidden_size + len(self.attention_layers) * attention
+        if (net := self.delta) is not None:
+            total += len(net.layers) * (net.conv_size * net.kernel + 2 * net.value_heads + net.value_dim)
+        return total
 
     @property
     def table_weights(self) -> int:
@@ -104,7 +146,7 @@ class ModelShape:
     @property
     def cache_elements(self) -> int:
         """Elements of the KV cache for one token."""
-        return 2 * self.num_layers * self.kv_size
+        return 2 * len(self.attention_layers) * self.kv_size
 
     def is_kept(self, module: str) -> bool:
         """Whether a quantised checkpoint keeps `module` ("model.layers.3.mlp.up_proj") in 16 bit.
@@ -114,17 +156,34 @@ class ModelShape:
         return any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.kept)
 
 
-def _qwen3(hidden: int, wide: int, layers: int, heads: int, tied: bool) -> ModelShape:
-    return ModelShape(hidden, wide, layers, heads, 8, 128, QWEN3_ROWS, tied, source="the published shapes of Qwen3")
+def _qwen3_5(hidden: int, wide: int, layers: int, heads: int, value_heads: int, tied: bool) -> ModelShape:
+    delta = DeltaNet(tuple(layer for layer in range(layers) if (layer + 1) % 4), 16, value_heads)
+    sizes = hidden, wide, layers, heads, min(heads // 4, 4), 256, QWEN3_5_ROWS, tied
+    return ModelShape(*sizes, delta=delta, has_kernels=False, has_vision=True)
 
 
 PUBLISHED = {
-    "0.6b": _qwen3(1024, 3072, 28, 16, True),
-    "1.7b": _qwen3(2048, 6144, 28, 16, True),
-    "4b": _qwen3(2560, 9728, 36, 32, True),
-    "8b": _qwen3(4096, 12288, 36, 32, False),
-    "14b": _qwen3(5120, 17408, 40, 40, False),
-    "32b": _qwen3(5120, 25600, 64, 64, False),
+    "0.6b": ModelShape(1024, 3072, 28, 16, 8, 128, QWEN3_ROWS, True),
+    "1.7b": ModelShape(2048, 6144, 28, 16, 8, 128, QWEN3_ROWS, True),
+    "4b": ModelShape(2560, 9728, 36, 32, 8, 128, QWEN3_ROWS, True),
+    "8b": ModelShape(4096, 12288, 36, 32, 8, 128, QWEN3_ROWS, False),
+    "14b": ModelShape(5120, 17408, 40, 40, 8, 128, QWEN3_ROWS, False),
+    "32b": ModelShape(5120, 25600, 64, 64, 8, 128, QWEN3_ROWS, False),
+}
+_DISTILL = "deepseek-r1-distill"
+NAMED = {f"qwen3-{size}": shape for size, shape in PUBLISHED.items()} | {
+    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 16, True),
+    "qwen3.5-2b": _qwen3_5(2048, 6144, 24, 8, 16, True),
+    "qwen3.5-4b": _qwen3_5(2560, 9216, 32, 16, 32, True),
+    "qwen3.5-9b": _qwen3_5(4096, 12288, 32, 16, 32, False),
+    "qwen3.5-27b": _qwen3_5(5120, 17408, 64, 24, 48, False),
+    "smollm3-3b": ModelShape(2048, 11008, 36, 16, 4, 128, LLAMA3_ROWS, True, qk_norm=False, has_kernels=False),
+    f"{_DISTILL}-qwen-1.5b": ModelShape(1536, 8960, 28, 12, 2, 128, QWEN3_ROWS, False, qk_norm=False, qkv_bias=True),
+    f"{_DISTILL}-qwen-7b": ModelShape(3584, 18944, 28, 28, 4, 128, 152064, False, qk_norm=False, qkv_bias=True),
+    f"{_DISTILL}-qwen-14b": ModelShape(5120, 13824, 48, 40, 8, 128, 152064, False, qk_norm=False, qkv_bias=True),
+    f"{_DISTILL}-qwen-32b": ModelShape(5120, 27648, 64, 40, 8, 128, 152064, False, qk_norm=False, qkv_bias=True),
+    f"{_DISTILL}-llama-8b": ModelShape(4096, 14336, 32, 32, 8, 128, LLAMA3_ROWS, False, qk_norm=False),
+    "deepseek-r1-0528-qwen3-8b": PUBLISHED["8b"],
 }
 # Both embedded models, as in embedded.cold_start, which imports torch (a test compares).
 EMBEDDED = ModelShape(128, 256, 3, 4, 2, 32, 320, True, source="the embedded model")
@@ -162,7 +221,7 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
         return known
     raise ConfigError(
         f"model.name is {name}, which is neither a folder nor in the Hugging Face cache ({_hub_cache()}), nor a "
-        f"known size (Qwen3 {', '.join(PUBLISHED)}), so its memory cannot be planned. Download its "
+        "known shape (Qwen3, Qwen3.5, SmolLM3-3B, DeepSeek-R1-Distill), so its memory cannot be planned. Download its "
         f"config.json first: hf download {name} config.json"
     )
 
@@ -185,7 +244,9 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
     """The shape described by the content of a `config.json`. Raises ConfigError if a key is missing, or if the model
     has experts or unsupported layers."""
     text = config.get("text_config") or config
-    kind, missing = text.get("model_type"), [key for key in _KEYS if not isinstance(text.get(key), int)]
+    kind = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
+    needed = [*_KEYS, "layer_types", *DELTA_KEYS] if kind == "qwen3_5" else _KEYS
+    missing = [key for key in needed if not isinstance(text.get(key), int | list)]
     has_experts = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if kind not in SUPPORTED or has_experts or missing:
         why = f"lacks {', '.join(missing)}" if kind in SUPPORTED and missing else f"is of the type {kind!r}"
@@ -194,7 +255,10 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
             f"{', '.join(SUPPORTED)}. Training continues without a plan; set rollout.rows yourself"
         )
     quantisation = text.get("quantization_config") or config.get("quantization_config") or {}
-    heads = text["num_attention_heads"]
+    heads, delta = text["num_attention_heads"], None
+    if kind == "qwen3_5":
+        places = (place for place, one in enumerate(text["layer_types"]) if one == "linear_attention")
+        delta = DeltaNet(tuple(places), *(text[key] for key in DELTA_KEYS))
     return ModelShape(
         hidden_size=text["hidden_size"],
         intermediate_size=text["intermediate_size"],
@@ -203,11 +267,14 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
         num_kv_heads=text.get("num_key_value_heads") or heads,
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         vocab_size=text["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        qk_norm=kind == "qwen3",
+        tied=bool(text.get("tie_word_embeddings", kind == "smollm3")),  # the default of its class in transformers
+        qk_norm=kind in ("qwen3", "qwen3_5"),
         qkv_bias=kind == "qwen2",
+        delta=delta,
+        has_kernels=kind in HAS_KERNELS,
+        has_vision="vision_config" in config,
         is_quantised=bool(quantisation.get("load_in_4bit") or quantisation.get("_load_in_4bit")),
-        kept=tuple(quantisation.get("llm_int8_skip_modules") or ()),
+        kept=tuple(one.replace(".language_model", "") for one in quantisation.get("llm_int8_skip_modules") or ()),
         source=source,
     )
 
@@ -230,10 +297,10 @@ def find_in_cache(name: str) -> Path | None:
 
 
 def _find_published(name: str) -> ModelShape | None:
-    """A size of Qwen3 by its id, from any publisher; None for a name with anything else in it."""
+    """A known model by its id, from any publisher; None for a name with anything else in it."""
     short = name.rpartition("/")[2].lower()
     is_quantised = short.endswith(BNB_ENDING)
     for ending in _ENDINGS:
         short = short.removesuffix(ending)
-    found = PUBLISHED.get(short.removeprefix("qwen3-")) if short.startswith("qwen3-") else None
-    return found and replace(found, is_quantised=is_quantised)
+    found = NAMED.get(short)
+    return found and replace(found, is_quantised=is_quantised, source="the published shapes")

@@ -141,4 +141,5 @@ def token_step_bytes(load: Load, rows: int) -> float:
     # Half of a row's final length; in `generate` finished rows stay until the longest ends.
     grown = load.completion_tokens if load.engine == "generate" else MEAN_SHARE * load.completion_tokens
     context = MEAN_SHARE * load.prompt_tokens + grown / 2
-    return parts.body_bytes(load) + unpacked + head + rows * context * parts.cache_bytes_per_token(load)
+    row = context * parts.cache_bytes_per_token(load) + 2 * parts.state_bytes(load)  # a state is also written
+    return parts.body_bytes(load) + unpacked + head + rows * row

@@ -39,8 +39,9 @@ def adapter_bytes(load: Load) -> int:
 
 
 def row_bytes(load: Load) -> int:
-    """Keys and values of a full-length completion with its prompt, in whole pages."""
-    return -(-load.row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS * parts.cache_bytes_per_token(load)
+    """Keys and values of a full-length completion with its prompt, in whole pages, and its states."""
+    tokens = -(-load.row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    return tokens * parts.cache_bytes_per_token(load) + parts.state_bytes(load)
 
 
 def pool_bytes(load: Load, rows: int) -> int:
@@ -55,7 +56,7 @@ def pool_bytes(load: Load, rows: int) -> int:
 
 def least_pool_bytes(load: Load) -> int:
     """The pool below which vLLM does not start."""
-    return max(load.max_length, load.row_tokens) * parts.cache_bytes_per_token(load)
+    return max(load.max_length, load.row_tokens) * parts.cache_bytes_per_token(load) + parts.state_bytes(load)
 
 
 def buffer_bytes(load: Load, rows: int) -> int:
