@@ -414,7 +414,9 @@ def sampler_gap(seen: Series, context: Context, window: int) -> Evidence | None:
     if len(apart) < window:
         return None
     gap = mean([point.value for point in apart])
-    found = f"in {len(apart)} of the last {len(points)} rows log-probabilities of trainer and sampler are {gap:.2g} nats"
+    found = (
+        f"in {len(apart)} of the last {len(points)} rows log-probabilities of trainer and sampler are {gap:.2g} nats"
+    )
     return Evidence(apart[0].step, f"{found} apart, on average")
 
 

@@ -94,6 +94,9 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
     advantage = _read(AdvantageSettings, args)
     ratio_form = choose_ratio_form(option(args, "ratio_form"), advantage.kl_form, option(args, "token_mean"))
     bounds = {"epsilon_low": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
+    config = trainer.model.config.get_text_config()  # of a mixture's dense sibling too (Granite, Jamba): no routers
+    experts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    is_dense = max([count for count in experts if isinstance(count, int)], default=2) < 2
     return _read(
         StepSettings,
         args,
@@ -105,7 +108,7 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
         sampler_correction=_choose_correction(args, sampler),
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
-        aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
+        aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled and not is_dense else 0.0,
     )
 
 

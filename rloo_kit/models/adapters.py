@@ -90,15 +90,15 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
 def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     """Names of the layers of a bare model that get an adapter: `wanted`, or with None all linear layers of its blocks.
 
-    Left out is an output projection of a Mamba layer: its fused kernel reads the matrix without calling the adapter.
-    Stacked experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
+    Of a Mamba layer it is the input projection: the others' matrices are read by its kernels, past an adapter. Stacked
+    experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
     """
     found, paths = set[str](), [f".{path}" for path, _ in model.named_modules()]
     for path, layer in _blocks_of(model):
         parent, _, name = path.rpartition(".")
         if name == "experts":
             found |= {"gate_proj", "up_proj", "down_proj"}
-        elif name != "out_proj" or not hasattr(model.get_decoder().get_submodule(parent), "D"):
+        elif name == "in_proj" or not hasattr(model.get_decoder().get_submodule(parent), "D"):
             found.add(name)
     missing = [name for name in wanted or () if not any(path.endswith(f".{name}") for path in paths)]
     missing = [name for name in missing if name not in found]

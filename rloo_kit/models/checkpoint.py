@@ -16,6 +16,7 @@ from rloo_kit.errors import BackendError
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
 from rloo_kit.runs.run_dir import BASE, INPUTS
+from rloo_kit.system import environment
 from rloo_kit.system.processes import say
 
 PAD_TOKENS = (
@@ -27,6 +28,8 @@ PAD_TOKENS = (
     "<|vision_pad|>",
     "<|finetune_right_pad_id|>",
 )
+# Model types, by their beginnings, that overflow in float16: Unsloth's list (unsloth_zoo/model_lists.py, 2026.10.9).
+FLOAT16_OVERFLOWS = ("gemma3", "gemma4", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_moe")
 BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
 _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
 
@@ -200,7 +203,7 @@ def usable_length(run: RunConfig, config: Any) -> int:
     Raises:
         BackendError: a prompt and its completion may be longer than the model's positions.
     """
-    limit = getattr(config, "max_position_embeddings", None) or run.model.max_seq_length
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or run.model.max_seq_length
     wanted = run.data.max_prompt_length + run.rloo.max_completion_length
     if wanted > limit:
         raise BackendError(
@@ -208,3 +211,17 @@ def usable_length(run: RunConfig, config: Any) -> int:
             f"{run.data.max_prompt_length} + {run.rloo.max_completion_length} = {wanted}: lower one of them"
         )
     return min(run.model.max_seq_length, limit)
+
+
+def refuse_float16(run: RunConfig, config: Any) -> None:
+    """Raise BackendError if the run would compute in float16 with a model whose activations or gradients overflow it,
+    which shows only as steps that are skipped."""
+    kind, machine = config.get_text_config().model_type, environment.current()
+    automatic = machine.dtype_name if run.model.lora is not None else "float32"
+    dtype = automatic if run.model.dtype == "auto" else run.model.dtype
+    mixed = machine.precision == "fp16" and not run.rloo.bf16 if run.rloo.fp16 is None else run.rloo.fp16
+    if kind.startswith(FLOAT16_OVERFLOWS) and (mixed or dtype == "float16"):
+        raise BackendError(
+            f"the run would compute in float16, in which {kind} overflows: set model.dtype=float32 rloo.fp16=false "
+            "(rloo.bf16=true on a GPU that has bfloat16)"
+        )

@@ -16,7 +16,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets
-from rloo_kit.models.checkpoint import ModelSource, usable_length
+from rloo_kit.models.checkpoint import ModelSource, refuse_float16, usable_length
 from rloo_kit.models.vllm import VllmSettings, start_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
@@ -34,6 +34,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
     try:
         config = AutoConfig.from_pretrained(source.base)
         usable_length(run, config)
+        refuse_float16(run, config)
         _check_quantised(run, config)
         tokenizer = AutoTokenizer.from_pretrained(source.base)
         model = AutoModelForCausalLM.from_pretrained(

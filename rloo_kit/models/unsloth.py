@@ -23,7 +23,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets
-from rloo_kit.models.checkpoint import ModelSource, usable_length
+from rloo_kit.models.checkpoint import ModelSource, refuse_float16, usable_length
 from rloo_kit.models.vllm import (
     InProcessVllm,
     adopt_vllm,
@@ -82,7 +82,9 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
     try:
-        max_seq_length = usable_length(run, AutoConfig.from_pretrained(source.base))
+        config = AutoConfig.from_pretrained(source.base)
+        max_seq_length = usable_length(run, config)
+        refuse_float16(run, config)
         model, tokenizer = fast.from_pretrained(
             model_name=source.base,
             max_seq_length=max_seq_length,

@@ -10,6 +10,7 @@ from datasets import Dataset
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.step import RLOOStep
 from rloo_kit.loop.trainer import RLOOTrainer
 
 EOS, THINK_END = 258, 260
@@ -129,6 +130,27 @@ def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(mem
         found, trainer = step(memory=memory, attention=attention, tokens_per_pass=40, **options)
         assert trainer.rloo.scorer.scorer.layout == layout
         assert off(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("memory", ["balanced", "low"])
+def test_padded_rows_of_one_length_share_a_pass(memory, step, monkeypatch):
+    """In the order of the rollout a pass was as long as its longest row: models that cannot be packed, every hybrid of
+    today, computed mostly padding."""
+    expected, _ = step(memory=memory)
+    seen: list[list[int]] = []
+    plain = RLOOStep._pass
+
+    def note(self, model, batch, rows, *more):
+        seen.append([len(batch.prompts[row]) + len(batch.completions[row]) for row in rows])
+        return plain(self, model, batch, rows, *more)
+
+    monkeypatch.setattr(RLOOStep, "_pass", note)
+    found, trainer = step(memory=memory, attention="eager", tokens_per_pass=170)
+    assert off(found, expected) < TOLERANCE and trainer.rloo.scorer.layout == "padded"
+    lengths = [length for rows in seen for length in rows]
+    assert len(lengths) == 8 and lengths == sorted(lengths) and len(seen) == (8 if memory == "low" else len(seen))
+    padding = sum(max(rows) - length for rows in seen for length in rows)
+    assert padding <= 16, f"{padding} of {sum(lengths)} tokens in {seen}"
 
 
 @pytest.mark.parametrize("memory", ["fast", "balanced", "low"])

@@ -11,6 +11,7 @@ from rloo_kit.gradient import packing
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import LAYOUTS, Scorer, _check_groups
 from rloo_kit.models.transformers import keep_4bit_weights
+from tests.models import zoo
 
 LENGTHS = ((6, (9, 0, 3, 40)), (1, (5,)), (3, (1, 1)))
 
@@ -268,6 +269,18 @@ def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model, gro
         scorer = Scorer(model, 1.0, pad_id=256)
         assert scorer.layout == "padded" and reason in scorer.reason, scorer.reason
         compare(model, scorer, groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Lfm2", "GraniteMoeHybrid", "MiniMax", "Qwen3_5", "FalconH1"])
+def test_a_state_along_the_row_is_not_packed(kind: str, dtype: torch.dtype):
+    """In bfloat16 Lfm2 passed the check with rows end to end, gradient off by 1.2 %, and GraniteMoeHybrid by 4.4 %: its
+    tolerances forgive that much rounding. Weights near their start leak too little even for float32."""
+    for model in (zoo.make_model(kind).to(dtype), zoo.make_model(kind, initializer_range=0.02).to(dtype)):
+        scorer = Scorer(model, 1.0, pad_id=256)
+        assert scorer.layout == "padded" and zoo.OTHER_LAYERS[kind] in scorer.reason
+        with pytest.raises(ValueError, match=zoo.OTHER_LAYERS[kind]):
+            Scorer(model, 1.0, pad_id=256, layout="repeated")
 
 
 def test_the_check_leaves_no_trace(make_adapter):

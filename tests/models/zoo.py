@@ -19,11 +19,15 @@ LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 DELTA = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
+LATENT = {  # attention with compressed keys
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "head_dim": 8, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 MAMBA2 = {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 ALTERNATE = ["linear_attention", "full_attention"] * 2
 WINDOW = {"sliding_window": 8}
 
-# Class: the options of its configuration that differ from BASE; "text": the text model of a multimodal checkpoint.
+# Class: the options of its configuration that differ from BASE.
 ZOO: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Qwen3": {},
@@ -31,8 +35,8 @@ ZOO: dict[str, dict[str, Any]] = {
     "Llama": {},
     "SmolLM3": {"no_rope_layer_interval": 4},
     "Phi3": {"sliding_window": None},
-    "Gemma3": {"text": True, **WINDOW},
-    "Qwen3_5": {"text": True, **DELTA},
+    "Gemma3": WINDOW,
+    "Qwen3_5": DELTA,
     "Lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "GptOss": {**LOCAL_EXPERTS, **WINDOW},
     "MiniMax": {**LOCAL_EXPERTS, "layer_types": ALTERNATE, "block_size": 16},
@@ -52,18 +56,20 @@ ZOO: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8, "use_mamba_kernels": False,
     },  # fmt: skip
     "Qwen3Next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 48},
-    "Qwen3_5Moe": {"text": True, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 48},
+    "Qwen3_5Moe": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 48},
     "OlmoHybrid": {},
-    "KimiLinear": {},
+    "KimiLinear": {
+        **LATENT, **LOCAL_EXPERTS, "moe_intermediate_size": 48, "layer_types": ALTERNATE, "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },  # fmt: skip
     "Mistral": WINDOW,
     "Phi": {"num_key_value_heads": 4},
     "Gemma2": WINDOW,
     "Olmo3": WINDOW,
     "Glm4": {},
     "DeepseekV3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "q_lora_rank": 16,
-        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        **LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "q_lora_rank": 16,
+        "first_k_dense_replace": 1,
     },  # fmt: skip
     "HunYuanDenseV1": {},
     "SeedOss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
@@ -71,6 +77,7 @@ ZOO: dict[str, dict[str, Any]] = {
     "Granite": {},
 }  # fmt: skip
 IN_CI = list(ZOO)[:10]
+MULTIMODAL = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # the text model of their checkpoints
 # Layers that are not full attention, and so never packed.
 OTHER_LAYERS = {
     "Gemma3": "sliding_attention", "Qwen3_5": "linear_attention", "Lfm2": "conv", "GptOss": "sliding_attention",
@@ -82,13 +89,13 @@ OTHER_LAYERS = {
 }  # fmt: skip
 
 
-def make_model(kind: str) -> Any:
-    """A random model of a class in ZOO, in float32 and evaluation mode; the same at each call."""
-    options = dict(ZOO[kind])
-    text = "Text" if options.pop("text", False) else ""
-    config = getattr(transformers, f"{kind}{text}Config")(**BASE | options)
+def make_model(kind: str, **config: Any) -> Any:
+    """A random model of a class in ZOO, in float32 and evaluation mode; the same at each call. Keywords change its
+    configuration."""
+    text = "Text" if kind in MULTIMODAL else ""
+    settings = getattr(transformers, f"{kind}{text}Config")(**BASE | ZOO[kind] | config)
     torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    return getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
 
 
 def save_model(kind: str, tokenizer: Any, folder: Path) -> Path:

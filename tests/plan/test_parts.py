@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rloo_kit import load_config
-from rloo_kit.config.schema import PROJECTIONS
+from rloo_kit.config.resume import OLD_TARGETS as PROJECTIONS
 from rloo_kit.plan import parts
 from rloo_kit.plan.load import find_machine, read_load
 from rloo_kit.plan.parts import GIB, Load

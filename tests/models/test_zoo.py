@@ -1,0 +1,230 @@
+"""Thirty classes of models through the kit: loaded, scored, trained, sampled and saved, each against plain code.
+
+`make test-zoo` prints the table; ten classes are in CI, RLOO_KIT_LONG=1 runs all.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rloo_kit as kit
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import BackendError
+from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.scorer import LAYOUTS, Scorer
+from rloo_kit.models.adapters import find_bare_layers
+from rloo_kit.rollout.engine import build_engine, choose_engine
+from rloo_kit.rollout.types import Limits
+from tests.gradient.test_scorer import by_logits, gradients_of
+from tests.models.zoo import BASE, IN_CI, OTHER_LAYERS, ZOO, make_model, save_model
+from tests.rollout.models import check_logps, shake
+
+RUN = """
+model: {{name: {folder}, dtype: float32, max_seq_length: 128}}
+data: {{source: embedded/addition, num_prompts: 8, test_size: 2, max_prompt_length: 64}}
+rewards: [{{name: length_reward}}]
+rloo: {{max_steps: 1, max_completion_length: 12, num_generations: 4, per_device_train_batch_size: 8, beta: 0.0}}
+run: {{output_dir: {folder}}}
+"""
+PACKED = ("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "SmolLM3", "Phi3", "Phi", "Glm4", "DeepseekV3", "HunYuanDenseV1",
+          "SeedOss", "Granite")  # fmt: skip
+HEAD = {"Gemma2": "final_logit_softcapping"}  # refused: the head is more than a matrix
+# Layers that have no adapter by default: stacked experts that PEFT cannot adapt or that it adapts instead of the layers
+# of the same names, and matrices that Mamba's kernels read themselves.
+BARE = (
+    dict.fromkeys(("GptOss", "MiniMax", "Qwen3_5Moe", "KimiLinear"), ["experts"])
+    | dict.fromkeys(("GraniteMoeHybrid", "Bamba", "FalconH1", "NemotronH"), ["out_proj"])
+    | dict.fromkeys(("Qwen3Next", "DeepseekV3"), ["down_proj", "gate_proj", "up_proj"])
+    | {"Jamba": ["dt_proj", "out_proj", "x_proj"]}
+)
+LENGTHS = ((9, (12, 1, 5, 40)), (3, (7, 2, 9, 30)))  # tokens of the prompts and of their completions
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3, 4, 5], [70, 71, 72, 73, 74, 75]]
+TEXTS = ["What is 1+1?", "A longer prompt than the other"]
+# Of log-probabilities in nats. Recurrent layers compute a row at once in training and token by token in sampling.
+TOLERANCE, SAMPLED = 5e-5, 2e-3
+SIZED = 5e-5  # of a gradient's norm
+
+pytestmark = pytest.mark.usefixtures("libraries")
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+    load_stack()
+
+
+def kinds(*names: str) -> list[Any]:
+    """The classes, those that are not in CI marked."""
+    marks = {name: () if name in IN_CI else (pytest.mark.long,) for name in names}
+    return [pytest.param(name, marks=mark, id=name) for name, mark in marks.items()]
+
+
+def load(folder: Path, *overrides: str) -> Any:
+    file = folder / "run.yaml"
+    file.write_text(RUN.format(folder=folder))
+    run = kit.load_config(file, *overrides)
+    return run, kit.load_policy(run, check=False)
+
+
+def draw_groups() -> list[Group]:
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda length: torch.randint(0, 256, (length,), generator=generator)  # noqa: E731
+    return [Group(draw(prompt), [draw(length) for length in lengths]) for prompt, lengths in LENGTHS]
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("kind", kinds(*[kind for kind in ZOO if kind not in HEAD]))
+def test_a_class_is_exact(kind: str, tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One class was packed though its convolutions read across sequences, another sampled from another policy than was
+    trained, four had adapters on a part of their layers; each passed every check that was made on Qwen3."""
+    folder = save_model(kind, tiny_tokenizer, tmp_path / kind)
+    run, policy = load(folder)
+    model, groups = policy.model, draw_groups()
+    shake(model, scale=0.05)
+    model.train()
+    expected = by_logits(model, groups)
+    gradient = gradients_of(model, expected)
+
+    auto, apart = Scorer(model, 1.0, pad_id=256), [0.0]
+    assert auto.layout == ("shared" if kind in PACKED else "padded") and OTHER_LAYERS.get(kind, "") in auto.reason
+    for layout in LAYOUTS if kind in PACKED else LAYOUTS[-1:]:
+        logps = Scorer(model, 1.0, pad_id=256, layout=layout).score(model, groups, need_entropy=False).logps
+        apart.append((logps - expected).abs().max().item())
+        assert off(gradients_of(model, logps), gradient) < SIZED, layout
+    assert max(apart) < TOLERANCE
+
+    engine, _ = choose_engine("auto", "transformers", model)
+    assert engine == ("native" if kind in PACKED else "generate")
+    for name in dict.fromkeys((engine, "generate")):  # generate pads the shorter prompts on the left
+        torch.manual_seed(5)
+        found = build_engine(model, name, temperature=1.0, end_ids=[258], pad_id=256).sample(PROMPTS * 2, Limits(24))
+        check_logps(model, PROMPTS * 2, found, tolerance=SAMPLED)
+
+    mine, plain = step_gradients(run, policy, groups, tmp_path)
+    assert off(mine, plain) < SIZED
+
+    kit.save_adapter(policy, tmp_path / "adapter")
+    _, again = load(folder, f"model.adapter={tmp_path / 'adapter'}")
+    with torch.no_grad():
+        ids = torch.tensor(PROMPTS[:1])
+        assert (again.model.eval()(ids).logits - model.eval()(ids).logits).abs().max() < TOLERANCE
+
+    bare = find_bare_layers(model)
+    assert bare == sorted(BARE.get(kind, ())) and (", ".join(bare) or "trained, on") in policy.describe()
+    with capsys.disabled():
+        figures = f"{max(apart):.0e} nats | {off(mine, plain):.0e}"
+        print(f"\n| {kind} | {auto.layout} | {engine} | {figures} | {', '.join(bare) or '-'} |", end="")
+
+
+def step_gradients(run: Any, policy: Any, groups: list[Group], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of one optimizer step of the trainer on these completions, and of REINFORCE leave-one-out written
+    down plainly: one sequence after another, minus the advantage times the log-probability, mean over completions."""
+    from datasets import Dataset
+
+    from rloo_kit.loop.options import RLOOConfig
+    from rloo_kit.loop.trainer import RLOOTrainer
+
+    completions = [one.tolist() for group in groups for one in group.completions]
+    prompts = [ids for text in TEXTS for ids in [policy.tokenizer(text)["input_ids"]] * len(groups[0].completions)]
+    rewards = torch.tensor([len(ids) / 9 - ids[0] / 200 for ids in completions])
+    model, size = policy.model, len(groups[0].completions)
+    model.zero_grad()
+    for prompt, ids, reward, place in zip(prompts, completions, rewards, range(len(rewards)), strict=True):
+        siblings = rewards.view(-1, size)[place // size]
+        advantage = reward - (siblings.sum() - reward) / (size - 1)
+        logps = by_logits(model, [Group(torch.tensor(prompt), [torch.tensor(ids)])])
+        (-advantage * logps.sum() / len(rewards)).backward()
+    trained = [value for value in model.parameters() if value.requires_grad]
+    plain = torch.cat([value.grad.flatten().clone() for value in trained])
+    model.zero_grad(set_to_none=True)
+    args = RLOOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, num_generations=size,
+        per_device_train_batch_size=len(rewards), gradient_accumulation_steps=1, max_completion_length=64, max_steps=1,
+        save_strategy="no", shuffle_dataset=False, max_grad_norm=0.0, beta=0.0, tokens_per_pass=90,
+    )  # fmt: skip
+    trainer = RLOOTrainer(
+        model=model, args=args, processing_class=policy.tokenizer,
+        reward_funcs=lambda completion_ids, **_: [len(ids) / 9 - ids[0] / 200 for ids in completion_ids],
+        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
+    )  # fmt: skip
+    trainer._generate_single_turn = lambda *_: [list(ids) for ids in completions]
+    close, kept = trainer._close_step, []
+
+    def keep() -> None:
+        close()
+        kept.append(torch.cat([value.grad.flatten().clone() for value in trained]))
+
+    trainer._close_step = keep
+    trainer.train()
+    return kept[0], plain
+
+
+@pytest.mark.parametrize("kind", HEAD)
+def test_a_head_that_is_no_matrix_is_refused(kind: str) -> None:
+    """Gemma 2 caps its logits, which the tiles of the head do not."""
+    with pytest.raises(BackendError, match=HEAD[kind]):
+        Scorer(make_model(kind), 1.0, pad_id=256)
+
+
+TARGETS = {
+    "Qwen3": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+    "Phi3": ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"],
+    "Phi": ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"],
+    "Lfm2": ["in_proj", "k_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"],
+    "Qwen3_5": ["down_proj", "gate_proj", "in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "k_proj", "o_proj",
+                "out_proj", "q_proj", "up_proj", "v_proj"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_an_adapter_reaches_every_linear_layer(kind: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Seven names that are Qwen3's gave Phi3 an adapter on two of four layers, Phi and Lfm2 on attention alone, Qwen3.5
+    on the feed-forward part of three layers in four."""
+    _, policy = load(save_model(kind, tiny_tokenizer, tmp_path / kind))
+    assert sorted(policy.model.peft_config["default"].target_modules) == TARGETS[kind]
+    adapted = {name.partition(".lora_")[0] for name, _ in policy.model.named_parameters() if ".lora_A." in name}
+    linear = [name for name, layer in make_model(kind).named_modules() if isinstance(layer, torch.nn.Linear)]
+    assert adapted == {f"base_model.model.{name}" for name in linear if name != "lm_head"}
+
+
+def test_a_name_that_matches_nothing_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """PEFT asks only that one of the names is found."""
+    folder = save_model("Phi3", tiny_tokenizer, tmp_path / "phi3")
+    with pytest.raises(BackendError, match=r"target_modules has q_proj, up_proj, but Phi3.*gate_up_proj.*null for all"):
+        load(folder, "model.lora.target_modules=[q_proj, up_proj, down_proj]")
+    _, policy = load(folder, "model.lora.target_modules=[qkv_proj]")
+    assert "(no adapter on down_proj, gate_up_proj, o_proj)" in policy.describe()
+
+
+@pytest.mark.parametrize("overrides", [["model.dtype=float16"], ["rloo.fp16=true"]])
+def test_a_model_that_overflows_in_float16_is_refused(
+    overrides: list[str], tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    """The gradients of Qwen3.5's delta layers are NaN in float16: every step would be skipped."""
+    folder = save_model("Qwen3_5", tiny_tokenizer, tmp_path / "qwen3_5")
+    with pytest.raises(BackendError, match=r"float16.*qwen3_5_text.*model.dtype=float32 rloo.fp16=false"):
+        load(folder, *overrides)
+    load(save_model("Qwen3", tiny_tokenizer, tmp_path / "qwen3"), *overrides)
+
+
+def test_the_text_model_of_a_multimodal_checkpoint_is_trained(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Qwen3.5 is published with a vision tower: its text model has to be loaded whole and alone."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    sight |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+    config = Qwen3_5Config(text_config=BASE | ZOO["Qwen3_5"], vision_config=sight, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    _, policy = load(tmp_path)
+    ids = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert (policy.model(ids).logits - whole(ids).logits).abs().max() < TOLERANCE
+    assert policy.describe().startswith("Qwen3_5ForCausalLM, 0.23 M parameters")
