@@ -414,10 +414,8 @@ def sampler_gap(seen: Series, context: Context, window: int) -> Evidence | None:
     if len(apart) < window:
         return None
     gap = mean([point.value for point in apart])
-    found = (
-        f"in {len(apart)} of the last {len(points)} rows log-probabilities of trainer and sampler are {gap:.2g} nats"
-    )
-    return Evidence(apart[0].step, f"{found} apart, on average")
+    found = f"log-probabilities of trainer and sampler are {gap:.2g} nats apart, on average"
+    return Evidence(apart[0].step, f"in {len(apart)} of the last {len(points)} rows {found}")
 
 
 def ratio(seen: Series, context: Context, window: int) -> Evidence | None:

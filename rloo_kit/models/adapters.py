@@ -94,7 +94,7 @@ def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
     """
     found, paths = set[str](), [f".{path}" for path, _ in model.named_modules()]
-    for path, layer in _blocks_of(model):
+    for path in _find_linear(model):
         parent, _, name = path.rpartition(".")
         if name == "experts":
             found |= {"gate_proj", "up_proj", "down_proj"}
@@ -113,11 +113,11 @@ def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
 
 def find_bare_layers(model: Any) -> list[str]:
     """Names of linear layers in the blocks of a PeftModel that have no adapter, at least in some block."""
-    return sorted({path.rpartition(".")[2] for path, _ in _blocks_of(model.get_base_model())})
+    return sorted({path.rpartition(".")[2] for path in _find_linear(model.get_base_model())})
 
 
-def _blocks_of(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The linear layers of a model's blocks and its stacked experts that have no adapter, with their paths."""
+def _find_linear(model: Any) -> Iterator[str]:
+    """Paths of the linear layers in a model's blocks, and of its stacked experts, that have no adapter."""
     head, wrapped = model.get_output_embeddings(), tuple[str, ...]()
     for path, layer in model.get_decoder().named_modules():
         if isinstance(layer, BaseTunerLayer):
@@ -127,7 +127,7 @@ def _blocks_of(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         elif isinstance(layer, (torch.nn.Linear, Conv1D)) or (
             path.endswith(".experts") and not isinstance(layer, torch.nn.ModuleList)
         ):
-            yield path, layer
+            yield path
 
 
 def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -255,8 +255,8 @@ def packed_keywords(model: Any) -> Any:
 
 
 def find_other_layers(model: Any) -> str:
-    """The kinds of layers, by name, in which a token does not simply attend to all tokens before it: those with a window
-    or with a state along the row (Mamba, gated delta net, short convolution); empty if there are none."""
+    """The kinds of layers, by name, in which a token does not attend to all tokens before it: those with a window, or
+    with a state along the row (Mamba, gated delta net, short convolution); empty if there are none."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
     if not kinds and getattr(model, "_is_stateful", False):
         kinds = {"recurrent"}

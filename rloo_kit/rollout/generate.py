@@ -142,9 +142,7 @@ class GenerateEngine:
                 steps = zip(self._continue(prompts), self._continue(prompts[:1]), strict=False)
             same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # then the two continue other texts
             gaps = [(mine - other).abs().sum().item() / 2 for (_, mine), (_, other) in same]
-            moved = max(
-                gaps, default=0.0
-            )  # none: its own generate takes no logits_processor, which `_Steering` reports
+            moved = max(gaps, default=0.0)  # none: a generate without logits_processor, which `_Steering` reports
             is_coarse = weight.dtype.itemsize == 2 or getattr(self._model, "is_loaded_in_4bit", False)
             self._fault = ""
             if not moved <= (PAD_TOLERANCE_16_BITS if is_coarse else PAD_TOLERANCE):

@@ -45,6 +45,17 @@ def test_a_run_from_before_its_cache_went(tmp_path: Path) -> None:
         load_config(file)
 
 
+def test_a_run_from_before_all_linear_layers_were_the_default(tmp_path: Path) -> None:
+    """Every older run's file has Qwen3's seven names, which the default now finds; other names stay other names."""
+    now = load_config(DEMO).to_yaml()
+    names = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
+    older = now.replace("target_modules: null", f"target_modules: {names}")
+    assert older != now
+    refuse_changes(older, now, tmp_path)
+    with pytest.raises(ConfigError, match=r"model.lora.target_modules"):
+        refuse_changes(now.replace("target_modules: null", "target_modules: [q_proj]"), now, tmp_path)
+
+
 def test_worked_answers_may_change_and_older_runs_have_none(tmp_path: Path) -> None:
     """`sft:` is over before a run begins: another one of it, or a run from before the section, resumes."""
     then = load_config(DEMO).to_yaml()

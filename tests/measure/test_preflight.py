@@ -329,7 +329,7 @@ def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tok
         f"model: {{name: {folder}, dtype: float32, max_seq_length: 128}}\n"
         "data: {source: embedded/addition, num_prompts: 24, test_size: 4, max_prompt_length: 64}\n"
         "rewards: [{name: length_reward}]\n"
-        "rloo: {max_steps: 1, max_completion_length: 12, num_generations: 4, per_device_train_batch_size: 8, beta: 0.0}\n"
+        "rloo: {max_steps: 1, max_completion_length: 12, num_generations: 4, per_device_train_batch_size: 8}\n"
         f"run: {{output_dir: {tmp_path / 'outputs'}}}\n"
     )
     run = kit.load_config(file)

@@ -80,7 +80,7 @@ def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_that_cannot_be_padded_samples_one_length_after_another():
-    """MiniMax sampled from another policy than was trained, 4 nats a token apart, wherever `generate` padded prompts."""
+    """MiniMax sampled from another policy than was trained, 4 nats a token apart, where `generate` padded prompts."""
     model, lines = make_model("MiniMax"), list[str]()
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 4, 5], [9, 8, 7], [6, 5, 4, 3, 2, 1]]
     engine = engine_for(model, "generate", say=lines.append)
