@@ -12,7 +12,7 @@
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup reasoning-gym demo lint format test test-slow test-all test-readme test-pythons fuzz test-unsloth test-vllm canary test-gpu gpu-report check notebooks bench gpu-bundle clean
+.PHONY: help setup reasoning-gym demo lint format test test-slow test-zoo test-all test-readme test-pythons fuzz test-unsloth test-vllm canary test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
@@ -74,6 +74,10 @@ test: $(STAMP_DEV) ## the core tests (11 to 17 minutes on two cores, installatio
 test-slow: $(STAMP_DEV)
 	@if grep -rq --include='test_*.py' --exclude-dir=with_unsloth --exclude-dir=with_vllm --exclude-dir=on_gpu 'pytest[.]mark[.]slow' tests; \
 	then $(PYTEST) -m slow; else echo "no slow test in this version"; fi
+
+test-zoo: $(STAMP_DEV) ## ten classes of models through the kit, with a table (they are in make test; RLOO_KIT_LONG=1: thirty)
+	@echo '| class | layout | engine | log-probs vs. single rows | gradient vs. plain code | linear layers without an adapter |'
+	$(BIN)/python -m pytest -p no:xdist -q tests/models/test_zoo.py
 
 test-all: test test-slow ## the core tests and the slow ones
 
