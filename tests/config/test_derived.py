@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config.derived import fill_defaults, thinks_by_keys
+from rloo_kit.config.derived import always_thinks, fill_defaults, thinks_by_keys
 from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
@@ -138,6 +138,32 @@ def test_what_thinks_by_its_name() -> None:
     assert thinks_by_keys({"name": "a/b", "enable_thinking": True}) and not thinks_by_keys(
         {"name": THINKING, "family": "plain"}
     )
+
+
+ALWAYS = ["DeepSeek-R1-Distill-Qwen-7B", "unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit", "OpenR1-Distill-7B"]
+ALWAYS += [
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
+    "Qwen/QwQ-32B",
+    "microsoft/Phi-4-reasoning-plus",
+    "x/Olmo-3-7B-Think",
+]
+BY_DEFAULT = ["Qwen/Qwen3.5-4B", "unsloth/Qwen3.5-27B-unsloth-bnb-4bit", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-0.6B"]
+BY_DEFAULT += ["HuggingFaceTB/SmolLM3-3B", "unsloth/SmolLM3-3B-bnb-4bit"]
+OFF = ["Qwen/Qwen3.5-0.8B", "unsloth/Qwen3.5-2B-bnb-4bit", "Qwen/Qwen3.5-4B-Base", "HuggingFaceTB/SmolLM3-3B-Base"]
+OFF += ["mistralai/Magistral-Small-2509", "openai/gpt-oss-20b", "Qwen/QwQ-32B-Preview", "meta/Llama-3.2-1B-Instruct"]
+
+
+@pytest.mark.parametrize(
+    ("names", "thinks"), [(ALWAYS, True), (BY_DEFAULT, True), (OFF, False)], ids=["always", "on", "off"]
+)
+def test_thinking_models_of_other_families_have_room_to_think(names: list[str], thinks: bool) -> None:
+    """Qwen3.5, R1, SmolLM3 and Phi-4-reasoning got 2,048 tokens and no budget: no thought ended. The small Qwen3.5 do
+    not think unless asked to."""
+    for name in names:
+        assert always_thinks(name) is (names is ALWAYS), name
+        assert lengths(build(name)) == ((6144, 1536, 4608, 4095) if thinks else (2048, 512, 1536, None)), name
+        asked = {"name": name, "enable_thinking": not thinks}
+        assert names is ALWAYS or thinks_by_keys(asked) is not thinks, name
 
 
 def test_a_refused_file_still_names_its_own_key() -> None:
