@@ -49,7 +49,7 @@ def bind_think_tags(tokenizer: Any) -> ThinkTags:
 def opens_thinking(prompt: str) -> bool:
     """Whether a rendered prompt ends inside a thought, so that the completion begins there and holds `</think>` alone.
 
-    >>> opens_thinking("<|im_start|>assistant\n<think>\n"), opens_thinking("assistant\n<think>\n\n</think>\n\n")
+    >>> opens_thinking("<|im_start|>assistant <think> "), opens_thinking("<|im_start|>assistant <think> </think> ")
     (True, False)
     """
     return prompt.rstrip().endswith(THINK_START)

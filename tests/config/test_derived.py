@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.derived import always_thinks, fill_defaults, thinks_by_keys
 from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig
@@ -93,7 +94,7 @@ def test_no_subset_of_the_lengths_is_made_to_contradict(
         if evaluated:
             sections["eval"] |= {"max_completion_length": evaluated, "thinking_budgets": [8, 200]}
         run = build(sections.pop("model"), **sections)
-        longest = 200 + (24 if close else 1) + 32 if evaluated else 0  # of eval.thinking_budgets
+        longest = 200 + CLOSE_TOKENS[close or "tag"] + 32 if evaluated else 0  # of eval.thinking_budgets
         assert run.data.max_prompt_length + longest <= run.model.max_seq_length
         for name in names:
             assert getattr(getattr(run, places.get(name, "rloo")), name) == values[name]
