@@ -21,7 +21,9 @@ ANSWER_SHARE, ANSWER = 4, 512  # a forced answer gets 1 / ANSWER_SHARE of a comp
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
 # By the last part of a name, before there is a tokenizer: models that always think, and hybrid ones that think by
 # default. Qwen3.5-0.8B and 2B do not.
-_ALWAYS = re.compile(r"thinking|-think(-|$)|reasoning|(^|-|open)r1(-|$)|^qwq-\d+b(?!-preview)", re.I)
+_ALWAYS = re.compile(
+    r"thinking|-think(-|$)|reasoning(?!.gym)|(deepseek-|open-?)r1(-|$)|r1-distill|^qwq-\d+b(?!-preview)", re.I
+)
 _BY_DEFAULT = re.compile(r"^(smollm3|qwen3(\.\d+)?)-(?!(0\.8|2)b)\d(?!.*(instruct|base))", re.I)
 
 

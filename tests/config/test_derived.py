@@ -151,7 +151,14 @@ ALWAYS += [
 BY_DEFAULT = ["Qwen/Qwen3.5-4B", "unsloth/Qwen3.5-27B-unsloth-bnb-4bit", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-0.6B"]
 BY_DEFAULT += ["HuggingFaceTB/SmolLM3-3B", "unsloth/SmolLM3-3B-bnb-4bit"]
 OFF = ["Qwen/Qwen3.5-0.8B", "unsloth/Qwen3.5-2B-bnb-4bit", "Qwen/Qwen3.5-4B-Base", "HuggingFaceTB/SmolLM3-3B-Base"]
-OFF += ["mistralai/Magistral-Small-2509", "openai/gpt-oss-20b", "Qwen/QwQ-32B-Preview", "meta/Llama-3.2-1B-Instruct"]
+OFF += [
+    "mistralai/Magistral-Small-2509",
+    "openai/gpt-oss-20b",
+    "Qwen/QwQ-32B-Preview",
+    "outputs/reasoning_gym_sums",
+    "my/llama-r1",
+    "meta/Llama-3.2-1B-Instruct",
+]
 
 
 @pytest.mark.parametrize(

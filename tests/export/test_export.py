@@ -29,6 +29,7 @@ from rloo_kit.export.targets import WRITERS
 from rloo_kit.results.evaluation import Evaluation
 
 CASES = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "q8_0"})]
+SWITCH = " --default-chat-template-kwargs"
 WIDE = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "f16"})]
 
 
@@ -211,7 +212,8 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
     ("config", "family", "switch", "parser"),
     [
         ("Qwen3Config", "hybrid", None, " --reasoning-parser qwen3"),
-        ("Qwen3Config", "hybrid", False, ""),
+        ("Qwen3Config", "hybrid", False, f"{SWITCH} '{{\"enable_thinking\": false}}'"),
+        ("Qwen3_5TextConfig", "hybrid", True, f"{SWITCH} '{{\"enable_thinking\": true}}' --reasoning-parser qwen3"),
         ("Qwen3_5TextConfig", "hybrid", None, " --reasoning-parser qwen3"),
         ("Qwen2Config", "thinking", None, " --reasoning-parser deepseek_r1"),
         ("LlamaConfig", "thinking", None, " --reasoning-parser deepseek_r1"),
@@ -219,8 +221,9 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
         ("LlamaConfig", "instruct", None, ""),
     ],
 )
-def test_the_reasoning_parser_is_that_of_the_model(config: str, family: str, switch: bool | None, parser: str) -> None:
-    """Every model that thinks was served with Qwen3's parser, a distillation of DeepSeek-R1 for one."""
+def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switch: bool | None, parser: str) -> None:
+    """Every model that thinks was served with Qwen3's parser, a distillation of DeepSeek-R1 for one. A hybrid model
+    trained without thinking was served with it, its template's default."""
     import transformers
 
     from rloo_kit.config.run import RunConfig
