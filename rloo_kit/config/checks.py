@@ -48,7 +48,7 @@ _INSTEAD = {
 _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()}
 # Number of tokens that close a thought in Qwen3's vocabulary: the tag alone; or the sentence of Qwen3's report, the tag
 # and a blank line.
-CLOSE_TOKENS = {"tag": 1, "sentence": 24}
+CLOSE_TOKENS = {"tag": 1, "sentence": 23}
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")  # extensions of data files
 GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task

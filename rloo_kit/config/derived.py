@@ -19,7 +19,12 @@ PROMPT_SHARE = 4  # a prompt gets 1 / PROMPT_SHARE of model.max_seq_length
 LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is proposed
 ANSWER_SHARE, ANSWER = 4, 512  # a forced answer gets 1 / ANSWER_SHARE of a completion, at most ANSWER tokens
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
-_THINKS = re.compile(r"thinking|^qwen3-\d(?!.*(instruct|base))", re.I)  # Qwen3's hybrid models think by default
+# By the last part of a name, before there is a tokenizer: models that always think, and hybrid ones that think by
+# default. Qwen3.5-0.8B and 2B do not.
+_ALWAYS = re.compile(
+    r"thinking|-think(-|$)|reasoning(?!.gym)|(deepseek-|open-?)r1(-|$)|r1-distill|^qwq-\d+b(?!-preview)", re.I
+)
+_BY_DEFAULT = re.compile(r"^(smollm3|qwen3(\.\d+)?)-(?!(0\.8|2)b)\d(?!.*(instruct|base))", re.I)
 
 
 def fill_defaults(values: Any) -> Any:
@@ -113,13 +118,26 @@ def _usual_length(model: Keys) -> int:
     return THINKING_LENGTH if thinks_by_keys(model) else int(ModelSection.model_fields["max_seq_length"].default)
 
 
+def always_thinks(name: str) -> bool:
+    """Whether a model thinks whatever its template says, according to its name.
+
+    >>> always_thinks("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), always_thinks("Qwen/Qwen3-0.6B")
+    (True, False)
+    """
+    return _ALWAYS.search(_last_part(name)) is not None
+
+
 def thinks_by_keys(model: Mapping[str, Any]) -> bool:
     """Whether the model thinks according to the keys of `model:`: by its family, else by its name.
 
     >>> thinks_by_keys({"name": "Qwen/Qwen3-0.6B"}), thinks_by_keys({"name": "Qwen/Qwen3-4B-Instruct-2507"})
     (True, False)
     """
-    family, switch = model.get("family", "auto"), model.get("enable_thinking")
+    family, switch, name = model.get("family", "auto"), model.get("enable_thinking"), str(model.get("name"))
     if family == "auto" and switch is None:
-        return _THINKS.search(str(model.get("name")).rstrip("/").rpartition("/")[2]) is not None
+        return always_thinks(name) or _BY_DEFAULT.search(_last_part(name)) is not None
     return family == "thinking" or (family in ("auto", "hybrid") and switch is not False)
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]

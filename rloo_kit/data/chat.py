@@ -1,7 +1,8 @@
 """From a prompt to the text that the model reads: the chat template, applied once, for the model's family.
 
-Families: `thinking` (the prompt ends with an open `<think>`), `hybrid` (the template takes `enable_thinking`),
-`instruct` (neither), `plain` (no template). Source: the Qwen3 model cards' templates.
+Families: `thinking` (the model always thinks; most templates end the prompt with an open `<think>`), `hybrid` (the
+template takes `enable_thinking`), `instruct` (neither), `plain` (no template). Sources: the templates of Qwen3,
+Qwen3.5, DeepSeek-R1's distillations, SmolLM3 and DeepSeek-V3.1.
 """
 
 import ast
@@ -12,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from rloo_kit.config.derived import always_thinks
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.think_tags import THINK_END, THINK_START
+from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
 FAMILIES = ("thinking", "hybrid", "instruct", "plain")
 ROLES = ("system", "user", "assistant", "tool")
@@ -43,25 +45,27 @@ def detect_family(tokenizer: Any, name: str = "") -> str:
     """One of `FAMILIES`, by what the tokenizer's chat template does with a short question; raises DataError if it
     fails.
 
-    The name (or folder) decides only between instruct and thinking for a template that never mentions thinking.
+    The name (or folder) decides only between instruct and thinking, for a template that neither opens nor closes the
+    thinking in the prompt.
     """
     if not getattr(tokenizer, "chat_template", None):
         return "plain"
     if _apply(tokenizer, _PROBE, enable_thinking=False) != _apply(tokenizer, _PROBE, enable_thinking=True):
         return "hybrid"
-    if _opens_thinking(tokenizer):
-        return "thinking"
-    return "thinking" if "thinking" in name.lower() else "instruct"
+    prompt = _apply(tokenizer, _PROBE)
+    return "thinking" if opens_thinking(prompt) or (always_thinks(name) and not _closes(prompt)) else "instruct"
 
 
 def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_thinking: bool | None = None) -> str:
     """The family to render prompts for: `family`, or the template's own for "auto"; `plain` is always allowed. Raises
-    ConfigError if `family` or `enable_thinking` contradicts the template."""
+    ConfigError if `family` or `enable_thinking` contradicts the template, or if the template thinks only when asked to
+    (Qwen3.5-0.8B) and `enable_thinking` is None."""
     found = detect_family(tokenizer, name)
     wanted = found if family == "auto" else family
     if wanted not in FAMILIES:
         raise ConfigError(f"model.family is {family!r}; it must be auto or one of {', '.join(FAMILIES)}")
-    open_question = {wanted, found} == {"thinking", "instruct"} and not _opens_thinking(tokenizer)
+    prompt = _apply(tokenizer, _PROBE) if tokenizer.chat_template else ""
+    open_question = {wanted, found} == {"thinking", "instruct"} and not opens_thinking(prompt) and not _closes(prompt)
     if wanted not in (found, "plain") and not open_question:
         raise ConfigError(
             f"model.family is {wanted!r}, but {_what_the_template_does(found)} (model.name: {name}). Set "
@@ -70,7 +74,12 @@ def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_think
     if wanted != "hybrid" and enable_thinking is not None and enable_thinking != (wanted == "thinking"):
         raise ConfigError(
             f"model.enable_thinking is {str(enable_thinking).lower()}, but this model's family is {wanted!r} and "
-            "cannot be switched: only the hybrid Qwen3 models can. Remove model.enable_thinking."
+            "cannot be switched: its template does not read enable_thinking. Remove model.enable_thinking."
+        )
+    if wanted == "hybrid" and enable_thinking is None and prompt == _apply(tokenizer, _PROBE, enable_thinking=False):
+        raise ConfigError(
+            f"model.enable_thinking is not set, and the chat template of {name} thinks only when asked to: its prompt "
+            f"ends in {prompt[-24:]!r}. Set model.enable_thinking: true to train it with thinking, false without"
         )
     return wanted
 
@@ -117,14 +126,28 @@ def render_prompt(
 
     Raises:
         DataError: the prompt is empty or of another type, contains the tokenizer's control tokens (a template was
-            applied already) or thinking tags outside an assistant's turn, or cannot be rendered by the template.
+            applied already) or thinking tags outside an assistant's turn, cannot be rendered by the template, or one of
+            its messages switches the thinking on or off against the run.
     """
     if family == "plain":
         return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
     messages = as_messages(prompt, system_prompt)
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
-    return _without_bos(tokenizer, _apply(tokenizer, messages, **options))
+    text = _apply(tokenizer, messages, **options)
+    if thinks(family, enable_thinking):
+        switched = "answer at once" if _closes(text) else ""
+    else:  # by a template that closes the thinking of other prompts
+        is_open = bool(options) and not _closes(text) and _closes(_apply(tokenizer, _PROBE, **options))
+        switched = "think" if is_open else ""
+    if switched:
+        whole = f", or set model.enable_thinking: {str(switched == 'think').lower()} for the whole run"
+        raise DataError(
+            f"the rendered prompt ends in {text[-24:]!r}: the model would {switched} here, against the rest of the run "
+            f"(family {family}, model.enable_thinking {enable_thinking}). A system prompt with /think or /no_think "
+            f"does that: remove it{whole if family == 'hybrid' else ''}"
+        )
+    return _without_bos(tokenizer, text)
 
 
 def prompt_identity(text: str) -> str:
@@ -147,8 +170,9 @@ def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
         ) from error
 
 
-def _opens_thinking(tokenizer: Any) -> bool:
-    return _apply(tokenizer, _PROBE).rstrip().endswith(THINK_START) if tokenizer.chat_template else False
+def _closes(prompt: str) -> bool:
+    """Whether a rendered prompt ends behind a thought, so that the completion is an answer."""
+    return prompt.rstrip().endswith(THINK_END)
 
 
 def _what_the_template_does(found: str) -> str:

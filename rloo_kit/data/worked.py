@@ -22,7 +22,7 @@ from rloo_kit.data.reading import EMBEDDED_PROMPTS, Part, find_embedded_family, 
 from rloo_kit.data.sources import read_rows
 from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.think_tags import THINK_END, THINK_START
+from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ def _render_completion(
             raise DataError(f"{where}: the demonstration opens or closes its thinking more than once")
         if THINK_END not in text:
             return None
-        return text if prompt.rstrip().endswith(THINK_START) else opened + text
+        return text if opens_thinking(prompt) else opened + text
     if THINK_START in text or THINK_END in text:
         raise DataError(
             f"{where}: the demonstration contains thinking, but this model does not think: remove it, or set "
-            "model.enable_thinking=true if the model supports it"
+            "model.enable_thinking=true if its template reads that, model.family=thinking if it always thinks"
         )
     return text
 

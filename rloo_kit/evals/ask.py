@@ -15,7 +15,7 @@ from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.text_stream import TextStream
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.console import picture_controls, plain_prompt
-from rloo_kit.think_tags import split_thinking
+from rloo_kit.think_tags import opens_thinking, split_thinking
 
 OnText = Callable[[str, str], None]
 NO_BASE = (
@@ -141,9 +141,8 @@ class _Plan:
         else:
             prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
             asked = question if isinstance(question, str) else str(question[-1]["content"])
-        ids = list(policy.tokenizer(prompt)["input_ids"])
-        limits = self._limits(policy, len(ids))
-        opened = _opens_thinking(policy, ids)
+        limits = self._limits(policy, len(policy.tokenizer(prompt)["input_ids"]))
+        opened = opens_thinking(prompt)
         with _shown(stream, title) as on_text, _base_of(policy) if without_adapter else nullcontext():
             started = time.monotonic()
             found = self._sample(policy, prompt, limits, opened, on_text)
@@ -217,13 +216,6 @@ def _read(
         seconds=seconds,
         base=base,
     )
-
-
-def _opens_thinking(policy: Policy, prompt_ids: list[int]) -> bool:
-    """Whether the last thinking tag of the prompt is `<think>`."""
-    start, end = policy.tags.start_id, policy.tags.end_id
-    tags = [token for token in prompt_ids if token in (start, end)]
-    return start is not None and tags[-1:] == [start]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
-from rloo_kit.think_tags import split_thinking
+from rloo_kit.think_tags import opens_thinking, split_thinking
 
 JUDGED_AT_ONCE = 32  # completions per call of the answer reward, whose time limit applies to a call
 SAMPLE_CHARS = 4_000_000  # of text in `Evaluation.more_samples`: 1,000 short completions, or 120 of 8,000 tokens
@@ -304,7 +304,7 @@ def _samples(
             left -= len(prompt) + len(completion.text)
             if left < 0:
                 break
-        thinking, answer = split_thinking(completion.ids, policy.tokenizer, policy.tags, policy.family == "thinking")
+        thinking, answer = split_thinking(completion.ids, policy.tokenizer, policy.tags, opens_thinking(prompt))
         samples.append(
             {
                 "prompt": prompt,

@@ -30,8 +30,18 @@ _FOUR_BIT = (
 
 
 def serve_line(run: RunConfig, policy: Policy, folder: str) -> str:
-    """The command that serves a merged folder with vLLM."""
-    parser = " --reasoning-parser qwen3" if thinks(policy.family, run.model.enable_thinking) else ""
+    """The command that serves a merged folder with vLLM.
+
+    vLLM's parser deepseek_r1 takes everything before `</think>` for thinking, for any tokenizer with both tags, so it
+    fits a model that always thinks; qwen3 knows the switch of Qwen3's templates.
+    """
+    parser, switch = "", run.model.enable_thinking
+    if policy.family == "hybrid" and switch is not None:  # as trained; a request may still say otherwise
+        parser = f""" --default-chat-template-kwargs '{{"enable_thinking": {str(switch).lower()}}}'"""
+    if thinks(policy.family, switch):
+        is_qwen3 = policy.model.config.model_type.startswith("qwen3")  # with or without a switch, Qwen3.5 included
+        known = "qwen3" if is_qwen3 else "deepseek_r1" if policy.family == "thinking" else None
+        parser += f" --reasoning-parser {known}" if known else "  # --reasoning-parser NAME: see vLLM's list of models"
     return f"vllm serve {shlex.quote(folder)} --max-model-len {run.model.max_seq_length}{parser}"
 
 

@@ -25,7 +25,7 @@ from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, 
 from rloo_kit.system.gpu import read_energy
 from rloo_kit.system.processes import is_distributed, say
 from rloo_kit.system.signals import ENDING, handle_signals
-from rloo_kit.think_tags import ThinkTags, split_thinking
+from rloo_kit.think_tags import ThinkTags, opens_thinking, split_thinking
 
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
 
@@ -283,15 +283,13 @@ class SampleTable(TrainerCallback):
     """Prints a table of sample completions after the first step and every `every_steps`, thinking and answer separated.
 
     Args:
-        rollouts: keeps the last batch. tokenizer, tags, family: how a completion is split and decoded.
+        rollouts: keeps the last batch. tokenizer, tags: how a completion is split and decoded.
         every_steps: 0 for never. num_samples: rows of the table.
     """
 
-    def __init__(
-        self, rollouts: RolloutLog, tokenizer: Any, tags: ThinkTags, family: str, every_steps: int, num_samples: int
-    ):
+    def __init__(self, rollouts: RolloutLog, tokenizer: Any, tags: ThinkTags, every_steps: int, num_samples: int):
         self.rollouts = rollouts
-        self.tokenizer, self.tags, self.family = tokenizer, tags, family
+        self.tokenizer, self.tags = tokenizer, tags
         self.every_steps, self.num_samples = every_steps, num_samples
         self._shown: int | None = None
 
@@ -312,9 +310,8 @@ class SampleTable(TrainerCallback):
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
         for row in [*reversed(firsts.values()), *others][: self.num_samples]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            thinking, answer = split_thinking(
-                row["completion_ids"], self.tokenizer, self.tags, self.family == "thinking"
-            )
+            opened = opens_thinking(str(row["prompt"]))
+            thinking, answer = split_thinking(row["completion_ids"], self.tokenizer, self.tags, opened)
             reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
             if row["truncated"]:
                 answer += "\n(cut off)"

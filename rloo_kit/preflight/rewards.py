@@ -14,7 +14,7 @@ from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.registry import REGISTRY, build_reward, check_reward_name
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.versions import is_importable
-from rloo_kit.think_tags import THINK_END, THINK_START
+from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
 THOUGHT = "Let me think.\n"
 GAPS = ("", "\n", "\n\n")  # between the parts of a completion, as patterns of published rewards have them
@@ -124,7 +124,7 @@ def _try_reward(
         scores.whole = False  # the first call would load weights, or only a trainer can await it
         return
     texts = [one.text for one in made]
-    if row["prompt"].rstrip().endswith(THINK_START):
+    if opens_thinking(row["prompt"]):
         parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
         texts += [gap.join(parts) for gap in GAPS]
     columns = {column: [value] * len(texts) for column, value in row.items() if column != "prompt"}

@@ -5,7 +5,7 @@ from typing import Any
 
 from rloo_kit.results.pages import show_text
 from rloo_kit.system.console import plain_prompt
-from rloo_kit.think_tags import THINK_END, THINK_START
+from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
 MISSING = object()
 Segments = list[list[Any]]  # texts, each with whether the budget forced it
@@ -35,7 +35,7 @@ def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str
             return [], text, False
         start = text.rindex(THINK_END) + len(THINK_END) if closings else None
     if not isinstance(start, int):
-        opened = str(row["prompt"]).rstrip().endswith(THINK_START) or text.lstrip().startswith(THINK_START)
+        opened = opens_thinking(str(row["prompt"])) or text.lstrip().startswith(THINK_START)
         return ([[_bare(text), False]], "", True) if opened else ([], text.strip(), True)
     thinking, answer = text[:start].removesuffix(THINK_END), text[start:].strip()
     span = row.get("forced_chars")

@@ -71,7 +71,7 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
 
     `key` is its name in errors; raises like `build_rewards`."""
     if ":" in entry.name:
-        return _build_worker(key, entry, run)
+        return _build_worker(key, entry, run, tokenizer)
     check_reward_name(key, entry.name)
     if entry.env:
         raise ConfigError(f"{key}.env is for a module:function; {entry.name} reads no variables: leave env out")
@@ -131,7 +131,7 @@ def _check_tag(key: str, entry: RewardSection, given: dict[str, Any], end_id: in
         if required:
             raise TokenizerError(
                 f"{key}: {entry.name} decides by the token {THINK_END}, and the tokenizer has none. Use a model that "
-                "thinks, or a reward that does not need the tag"
+                "thinks, a reward that does not need the tag, or model.family: instruct to judge whole completions"
             )
     elif given.get("think_end_id", end_id) != end_id:
         raise TokenizerError(
@@ -140,7 +140,7 @@ def _check_tag(key: str, entry: RewardSection, given: dict[str, Any], end_id: in
         )
 
 
-def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerReward:
+def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> WorkerReward:
     module, _, function = entry.name.rpartition(":")
     if not module or not function:
         raise ConfigError(
@@ -154,12 +154,16 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerRewar
     if module.endswith(".py"):
         file = find_input(module, f"{key}.name", next_to).resolve()
         target, folders = f"{file}:{function}", [file.parent]
-    reward = WorkerReward(target, params=entry.params, folders=folders, timeout_s=entry.timeout_s, env=entry.env)
+    reward = WorkerReward(target, params=dict(entry.params), folders=folders, timeout_s=entry.timeout_s, env=entry.env)
     try:
         reward.worker.start()
         accepted = reward.worker.signature
         if accepted is not None and not accepted.anything:
             _check_params(key, entry, [name for name in accepted.names if name not in PASSED])
+        if accepted is not None and "think_end_id" in accepted.names and tokenizer is not None:
+            end_id = bind_think_tags(tokenizer).end_id
+            _check_tag(key, entry, entry.params, end_id, required="think_end_id" in accepted.required)
+            reward.params |= {} if end_id is None else {"think_end_id": end_id}
         check_signature(reward.__name__, reward.signature)
         refuse_judges_name(reward.__name__)
     except RewardError as error:

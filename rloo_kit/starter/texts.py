@@ -11,14 +11,12 @@ from jinja2 import Environment
 from rloo_kit.config.batches import GENERATIONS
 from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2
 from rloo_kit.config.schema import LORA_LEARNING_RATE
-from rloo_kit.data.byte_tokens import token_ids
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.starter.table import Table
-from rloo_kit.think_tags import QWEN3_IDS, THINK_END
+from rloo_kit.think_tags import THINK_END
 
 # A small model needs a higher rate: those of the shipped configs of the built-in models.
 EMBEDDED_LEARNING_RATE, SMOLLM2_LEARNING_RATE = 2e-3, 5e-4
-SMOLLM2_THINK_END_ID = 16  # of `smollm2/thinking`, an unused token of SmolLM2's vocabulary
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,6 @@ class Settings:
     @property
     def is_built_in(self) -> bool:
         return self.is_embedded or self.model in SMOLLM2
-
-    @property
-    def think_end_id(self) -> int | None:
-        """Id of `</think>`, which the reward looks for; None for a model that does not think."""
-        if self.model in SMOLLM2:
-            return SMOLLM2_THINK_END_ID if self.thinks else None
-        known = token_ids("compact")[THINK_END] if self.is_embedded else QWEN3_IDS[THINK_END]
-        return known if self.thinks else None
 
     @property
     def form(self) -> str:
@@ -144,8 +134,6 @@ def _data(settings: Settings) -> Iterator[str]:
 def _rewards(settings: Settings) -> Iterator[str]:
     yield "rewards:"
     yield f"  - name: {_quoted(f'{settings.module}:score')}  # trained on; in {settings.module}.py"
-    if settings.thinks:
-        yield f"    params: {{think_end_id: {settings.think_end_id}}}  # id of {THINK_END}"
     yield "  - name: answer_reward  # weight 0: measured as accuracy, not trained on"
     yield "    weight: 0.0"
     yield f"    params: {{find: {settings.form}}}"
@@ -206,21 +194,21 @@ docs/rewarding.md of rloo-kit.
 \"\"\"
 
 from rloo_kit.rewards.answer import answers_agree<% if "." not in finder %>, << finder >><% endif %>, has_no_answer
-from rloo_kit.rewards.text import << "answer_text, as_ids, as_text" if end else "as_text" >>
+from rloo_kit.rewards.text import << "answer_text, as_ids, as_text" if thinks else "as_text" >>
 
 
-def score(completions, << "completion_ids, " if end >>answer, << "think_end_id=%s, " % end if end >>**columns):
+def score(completions, << "completion_ids, " if thinks >>answer, << "think_end_id, " if thinks >>**columns):
     \"\"\"One number per completion; None if the row has no answer.
 
     Args:
         completions: texts or conversations. answer: gold answers, one per completion.
-<% if end %>
-        completion_ids: token ids of the completions, unpadded. think_end_id: id of </think>. Ids decide whether the
-            thinking has ended: text can spell the tag in other tokens.
+<% if thinks %>
+        completion_ids: token ids of the completions, unpadded. think_end_id: id of </think>; rloo-kit passes the
+            tokenizer's. Ids decide whether the thinking has ended: text can spell the tag in other tokens.
 <% endif %>
     \"\"\"
     scores = []
-<% if end %>
+<% if thinks %>
     for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
         answered = answer_text(as_text(text), as_ids(ids), think_end_id, thinking=True)  # None: it is still thinking
         found = << finder >>(answered or "")
@@ -243,8 +231,8 @@ _TEST = """\
 from << module >> import score
 
 GOLD = << gold >>  # the answer of the first row
-<% if end %>
-END = << end >>  # the id of </think>
+<% if thinks %>
+END = 7  # of </think>; rloo-kit passes the tokenizer's
 
 
 def rate(answer, ids=(END, 1), gold=GOLD):
@@ -272,7 +260,7 @@ def test_numbers_are_compared_as_numbers():
 
 def test_row_without_gold_answer_is_not_scored():
     assert rate(f"<< right >>", gold=None) is None
-<% if end %>
+<% if thinks %>
 
 
 def test_unclosed_thinking_has_no_answer():
@@ -284,7 +272,7 @@ def test_unclosed_thinking_has_no_answer():
 
 def make_reward(settings: Settings) -> str:
     """The text of the reward's file."""
-    values = {"file": settings.file.name, "finder": _FINDERS[settings.form], "end": settings.think_end_id}
+    values = {"file": settings.file.name, "finder": _FINDERS[settings.form], "thinks": settings.thinks}
     return _JINJA.from_string(_REWARD).render(values)
 
 
@@ -295,4 +283,4 @@ def make_test(settings: Settings) -> str:
         gold = "42"
     values = dict(zip(("right", "wrong", "thousand"), _FORMS[settings.form], strict=True))
     values |= {"file": settings.file.name, "module": settings.module, "gold": _quoted(gold)}
-    return _JINJA.from_string(_TEST).render(values, end=settings.think_end_id)
+    return _JINJA.from_string(_TEST).render(values, thinks=settings.thinks)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config.derived import fill_defaults, thinks_by_keys
+from rloo_kit.config.checks import CLOSE_TOKENS
+from rloo_kit.config.derived import always_thinks, fill_defaults, thinks_by_keys
 from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
@@ -93,7 +94,7 @@ def test_no_subset_of_the_lengths_is_made_to_contradict(
         if evaluated:
             sections["eval"] |= {"max_completion_length": evaluated, "thinking_budgets": [8, 200]}
         run = build(sections.pop("model"), **sections)
-        longest = 200 + (24 if close else 1) + 32 if evaluated else 0  # of eval.thinking_budgets
+        longest = 200 + CLOSE_TOKENS[close or "tag"] + 32 if evaluated else 0  # of eval.thinking_budgets
         assert run.data.max_prompt_length + longest <= run.model.max_seq_length
         for name in names:
             assert getattr(getattr(run, places.get(name, "rloo")), name) == values[name]
@@ -138,6 +139,39 @@ def test_what_thinks_by_its_name() -> None:
     assert thinks_by_keys({"name": "a/b", "enable_thinking": True}) and not thinks_by_keys(
         {"name": THINKING, "family": "plain"}
     )
+
+
+ALWAYS = ["DeepSeek-R1-Distill-Qwen-7B", "unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit", "OpenR1-Distill-7B"]
+ALWAYS += [
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
+    "Qwen/QwQ-32B",
+    "microsoft/Phi-4-reasoning-plus",
+    "x/Olmo-3-7B-Think",
+]
+BY_DEFAULT = ["Qwen/Qwen3.5-4B", "unsloth/Qwen3.5-27B-unsloth-bnb-4bit", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-0.6B"]
+BY_DEFAULT += ["HuggingFaceTB/SmolLM3-3B", "unsloth/SmolLM3-3B-bnb-4bit"]
+OFF = ["Qwen/Qwen3.5-0.8B", "unsloth/Qwen3.5-2B-bnb-4bit", "Qwen/Qwen3.5-4B-Base", "HuggingFaceTB/SmolLM3-3B-Base"]
+OFF += [
+    "mistralai/Magistral-Small-2509",
+    "openai/gpt-oss-20b",
+    "Qwen/QwQ-32B-Preview",
+    "outputs/reasoning_gym_sums",
+    "my/llama-r1",
+    "meta/Llama-3.2-1B-Instruct",
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "thinks"), [(ALWAYS, True), (BY_DEFAULT, True), (OFF, False)], ids=["always", "on", "off"]
+)
+def test_thinking_models_of_other_families_have_room_to_think(names: list[str], thinks: bool) -> None:
+    """Qwen3.5, R1, SmolLM3 and Phi-4-reasoning got 2,048 tokens and no budget: no thought ended. The small Qwen3.5 do
+    not think unless asked to."""
+    for name in names:
+        assert always_thinks(name) is (names is ALWAYS), name
+        assert lengths(build(name)) == ((6144, 1536, 4608, 4095) if thinks else (2048, 512, 1536, None)), name
+        asked = {"name": name, "enable_thinking": not thinks}
+        assert names is ALWAYS or thinks_by_keys(asked) is not thinks, name
 
 
 def test_a_refused_file_still_names_its_own_key() -> None:

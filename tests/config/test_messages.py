@@ -95,7 +95,7 @@ WRONG = {
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 60, answer_budget: 8}": "thinking_budget (60)|"
     "closing (1)|rloo.answer_budget (8) = 69 tokens|rloo.max_completion_length (64)|raise it to 69",
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 63}": "an answer of 1 token = 65 tokens",
-    "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 40, thinking_close: sentence}": "its closing (24)",
+    "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 41, thinking_close: sentence}": "its closing (23)",
     "rollout={difficulty_samples: 4, min_pass_rate: 0.5, max_pass_rate: 0.5}": "lower rollout.min_pass_rate",
     "rollout.min_pass_rate=0.1": "min_pass_rate (0.1)|set rollout.difficulty_samples=8",
     "rloo.max_steps=null": "set rloo.max_steps or rloo.num_train_epochs",

@@ -340,9 +340,11 @@ def test_nothing_to_evaluate_on(make_run, make_policy):
 def test_samples_are_split_at_the_tag_that_is_judged(make_run, make_policy):
     """The answer that is shown has to be the one that is judged: the text after the last closing tag, by ids."""
     policy = digits_policy(make_policy)
-    measured = evaluate(make_run(greedy=False), policy, make_dataset(["1"] * NUM_PROMPTS))
-    found = generate_completions(policy, make_dataset()["prompt"][:], max_completion_length=6, seed=0)
-    assert [sample["prompt"] for sample in measured.samples] == make_dataset()["prompt"][:10]
+    prompts = [f"{prompt}<|im_start|>assistant\n<think>\n" for prompt in make_dataset()["prompt"]]
+    rows = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["1"] * NUM_PROMPTS})
+    measured = evaluate(make_run(greedy=False), policy, rows)
+    found = generate_completions(policy, prompts, max_completion_length=6, seed=0)
+    assert [sample["prompt"] for sample in measured.samples] == prompts[:10]
     for sample, completion in zip(measured.samples, found[:10], strict=True):
         thinking, tag, answer = completion.text.rpartition("</think>")
         wanted = (thinking, answer) if tag else (answer, "")

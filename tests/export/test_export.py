@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from rloo_kit.export.targets import WRITERS
 from rloo_kit.results.evaluation import Evaluation
 
 CASES = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "q8_0"})]
+SWITCH = " --default-chat-template-kwargs"
 WIDE = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "f16"})]
 
 
@@ -204,6 +206,37 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
     for file in folder.rglob("*"):
         if file.suffix in (".md", ".json", ".jinja"):
             assert not any(path in file.read_text() for path in private), f"{file} names a path of this machine"
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "switch", "parser"),
+    [
+        ("Qwen3Config", "hybrid", None, " --reasoning-parser qwen3"),
+        ("Qwen3Config", "hybrid", False, f"{SWITCH} '{{\"enable_thinking\": false}}'"),
+        ("Qwen3_5TextConfig", "hybrid", True, f"{SWITCH} '{{\"enable_thinking\": true}}' --reasoning-parser qwen3"),
+        ("Qwen3_5TextConfig", "hybrid", None, " --reasoning-parser qwen3"),
+        ("Qwen2Config", "thinking", None, " --reasoning-parser deepseek_r1"),
+        ("LlamaConfig", "thinking", None, " --reasoning-parser deepseek_r1"),
+        ("SmolLM3Config", "hybrid", None, "  # --reasoning-parser NAME: see vLLM's list of models"),
+        ("LlamaConfig", "instruct", None, ""),
+    ],
+)
+def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switch: bool | None, parser: str) -> None:
+    """Every model that thinks was served with Qwen3's parser, a distillation of DeepSeek-R1 for one. A hybrid model
+    trained without thinking was served with it, its template's default."""
+    import transformers
+
+    from rloo_kit.config.run import RunConfig
+    from rloo_kit.export.loading import serve_line
+    from rloo_kit.models.policy import Policy
+    from rloo_kit.think_tags import ThinkTags
+
+    model = {"name": "my-model", "max_seq_length": 4096, "enable_thinking": switch}
+    sections = {"data": {"source": "x.jsonl"}, "rewards": [{"name": "length_reward"}], "rloo": {"max_steps": 1}}
+    run = RunConfig.model_validate({"model": model} | sections)
+    made = SimpleNamespace(config=getattr(transformers, config)())
+    policy = Policy(made, None, "transformers", "a test", ThinkTags(1, 2), family, {})
+    assert serve_line(run, policy, "out") == f"vllm serve out --max-model-len 4096{parser}"
 
 
 def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) -> None:

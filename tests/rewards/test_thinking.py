@@ -1,8 +1,10 @@
 """thinking_reward and thinking_budget_reward: the bands, to the token."""
 
+from typing import Any
+
 import pytest
 
-from rewards import thinking_budget_reward, thinking_reward
+from rewards import answer_reward, think_format_reward, thinking_budget_reward, thinking_reward
 
 END = 151668
 EOS = 151645
@@ -65,6 +67,45 @@ def test_thresholds_and_id_are_parameters() -> None:
     batch = [[1, 260], [1, 2, 260], [1, 2, 3, 260], [1, 2, 3, END]]
     assert compact(completions=["x</think>y"] * 4, completion_ids=batch) == [0.3, 0.7, 1.0, -1.0]
     assert thinking_reward.think_end_id == END
+
+
+QWEN3_5 = 248069
+
+
+@pytest.mark.parametrize("end_id", [QWEN3_5, 151649])
+@pytest.mark.parametrize("reward", [thinking_reward, thinking_budget_reward, think_format_reward, answer_reward])
+def test_a_default_id_that_cannot_be_right_is_refused(reward: Any, end_id: int) -> None:
+    """In a bare TRL trainer with Qwen3.5 or an R1 distillation each completion scored "never closed", to the end."""
+    texts = ["so</think>4", "so it is 4", "hm</think>5", None]
+    batch: dict[str, Any] = {
+        "completions": texts,
+        "completion_ids": [[7] * 30 + [end_id, 19], [7], (8, end_id, 20), None],
+    }
+    batch["answer"] = ["4"] * 4
+    with pytest.raises(ValueError) as caught:
+        reward(**batch)
+    for part in (reward.__name__, "151668", "2 completions", "with_(think_end_id=tokenizer.convert_tokens_to_ids("):
+        assert part in str(caught.value)
+    found = reward.with_(think_end_id=end_id)(**batch)
+    assert reward is think_format_reward or (found[0] or 0) > (found[1] or 0), "the tokenizer's id is trusted"
+    talk = [text and [{"role": "assistant", "content": text}] for text in texts]
+    with pytest.raises(ValueError, match="think_end_id is 151668"):
+        reward(**batch | {"completions": talk})
+
+
+def test_a_tag_in_ordinary_tokens_is_no_contradiction() -> None:
+    """Guards against ending a run because a model wrote about the tag."""
+    spelled = ["the tag </think> ends it"] * 3
+    reward_of(spelled[0], [7, 8, 9])  # one completion is no evidence
+    ids = [[7, 8, 9], [7, 8, 9], ids_with(2, 19)]
+    assert thinking_reward(completions=spelled, completion_ids=ids) == [-1.0, -1.0, 0.3]
+    bound = thinking_reward.with_(think_end_id=END)  # set by somebody, as rloo-kit does
+    assert bound(completions=spelled, completion_ids=[[7, 8, 9]] * 3) == [-1.0] * 3
+    assert (
+        answer_reward.with_(thinking=False)(completions=["4"] * 2, completion_ids=[[7]] * 2, answer=["4"] * 2)
+        == [1.0] * 2
+    )
+    assert thinking_budget_reward(completion_ids=[[7]] * 2) == [0.0] * 2, "a loop that passes no texts"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_the_ids_are_the_codes() -> None:
     assert {name: int(large) for name, large, _ in rows} == QWEN3_IDS
     vocabulary = tokenizer.build_tokenizer("thinking", "compact").get_vocab()
     assert {name: int(small) for name, _, small in rows} == {name: vocabulary[name] for name in QWEN3_IDS}
-    assert f"think_end_id={QWEN3_IDS['</think>']}" in read("rewards.md")
+    assert f"[[19, {QWEN3_IDS['</think>']}, 19]]" in read("rewards.md")
 
 
 def test_the_defaults_are_the_installed_ones() -> None:

@@ -116,7 +116,7 @@ def test_the_example_reward_is_right(own_reward: ModuleType) -> None:
         ("a</think>100", close, "see above", None),
     ]
     texts, ids, gold, expected = (list(column) for column in zip(*cases, strict=True))
-    given = {"completions": texts, "completion_ids": ids, "answer": gold}
+    given = {"completions": texts, "completion_ids": ids, "answer": gold, "think_end_id": 151668}
     assert own_reward.near_miss(prompts=["p"] * len(texts), trainer_state=None, **given) == expected
 
 

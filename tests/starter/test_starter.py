@@ -81,7 +81,7 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
         "sums_rewards:score",
     )
     assert [reward.weight for reward in run.rewards] == [1.0, 0.0] and plan_vram(run).fits
-    assert run.rewards[0].params == {"think_end_id": 260}, "</think> of the embedded model"
+    assert run.rewards[0].params == {}, "the id of </think> is bound from the tokenizer"
     assert run.rloo.prompts_per_generation * run.rloo.num_generations == run.rloo.generation_batch_size == 128
     done = run_test("test_sums_rewards.py")
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
@@ -156,8 +156,9 @@ def test_any_model_is_taken_that_knows_the_characters(model: str) -> None:
     assert code == 0, said
     run = load_config("own.yaml")
     thinks = "thinking" in model
-    ends = {"embedded/thinking@sorting": 260, "smollm2/thinking": 16}
-    assert run.model.name == model and run.rewards[0].params == ({"think_end_id": ends[model]} if thinks else {})
+    assert run.model.name == model and run.rewards[0].params == {}
+    with open("own_rewards.py", encoding="utf-8") as file:
+        assert ("think_end_id, **columns" in file.read()) is thinks
     assert plan_vram(run).fits and run.rloo.max_completion_length == 64
     assert run_test("test_own_rewards.py").returncode == 0
 
@@ -182,6 +183,7 @@ def test_the_generated_reward_and_the_judge_agree(
         for answer in answers:
             text = f"so</think>\\boxed{{{answer}}}" if gpu else answer
             columns = {"completions": [text], "completion_ids": [[7, 151668, 8]], "answer": [gold]}
+            columns |= {"think_end_id": 151668} if gpu else {}
             paid, right = score(**columns)[0], judge(**columns)[0]
             assert (paid == 1.0) == (right == 1.0) == (answer not in ("43", "")), (answer, paid, right)
 
