@@ -224,7 +224,8 @@ def saved_bytes_per_token(load: Load, kind: int = 0) -> int:
     mixer = qk_norm * FLOAT + attention * size
     if kind and (net := shape.delta) is not None:
         keys, values, chunks = (net.value_heads * width for width in (net.key_dim, net.value_dim, 64))
-        mixer = (6 * keys + 5 * values + 4 * chunks) * FLOAT + (4 * keys + 4 * values + 3 * net.conv_size) * size
+        mixer = (6 * keys + 5 * values + 4 * chunks + 2 * keys * net.value_dim // 64) * FLOAT
+        mixer += (7 * keys + 3 * values + 3 * net.conv_size) * size
     return 2 * shape.hidden_size * FLOAT + mixer + (3 * shape.intermediate_size + copied) * size
 
 

@@ -231,7 +231,7 @@ def test_the_copy_that_decodes_is_counted(tiny_model: Any) -> None:
     """Up to a gibibyte of joined matrices was in no part of the plan; a larger model has none, nor one in 16 bit."""
     from rloo_kit.rollout.decoders import FusedDecoder
 
-    load = replace(load_of(shape_of_config(tiny_model.config.to_dict())), four_bit=False, fused=False)
+    load = load_of(shape_of_config(tiny_model.config.to_dict()), four_bit=False, fused=False, engine="native")
     in_float32 = replace(load, weight_bytes=4, compute_bytes=4)
     layers = FusedDecoder(tiny_model)._layers
     matrices = [part for layer in layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
