@@ -169,10 +169,9 @@ def fill_cache(model: Any, rows: int, width: int) -> Any:
         if hasattr(found, "recurrent_states"):  # a delta net's, which one token fills
             found.reorder_cache(torch.zeros(rows, dtype=torch.long))
             cache.layers[place] = found
-            continue
-        pair = (found.keys, found.values) if hasattr(found, "keys") else found
-        wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
-        layer = cache.layers[place]
-        layer.lazy_initialization(*wide)
-        layer.keys, layer.values = wide
+        else:
+            pair, layer = (found.keys, found.values) if hasattr(found, "keys") else found, cache.layers[place]
+            wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
+            layer.lazy_initialization(*wide)
+            layer.keys, layer.values = wide
     return cache
