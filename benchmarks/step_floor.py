@@ -39,7 +39,7 @@ def attention_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequ
     pairs = 0.0
     for prompt, lengths in zip(prompts, completions, strict=True):
         pairs += prompt * (prompt + 1) / 2 + sum(length * prompt + length * (length + 1) / 2 for length in lengths)
-    return 4.0 * shape.query_size * len(shape.attention_layers) * pairs
+    return 4.0 * shape.query_size * shape.num_attention * pairs
 
 
 def training_flops(

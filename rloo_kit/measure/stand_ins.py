@@ -162,13 +162,16 @@ class _Inserted:
 def fill_cache(model: Any, rows: int, width: int) -> Any:
     """transformers' cache for (B, P) prefixes without their last token: views of one token's keys and values, which the
     first step materialises layer by layer."""
-    ids = torch.zeros(rows, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    one = cache = model(input_ids=ids, use_cache=True).past_key_values
-    if not hasattr(one, "layers"):  # Unsloth's pairs
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        for layer, pair in zip(cache.layers, one, strict=True):
-            layer.lazy_initialization(*pair)
-            layer.keys, layer.values = pair
-    for layer in (layer for layer in cache.layers if hasattr(layer, "keys")):  # a delta net's state is full
-        layer.keys, layer.values = (states.expand(-1, -1, width - 1, -1) for states in (layer.keys, layer.values))
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    one = model(input_ids=ids, use_cache=True).past_key_values
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for place, found in enumerate(one.layers if hasattr(one, "layers") else one):
+        if hasattr(found, "recurrent_states"):  # a delta net's, which one token fills
+            found.reorder_cache(torch.zeros(rows, dtype=torch.long))
+            cache.layers[place] = found
+        else:
+            pair, layer = (found.keys, found.values) if hasattr(found, "keys") else found, cache.layers[place]
+            wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
+            layer.lazy_initialization(*wide)
+            layer.keys, layer.values = wide
     return cache

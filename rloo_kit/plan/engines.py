@@ -56,17 +56,13 @@ def _find_obstacle(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
             f"rollout.vllm.float8_kv_cache is true, which needs compute capability 8.0, and {machine.name} has "
             f"{found}: set rollout.vllm.float8_kv_cache=false"
         )
-    if load.four_bit and machine.is_here and _lacks_bitsandbytes():
+    version = installed_version("vllm") if load.four_bit and machine.is_here else None
+    if version is not None and in_range(version, ">=0.28") and not is_importable(BITSANDBYTES_PLUGIN):
         return (
-            f"vLLM {installed_version('vllm')} reads 4-bit weights through {BITSANDBYTES_PLUGIN}, which is not "
+            f"vLLM {version} reads 4-bit weights through {BITSANDBYTES_PLUGIN}, which is not "
             f"installed: {VLLM_INSTALL}, or set model.load_in_4bit=false"
         )
     return _find_shortage(run, load, rows, machine)
-
-
-def _lacks_bitsandbytes() -> bool:
-    version = installed_version("vllm")
-    return version is not None and in_range(version, ">=0.28") and not is_importable(BITSANDBYTES_PLUGIN)
 
 
 def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> str | None:

@@ -80,10 +80,11 @@ def read_load(
         max_length=model.max_seq_length,
         enforce_eager=vllm.enforce_eager,
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
+        factors=find_factors(machine.on_cuda, fused),
+        unmeasured=UNMEASURED,
     )
     unknown = int(DYNAMIC_SHARE * (body_bytes(load) + table_bytes(load))) if keeps_unknown_layers(run, shape) else 0
-    factors = find_factors(load.on_cuda, load.fused)
-    return replace(load, factors=factors, unmeasured=UNMEASURED, unknown_bytes=unknown)
+    return replace(load, unknown_bytes=unknown)
 
 
 def keeps_unknown_layers(run: RunConfig, shape: ModelShape) -> bool:

@@ -188,7 +188,7 @@ def decoding_bytes(load: Load, rows: int) -> int:
     """
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
-    state = state_bytes(load) // max(shape.num_layers - len(shape.attention_layers), 1)
+    state = state_bytes(load) // max(shape.num_layers - shape.num_attention, 1)
     return rows * max(load.cache_tokens * width * load.weight_bytes, 3 * state)
 
 
@@ -218,13 +218,13 @@ def saved_bytes_per_token(load: Load, kind: int = 0) -> int:
     if trained and size < FLOAT:
         copied = sum(inputs[name] + 2 * (load.lora_rank or 0) for name in trained)
     else:
-        outputs = ("o_proj", "out_proj", "down_proj")
-        copied = 2 * shape.hidden_size + sum(columns for name, columns in inputs.items() if name in outputs)
+        copied = 2 * shape.hidden_size + sum(inputs.get(name, 0) for name in ("o_proj", "out_proj", "down_proj"))
         copied += len(trained) * (load.lora_rank or 0)
     mixer = qk_norm * FLOAT + attention * size
     if kind and (net := shape.delta) is not None:
         keys, values, chunks = (net.value_heads * width for width in (net.key_dim, net.value_dim, 64))
-        mixer = (6 * keys + 5 * values + 4 * chunks) * FLOAT + (4 * keys + 4 * values + 3 * net.conv_size) * size
+        mixer = (6 * keys + 5 * values + 4 * chunks + 2 * keys * net.value_dim // 64) * FLOAT
+        mixer += (7 * keys + 3 * values + 3 * net.conv_size) * size
     return 2 * shape.hidden_size * FLOAT + mixer + (3 * shape.intermediate_size + copied) * size
 
 

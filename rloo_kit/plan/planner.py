@@ -24,7 +24,7 @@ from rloo_kit.plan.peaks import (
 )
 from rloo_kit.plan.result import EngineChoice, Machine, Margin, Part, VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
-from rloo_kit.plan.speed import StepTime, find_gpu, step_time
+from rloo_kit.plan.speed import find_gpu, step_time
 from rloo_kit.plan.without_gpu import find_lack_of_gpu
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.versions import VLLM_INSTALL
@@ -56,13 +56,14 @@ def plan_vram(
         load = replace(load, tokens_per_pass=largest_pass(load, limit, rows))
     rollout, training = rollout_gib(load, rows), training_gib(load, rows)
     fits = max(rollout, training) <= limit
+    gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda and load.engine != "server" else None
     return VramPlan(
         run=run.run.name or "a run without a name",
-        model=_describe(run, load),
+        model=f"{run.model.name}, {load.shape.size} in {4 if load.four_bit else 8 * load.weight_bytes}-bit",
         machine=machine,
         engine=choice,
         vllm=plan_vllm(run, machine, config) if choice.name == "vllm" else None,
-        step=_find_step_time(run, load, rows, machine),
+        step=None if gpu is None else step_time(load, rows, step_completions(run), gpu, run.rloo.max_steps),
         parts=tuple(_list_parts(load, rows)),
         rollout_gib=rollout,
         training_gib=training,
@@ -74,18 +75,6 @@ def plan_vram(
         changes=() if fits else tuple(find_changes(run, load, rows, limit)),
         notes=tuple(_find_notes(run, load, rows, machine, config)),
     )
-
-
-def _find_step_time(run: RunConfig, load: Load, rows: int, machine: Machine) -> StepTime | None:
-    gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda else None
-    if gpu is None or load.engine == "server":
-        return None
-    return step_time(load, rows, step_completions(run), gpu, run.rloo.max_steps)
-
-
-def _describe(run: RunConfig, load: Load) -> str:
-    bits = "4-bit" if load.four_bit else f"{8 * load.weight_bytes}-bit"
-    return f"{run.model.name}, {load.shape.size} in {bits}"
 
 
 def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> Iterator[Margin]:
@@ -190,14 +179,15 @@ def _find_notes(
             "All are counted in 4 bit; the margin allows for the difference"
         )
     if load.shape.has_vision:
-        loads = "Unsloth loads it too (0.1 to 0.5B weights)" if load.fused else "transformers does not load it"
+        loads = "Unsloth loads it, 0.2 to 0.9 GiB in 16 bit" if load.fused else "transformers does not load it"
         yield f"the vision tower of {run.model.name} is not counted: {loads}"
     if load.shape.delta is not None:
         layers = f"{len(load.shape.delta.layers)} of {load.shape.num_layers} layers"
         yield f"{layers} have a state in place of a KV cache; the activations of these are an estimate on the high side"
     if machine.on_cuda:
         backend = "Unsloth" if load.fused and load.shape.has_kernels else "transformers"
-        yield f"activations are computed for the {backend} backend"
+        why = "; Unsloth has no kernels for this type of model" if load.fused and backend == "transformers" else ""
+        yield f"activations are computed for the {backend} backend{why}"
     yield from _find_faster(run, load, rows, machine, config)
 
 

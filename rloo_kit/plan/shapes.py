@@ -30,11 +30,7 @@ DELTA_KEYS = [f"linear_{key}" for key in _HEADS]  # the fields of DeltaNet, with
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The gated delta nets that replace attention in some layers of Qwen3.5: a state of fixed size, no KV cache.
-
-    Attributes:
-        layers: their places in the model. kernel: tokens of the convolution in front of the state.
-    """
+    """The gated delta nets in place of attention in some `layers` of Qwen3.5: a state of fixed size, no KV cache."""
 
     layers: tuple[int, ...]
     key_heads: int
@@ -89,9 +85,9 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """The places of the layers with attention, and so with a KV cache."""
-        return tuple(layer for layer in range(self.num_layers) if not self.delta or layer not in self.delta.layers)
+    def num_attention(self) -> int:
+        """Layers with attention, and so with a KV cache."""
+        return self.num_layers - (len(self.delta.layers) if self.delta else 0)
 
     @property
     def matrices(self) -> list[tuple[tuple[int, ...], dict[str, tuple[int, int]]]]:
@@ -104,13 +100,13 @@ class ModelShape:
             "self_attn.v_proj": (kv, hidden),
             "self_attn.o_proj": (hidden, query),
         }
-        kinds = [(self.attention_layers, attention | mlp)]
-        if (net := self.delta) is not None:
-            value, heads = net.value_heads * net.value_dim, net.value_heads
-            rows = {"in_proj_qkv": net.conv_size, "in_proj_z": value, "in_proj_b": heads, "in_proj_a": heads}
-            delta = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
-            kinds.append((net.layers, delta | {"linear_attn.out_proj": (hidden, value)} | mlp))
-        return kinds
+        if (net := self.delta) is None:
+            return [(tuple(range(self.num_layers)), attention | mlp)]
+        value, heads = net.value_heads * net.value_dim, net.value_heads
+        rows = {"in_proj_qkv": net.conv_size, "in_proj_z": value, "in_proj_b": heads, "in_proj_a": heads}
+        delta = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
+        others = tuple(layer for layer in range(self.num_layers) if layer not in net.layers)
+        return [(others, attention | mlp), (net.layers, delta | {"linear_attn.out_proj": (hidden, value)} | mlp)]
 
     @property
     def body_weights(self) -> int:
@@ -122,7 +118,7 @@ class ModelShape:
         """Weights of norms, biases and convolutions, the last norm included."""
         attention = 2 * self.head_dim if self.qk_norm else 0
         attention += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
-        total = (2 * self.num_layers + 1) * self.hidden_size + len(self.attention_layers) * attention
+        total = (2 * self.num_layers + 1) * self.hidden_size + self.num_attention * attention
         if (net := self.delta) is not None:
             total += len(net.layers) * (net.conv_size * net.kernel + 2 * net.value_heads + net.value_dim)
         return total
@@ -146,7 +142,7 @@ class ModelShape:
     @property
     def cache_elements(self) -> int:
         """Elements of the KV cache for one token."""
-        return 2 * len(self.attention_layers) * self.kv_size
+        return 2 * self.num_attention * self.kv_size
 
     def is_kept(self, module: str) -> bool:
         """Whether a quantised checkpoint keeps `module` ("model.layers.3.mlp.up_proj") in 16 bit.
@@ -203,9 +199,15 @@ def find_shape(run: RunConfig) -> ModelShape:
 
 def _find_by_name(name: str, depth: int = 0) -> ModelShape:
     folder = Path(name).expanduser()
+    file = folder / "config.json" if folder.is_dir() else find_in_cache(name)
+    if file is not None and file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            fix = "download the model again, or correct model.name"
+            raise ConfigError(f"{file} cannot be read ({error}); {fix}") from None
+        return shape_of_config(config, str(file))
     if folder.is_dir():
-        if (folder / "config.json").is_file():
-            return _read_shape(folder / "config.json")
         base = read_adapter(folder).get("base_model_name_or_path")
         if not base or depth:
             raise ConfigError(
@@ -213,12 +215,12 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
                 "memory cannot be planned; set a folder written by save_pretrained, or a hub id"
             )
         return _find_by_name(str(base), depth + 1)
-    cached = find_in_cache(name)
-    if cached is not None:
-        return _read_shape(cached)
-    known = _find_published(name)
-    if known is not None:
-        return known
+    short = name.rpartition("/")[2].lower()  # from any publisher, with nothing else in the name
+    is_quantised = short.endswith(BNB_ENDING)
+    for ending in _ENDINGS:
+        short = short.removesuffix(ending)
+    if short in NAMED:
+        return replace(NAMED[short], is_quantised=is_quantised, source="the published shapes")
     raise ConfigError(
         f"model.name is {name}, which is neither a folder nor in the Hugging Face cache ({_hub_cache()}), nor a "
         "known shape (Qwen3, Qwen3.5, SmolLM3-3B, DeepSeek-R1-Distill), so its memory cannot be planned. Download its "
@@ -230,14 +232,6 @@ def read_adapter(folder: str | Path) -> dict[str, Any]:
     """`adapter_config.json` of an adapter's folder; empty if it cannot be read."""
     found = read_json(Path(folder).expanduser() / "adapter_config.json")
     return found if isinstance(found, dict) else {}
-
-
-def _read_shape(file: Path) -> ModelShape:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); download the model again, or correct model.name") from None
-    return shape_of_config(config, str(file))
 
 
 def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
@@ -294,13 +288,3 @@ def find_in_cache(name: str) -> Path | None:
     files = [path for path in folder.glob("snapshots/*/config.json") if path.is_file()]
     files.sort(key=lambda path: (path.parent.name == commit, path.stat().st_mtime))
     return files[-1] if files else None
-
-
-def _find_published(name: str) -> ModelShape | None:
-    """A known model by its id, from any publisher; None for a name with anything else in it."""
-    short = name.rpartition("/")[2].lower()
-    is_quantised = short.endswith(BNB_ENDING)
-    for ending in _ENDINGS:
-        short = short.removesuffix(ending)
-    found = NAMED.get(short)
-    return found and replace(found, is_quantised=is_quantised, source="the published shapes")

@@ -26,7 +26,7 @@ from rloo_kit.measure.memory import (
 from rloo_kit.measure.plan import measure_plan
 from rloo_kit.measure.stand_ins import fill_cache
 from rloo_kit.plan.result import Machine
-from rloo_kit.plan.shapes import find_shape
+from rloo_kit.plan.shapes import DeltaNet, ModelShape, find_shape, shape_of_config
 from rloo_kit.rollout.kv_cache import SlotCache
 from rloo_kit.system.memory import resident_gib
 
@@ -201,6 +201,22 @@ def test_a_checkpoint_of_the_true_shape(tiny_folder, tmp_path):
     weights = made.model.layers[0].mlp.up_proj.weight.float()
     assert 0.01 < weights.std() < 0.03 and made.model.norm.weight.float().unique().tolist() == [1.0]
     assert AutoTokenizer.from_pretrained(folder)("</think>")["input_ids"] == [260]
+
+
+def test_layers_without_a_cache_are_measured_too(tmp_path):
+    """Qwen3.5: a random checkpoint of its shape was a Qwen3, and a rollout's cache had no place for the states."""
+    from transformers import AutoModelForCausalLM
+
+    shape = ModelShape(64, 96, 4, 4, 2, 32, 320, True, delta=DeltaNet((0, 1, 2), 2, 4, 16, 8))
+    model = AutoModelForCausalLM.from_pretrained(stand_ins.save_random_model(shape, tmp_path), dtype=torch.float32)
+    assert model.config.model_type == "qwen3_5_text" and model.num_parameters() == shape.num_weights
+    assert replace(shape_of_config(model.config.to_dict()), has_kernels=True, source=shape.source) == shape
+    with torch.no_grad():
+        filled = fill_cache(model, 2, 31)
+        assert filled.get_seq_length() == 30
+        assert [tuple(one.recurrent_states[0].shape) for one in filled.layers[:3]] == 3 * [(2, 4, 16, 8)]
+        logits = model(torch.tensor([[7], [8]]), past_key_values=filled, position_ids=torch.full((2, 1), 30)).logits
+    assert filled.get_seq_length() == 31 and logits.isfinite().all()
 
 
 def test_without_room_nothing_is_written(monkeypatch, tmp_path):

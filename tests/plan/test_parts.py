@@ -175,9 +175,9 @@ def test_what_a_layer_saves_is_what_torch_saves(half: bool) -> None:
     assert parts.saved_bytes_per_token(load) == pytest.approx(one_layer, rel=0.05)
 
 
-def measure_peak(checkpointing: bool) -> tuple[float, Any, int]:
-    """Bytes that are alive at once at the peak of a packed pass, forward and backward, the model's own apart; its
-    config, and the tokens of a completion (there are two, and a prompt of four)."""
+def measure_peak(model: Any, checkpointing: bool, length: int, layout: str = "shared") -> float:
+    """Bytes that are alive at once at the peak of a pass, forward and backward, the model's own apart; two completions
+    of `length` tokens and a prompt of four."""
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -201,26 +201,25 @@ def measure_peak(checkpointing: bool) -> tuple[float, Any, int]:
             self.most = max(self.most, sum(size for _, size in self.live.values()))
             return made
 
-    model = with_lora(make_model(num_hidden_layers=4))
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    scorer, length = Scorer(model.train(), 1.0, 0), 300
-    groups = make_groups(length)
-    assert scorer.layout == "shared"
+    scorer, groups = Scorer(model.train(), 1.0, 0), make_groups(length)
+    assert scorer.layout == layout
     peak = Peak({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
     with peak:
         scorer.score(model, groups).logps.sum().backward()
-    return peak.most, model.config.to_dict(), length
+    return peak.most
 
 
 @pytest.mark.parametrize(("checkpointing", "most"), [(False, 1.2), (True, 1.6)])
 def test_the_peak_of_a_pass_is_not_above_the_plan(checkpointing: bool, most: float) -> None:
     """What a pass holds besides what is saved (gradients on their way, the head's tiles) is an estimate: from above."""
-    peak, config, length = measure_peak(checkpointing)
+    model, length = with_lora(make_model(num_hidden_layers=4)), 300
+    peak = measure_peak(model, checkpointing, length)
     load = load_of(
-        shape_of_config(config), four_bit=False, weight_bytes=4, compute_bytes=4, fused=False, on_cuda=False,
-        checkpointing="on" if checkpointing else "off", tokens_per_pass=2 * length + 4, prompt_tokens=4,
+        shape_of_config(model.config.to_dict()), four_bit=False, weight_bytes=4, compute_bytes=4, fused=False,
+        on_cuda=False, checkpointing="on" if checkpointing else "off", tokens_per_pass=2 * length + 4, prompt_tokens=4,
         completion_tokens=length,
     )  # fmt: skip
     planned = parts.activation_bytes(load) + parts.head_bytes(load) + parts.gradient_bytes(load)
@@ -231,7 +230,7 @@ def test_the_copy_that_decodes_is_counted(tiny_model: Any) -> None:
     """Up to a gibibyte of joined matrices was in no part of the plan; a larger model has none, nor one in 16 bit."""
     from rloo_kit.rollout.decoders import FusedDecoder
 
-    load = replace(load_of(shape_of_config(tiny_model.config.to_dict())), four_bit=False, fused=False)
+    load = load_of(shape_of_config(tiny_model.config.to_dict()), four_bit=False, fused=False, engine="native")
     in_float32 = replace(load, weight_bytes=4, compute_bytes=4)
     layers = FusedDecoder(tiny_model)._layers
     matrices = [part for layer in layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]

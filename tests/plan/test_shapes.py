@@ -1,0 +1,296 @@
+"""Shapes against real models: SmolLM3 and Qwen3.5, whose layers are of two kinds, and the models known by name."""
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import load_config, plan_vram
+from rloo_kit.errors import ConfigError
+from rloo_kit.plan import parts, vllm_memory
+from rloo_kit.plan.load import find_machine, read_load
+from rloo_kit.plan.shapes import NAMED, find_shape, shape_of_config
+from rloo_kit.plan.speed import token_step_bytes
+from tests.plan.test_parts import load_of, measure_peak
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SIZES = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+DELTA = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_DELTA = (*ALL, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+
+
+def make_model(kind: str, **changes: Any) -> Any:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, SmolLM3Config, SmolLM3ForCausalLM
+
+    if kind == "smollm3":
+        return SmolLM3ForCausalLM(SmolLM3Config(**SIZES | {"pad_token_id": None} | changes))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES | DELTA | changes))
+
+
+def cache_bytes(cache: Any) -> int:
+    """Of keys and values, and of the states of layers without them."""
+    total = 0
+    for layer in cache.layers:
+        states = [layer.keys, layer.values] if hasattr(layer, "keys") else []
+        for held in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            states += held.values()
+        total += sum(state.nbytes for state in states)
+    return total
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["smollm3", "qwen3_5"])
+def test_weights_are_those_of_the_model(kind: str, tied: bool) -> None:
+    """`plan` had no shape for either. Qwen3.5's gates, convolutions and four input matrices are easily forgotten."""
+    model = make_model(kind, tie_word_embeddings=tied)
+    shape = shape_of_config(model.config.to_dict())
+    assert shape.tied == tied and shape.num_weights == model.num_parameters()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert shape.table_weights == sum(size for name, size in sizes.items() if "embed" in name or "lm_head" in name)
+    vectors = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 1 or "conv1d" in name)
+    assert shape.vector_weights == vectors and shape.body_weights == shape.num_weights - vectors - shape.table_weights
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", ["smollm3", "qwen3_5"])
+def test_the_cache_is_that_of_a_forward_pass(kind: str, half: bool) -> None:
+    """Four of Qwen3.5's five layers here have a state per row, in float32 whatever the weights, and no cache per
+    token."""
+    import torch
+
+    model = make_model(kind).to(torch.bfloat16 if half else torch.float32)
+    width = 2 if half else 4
+    load = load_of(shape_of_config(model.config.to_dict()), weight_bytes=width, compute_bytes=width, prompt_tokens=64)
+    load = replace(load, completion_tokens=64)
+    with torch.no_grad():
+        filled = model(torch.randint(0, 320, (3, 128)), use_cache=True).past_key_values
+    assert parts.cache_bytes(load, 3) == cache_bytes(filled)
+    assert (parts.state_bytes(load) > 0) == (kind == "qwen3_5") == (load.shape.cache_elements == 2 * 64)
+    assert vllm_memory.row_bytes(load) == parts.cache_bytes(load, 1)
+    assert vllm_memory.least_pool_bytes(load) == 128 * parts.cache_bytes_per_token(load) + parts.state_bytes(load)
+    a_row = token_step_bytes(load, 2) - token_step_bytes(load, 1)
+    assert a_row - 2 * parts.state_bytes(load) == pytest.approx((0.4 * 64 + 32) * parts.cache_bytes_per_token(load))
+
+
+@pytest.mark.parametrize("kept", [[], ["lm_head", "model.layers.1.linear_attn", "model.layers.4.mlp.up_proj"]])
+def test_weights_in_4_bit_are_those_of_bitsandbytes(tmp_path: Path, kept: list[str]) -> None:
+    """The small matrices of the gates are quantised too, convolutions are not."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    make_model("qwen3_5", hidden_size=256).save_pretrained(tmp_path)
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantisation = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=kept or None, **nf4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=quantisation)
+    tensors = {}
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        own = [parameter.data]
+        if state is not None:
+            own += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+        tensors |= {tensor.data_ptr(): tensor.nbytes for tensor in own}
+    load = load_of(shape_of_config(model.config.to_dict()))
+    assert parts.body_bytes(load) + parts.table_bytes(load) == sum(tensors.values())
+
+
+@pytest.mark.parametrize(("kind", "names"), [("smollm3", ALL), ("qwen3_5", ALL_DELTA), ("qwen3_5", ALL)])
+def test_the_adapter_is_that_of_peft(kind: str, names: tuple[str, ...]) -> None:
+    """The seven projections reach no delta net; without a list every linear layer of the blocks is adapted."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = list(names) if names == ALL else "all-linear"
+    model = get_peft_model(make_model(kind), LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shape = shape_of_config(model.config.to_dict())
+    assert parts.trained_weights(load_of(shape, lora_rank=4, lora_targets=names)) == trained
+    assert parts.trained_weights(load_of(shape, lora_rank=None)) == shape.num_weights
+
+
+def test_without_a_list_every_linear_layer_is_adapted(tmp_path: Path) -> None:
+    """`target_modules: null` (all linear layers of the blocks) is planned from the shape, a list as written."""
+    make_model("qwen3_5").config.save_pretrained(tmp_path)
+    run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": str(tmp_path), "load_in_4bit": False})
+    vars(run.model.lora)["target_modules"] = None
+    assert sorted(read_load(run, find_machine(12)).lora_targets) == sorted(ALL_DELTA)
+    vars(run.model.lora)["target_modules"] = ["in_proj_z"]
+    assert read_load(run, find_machine(12)).lora_targets == ("in_proj_z",)
+
+
+def count_saved_bytes(layers: int, kind: str, half: bool, heads: dict[str, int]) -> float:
+    """Bytes per token that a padded pass of the backbone saves for its backward pass, parameters apart."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    kinds = ["full_attention"] + [kind] * (layers - 1)
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers, "layer_types": kinds}
+    model = make_model("qwen3_5", **wide | {"head_dim": 64} | heads).to(torch.bfloat16 if half else torch.float32)
+    model = get_peft_model(model.train(), LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        return tensor
+
+    mixed = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
+        model.get_base_model().model(input_ids=torch.randint(0, 300, (2, 192)), attention_mask=torch.ones(2, 192))
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    return sum(size for place, size in found.items() if place not in own) / (2 * 192)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("kind", "key_heads", "dim"), [(0, 2, 64), (1, 2, 128), (1, 4, 64), (1, 1, 128)])
+def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim: int, half: bool) -> None:
+    """transformers' own delta net saves three times what an attention layer does: counted as attention, a pass that
+    "fits" runs out of memory. The plan is on the high side, by at most a fifth."""
+    heads = {"linear_num_key_heads": key_heads, "linear_key_head_dim": dim, "linear_value_head_dim": dim}
+    name = ("full_attention", "linear_attention")[kind]
+    saved = count_saved_bytes(2, name, half, heads) - count_saved_bytes(1, name, half, heads)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    shape = shape_of_config(make_model("qwen3_5", **sizes | heads).config.to_dict())
+    width = 2 if half else 4
+    load = load_of(shape, weight_bytes=width, compute_bytes=width, lora_targets=ALL_DELTA)
+    assert 0.99 * saved < parts.saved_bytes_per_token(load, kind) < 1.2 * saved
+
+
+@pytest.mark.parametrize(("checkpointing", "most"), [(False, 1.3), (True, 1.6)])
+def test_the_peak_of_a_padded_pass_is_not_above_the_plan(checkpointing: bool, most: float) -> None:
+    """Rows of delta nets are padded, each with its own prompt; the transients of their backward pass are in the
+    estimate of what is saved."""
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "head_dim": 64}
+    sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 4}
+    model = make_model("qwen3_5", **sizes, tie_word_embeddings=True)
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    peak = measure_peak(model, checkpointing, 300, "padded")
+    load = load_of(
+        shape_of_config(model.config.to_dict()), four_bit=False, weight_bytes=4, compute_bytes=4, fused=False,
+        on_cuda=False, checkpointing="on" if checkpointing else "off", tokens_per_pass=608, prompt_tokens=4,
+        completion_tokens=300, lora_targets=ALL_DELTA,
+    )  # fmt: skip
+    planned = parts.activation_bytes(load) + parts.head_bytes(load) + parts.gradient_bytes(load)
+    assert peak < planned < most * peak
+
+
+def test_layers_count_by_their_kind() -> None:
+    """With checkpointing the larger layer is in memory, without it all of both kinds."""
+    load = load_of(NAMED["qwen3.5-4b"], lora_targets=ALL_DELTA)
+    attention, delta = (parts.saved_bytes_per_token(load, kind) for kind in (0, 1))
+    off, on = (parts.activation_bytes(replace(load, checkpointing=how)) for how in ("off", "offloaded"))
+    checkpoints = 2 * 2560 * 2
+    assert off - on == load.pass_tokens * (8 * attention + 24 * delta - max(attention, delta) - checkpoints)
+    assert parts.decoding_bytes(replace(load, completion_tokens=64), 2) == 2 * 3 * parts.state_bytes(load) // 24
+
+
+def test_a_text_model_is_loaded_from_a_checkpoint_with_a_vision_tower(tmp_path: Path) -> None:
+    """Qwen3.5 is published with one; AutoModelForCausalLM loads the text model alone. Its own key says whether the head
+    is tied, not the one of the whole."""
+    from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    for tied in (True, False):
+        text = SIZES | DELTA | {"tie_word_embeddings": tied}
+        whole = Qwen3_5ForConditionalGeneration(
+            Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+        )
+        whole.save_pretrained(tmp_path / str(tied))
+        config = json.loads((tmp_path / str(tied) / "config.json").read_text())
+        shape = shape_of_config(config)
+        assert shape.has_vision and shape.tied == tied
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied))
+        assert shape.num_weights == model.num_parameters() < whole.num_parameters()
+        assert not shape_of_config(model.config.to_dict()).has_vision
+
+
+def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
+    """A default number of heads would plan another model."""
+    config = make_model("qwen3_5").config.to_dict()
+    del config["linear_num_value_heads"], config["layer_types"]
+    with pytest.raises(ConfigError, match="lacks layer_types, linear_num_value_heads"):
+        shape_of_config(config)
+    with pytest.raises(ConfigError, match="'qwen3_5_moe'.*smollm3, qwen3_5"):
+        shape_of_config(make_model("qwen3_5").config.to_dict() | {"model_type": "qwen3_5_moe_text"})
+
+
+def test_a_file_of_smollm3_that_leaves_tying_out_is_tied() -> None:
+    """transformers 4 wrote only what differs from its defaults, and SmolLM3 is tied by default."""
+    config = make_model("smollm3").config.to_dict()
+    del config["tie_word_embeddings"]
+    assert shape_of_config(config).tied
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("Qwen/Qwen3.5-0.8B", 752_393_024),
+        ("unsloth/Qwen3.5-2B", 1_881_825_088),
+        ("Qwen/Qwen3.5-4B-Base", 4_205_751_296),
+        ("Qwen/Qwen3.5-9B", 8_953_803_264),
+        ("Qwen/Qwen3.5-27B", 26_895_998_464),
+        ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
+        ("unsloth/DeepSeek-R1-Distill-Qwen-7B-unsloth-bnb-4bit", 7_615_616_512),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14_770_033_664),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32_763_876_352),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8_030_261_248),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", 8_190_735_360),
+    ],
+)
+def test_known_names_have_the_published_number_of_weights(
+    name: str, weights: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Counts of the text models, from their checkpoints; a wrong width, head or tied table changes them."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    found = find_shape(load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": name}))
+    assert found.num_weights == weights and found.is_quantised == name.endswith("4bit")
+    assert found.has_vision == ("Qwen3.5" in name)
+
+
+RUN = """model: {{name: {name}}}
+data: {{source: data.jsonl}}
+rewards: [{{name: answer_reward}}]
+rloo: {{max_steps: 10}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kib", "states", "notes"),
+    [
+        ("Qwen/Qwen3.5-4B", "32 KiB", "49.5 MiB", ("vision tower", "24 of 32 layers", "no kernels")),
+        ("HuggingFaceTB/SmolLM3-3B", "72 KiB", "", ("no kernels",)),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "56 KiB", "", ("Unsloth backend",)),
+    ],
+)
+def test_todays_thinking_models_are_planned_by_name(
+    name: str, kib: str, states: str, notes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`plan` refused all three and asked for a download, before a newcomer knew whether the model fits."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("RLOO_KIT_BACKEND", raising=False)
+    (tmp_path / "run.yaml").write_text(RUN.format(name=name))
+    plan = plan_vram(load_config(tmp_path / "run.yaml"), 24)
+    text = str(plan)
+    assert max(map(len, text.splitlines())) <= 80
+    flat = " ".join(text.replace("│", " ").split())
+    assert kib in flat and (states in flat) and all(any(one in note for note in plan.notes) for one in notes)
+    assert ("vision" in flat) == ("MiB)" in flat) == ("Qwen3.5" in name)
+    assert plan.engine.name == "generate"
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+    engine = plan_vram(load_config(tmp_path / "run.yaml"), 24).engine.name
+    assert engine == ("generate" if "Qwen3.5" in name else "native"), "a state per row is not in the native cache"
