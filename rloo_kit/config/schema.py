@@ -94,7 +94,9 @@ class ModelSection(Section):
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
         "auto", "how its chat template treats thinking; auto reads the template"
     )
-    enable_thinking: bool | None = key(None, "hybrid models only: think or not; null keeps the template's default")
+    enable_thinking: bool | None = key(
+        None, "for templates that read it: think or not; null: the template's default, refused if that is not to think"
+    )
     backend: Literal["auto", "unsloth", "transformers"] = key("auto", "auto: Unsloth if it is usable")
     load_in_4bit: bool = key(False, "4-bit weights (bitsandbytes NF4)")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("auto", "auto: the machine's precision")

@@ -43,8 +43,8 @@ LENGTHS = ((9, (12, 1, 5, 40)), (3, (7, 2, 9, 30)))  # tokens of the prompts and
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3, 4, 5], [70, 71, 72, 73, 74, 75]]
 TEXTS = ["What is 1+1?", "A longer prompt than the other"]
 # Of log-probabilities in nats. Recurrent layers compute a row at once in training and token by token in sampling.
-TOLERANCE, SAMPLED = 5e-5, 2e-3
-SIZED = 5e-5  # of a gradient's norm
+TOLERANCE, SAMPLED, SAMPLED_RECURRENT = 1e-5, 2e-5, 2e-3
+SIZED = 2e-5  # of a gradient's norm
 
 pytestmark = pytest.mark.usefixtures("libraries")
 
@@ -103,7 +103,8 @@ def test_a_class_is_exact(kind: str, tmp_path: Path, tiny_tokenizer: Any, capsys
     for name in dict.fromkeys((engine, "generate")):  # generate pads the shorter prompts on the left
         torch.manual_seed(5)
         found = build_engine(model, name, temperature=1.0, end_ids=[258], pad_id=256).sample(PROMPTS * 2, Limits(24))
-        check_logps(model, PROMPTS * 2, found, tolerance=SAMPLED)
+        is_plain = OTHER_LAYERS.get(kind, "sliding_attention") == "sliding_attention"
+        check_logps(model, PROMPTS * 2, found, tolerance=SAMPLED if is_plain else SAMPLED_RECURRENT)
 
     mine, plain = step_gradients(run, policy, groups, tmp_path)
     assert off(mine, plain) < SIZED
