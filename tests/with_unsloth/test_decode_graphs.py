@@ -44,7 +44,7 @@ def sample(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_rollout_decodes_in_graphs(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are on only where Unsloth's own trainers generate: the kit's rollouts launched every kernel by itself. What
+    """Graphs are on only where Unsloth's own trainers generate: the kit's rollouts launched each kernel by itself. What
     they compute is what is computed without them."""
     found, _, graphs, steps = sample()
     assert {rows for rows, _ in steps} == {3, 2} and any(kept for _, kept in steps) and not graphs.enabled()
