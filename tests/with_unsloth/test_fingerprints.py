@@ -151,7 +151,7 @@ def test_vllm_sleeps_by_the_variables_that_are_set(unsloth: Any) -> None:
 def test_unsloth_merges_adapters_unless_the_variable_is_0(
     value: str | None, mode: str | None, monkeypatch: Any
 ) -> None:
-    """With the variable unset it merges the adapters of 16-bit models on an NVIDIA GPU: `_vllm_arguments` sets it to 0."""
+    """Unset, it merges the adapters of 16-bit models on an NVIDIA GPU: `_vllm_arguments` sets it to 0."""
     from rloo_kit.models.unsloth import MERGED_VARIABLE
 
     zoo = import_module("unsloth_zoo.vllm_utils")
