@@ -313,12 +313,14 @@ def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> 
         "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
     }
     if is_new:
-        lora = _lora_of(run)
+        lora, targets = _lora_of(run), settings.target_modules
+        if isinstance(targets, str):  # a pattern, for classes without a forward of Unsloth's own: what it matched
+            targets = {name.rpartition(".")[2] for name, part in model.named_modules() if hasattr(part, "lora_A")}
         pairs |= {
             "model.lora.r": (lora.r, settings.r),
             "model.lora.alpha": (lora.alpha, settings.lora_alpha),
             "model.lora.dropout": (lora.dropout, settings.lora_dropout),
-            "model.lora.target_modules": (sorted(lora.target_modules), sorted(settings.target_modules)),
+            "model.lora.target_modules": (sorted(lora.target_modules), sorted(targets)),
         }
     return [Change(name, asked, found) for name, (asked, found) in pairs.items() if asked != found]
 
