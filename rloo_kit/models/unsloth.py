@@ -127,15 +127,14 @@ def _decode_graphs() -> Any:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run padded rows in training mode through Unsloth's blocks as they are. On a GPU it compiles each kind of block at
-    its first such call, which takes minutes; its packed rows are never compiled."""
+    its first such call, unlike for packed rows."""
     before = os.environ.get(COMPILE_VARIABLE)
     os.environ[COMPILE_VARIABLE] = "0"
     try:
         yield
     finally:
-        del os.environ[COMPILE_VARIABLE]
-        if before is not None:
-            os.environ[COMPILE_VARIABLE] = before
+        os.environ.pop(COMPILE_VARIABLE)
+        os.environ.update({} if before is None else {COMPILE_VARIABLE: before})
 
 
 def free_caches(model: Any) -> None:
@@ -216,10 +215,9 @@ def adopt_engine(model: Any) -> InProcessVllm:
 def _hand_over(folder: "tempfile.TemporaryDirectory[str]", model: Any) -> Any:
     request = model.load_lora(folder.name, load_tensors=True)
     if not hasattr(request, "lora_int_id"):
-        found = os.environ.get(MERGED_VARIABLE, "")
         raise ValueError(
-            f"{MERGED_VARIABLE}={found!r} merges the adapter into the base for each rollout: set it to 0, restart, and "
-            "load the model again"
+            f"{MERGED_VARIABLE}={os.environ.get(MERGED_VARIABLE, '')!r} merges the adapter into the base for each "
+            "rollout: set it to 0, restart, and load the model again"
         )
     # vLLM scales one matrix of each pair in place; if the precisions match, these are the parameters themselves
     request.lora_tensors = {name: value.detach().clone() for name, value in request.lora_tensors.items()}

@@ -6,8 +6,8 @@ import pytest
 
 
 def test_the_layout_check_compiles_nothing(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 2026.10.9 on each kind of block is compiled at its first padded row in training mode, which takes minutes on
-    a GPU. The layout check scores single sequences in padded rows, and training in packed rows never needs it."""
+    """From 2026.10.9 on each kind of block is compiled on a GPU at its first padded row in training mode. The layout
+    check scores single sequences in padded rows; training in packed rows never needs what is compiled for them."""
     import torch
     from unsloth.models import _block_compile
 

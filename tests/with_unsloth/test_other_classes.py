@@ -40,7 +40,7 @@ def test_a_class_without_unsloths_forward(
     from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.types import Limits
 
-    for module in ("loader", "vision"):  # on a GPU without bfloat16 it loads Qwen3.5 in float16, though float32 is asked
+    for module in ("loader", "vision"):  # without bfloat16 it loads Qwen3.5 in float16, though float32 is asked
         monkeypatch.setattr(f"unsloth.models.{module}.is_bfloat16_supported", lambda: True)
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SIZES, **CLASSES[name])
