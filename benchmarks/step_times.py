@@ -117,7 +117,7 @@ def assumptions_table(_result: Any = None) -> list[str]:
         ["share of the GPU's TFLOPS that training reaches", f"{speed.TRAINING_SHARE:g}"],
         ["share of the GPU's bandwidth that decoding reaches", "1: a bound, not a forecast"],
         ["4-bit weights of a token step", "read, written in 16 bit, read again; once for all rows"],
-        ["GiB of vLLM's CUDA graphs", f"{vllm_memory.GRAPHS_GIB:g}"],
+        ["GiB of vLLM's CUDA graphs", f"{vllm_memory.GRAPHS_GIB:g}, and {vllm_memory.GRAPH_MIB} MiB a graph"],
         ["GiB of vLLM outside torch", f"{vllm_memory.OUTSIDE_GIB:g} (unsloth_zoo's table in `load_vllm`)"],
         ["bytes of vLLM's logits, a row and token of the vocabulary", f"{vllm_memory.LOGITS_BYTES} (the same table)"],
         ["tokens of one forward pass of vLLM", f"{vllm_memory.BATCHED_TOKENS}; under Unsloth by the pool: {batched}"],

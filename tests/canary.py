@@ -1,8 +1,11 @@
 """`make canary`: the kit's fingerprints and a short set of tests with the newest TRL, transformers, PEFT and Unsloth.
 
-Run it with the Python of a separate environment: it installs into that environment and changes no file of git's.
+Core tests run with the newest of all. The Unsloth tests run with the newest that Unsloth's own requirements allow, as a
+user gets them. Run it with the Python of a separate environment: it installs into that environment and changes no file
+of git's.
 """
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -12,7 +15,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-NEWEST = ("trl", "transformers", "peft", "unsloth", "unsloth-zoo")
+UNSLOTH = ("unsloth", "unsloth-zoo")
+NEWEST = ("trl", "transformers", "peft", *UNSLOTH)
 # What the newest of these ask for in their turn: pip picks a version that fits.
 FOLLOW = ("accelerate", "tokenizers", "huggingface-hub", "hf-xet", "safetensors", "certifi")
 RUNS = {  # one process each: Unsloth patches TRL when it is imported
@@ -52,19 +56,33 @@ def kept(constraints: Iterable[str]) -> list[str]:
     return [line for line in constraints if requirement_name(line) not in ("", *NEWEST, *FOLLOW)]
 
 
-def install(folder: Path) -> None:
-    """Install the kit, its other dependencies as pinned, and the newest of NEWEST into this Python."""
+def caps(requirements: Iterable[str]) -> list[str]:
+    """Of Unsloth's requirements those of the other libraries in NEWEST and FOLLOW.
+
+    >>> caps(["unsloth_zoo>=2", "torch<2.15", "trl!=0.19.0,<=1.15.0", "peft>=0.18; extra == 'x'"])
+    ['trl!=0.19.0,<=1.15.0']
+    """
+    moved = {*NEWEST, *FOLLOW} - {*UNSLOTH}
+    return [one for one in requirements if requirement_name(one) in moved and "extra ==" not in one]
+
+
+def pip_install(folder: Path, *arguments: str) -> None:
+    """Install into this Python; what neither NEWEST nor FOLLOW names stays as pinned."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     constraints = folder / "constraints-canary.txt"
     constraints.write_text("\n".join(kept((ROOT / "constraints.txt").read_text().splitlines())) + "\n")
+    subprocess.run([*pip, "-c", str(constraints), *arguments], check=True)
+
+
+def install(folder: Path) -> None:
+    """Install the kit, its other dependencies as pinned, and the newest of NEWEST."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     needed += (ROOT / "tests/with_unsloth/requirements.txt").read_text().splitlines()
     wanted = [line for line in free(needed) if requirement_name(line)]
-    newest = ["--upgrade", "--upgrade-strategy", "only-if-needed"]
-    subprocess.run([*pip, *newest, "-c", str(constraints), *wanted, "packaging"], check=True)
+    pip_install(folder, "--upgrade", "--upgrade-strategy", "only-if-needed", *wanted, "packaging")
     # Without their requirements, as in make test-unsloth: no torchvision and xformers for a CPU build of torch.
-    subprocess.run([*pip, "--upgrade", "--no-deps", "unsloth", "unsloth-zoo"], check=True)
-    subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
+    pip_install(folder, "--upgrade", "--no-deps", *UNSLOTH)
+    pip_install(folder, "--no-deps", "-e", str(ROOT))
 
 
 def run(name: str, files: Iterable[str], folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -116,17 +134,18 @@ def describe_versions(tested: dict[str, str], installed: dict[str, str | None]) 
     return lines
 
 
-def summarise(versions: list[str], results: dict[str, tuple[dict[str, int], list[tuple[str, str]]]]) -> tuple[str, int]:
-    """The report and the exit code: 1 when a test broke, or when a run passed none."""
-    lines, failed = ["canary: newest versions", *versions], False
-    for name, (counts, broken) in results.items():
+def summarise(results: dict[str, tuple[list[str], dict[str, int], list[tuple[str, str]]]]) -> tuple[str, int]:
+    """The report and the exit code: 1 when a test broke, or when a run passed none. A set's result: its versions, what
+    `run` returned."""
+    lines, failed = ["canary: newest versions; for Unsloth the newest that it allows"], False
+    for name, (versions, counts, broken) in results.items():
         said = ", ".join(f"{count} {what}" for what, count in counts.items()) or "no tests ran"
-        lines.append(f"{name}: {said}")
+        lines += [f"{name}: {said}", *versions]
         lines += [f"  BROKE {test}: {reason}" for test, reason in broken]
         failed |= bool(broken) or not counts.get("passed")
     if failed:
         lines.append("A test broke, or a set ran none. make setup and make test-unsloth keep to the tested versions.")
-    elif any(line.endswith("NEW") for line in versions):
+    elif any(line.endswith("NEW") for line in lines):
         lines.append("Nothing broke in these tests with versions outside the tested ranges; make test-all checks more.")
     else:
         lines.append(
@@ -144,9 +163,14 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, installed_version
 
-    versions = describe_versions(TESTED | TESTED_EXTRAS, {name: installed_version(name) for name in NEWEST})
-    results = {name: run(name, files, folder) for name, files in RUNS.items()}
-    report, code = summarise(versions, results)
+    results = {}
+    for name, files in RUNS.items():
+        if name == "Unsloth":
+            asked = [one for library in UNSLOTH for one in importlib.metadata.requires(library) or ()]
+            pip_install(folder, *caps(asked))
+        versions = describe_versions(TESTED | TESTED_EXTRAS, {name: installed_version(name) for name in NEWEST})
+        results[name] = (versions, *run(name, files, folder))
+    report, code = summarise(results)
     print(report)
     return code
 

@@ -20,6 +20,7 @@ from rloo_kit.gradient.logprobs import attach_token_scoring
 from rloo_kit.gradient.mixture import token_weights
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out
 from rloo_kit.models.policy import find_other_layers, packed_keywords
+from rloo_kit.models.unsloth import uncompiled
 
 LAYOUTS = ("shared", "repeated", "padded")
 # P and C_i of the self-check's groups: 1,024 tokens, several blocks of every attention kernel. Without a GPU, 21:
@@ -125,8 +126,9 @@ class Scorer:
         """The layouts that agree with single sequences, the smallest first, and a line with the reason. If both packed
         layouts use the same kernels, only the smallest is kept."""
         groups = _check_groups(model)
-        single = self._check(model, [[one] for one in _singles(groups)], "padded")
-        _compare_with_logits(model, groups[0], single[0], self.temperature)
+        with uncompiled():
+            single = self._check(model, [[one] for one in _singles(groups)], "padded")
+            _compare_with_logits(model, groups[0], single[0], self.temperature)
         refused: list[str] = []
         try:
             self._prepare(model)

@@ -6,9 +6,10 @@ Restores what Unsloth changes by itself: settings of the config, mixed precision
 import copy
 import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
@@ -40,6 +41,7 @@ MERGED_VARIABLE = "UNSLOTH_VLLM_MERGED_ROLLOUT"
 MOST_OF_FREE = 0.98
 SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else Unsloth replaces the planned share with its own
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
+COMPILE_VARIABLE = "UNSLOTH_BLOCK_COMPILE"  # read at every call of a block
 OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it, float32 checkpoints are stored in host memory as bfloat16
 # What the generated trainer's constructor assigns in its config; checked by tests/with_unsloth/test_fingerprints.py.
 CONSTRUCTOR_CHANGES = (
@@ -109,10 +111,10 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
 @contextmanager
 def inference_mode(model: Any) -> Iterator[None]:
     """Unsloth's fast generation without gradients; restores training mode and its checkpointing afterwards."""
-    was_training = model.training
+    was_training, graphs = model.training, _decode_graphs()
     model.for_inference()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if graphs is None else graphs.rl_generation():
             yield
     finally:
         free_caches(model)
@@ -120,8 +122,29 @@ def inference_mode(model: Any) -> Iterator[None]:
             model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", False))
 
 
+def _decode_graphs() -> Any:
+    """Unsloth's CUDA graphs of decoding steps, on only in the scope of an RL generation; None before 2026.10.9."""
+    return sys.modules.get("unsloth.models._decode_graphs")
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run padded rows in training mode through Unsloth's blocks as they are. On a GPU it compiles each kind of block at
+    its first such call, unlike for packed rows."""
+    before = os.environ.get(COMPILE_VARIABLE)
+    os.environ[COMPILE_VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(COMPILE_VARIABLE)
+        os.environ.update({} if before is None else {COMPILE_VARIABLE: before})
+
+
 def free_caches(model: Any) -> None:
-    """Free the buffers that Unsloth's fast decoding keeps on each layer until that layer's next full forward."""
+    """Free what Unsloth's fast decoding keeps: its graphs with their buffers, and the buffers without graphs, which
+    otherwise stay until a layer's next full forward."""
+    if (graphs := _decode_graphs()) is not None:
+        graphs.release_for_training(model)
     for module in model.modules():
         for name in ("paged_attention", "paged_attention_K", "paged_attention_V"):
             vars(module).pop(name, None)
@@ -195,7 +218,10 @@ def adopt_engine(model: Any) -> InProcessVllm:
 def _hand_over(folder: "tempfile.TemporaryDirectory[str]", model: Any) -> Any:
     request = model.load_lora(folder.name, load_tensors=True)
     if not hasattr(request, "lora_int_id"):
-        raise ValueError(f"{MERGED_VARIABLE} is set, which merges the adapter into the base for each rollout: unset it")
+        raise ValueError(
+            f"{MERGED_VARIABLE}={os.environ.get(MERGED_VARIABLE, '')!r} merges the adapter into the base for each "
+            "rollout: set it to 0, restart, and load the model again"
+        )
     # vLLM scales one matrix of each pair in place; if the precisions match, these are the parameters themselves
     request.lora_tensors = {name: value.detach().clone() for name, value in request.lora_tensors.items()}
     return request
@@ -238,6 +264,7 @@ def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
         raise BackendError(f"rollout.engine is vllm, but {problem}")
     prepare_variables()
     os.environ[SHARE_VARIABLE] = "1"
+    os.environ.setdefault(MERGED_VARIABLE, "0")  # unset, Unsloth merges adapters of 16-bit models
     return {
         "fast_inference": True,
         "max_lora_rank": room_for_rank(_lora_of(run).r),
@@ -287,12 +314,14 @@ def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> 
         "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
     }
     if is_new:
-        lora, found = _lora_of(run), sorted(settings.target_modules)
+        lora, targets = _lora_of(run), settings.target_modules
+        if isinstance(targets, str):  # a pattern, for classes without a forward of Unsloth's own: what it matched
+            targets = {name.rpartition(".")[2] for name, part in model.named_modules() if hasattr(part, "lora_A")}
         pairs |= {
             "model.lora.r": (lora.r, settings.r),
             "model.lora.alpha": (lora.alpha, settings.lora_alpha),
             "model.lora.dropout": (lora.dropout, settings.lora_dropout),
-            "model.lora.target_modules": (sorted(lora.target_modules or found), found),
+            "model.lora.target_modules": (sorted(lora.target_modules or targets), sorted(targets)),
         }
     return [Change(name, asked, found) for name, (asked, found) in pairs.items() if asked != found]
 

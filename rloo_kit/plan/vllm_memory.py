@@ -13,7 +13,9 @@ BLOCK_TOKENS = 16  # per page of vLLM
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of `max_lora_rank`
 OUTSIDE_GIB = 0.13  # outside torch's allocator: the column of unsloth_zoo's table in `load_vllm`
 LOGITS_BYTES = 40  # per row and token of the vocabulary, in vLLM's profiling run: the slope of the same table
-GRAPHS_GIB = 0.8  # CUDA graphs of a model with an adapter; assumed, not measured (reports say 0.4 to 1.4)
+# CUDA graphs: fixed, and each. Assumed, not measured: 172 of a model with an adapter took 1.7 GiB in pull request 40044
+# of vLLM, about 204 took 2.4 in 25914, 11 and 16 without an adapter 0.3 and 0.4 in logs that users posted.
+GRAPHS_GIB, GRAPH_MIB = 0.3, 11
 BATCHED_TOKENS = 8192  # per forward pass: vLLM's default for its class LLM on GPUs below 70 GiB
 # (largest pool in GiB, tokens per forward pass that Unsloth sets for it): `load_vllm` of unsloth_zoo.
 UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192))
@@ -68,13 +70,24 @@ def buffer_bytes(load: Load, rows: int) -> int:
     # The slope of unsloth_zoo's table over tokens, checked by a test: gate and up, their product, the residual stream.
     states = tokens * (3 * shape.intermediate_size + 4 * shape.hidden_size) * load.compute_bytes
     logits = rows * shape.vocab_size * LOGITS_BYTES
-    return adapter_bytes(load) + max(states, logits) + _kept_bytes(load)
+    return adapter_bytes(load) + max(states, logits) + _kept_bytes(load, rows)
 
 
-def _kept_bytes(load: Load) -> int:
+def graphs(load: Load, rows: int) -> int:
+    """How many CUDA graphs vLLM 0.32 captures by default: for batches of up to twice its rows, at most 512 tokens, and
+    once more for decoding alone, up to its rows; with an adapter, all of these both with and without it."""
+    largest = min(2 * rows, 512)
+    sizes = {1, 2, 4, rows, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)}
+    captured = sum((size <= largest) + (size <= min(largest, rows)) for size in sizes)
+    return captured if load.lora_rank is None else 2 * captured
+
+
+def _kept_bytes(load: Load, rows: int) -> int:
     """Graphs and libraries, which stay while vLLM is asleep."""
-    graphs = 0.0 if load.enforce_eager or not load.on_cuda else GRAPHS_GIB
-    return int((graphs + (OUTSIDE_GIB if load.on_cuda else 0.0)) * GIB)
+    if not load.on_cuda:
+        return 0
+    captured = 0 if load.enforce_eager else int(GRAPHS_GIB * GIB) + graphs(load, rows) * GRAPH_MIB * 2**20
+    return captured + int(OUTSIDE_GIB * GIB)
 
 
 def share_bytes(load: Load, rows: int) -> int:
@@ -95,4 +108,4 @@ def asleep_bytes(load: Load, rows: int) -> int:
     """
     if not load.on_cuda:
         return added_bytes(load, rows)
-    return _kept_bytes(load) + (adapter_bytes(load) if is_shared(load) else 0)
+    return _kept_bytes(load, rows) + (adapter_bytes(load) if is_shared(load) else 0)

@@ -86,21 +86,22 @@ class GenerateEngine:
         if expected_lengths is not None:
             order.sort(key=lambda row: -expected_lengths[row])
         total, lengths = len(order), list(map(len, prompt_ids))
-        with self._mode(), torch.no_grad():
-            while order:
-                batch = next_batch(order, lengths, self.rows or len(order))
-                if len({lengths[row] for row in batch}) > 1 and self.check_padding():
-                    batch = next_batch(order, lengths, self.rows or len(order), pads=False)
-                begun = [CompletionState(limits, self._end_ids) for _ in batch]
-                watch = None if on_tokens is None else _watch(on_tokens, batch)
-                if not self._generate([prompt_ids[row] for row in batch], begun, watch):
-                    self._halve(len(batch), len(order))
-                    continue
-                for row, state in zip(batch, begun, strict=True):
-                    states[row] = state
-                order = [row for row in order if row not in batch]
-                if on_progress is not None:
-                    on_progress(total - len(order), total)
+        while order:
+            batch = next_batch(order, lengths, self.rows or len(order))
+            if len({lengths[row] for row in batch}) > 1 and self.check_padding():
+                batch = next_batch(order, lengths, self.rows or len(order), pads=False)
+            begun = [CompletionState(limits, self._end_ids) for _ in batch]
+            watch = None if on_tokens is None else _watch(on_tokens, batch)
+            with self._mode(), torch.no_grad():  # left after each batch: Unsloth keeps the buffers of two sizes
+                fits = self._generate([prompt_ids[row] for row in batch], begun, watch)
+            if not fits:
+                self._halve(len(batch), len(order))
+                continue
+            for row, state in zip(batch, begun, strict=True):
+                states[row] = state
+            order = [row for row in order if row not in batch]
+            if on_progress is not None:
+                on_progress(total - len(order), total)
         return collect_rollout(states, self._temperature)
 
     def _generate(

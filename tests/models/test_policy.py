@@ -361,19 +361,29 @@ def test_unsloth_loads_vllm_on_the_shares_that_were_planned(
     make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unsloth replaces the given share by its own as soon as vLLM is set to sleep."""
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
+    for name in (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_LOGGING_LEVEL",
+        unsloth.SHARE_VARIABLE,
+        unsloth.MERGED_VARIABLE,
+    ):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")
     run = make_run("rollout.engine=vllm", "model.lora.r=12", "rollout.vllm.enforce_eager=true")
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm"):
         unsloth._vllm_arguments(run, vllm_plan)
     monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    monkeypatch.delenv(unsloth.MERGED_VARIABLE)
     found = unsloth._vllm_arguments(run, vllm_plan)
     assert found == {
         "fast_inference": True, "max_lora_rank": 16, "gpu_memory_utilization": 0.8, "max_num_seqs": 32,
         "float8_kv_cache": False, "enforce_eager": True, "unsloth_vllm_standby": True,
     }  # fmt: skip
     assert os.environ[unsloth.SHARE_VARIABLE] == "1"
+    # Unset, Unsloth from 2026.10.9 on merges the adapter of a 16-bit model, and the kit stopped at its first rollout.
+    assert os.environ[unsloth.MERGED_VARIABLE] == "0"
+    monkeypatch.setenv(unsloth.MERGED_VARIABLE, "attention")  # a value that is set is the user's, and is refused below
+    assert unsloth._vllm_arguments(run, vllm_plan) and os.environ[unsloth.MERGED_VARIABLE] == "attention"
 
 
 def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: VllmPlan, monkeypatch) -> None:
@@ -389,7 +399,12 @@ def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: 
 def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's process groups are global to the process, and the first vLLM has the first model's weights: it cannot be
     stopped for a second, unlike the transformers backend's. Once its model is gone, another is accepted."""
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
+    for name in (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_LOGGING_LEVEL",
+        unsloth.SHARE_VARIABLE,
+        unsloth.MERGED_VARIABLE,
+    ):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")
     monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
@@ -407,7 +422,7 @@ def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch
     assert unsloth._vllm_arguments(run, vllm_plan)["fast_inference"]
 
 
-def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path) -> None:
+def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM multiplies one matrix of each pair by alpha / r, in place: in one precision those are the parameters."""
     live = torch.ones(2, 2, requires_grad=True)
     folders = []
@@ -421,7 +436,8 @@ def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path) -> None:
     request.lora_tensors["q_proj.lora_B.weight"] *= 2
     assert folders == [folder.name] and torch.equal(live, torch.ones(2, 2))
     merged = SimpleNamespace(load_lora=lambda *_, **__: object())  # Unsloth's own request to merge
-    with pytest.raises(ValueError, match="UNSLOTH_VLLM_MERGED_ROLLOUT is set.*unset it"):
+    monkeypatch.setenv(unsloth.MERGED_VARIABLE, "auto")  # unset it, the advice was: unset, Unsloth merges
+    with pytest.raises(ValueError, match="UNSLOTH_VLLM_MERGED_ROLLOUT='auto'.* set it to 0"):
         unsloth._hand_over(folder, merged)
 
 

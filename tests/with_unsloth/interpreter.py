@@ -62,7 +62,7 @@ class _DeviceOnCpu(type):
     def __call__(cls, kind: Any, *index: Any) -> Any:
         import torch
 
-        names_a_gpu = isinstance(kind, int) or str(kind).partition(":")[0] == "cuda"
+        names_a_gpu = kind is None or isinstance(kind, int) or str(kind).partition(":")[0] == "cuda"
         return torch.device("cpu") if names_a_gpu else torch.device(kind, *index)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -158,12 +158,14 @@ def _index_by_one_element() -> None:
 def keep_on_cpu() -> None:
     """Point the device names and the per-device tables of Unsloth's modules at the CPU.
 
-    To be called before every load: a load brings further modules in, and ends with `from transformers.trainer import
-    torch` in one of those that are there.
+    To be called before every load: a load brings further modules in. It also sets `torch` in one of those that are
+    there to that of transformers.trainer, and builds rotary tables after that: the stand-in is there too.
     """
     import torch
+    import transformers.trainer
 
     stand_in = _TorchOnCpu("torch")
+    transformers.trainer.torch = stand_in
     replaced = {"DEVICE_COUNT": _One(1), "DEVICE_TYPE_TORCH": "cpu", "get_current_device": lambda: None}
     for name, module in list(sys.modules.items()):
         if module is None or name.partition(".")[0] not in ("unsloth", "unsloth_zoo"):

@@ -21,36 +21,43 @@ from tests.contracts.test_upstream import fingerprint
 # In Unsloth's copy of TRL's trainer these are not as in TRL; the other methods of that contract are.
 GENERATED = {
     "_prepare_inputs": "2a1bd87c01bc",
-    "__init__": "31103662aa0e",
+    "__init__": "668afe55eb38",
 }
-# Its own, module:name. In order: the model, packed rows, generation, loading and modes, checkpoints, vLLM, the trainer.
+# Its own, module:name. In order: the model, packed rows, generation with its graphs, compiled blocks, loading and
+# modes, checkpoints, vLLM, the trainer.
 UNSLOTH = {
-    "unsloth.models.llama:LlamaModel_fast_forward": "7d3a1b0409bc",
+    "unsloth.models.llama:LlamaModel_fast_forward": "977699d33a4f",
     "unsloth.models.llama:_is_left_padded": "0dc806da5784",
-    "unsloth.models.llama:CausalLM_fast_forward": "a384a99e13fd",
+    "unsloth.models.llama:CausalLM_fast_forward": "1e0c22cd3843",
     "unsloth.models.llama:PeftModel_fast_forward": "e09306235006",
-    "unsloth.models.llama:LlamaDecoderLayer_fast_forward": "610c036a9cfe",
-    "unsloth.models.qwen3:Qwen3Attention_fast_forward": "5d83ae0607e6",
-    "unsloth.utils.packing:get_packed_info_from_kwargs": "e23bc78f245d",
-    "unsloth.utils.packing:build_sdpa_packed_attention_mask": "ea9e2c23da2d",
-    "unsloth.utils.attention_dispatch:run_attention": "d75324d28828",
+    "unsloth.models.llama:LlamaDecoderLayer_fast_forward": "6c635bdcf240",
+    "unsloth.models.qwen3:Qwen3Attention_fast_forward": "6fe895990253",
+    "unsloth.utils.packing:get_packed_info_from_kwargs": "f4b64aebab0a",
+    "unsloth.utils.packing:build_sdpa_packed_attention_mask": "37e1f4a656bd",
+    "unsloth.utils.attention_dispatch:_run_attention": "7a3a9541be95",
     "unsloth.utils.prefix_grouper_kernel:build_seg_info_multigroup": "7106a7482889",
-    "unsloth.models.llama:unsloth_fast_generate": "24b125f35cd0",
-    "unsloth.models.llama:_fast_prepare_inputs_for_generation": "90b88a199b06",
-    "unsloth.models.llama:_LlamaModel_fast_forward_inference": "4ddbccfe9b61",
-    "unsloth.models.qwen3:Qwen3Attention_fast_forward_inference": "fbed5b2b6ff2",
-    "unsloth.models.loader:FastLanguageModel.from_pretrained": "e5522d22ff7d",
-    "unsloth.models.llama:FastLlamaModel.get_peft_model": "5bf080972eb0",
-    "unsloth.models.llama:FastLlamaModel.patch_peft_model": "756e286ce9aa",
+    "unsloth.models.llama:unsloth_fast_generate": "a10f2364cda8",
+    "unsloth.models.llama:_fast_prepare_inputs_for_generation": "43e9c55abde0",
+    "unsloth.models.llama:_LlamaModel_fast_forward_inference": "f064657f0fc4",
+    "unsloth.models.qwen3:Qwen3Attention_fast_forward_inference": "37418bc73277",
+    "unsloth.models._decode_graphs:enabled": "590c5be33514",
+    "unsloth.models._decode_graphs:alloc_decode_buffers": "d90276daebaa",
+    "unsloth.models._decode_graphs:release_for_training": "718a5e42804d",
+    "unsloth.models._block_compile:_enabled": "15d5519d6e1e",
+    "unsloth.models._block_compile:_wrap": "03f4d214a7a0",
+    "unsloth.models.loader:FastLanguageModel.from_pretrained": "91719835197b",
+    "unsloth.models.llama:FastLlamaModel.get_peft_model": "9a31f9c22788",
+    "unsloth.models.llama:FastLlamaModel.patch_peft_model": "3e6761a09f49",
     "unsloth.models.llama:FastLlamaModel.for_training": "64f455a2a41b",
-    "unsloth.models.llama:FastLlamaModel.for_inference": "d20266eda275",
+    "unsloth.models.llama:FastLlamaModel.for_inference": "0b769b129418",
     "unsloth.models._utils:apply_unsloth_gradient_checkpointing": "625ab570838c",
     "unsloth_zoo.gradient_checkpointing:unsloth_checkpoint": "b4b77e5d3729",
-    "unsloth.models.rl:PatchFastRL": "d6af36e7d9bd",
-    "unsloth_zoo.vllm_utils:load_vllm": "b2d182cd7db5",
+    "unsloth.models.rl:PatchFastRL": "d3b437b6a2ae",
+    "unsloth_zoo.vllm_utils:load_vllm": "fee6689fc81b",
+    "unsloth_zoo.vllm_utils:_merged_rollout_mode": "8deab1bd1d9a",
     "unsloth_zoo.vllm_utils:load_lora": "c7b2e017337f",
     "unsloth_zoo.vllm_utils:_build_lora_request": "2791e0ec8858",
-    "UnslothRLOOTrainer:UnslothRLOOConfig.__init__": "3122a5f48482",
+    "UnslothRLOOTrainer:UnslothRLOOConfig.__init__": "3feb969b3300",
     "UnslothRLOOTrainer:_UnslothRLOOTrainer.__init__": "7fcf8b167fae",
     "UnslothRLOOTrainer:prepare_for_training_mode": "4ae6d6d84411",
 }
@@ -138,6 +145,21 @@ def test_vllm_sleeps_by_the_variables_that_are_set(unsloth: Any) -> None:
     taken = inspect.signature(find("unsloth_zoo.vllm_utils:load_vllm")).parameters
     wanted = {"gpu_memory_utilization", "max_num_seqs", "float8_kv_cache", "enforce_eager", "unsloth_vllm_standby"}
     assert wanted <= set(taken) and "max_lora_rank" in taken
+
+
+@pytest.mark.parametrize(("value", "mode"), [(None, "all"), ("", "all"), ("0", None)])
+def test_unsloth_merges_adapters_unless_the_variable_is_0(
+    value: str | None, mode: str | None, monkeypatch: Any
+) -> None:
+    """Unset, it merges the adapters of 16-bit models on an NVIDIA GPU: `_vllm_arguments` sets it to 0."""
+    from rloo_kit.models.unsloth import MERGED_VARIABLE
+
+    zoo = import_module("unsloth_zoo.vllm_utils")
+    monkeypatch.setattr(zoo, "_merged_rollout_auto_platform", lambda: None)  # as on a GPU with vLLM
+    monkeypatch.setenv(MERGED_VARIABLE, value or "")
+    if value is None:
+        monkeypatch.delenv(MERGED_VARIABLE)
+    assert zoo._merged_rollout_mode() == mode
 
 
 def test_a_change_is_named() -> None:

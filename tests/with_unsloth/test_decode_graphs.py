@@ -1,0 +1,63 @@
+"""Unsloth's CUDA graphs of decoding steps: asked for in the kit's rollouts, and nothing of them left for training.
+
+Without a GPU no step is captured. The buffers that the graphs would read are allocated and filled, by the same code.
+"""
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def sample(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`sample()`: five completions, three and two at once, as on a CUDA GPU; with the model, Unsloth's module, and of
+    each decoding step the rows and the sizes for which a layer keeps buffers."""
+    import torch
+    from unsloth.models import _decode_graphs as graphs
+
+    from rloo_kit.rollout.completions import find_end_ids
+    from rloo_kit.rollout.engine import build_engine
+    from rloo_kit.rollout.types import Limits
+
+    steps: list[tuple[int, list[int]]] = []
+    plain = graphs.decode_step
+
+    def decode_step(model: Any, *args: Any) -> Any:
+        kept = vars(model.model.layers[0].self_attn).get("_unsloth_graph_buffers", {})
+        steps.append((args[3].shape[0], sorted(rows for rows, *_ in kept)))
+        return plain(model, *args)
+
+    monkeypatch.setattr(graphs, "_DEFAULT_OK", True)
+    monkeypatch.setattr(graphs, "decode_step", decode_step)
+    policy = load(moved=True)
+    policy.model.train()
+    engine = build_engine(
+        policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=find_end_ids(policy), pad_id=256, rows=3
+    )
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        steps.clear()
+        return engine.sample([policy.tokenizer("ab")["input_ids"]] * 5, Limits(6)), policy.model, graphs, steps
+
+    return run
+
+
+def test_a_rollout_decodes_in_graphs(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are on only where Unsloth's own trainers generate: the kit's rollouts launched each kernel by itself. What
+    they compute is what is computed without them."""
+    found, _, graphs, steps = sample()
+    assert {rows for rows, _ in steps} == {3, 2} and any(kept for _, kept in steps) and not graphs.enabled()
+    monkeypatch.setenv("UNSLOTH_DECODE_CUDA_GRAPHS", "0")
+    plain, _, _, steps = sample()
+    assert not steps
+    assert (found.completion_ids, found.sampler_logps) == (plain.completion_ids, plain.sampler_logps)
+
+
+def test_what_graphs_keep_is_freed(sample: Any) -> None:
+    """Their buffers hold the KV cache of a whole batch. Unsloth keeps those of two sizes, and none is freed by the
+    training that follows: memory that neither the plan of the rollout nor that of the step counts."""
+    _, model, _, steps = sample()
+    assert all(kept in ([], [rows]) for rows, kept in steps)
+    kept = {name for module in model.modules() for name in vars(module)}
+    assert not kept & {"_unsloth_graph_buffers", "paged_attention", "temp_QA", "attention"} and model.training

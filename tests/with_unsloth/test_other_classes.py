@@ -1,0 +1,71 @@
+"""Classes for which Unsloth has no forward of its own: it loads them through its FastModel, with transformers' code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZES = {
+    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None,
+}  # fmt: skip
+# Layers that carry a state along the row, which packed rows would pass from one sequence to the next.
+CLASSES = {
+    "Qwen3_5TextConfig": {
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True,
+    },
+    "FalconH1Config": {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_without_unsloths_forward(
+    name: str, load: Any, tiny_tokenizer: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Their rows are padded and equal single sequences; what is sampled has the log-probabilities that are scored.
+
+    FastModel makes a pattern of the names of target_modules, and the load printed it letter by letter: "'!', '(', '('".
+    """
+    import torch
+    import transformers
+
+    from rloo_kit.gradient.packing import Group
+    from rloo_kit.gradient.scorer import Scorer
+    from rloo_kit.models.policy import packed_keywords
+    from rloo_kit.rollout.completions import find_end_ids
+    from rloo_kit.rollout.engine import build_engine
+    from rloo_kit.rollout.types import Limits
+
+    for module in ("loader", "vision"):  # without bfloat16 it loads Qwen3.5 in float16, though float32 is asked
+        monkeypatch.setattr(f"unsloth.models.{module}.is_bfloat16_supported", lambda: True)
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**SIZES, **CLASSES[name])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    policy = load(model=tmp_path, moved=True)
+    assert "differently" not in capsys.readouterr().out
+    assert packed_keywords(policy.model.get_base_model()) is None
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 256, (length,), generator=draw) for length in (4, 1, 2)]
+    engine = build_engine(
+        policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=find_end_ids(policy), pad_id=256
+    )
+    found = engine.sample([prompt.tolist() for prompt in prompts], Limits(9))
+    groups = [Group(one, [torch.tensor(ids)]) for one, ids in zip(prompts, found.completion_ids, strict=True)]
+    policy.model.train()
+    scorer = Scorer(policy.model, 1.0, pad_id=256)
+    assert scorer.layouts == ("padded",)
+    scores = {}
+    for passes in ([groups], [[group] for group in groups]):
+        policy.model.zero_grad()
+        logps = torch.cat([scorer.score(policy.model, one).logps for one in passes])
+        (logps * torch.linspace(-1, 2, len(logps))).sum().backward()
+        gradients = [value.grad.flatten() for value in policy.model.parameters() if value.grad is not None]
+        scores[len(passes)] = logps.detach(), torch.cat(gradients)
+    sampled = torch.tensor([logp for row in found.sampler_logps for logp in row])
+    assert (scores[1][0] - sampled).abs().max() < 1e-4 and (scores[1][0] - scores[3][0]).abs().max() < 1e-5
+    assert (scores[1][1] - scores[3][1]).norm() < 1e-5 * scores[3][1].norm()
