@@ -93,6 +93,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
             dtype=getattr(torch, dtype_name),
             load_in_4bit=run.model.load_in_4bit,
             use_gradient_checkpointing=run.model.gradient_checkpointing,
+            **({"text_only": True} if hasattr(config, "vision_config") else {}),
             **({} if vllm is None else _vllm_arguments(run, vllm)),
         )
     except (OSError, RuntimeError, ValueError) as error:

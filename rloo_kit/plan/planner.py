@@ -178,9 +178,6 @@ def _find_notes(
             f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
             "All are counted in 4 bit; the margin allows for the difference"
         )
-    if load.shape.has_vision:
-        loads = "Unsloth loads it, 0.2 to 0.9 GiB in 16 bit" if load.fused else "transformers does not load it"
-        yield f"the vision tower of {run.model.name} is not counted: {loads}"
     if load.shape.delta is not None:
         layers = f"{len(load.shape.delta.layers)} of {load.shape.num_layers} layers"
         yield f"{layers} have a state in place of a KV cache; the activations of these are an estimate on the high side"

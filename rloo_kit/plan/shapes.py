@@ -52,7 +52,7 @@ class ModelShape:
     Attributes:
         tied: the head is the embedding. qk_norm: norms of queries and keys, as in Qwen3. qkv_bias: as in Qwen2.
         delta: layers without attention; with it, the others gate their attention. has_kernels: Unsloth has kernels for
-            this type. has_vision: the checkpoint also has a vision tower, which is not counted.
+            this type.
         is_quantised: the checkpoint has 4-bit weights. kept: patterns of modules that it keeps in 16 bit.
         source: where the shape was read, for display.
     """
@@ -69,7 +69,6 @@ class ModelShape:
     qkv_bias: bool = False
     delta: DeltaNet | None = None
     has_kernels: bool = True
-    has_vision: bool = False
     is_quantised: bool = False
     kept: tuple[str, ...] = ()
     source: str = "given"
@@ -155,7 +154,7 @@ class ModelShape:
 def _qwen3_5(hidden: int, wide: int, layers: int, heads: int, value_heads: int, tied: bool) -> ModelShape:
     delta = DeltaNet(tuple(layer for layer in range(layers) if (layer + 1) % 4), 16, value_heads)
     sizes = hidden, wide, layers, heads, min(heads // 4, 4), 256, QWEN3_5_ROWS, tied
-    return ModelShape(*sizes, delta=delta, has_kernels=False, has_vision=True)
+    return ModelShape(*sizes, delta=delta, has_kernels=False)
 
 
 PUBLISHED = {
@@ -266,7 +265,6 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
         qkv_bias=kind == "qwen2",
         delta=delta,
         has_kernels=kind in HAS_KERNELS,
-        has_vision="vision_config" in config,
         is_quantised=bool(quantisation.get("load_in_4bit") or quantisation.get("_load_in_4bit")),
         kept=tuple(one.replace(".language_model", "") for one in quantisation.get("llm_int8_skip_modules") or ()),
         source=source,

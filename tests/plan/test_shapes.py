@@ -211,10 +211,9 @@ def test_a_text_model_is_loaded_from_a_checkpoint_with_a_vision_tower(tmp_path: 
         whole.save_pretrained(tmp_path / str(tied))
         config = json.loads((tmp_path / str(tied) / "config.json").read_text())
         shape = shape_of_config(config)
-        assert shape.has_vision and shape.tied == tied
+        assert shape.tied == tied
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied))
         assert shape.num_weights == model.num_parameters() < whole.num_parameters()
-        assert not shape_of_config(model.config.to_dict()).has_vision
 
 
 def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
@@ -258,7 +257,6 @@ def test_known_names_have_the_published_number_of_weights(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     found = find_shape(load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": name}))
     assert found.num_weights == weights and found.is_quantised == name.endswith("4bit")
-    assert found.has_vision == ("Qwen3.5" in name)
 
 
 RUN = """model: {{name: {name}}}
@@ -271,7 +269,7 @@ rloo: {{max_steps: 10}}
 @pytest.mark.parametrize(
     ("name", "kib", "states", "notes"),
     [
-        ("Qwen/Qwen3.5-4B", "32 KiB", "49.5 MiB", ("vision tower", "24 of 32 layers", "no kernels")),
+        ("Qwen/Qwen3.5-4B", "32 KiB", "49.5 MiB", ("24 of 32 layers", "no kernels")),
         ("HuggingFaceTB/SmolLM3-3B", "72 KiB", "", ("no kernels",)),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "56 KiB", "", ("Unsloth backend",)),
     ],
@@ -289,7 +287,7 @@ def test_todays_thinking_models_are_planned_by_name(
     assert max(map(len, text.splitlines())) <= 80
     flat = " ".join(text.replace("│", " ").split())
     assert kib in flat and (states in flat) and all(any(one in note for note in plan.notes) for one in notes)
-    assert ("vision" in flat) == ("MiB)" in flat) == ("Qwen3.5" in name)
+    assert ("MiB)" in flat) == ("Qwen3.5" in name)
     assert plan.engine.name == "generate"
     monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
     engine = plan_vram(load_config(tmp_path / "run.yaml"), 24).engine.name

@@ -69,3 +69,26 @@ def test_a_class_without_unsloths_forward(
     sampled = torch.tensor([logp for row in found.sampler_logps for logp in row])
     assert (scores[1][0] - sampled).abs().max() < 1e-4 and (scores[1][0] - scores[3][0]).abs().max() < 1e-5
     assert (scores[1][1] - scores[3][1]).norm() < 1e-5 * scores[3][1].norm()
+
+
+def test_the_text_model_of_a_multimodal_checkpoint(load: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any):
+    """Qwen3.5 is published with a vision tower, which FastLanguageModel loads too, and adapters reached it."""
+    import torch
+    import transformers
+
+    for module in ("loader", "vision"):
+        monkeypatch.setattr(f"unsloth.models.{module}.is_bfloat16_supported", lambda: True)
+    sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    sight |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+    text = SIZES | CLASSES["Qwen3_5TextConfig"]
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=sight, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    policy = load(model=tmp_path)
+    assert policy.describe().startswith("Qwen3_5ForCausalLM") and "no adapter on" not in policy.describe()
+    assert not [name for name, _ in policy.model.named_modules() if "visual" in name]
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with policy.inference_mode():
+        assert (policy.model(ids).logits - whole(ids).logits).abs().max() < 1e-5
