@@ -198,7 +198,7 @@ def attach_token_scoring(model: torch.nn.Module) -> None:
         BackendError: the head transforms its logits non-linearly (soft-capping), which the kit does not score.
     """
     text_config = model.config.get_text_config()
-    for key in ("final_logit_softcapping", "output_multiplier"):
+    for key in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "output_multiplier"):
         if getattr(text_config, key, None) not in (None, 1.0):
             raise BackendError(f"the model's config sets {key}; the kit scores plain or scaled heads only (Qwen3's)")
     logit_scale = _logit_scale(text_config)

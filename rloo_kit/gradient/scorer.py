@@ -129,6 +129,14 @@ class Scorer:
         with uncompiled():
             single = self._check(model, [[one] for one in _singles(groups)], "padded")
             _compare_with_logits(model, groups[0], single[0], self.temperature)
+            with _quiet(model, trains=False), torch.no_grad():
+                together = self._pass(model, groups, "padded", need_entropy=False).logps
+        gap = (together - single[0]).abs().mean().item()
+        if not gap <= _tolerance(model).mean:
+            raise BackendError(
+                f"log-probabilities of a completion alone and in a padded batch differ by {gap:.2g} nats per token: "
+                "model.name draws random numbers in training mode (a noisy router), or is not causal: train another"
+            )
         refused: list[str] = []
         try:
             self._prepare(model)
@@ -266,10 +274,11 @@ def _quiet(model: torch.nn.Module, trains: bool) -> Iterator[None]:
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     for module in model.modules():
         settings: dict[str, Any] = {"training": not isinstance(module, torch.nn.Dropout)}
-        settings |= {"attention_dropout": 0.0} | ({} if trains else {"gradient_checkpointing": False})
+        settings |= {} if trains else {"gradient_checkpointing": False}
+        rates = [name for name, found in vars(module).items() if "dropout" in name and isinstance(found, float)]
+        settings |= dict.fromkeys(rates, 0.0)
         for name, value in settings.items():
-            found = getattr(module, name, value)
-            if found != value and not isinstance(found, torch.nn.Module):  # Bloom's attention_dropout is a layer
+            if (found := getattr(module, name, value)) != value:
                 changed.append((module, name, found))
                 setattr(module, name, value)
     try:

@@ -131,6 +131,14 @@ class _Training:
         self.was_training = policy.model.training
         _check_shared_folder(run_dir)
         self.checkpoint = share(run_dir.resumes_from)
+        if self.checkpoint is not None and hasattr(policy.model, "peft_config"):
+            trained = read_object(self.checkpoint.folder / "adapter_config.json").get("target_modules")
+            now = policy.model.peft_config["default"].target_modules
+            if trained is not None and set(trained) != set(now):
+                raise ConfigError(
+                    f"the run in {run_dir.folder} has an adapter on {', '.join(sorted(trained))}, and now it would be "
+                    f"on {', '.join(sorted(now))} (model.lora.target_modules): start over, --overwrite or run.name=..."
+                )
         if run_dir.resumed:
             run_dir.rewind(self.checkpoint.step if self.checkpoint else 0)
         self.rollouts = RolloutLog(run_dir, run.run.rollouts_gib)

@@ -93,15 +93,14 @@ def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     Of a Mamba layer it is the input projection: the others' matrices are read by its kernels, past an adapter. Stacked
     experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
     """
-    found, paths = set[str](), [f".{path}" for path, _ in model.named_modules()]
+    found, decoder = set[str](), model.get_decoder()
     for path in _find_linear(model):
-        parent, _, name = path.rpartition(".")
-        if name == "experts":
+        if (name := _name_of(path)) == "experts":
             found |= {"gate_proj", "up_proj", "down_proj"}
-        elif name == "in_proj" or not hasattr(model.get_decoder().get_submodule(parent), "D"):
+        elif name == "in_proj" or not hasattr(decoder.get_submodule(path.rpartition(".")[0]), "D"):
             found.add(name)
+    paths = [f".{path}" for path, _ in model.named_modules()] + [f".{name}" for name in found]
     missing = [name for name in wanted or () if not any(path.endswith(f".{name}") for path in paths)]
-    missing = [name for name in missing if name not in found]
     if missing or not (wanted or found):
         has = f"has {', '.join(missing)}" if missing else "is null"
         raise BackendError(
@@ -111,22 +110,37 @@ def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     return list(wanted or sorted(found))
 
 
+def find_outside(model: Any) -> list[str] | None:
+    """Paths of a bare model's linear layers outside its text decoder (a vision tower), whose names may be those of the
+    decoder's layers; None without."""
+    inside = set(model.get_decoder().modules())
+    linear = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    return [path for path, layer in linear if layer not in inside] or None
+
+
 def find_bare_layers(model: Any) -> list[str]:
     """Names of linear layers in the blocks of a PeftModel that have no adapter, at least in some block."""
-    return sorted({path.rpartition(".")[2] for path in _find_linear(model.get_base_model())})
+    return sorted({_name_of(path) for path in _find_linear(model.get_base_model())})
+
+
+def _name_of(path: str) -> str:
+    """The end of a layer's path that says which it is: "q_proj", or "adapters.0" in a list."""
+    parent, _, name = path.rpartition(".")
+    return f"{_name_of(parent)}.{name}" if name.isdigit() and parent else name
 
 
 def _find_linear(model: Any) -> Iterator[str]:
-    """Paths of the linear layers in a model's blocks, and of its stacked experts, that have no adapter."""
+    """Paths of the linear layers in a model's blocks, and of its stacked experts, that have no adapter. A class of
+    transformers with a forward of its own (a router, which returns several tensors) is not linear."""
     head, wrapped = model.get_output_embeddings(), tuple[str, ...]()
     for path, layer in model.get_decoder().named_modules():
+        kind = type(layer)
+        is_own = kind.__module__.startswith("transformers.models.") and kind.forward is not torch.nn.Linear.forward
+        is_linear = isinstance(layer, (torch.nn.Linear, Conv1D)) and not is_own and layer is not head
+        is_stack = path.endswith(".experts") and not isinstance(layer, torch.nn.ModuleList)
         if isinstance(layer, BaseTunerLayer):
             wrapped += (f"{path}.",)
-        elif path.startswith(wrapped) or layer is head:
-            continue
-        elif isinstance(layer, (torch.nn.Linear, Conv1D)) or (
-            path.endswith(".experts") and not isinstance(layer, torch.nn.ModuleList)
-        ):
+        elif (is_linear or is_stack) and not path.startswith(wrapped):
             yield path
 
 

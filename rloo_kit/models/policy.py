@@ -257,7 +257,9 @@ def packed_keywords(model: Any) -> Any:
 def find_other_layers(model: Any) -> str:
     """The kinds of layers, by name, in which a token does not attend to all tokens before it: those with a window, or
     with a state along the row (Mamba, gated delta net, short convolution); empty if there are none."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+    config = model.config.get_text_config()
+    listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # GPT-Neo's
+    kinds = set(listed or ()) - {"full_attention", "global"}
     if not kinds and getattr(model, "_is_stateful", False):
         kinds = {"recurrent"}
     return ", ".join(sorted(kinds))

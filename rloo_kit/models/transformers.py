@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
-from rloo_kit.models.adapters import choose_targets
+from rloo_kit.models.adapters import choose_targets, find_outside
 from rloo_kit.models.checkpoint import ModelSource, refuse_float16, usable_length
 from rloo_kit.models.vllm import VllmSettings, start_vllm
 from rloo_kit.plan.result import VllmPlan
@@ -147,6 +147,7 @@ def _with_adapter(model: Any, lora: LoraSection, seed: int, source: ModelSource,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=choose_targets(model, lora.target_modules),
+        exclude_modules=find_outside(model),
         task_type="CAUSAL_LM",
     )
     try:

@@ -70,7 +70,8 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
 def _native_obstacle(model: Any) -> str | None:
     """Why `kv_cache` cannot hold this model's keys and values; None if it can."""
     config = model.config.get_text_config()
-    if find_other_layers(model) or getattr(config, "sliding_window", None) is not None:
+    windows = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
+    if windows or find_other_layers(model):
         return f"{config.model_type} has layers that do not attend to all tokens"
     if model.config.is_encoder_decoder:
         return f"{config.model_type} has an encoder"
