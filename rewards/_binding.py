@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from .text import THINK_END, AssumedId, as_ids, as_text
+from .text import as_ids, as_text, refuse_assumed
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Reward:
             counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
             raise ValueError(f"{self.__name__} got {counts}; it needs one of each per completion")
         if completions is not None and completion_ids is not None:
-            self._check_default_id(completions, completion_ids)
+            end_id = getattr(self, "think_end_id", 0) if getattr(self, "thinking", True) else 0
+            refuse_assumed(self.__name__, end_id, completions, completion_ids)
         forced = self._read_forced(columns.get("thinking_forced"), len(needed[0]))
         rows = zip(zip(*needed, strict=True), forced, strict=True)
         return [self._score_row(dict(zip(self.needs, row, strict=True)), close) for row, close in rows]
@@ -88,19 +89,6 @@ class Reward:
                 f"columns found: {found}"
             )
         raise ValueError(f"{self.__name__} needs {name}, one per completion, as TRL's trainers pass them; found none")
-
-    def _check_default_id(self, completions: Sequence[Any], completion_ids: Sequence[Any]) -> None:
-        """Refuse a default `think_end_id` that no completion has, although the texts of two or more have the tag."""
-        end_id = getattr(self, "think_end_id", None)
-        if not isinstance(end_id, AssumedId) or not getattr(self, "thinking", True):
-            return
-        closed = sum(text is not None and THINK_END in as_text(text) for text in completions)
-        if closed > 1 and not any(ids is not None and end_id in as_ids(ids) for ids in completion_ids):
-            raise ValueError(
-                f"{self.__name__}: think_end_id is {end_id}, the default and Qwen3's id of {THINK_END}, but {closed} "
-                f"completions have {THINK_END} in their text and none has that id. Bind the tokenizer's own: "
-                f"reward.with_(think_end_id=tokenizer.convert_tokens_to_ids('{THINK_END}'))"
-            )
 
     def _read_forced(self, values: Any, count: int) -> list[bool]:
         if values is None:

@@ -20,6 +20,20 @@ EOS_TOKEN_IDS = (151645, 151643)
 Decode = Callable[[list[int]], str]
 
 
+def refuse_assumed(name: str, end_id: int, completions: Iterable[Any], completion_ids: Iterable[Any]) -> None:
+    """Raise ValueError if `end_id` is a default of the reward `name` that no completion has, although the texts of two
+    or more have the tag; None is a row without a completion."""
+    if not isinstance(end_id, AssumedId):
+        return
+    closed = sum(text is not None and THINK_END in as_text(text) for text in completions)
+    if closed > 1 and not any(ids is not None and end_id in as_ids(ids) for ids in completion_ids):
+        raise ValueError(
+            f"{name}: think_end_id is {end_id}, the default and Qwen3's id of {THINK_END}, but {closed} completions "
+            f"have {THINK_END} in their text and none has that id. Bind the tokenizer's own: "
+            f"reward.with_(think_end_id=tokenizer.convert_tokens_to_ids('{THINK_END}')), if it has such a token"
+        )
+
+
 def as_ids(ids: Iterable[Any]) -> list[int]:
     """The ids of one completion as plain integers, from a list, a tuple, an array or a tensor.
 

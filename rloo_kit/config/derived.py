@@ -4,8 +4,10 @@ Only keys missing from the file are filled in, before it is checked; the resolve
 `config/schema.py` declares what they follow.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.batches import usual_batch
@@ -20,10 +22,13 @@ LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is 
 ANSWER_SHARE, ANSWER = 4, 512  # a forced answer gets 1 / ANSWER_SHARE of a completion, at most ANSWER tokens
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
 # By the last part of a name, before there is a tokenizer: models that always think, and hybrid ones that think by
-# default. Qwen3.5-0.8B and 2B do not.
+# default or only if asked to.
 _ALWAYS = re.compile(
-    r"thinking|-think(-|$)|reasoning(?!.gym)|(deepseek-|open-?)r1(-|$)|r1-distill|^qwq-\d+b(?!-preview)", re.I
+    r"(?<![a-z])(?<!no-)(?<!non-)(thinking|reasoning(?!.gym))|-think(-|$)|(deepseek-|open-?)r1(-|$)|r1-distill|"
+    r"^qwq-\d+b(?!-preview)|openthinker|acereason|deepscaler|deepcoder|skywork-or1|exaone-deep|vibethinker",
+    re.I,
 )
+_IF_ASKED = re.compile(r"^qwen3\.5-(0\.8|2)b(?!.*base)", re.I)
 _BY_DEFAULT = re.compile(r"^(smollm3|qwen3(\.\d+)?)-(?!(0\.8|2)b)\d(?!.*(instruct|base))", re.I)
 
 
@@ -124,7 +129,12 @@ def always_thinks(name: str) -> bool:
     >>> always_thinks("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), always_thinks("Qwen/Qwen3-0.6B")
     (True, False)
     """
-    return _ALWAYS.search(_last_part(name)) is not None
+    return any(_ALWAYS.search(part) for part in _names_in(name))
+
+
+def thinks_if_asked(name: str) -> bool:
+    """Whether a hybrid model thinks only with `enable_thinking: true`, according to its name."""
+    return any(_IF_ASKED.search(part) for part in _names_in(name))
 
 
 def thinks_by_keys(model: Mapping[str, Any]) -> bool:
@@ -135,9 +145,17 @@ def thinks_by_keys(model: Mapping[str, Any]) -> bool:
     """
     family, switch, name = model.get("family", "auto"), model.get("enable_thinking"), str(model.get("name"))
     if family == "auto" and switch is None:
-        return always_thinks(name) or _BY_DEFAULT.search(_last_part(name)) is not None
+        return always_thinks(name) or any(_BY_DEFAULT.search(part) for part in _names_in(name))
     return family == "thinking" or (family in ("auto", "hybrid") and switch is not False)
 
 
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2]
+def _names_in(name: str) -> list[str]:
+    """What may name a model: the last part of a hub id, all parts of a folder's path, or those of an adapter's base."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return [name.rstrip("/").rpartition("/")[2]]
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        return _names_in(str(base))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return list(folder.parts)

@@ -135,6 +135,12 @@ def render_prompt(
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     text = _apply(tokenizer, messages, **options)
+    system = "".join(str(messages[0]["content"]).split()) if messages[0]["role"] == "system" else ""
+    if system not in "".join(text.split()):
+        raise DataError(
+            "the tokenizer's chat template leaves the system message out: write it into the prompts (and set "
+            "data.system_prompt: null)"
+        )
     if thinks(family, enable_thinking):
         switched = "answer at once" if _closes(text) else ""
     else:  # by a template that closes the thinking of other prompts

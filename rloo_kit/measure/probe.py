@@ -141,6 +141,10 @@ def find_rollout_faults(
             f"{limit:g}); fix the reward. A failure: {' | '.join(probe.failures) or 'infinity'}",
             "error" if failed > limit else "warning",
         )
+    ids, end_id = probe.batch.judged.completions.completion_ids, policy.tags.end_id
+    if policy.family == "instruct" and (closed := sum(end_id in one for one in ids) / len(ids)) > CLOSED:
+        text = f"{closed:.0%} of {len(ids)} completions close a thought, and the family is instruct"
+        yield Fault("rollout", f"{text}: set model.family: thinking", "warning")
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1
     if few and is_short(measures):

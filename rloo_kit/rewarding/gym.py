@@ -13,7 +13,7 @@ from rloo_kit.data.gym import GYM_COLUMN, INSTALL
 from rloo_kit.errors import RewardError, WholeBatchError
 from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards.answer import find_boxed
-from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
+from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
 from rloo_kit.system.processes import say
 
 NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"
@@ -81,6 +81,8 @@ class ReasoningGymScore:
                 f"{GYM_REWARD} needs the column '{GYM_COLUMN}', which the rows of data.source=reasoning_gym/TASK have; "
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
+        if self.thinking:
+            refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
         self._start()
         rows = [None if row is None or row != row else str(row) for row in reasoning_gym]
         for row in filter(None, rows):

@@ -17,7 +17,7 @@ from rloo_kit.errors import BackendError, RewardError, WholeBatchError
 from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards._binding import check_int
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
-from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
+from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
@@ -91,6 +91,8 @@ class MathAnswerReward:
                 "math_answer_reward needs a column 'answer' next to the prompts (data.answer_column names its source); "
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
+        if self.thinking:
+            refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
         worker = self.worker
         ends_at = time.monotonic() + self.timeout_s
         return [

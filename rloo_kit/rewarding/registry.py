@@ -131,7 +131,8 @@ def _check_tag(key: str, entry: RewardSection, given: dict[str, Any], end_id: in
         if required:
             raise TokenizerError(
                 f"{key}: {entry.name} decides by the token {THINK_END}, and the tokenizer has none. Use a model that "
-                "thinks, a reward that does not need the tag, or model.family: instruct to judge whole completions"
+                "has it, a reward that does not need it, or judge whole completions: model.enable_thinking: false for "
+                "a hybrid template, model.family: instruct for one that opens no thinking"
             )
     elif given.get("think_end_id", end_id) != end_id:
         raise TokenizerError(
@@ -161,8 +162,8 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
         if accepted is not None and not accepted.anything:
             _check_params(key, entry, [name for name in accepted.names if name not in PASSED])
         if accepted is not None and "think_end_id" in accepted.names and tokenizer is not None:
-            end_id = bind_think_tags(tokenizer).end_id
-            _check_tag(key, entry, entry.params, end_id, required="think_end_id" in accepted.required)
+            end_id, is_given = bind_think_tags(tokenizer).end_id, "think_end_id" in entry.params
+            _check_tag(key, entry, entry.params, end_id, required="think_end_id" in accepted.required and not is_given)
             reward.params |= {} if end_id is None else {"think_end_id": end_id}
         check_signature(reward.__name__, reward.signature)
         refuse_judges_name(reward.__name__)

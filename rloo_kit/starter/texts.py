@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment
 
 from rloo_kit.config.batches import GENERATIONS
+from rloo_kit.config.derived import thinks_if_asked
 from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2
 from rloo_kit.config.schema import LORA_LEARNING_RATE
 from rloo_kit.plan.result import VramPlan
@@ -105,6 +106,8 @@ def _model(settings: Settings) -> Iterator[str]:
     whole = settings.prompt_length + settings.completion_length
     yield "model:"
     yield f"  name: {_quoted(settings.model)}"
+    if thinks_if_asked(settings.model):
+        yield "  enable_thinking: false  # true trains it with thinking"
     yield f"  max_seq_length: {whole}  # tokens, prompt and completion together"
     if settings.on_cuda and not settings.is_embedded:
         yield "  load_in_4bit: true  # false is faster if it fits; check with rloo-kit plan"
