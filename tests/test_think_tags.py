@@ -10,7 +10,7 @@ from rloo_kit.think_tags import QWEN3_IDS, ThinkTags, answer_offset, bind_think_
 
 
 def tokenizer(**changed: int) -> Any:
-    vocabulary = QWEN3_IDS | {f"<{name}>": index for name, index in changed.items()}
+    vocabulary = QWEN3_IDS | {"<tool_response>": 151665} | {f"<{name}>": index for name, index in changed.items()}
     return SimpleNamespace(get_vocab=lambda: vocabulary)
 
 
@@ -31,6 +31,9 @@ def test_any_other_tokenizer_says_itself_where_its_tags_are() -> None:
     compact = SimpleNamespace(get_vocab=lambda: {"<|im_start|>": 257, "<think>": 259, "</think>": 260})
     assert bind_think_tags(compact) == ThinkTags(259, 260)
     assert bind_think_tags(SimpleNamespace(get_vocab=dict)) == ThinkTags(None, None)
+    # Qwen2.5 has the chat tokens at the same ids; tags that somebody added come next.
+    qwen2 = QWEN3_IDS | {"<think>": 151665, "</think>": 151666}
+    assert bind_think_tags(SimpleNamespace(get_vocab=lambda: qwen2)) == ThinkTags(151665, 151666)
 
 
 class Letters:

@@ -135,8 +135,9 @@ def render_prompt(
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     text = _apply(tokenizer, messages, **options)
-    system = "".join(str(messages[0]["content"]).split()) if messages[0]["role"] == "system" else ""
-    if system not in "".join(text.split()):
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    given, rendered = (re.sub(r"\s|/(no_)?think\b", "", one) for one in (system, text))  # a switch may be taken out
+    if given not in rendered:
         raise DataError(
             "the tokenizer's chat template leaves the system message out: write it into the prompts (and set "
             "data.system_prompt: null)"

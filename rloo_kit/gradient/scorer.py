@@ -128,15 +128,15 @@ class Scorer:
         groups = _check_groups(model)
         with uncompiled():
             single = self._check(model, [[one] for one in _singles(groups)], "padded")
-            _compare_with_logits(model, groups[0], single[0], self.temperature)
             with _quiet(model, trains=False), torch.no_grad():
                 together = self._pass(model, groups, "padded", need_entropy=False).logps
-        gap = (together - single[0]).abs().mean().item()
-        if not gap <= _tolerance(model).mean:
-            raise BackendError(
-                f"log-probabilities of a completion alone and in a padded batch differ by {gap:.2g} nats per token: "
-                "model.name draws random numbers in training mode (a noisy router), or is not causal: train another"
-            )
+            gap = (together - single[0]).abs().mean().item()
+            if not gap <= _tolerance(model).mean:
+                raise BackendError(
+                    f"log-probs of completions alone and in a padded batch differ by {gap:.2g} nats per token: "
+                    "model.name draws random numbers in training mode (a noisy router), or is not causal: train another"
+                )
+            _compare_with_logits(model, groups[0], single[0], self.temperature)
         refused: list[str] = []
         try:
             self._prepare(model)

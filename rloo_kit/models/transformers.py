@@ -34,7 +34,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
     try:
         config = AutoConfig.from_pretrained(source.base)
         usable_length(run, config)
-        refuse_float16(run, config)
+        refuse_float16(run, config, "transformers")
         _check_quantised(run, config)
         tokenizer = AutoTokenizer.from_pretrained(source.base)
         model = AutoModelForCausalLM.from_pretrained(

@@ -86,7 +86,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
     try:
         config = AutoConfig.from_pretrained(source.base)
         max_seq_length = usable_length(run, config)
-        refuse_float16(run, config)
+        refuse_float16(run, config, "unsloth")
         model, tokenizer = fast.from_pretrained(
             model_name=source.base,
             max_seq_length=max_seq_length,

@@ -158,7 +158,8 @@ def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
         vllm.take_adapter(model)
     _loaded[_base_of(model)] = vllm
     logger = logging.getLogger("transformers.training_args")
-    logger.addFilter(_is_no_launch_hint)
+    # transformers' advice to use a launcher, which vLLM's process group of one triggers
+    logger.addFilter(lambda record: "launch your script with" not in record.getMessage())
     return vllm
 
 
@@ -219,11 +220,6 @@ def prepare_variables() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_POOL_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else the trainer's thread is pinned to one core
-
-
-def _is_no_launch_hint(record: logging.LogRecord) -> bool:
-    """Filter out transformers' advice to use a launcher, which vLLM's process group of one triggers."""
-    return "launch your script with" not in record.getMessage()
 
 
 @contextmanager

@@ -75,13 +75,11 @@ def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, 
         judged = [one["prompt"] for one in _samples(after) if name not in ACCURACIES or one["correct"] is not None]
         names = dict(enumerate(number_repeats(map(digest_prompt, judged))))
         both = {names.get(key[1], key): pair for key, pair in both.items()}
-    return {key: _kind(old, new, name) for key, (old, new) in both.items()}
-
-
-def _kind(before: float, after: float, name: str) -> str:
-    if name not in ACCURACIES:
-        return f"reward {'fell' if after < before else 'rose' if after > before else 'the same'}"
-    return ("still wrong", "fixed", "broken", "still right")[2 * (before >= RIGHT) + (after >= RIGHT)]
+    if name in ACCURACIES:
+        kinds = "still wrong", "fixed", "broken", "still right"
+        return {key: kinds[2 * (old >= RIGHT) + (new >= RIGHT)] for key, (old, new) in both.items()}
+    moved = {key: "fell" if new < old else "rose" if new > old else "the same" for key, (old, new) in both.items()}
+    return {key: f"reward {how}" for key, how in moved.items()}
 
 
 def _count(kinds: dict[Any, str]) -> dict[str, int]:

@@ -66,7 +66,11 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
     earned: dict[int, float] = {}  # each prompt's most recent mean reward
     end_id: int | None = None
     number = 0
-    for step, batch in groupby((row for row in rows if _is_whole(row)), key=lambda row: row["step"]):
+    typed = {"step": int, "completion_ids": list, "completion_tokens": int, "rewards": dict}
+    whole = (  # not damaged by an editor or a full disk
+        row for row in rows if "prompt" in row and all(isinstance(row.get(name), kind) for name, kind in typed.items())
+    )
+    for step, batch in groupby(whole, key=lambda row: row["step"]):
         records = []
         for row in batch:
             end_id = find_end_id(row) if end_id is None else end_id
@@ -155,12 +159,6 @@ def _offer(record: dict[str, Any], heaps: dict[str, _Top]) -> None:
     heaps["worst"].offer(-advantage, record)
     heaps["best"].offer(advantage, record)
     heaps["longest"].offer(record["tokens"], record)
-
-
-def _is_whole(row: dict[str, Any]) -> bool:
-    """Whether a row has every field that is shown, so was not damaged by an editor or a full disk."""
-    typed = {"step": int, "completion_ids": list, "completion_tokens": int, "rewards": dict}
-    return all(isinstance(row.get(name), kind) for name, kind in typed.items()) and "prompt" in row
 
 
 def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, Any]:

@@ -186,7 +186,8 @@ def _decide(
         return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
     if result.stopped == "running":
         return "no evidence", f"The run has not ended; it is at step {result.steps}", _first(result.lasting)
-    if _all_tied(result) and not solved:
+    tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
+    if tied and not solved and all(one == 1.0 for one in tied):  # in a run too short for the health rule, too
         return "no signal", f"In every step all completions of a prompt earned the same reward{measured}", None
     if result.stopped not in (None, EARLY):
         return "no evidence", f"The run ended early, at step {result.steps} ({result.stopped})", None
@@ -222,12 +223,6 @@ def _context_of(change: Change, before: Evaluation | None, after: Evaluation | N
     if None not in lengths:
         words += "; thinking from {:.0f} to {:.0f} tokens".format(*lengths)
     return words
-
-
-def _all_tied(result: TrainResult) -> bool:
-    """Whether no logged step had a group with signal, even in a run too short for the health rule."""
-    tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
-    return bool(tied) and all(one == 1.0 for one in tied)
 
 
 def _was_solved(

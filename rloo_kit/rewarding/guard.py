@@ -98,7 +98,9 @@ def log_names(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
     >>> log_names(["length", "length"], [len, len])
     ['length', 'length_2']
     """
-    given = [name or _model_name(reward) for name, reward in zip(names, rewards, strict=True)]
+    models = [getattr(getattr(reward, "config", None), "_name_or_path", None) or "" for reward in rewards]
+    others = [str(path).rstrip("/").rpartition("/")[2] for path in models]
+    given = [name or other or type(reward).__name__ for name, other, reward in zip(names, others, rewards, strict=True)]
     made: list[str] = []
     for name in given:
         free, count = name, 2
@@ -106,11 +108,6 @@ def log_names(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
             free, count = f"{name}_{count}", count + 1
         made.append(free)
     return made
-
-
-def _model_name(model: Any) -> str:
-    path = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
-    return str(path).rstrip("/").rpartition("/")[2] or type(model).__name__
 
 
 class RewardsObject:

@@ -1,6 +1,8 @@
 """Defaults that follow other keys: what a short file gets, and that no subset of the keys is made to contradict."""
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +174,23 @@ def test_thinking_models_of_other_families_have_room_to_think(names: list[str], 
         assert lengths(build(name)) == ((6144, 1536, 4608, 4095) if thinks else (2048, 512, 1536, None)), name
         asked = {"name": name, "enable_thinking": not thinks}
         assert names is ALWAYS or thinks_by_keys(asked) is not thinks, name
+
+
+def test_a_folder_is_known_by_its_path_or_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An R1 distillation with an older template was an instruct model once it was called adapter, a snapshot's hash or
+    checkpoint-100: its thoughts were judged as answers, with 2,048 tokens and no budget."""
+    adapter = tmp_path / "outputs" / "run" / "adapter"
+    snapshot = tmp_path / "models--deepseek-ai--DeepSeek-R1-Distill-Qwen-7B" / "snapshots" / "0a1b"
+    for folder in (adapter, snapshot, tmp_path / "plain", tmp_path / "org-non-reasoning", tmp_path / "rethinking-x"):
+        folder.mkdir(parents=True)
+    settings = {"base_model_name_or_path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    assert always_thinks(str(adapter)) and always_thinks(str(snapshot)) and thinks_by_keys({"name": str(adapter)})
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-4B"}))
+    assert not always_thinks(str(adapter)) and thinks_by_keys({"name": str(adapter)})
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "org-non-reasoning", "rethinking-x"):
+        assert not always_thinks(name), name
 
 
 def test_a_refused_file_still_names_its_own_key() -> None:

@@ -1,7 +1,7 @@
 """Which models think, read from the prompts that their templates render.
 
-The templates are short forms with the behaviour of the published ones (named in docs/data.md); tests/qwen3 has a real
-tokenizer.
+The templates are short forms with the behaviour of the published ones (named in docs/data.md); tests/real_tokenizer has
+a real tokenizer.
 """
 
 import copy
@@ -26,6 +26,7 @@ SWITCH = (
     "{% if messages[0].role == 'system' %}{% if '/no_think' in messages[0].content %}{% set mode = '/no_think' %}"
     "{% elif '/think' in messages[0].content %}{% set mode = '/think' %}{% endif %}{% endif %}"
 )
+LATER = "{% for m in messages if m.role != 'system' %}"
 TEMPLATES = {
     "Qwen/Qwen3.5-4B": f"{TURNS}{START}{OFF}{EMPTY}{{% else %}}<think>\n{{% endif %}}",
     "Qwen/Qwen3.5-0.8B": (
@@ -80,6 +81,19 @@ def test_the_rendered_prompt_decides(of: Any, name: str) -> None:
     family, opened = FOUND[name]
     assert resolve_family(of(name), name) == family and thinks(family) == (family != "instruct")
     assert opens_thinking(render_prompt(of(name), "1+1?", family)) is opened
+
+
+def test_a_system_message_that_the_template_leaves_out(of: Any) -> None:
+    """Phi-4-reasoning has a system prompt of its own, and `data.system_prompt` ("give the answer in a box") vanished:
+    every answer was judged as one without a box. A template may trim a message, or take a switch out of it."""
+    tokenizer = of("microsoft/Phi-4-reasoning")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", LATER)
+    with pytest.raises(DataError, match=r"leaves the system message out.*data.system_prompt: null"):
+        render_prompt(tokenizer, "1+1?", "thinking", system_prompt="Use a box.")
+    assert "1+1?" in render_prompt(tokenizer, "1+1?", "thinking")
+    smollm3 = of("HuggingFaceTB/SmolLM3-3B")
+    smollm3.chat_template = smollm3.chat_template.replace("{{ m.content }}", "{{ m.content.replace('/think', '') }}")
+    assert "Be  brief." in render_prompt(smollm3, "1+1?", "hybrid", None, "Be  brief. /think\n")
 
 
 def test_thinking_that_is_off_by_default_needs_the_key(of: Any) -> None:

@@ -12,7 +12,6 @@ from rloo_kit.embedded import smollm2
 from rloo_kit.embedded.model import name_built, rebuild
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.plan.shapes import SMOLLM2_SHAPE
-from rloo_kit.starter.texts import SMOLLM2_THINK_END_ID
 
 
 def test_a_wrong_name_is_refused_with_the_two_that_exist(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_the_model_is_an_ordinary_checkpoint(name: str, smollm2_at: Any, monkeyp
     if name == "smollm2/thinking":
         assert prompt.endswith("<|im_start|>assistant\n<think>\n")
         ids = tokenizer("<think>\n17</think>\n\n26")["input_ids"]
-        assert (ids[0], ids.count(SMOLLM2_THINK_END_ID)) == (15, 1)
+        assert (ids[0], ids.count(16)) == (15, 1)
         assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>\n17</think>\n\n26", "tags are not special"
         tags = rows[[15, 16]].norm(dim=-1) / rows.norm(dim=-1).median()
         assert torch.allclose(tags, torch.ones(2), atol=1e-4), "trained rows, as long as others"

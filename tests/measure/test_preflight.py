@@ -321,6 +321,15 @@ def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
     assert again.go and "log-probs" in [fault.stage for fault in again.warnings]
 
 
+def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
+    """A merged R1 distillation under a name of its own, with a template that opens nothing, was taken for an instruct
+    model: its thoughts were judged as answers, and preflight said GO."""
+    run, policy, data, rewards = prepare(DEMO)
+    policy.family = "instruct"
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert [one.key for one in found.warnings if "close a thought" in one.message] == ["model.family"]
+
+
 def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tokenizer):
     """MiniMax trained on samples of another policy wherever `generate` padded a prompt, and nothing said so."""
     folder = save_model("MiniMax", tiny_tokenizer, tmp_path / "minimax")

@@ -229,3 +229,74 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_trained(tmp_path: Path, ti
     with torch.no_grad():
         assert (policy.model(ids).logits - whole(ids).logits).abs().max() < TOLERANCE
     assert policy.describe().startswith("Qwen3_5ForCausalLM, 0.23 M parameters")
+
+
+SIZES = {"num_key_value_heads": 4}
+MAMBA2 = {"mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_expand": 2}
+ODD = {
+    # a router that is a linear layer by its class and returns several tensors, and draws noise in training mode
+    "Phimoe": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "draws random numbers in training mode"),
+    "Doge": ({}, "is not causal"),  # without a mask its attention sees what follows
+    # linear layers in a list, whose own names are numbers
+    "Zamba2": (
+        SIZES | MAMBA2 | {"chunk_size": 16, "attention_head_dim": 16, "num_mem_blocks": 1, "hybrid_layer_ids": [1, 3],
+                          "use_shared_attention_adapter": False, "use_mem_rope": True,
+                          "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+        None,
+    ),
+    "RecurrentGemma": (
+        {"lru_width": 64, "attention_window_size": 8, "block_types": ("recurrent", "attention")}, "logits_soft_cap",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_class_is_exact_or_refused(
+    kind: str, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default adapter wrapped Phimoe's router, which broke at the first call, and adapted layers named 0 and 1 in
+    every list of Zamba2; noise, an attention that looks ahead, and a capped head were trained on."""
+    options, refusal = ODD[kind]
+    monkeypatch.setitem(ZOO, kind, options)
+    monkeypatch.setattr("rloo_kit.gradient.scorer.CHECK_SHARE_OFF_GPU", 0.2)  # of a GPU's tokens: few tie in a router
+    _, policy = load(save_model(kind, tiny_tokenizer, tmp_path / kind))
+    shake(policy.model, scale=0.05)
+    if refusal is not None:
+        with pytest.raises(BackendError, match=refusal):
+            Scorer(policy.model, 1.0, pad_id=256)
+        return
+    groups = draw_groups()
+    scores = Scorer(policy.model, 1.0, pad_id=256).score(policy.model.train(), groups, need_entropy=False)
+    assert (scores.logps - by_logits(policy.model, groups)).abs().max() < TOLERANCE
+
+
+def test_windows_under_another_name(make_tiny_model: Any) -> None:
+    """GPT-Neo lists its windows as attention_layers; `native` attended past them, 2.4 nats off."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    config = GPTNeoConfig(vocab_size=264, hidden_size=64, num_layers=2, num_heads=4, window_size=8,
+                          attention_types=[[["global", "local"], 1]], max_position_embeddings=512)  # fmt: skip
+    name, reason = choose_engine("auto", "transformers", GPTNeoForCausalLM(config))
+    assert name == "generate" and "do not attend to all tokens" in reason
+    # A window that no layer uses is none: Qwen2-MoE lost the native engine to it.
+    unused = make_tiny_model(sliding_window=4096, use_sliding_window=False)
+    assert choose_engine("auto", "transformers", unused)[0] == "native"
+
+
+def test_no_adapter_outside_the_text_model(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """AutoModelForCausalLM loads Gemma 3 with its vision tower, whose layers have the names of the text model's: six
+    adapters there were saved and never trained."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sight = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = BASE | ZOO["Gemma3"]
+    config = Gemma3Config(text_config=text, vision_config=sight | {"image_size": 28, "patch_size": 14},
+                          mm_tokens_per_image=4, image_token_index=261, boi_token_index=262,
+                          eoi_token_index=263)  # fmt: skip
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    _, policy = load(tmp_path)
+    adapted = [name for name, _ in policy.model.named_parameters() if "lora_A" in name]
+    assert len(adapted) == 7 * BASE["num_hidden_layers"] and not [name for name in adapted if "vision" in name]
+    assert "no adapter on" not in policy.describe()

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rewarding.guard import guard
+from rloo_kit.rewarding.gym import ReasoningGymScore
 from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
 
 END = 151668
@@ -148,6 +149,14 @@ def test_what_a_batch_has_no_time_for_is_failed_not_wrong(math_reward: MathAnswe
     assert rewards == [None, None, 1.0]
     assert guarded.failed == [True, True, False]
     assert "reward 'math_answer_reward' failed on sample 1" in guarded.failures[1]
+
+
+@pytest.mark.parametrize("reward", [MathAnswerReward(), ReasoningGymScore()], ids=["math", "gym"])
+def test_a_default_id_that_no_completion_has_is_refused(reward: Any) -> None:
+    """In a bare TRL trainer with Qwen3.5 or an R1 distillation every answer scored 0: the thinking never closed."""
+    batch = {"completions": ["x</think>4", "y</think>4"], "completion_ids": [[1, 248069, 2]] * 2}
+    with pytest.raises(ValueError, match="think_end_id is 151668, the default"):
+        reward(**batch, answer=["4", "4"], reasoning_gym=[None, None])
 
 
 def test_unclosed_and_unanswerable_samples(math_reward: MathAnswerReward) -> None:

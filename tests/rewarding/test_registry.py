@@ -136,6 +136,10 @@ def test_a_function_of_ones_own_gets_the_tokenizers_id(
     else:
         with pytest.raises(TokenizerError, match="own decides by the token </think>, and the tokenizer has none"):
             build_rewards(run, plain_tokenizer)
+        mine = make_run({"name": f"{name}:own", "params": {"think_end_id": 33}}, model={"name": "my-model"})
+        (reward,) = build_rewards(mine, plain_tokenizer)  # another mark, as Magistral's [/THINK]
+        assert reward(prompts=["p"], completions=["a"], completion_ids=[[33]]) == [1.0]
+        reward.reward.worker.close()
 
 
 @pytest.mark.parametrize(
