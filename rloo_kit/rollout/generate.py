@@ -38,7 +38,7 @@ WHOLE_DISTRIBUTION = {
     "num_return_sequences": 1,
     "min_new_tokens": 0,
 }
-PAD_CHECK = ((3, 11), 4)  # prompt lengths, and tokens after them
+PAD_CHECK = ((2, 6), 3)  # prompt lengths, and tokens after them
 PAD_TOLERANCE, PAD_TOLERANCE_16_BITS = 1e-3, 0.1  # largest sum of probabilities that padding may move to other tokens
 NO_PENALTIES = {key: WHOLE_DISTRIBUTION[key] for key in ("repetition_penalty", "no_repeat_ngram_size", "num_beams")}
 

@@ -74,7 +74,7 @@ def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyP
         prompts, Limits(8), on_progress=lambda *some: done.append(some)
     )
     shapes = [tuple(mask.shape) for mask in masks]
-    assert shapes == [(6, 3), (2, 11), (1, 3), (6, 4)] and bool(masks[0].all()), "between them, the check of padding"
+    assert shapes == [(6, 3), (2, 6), (1, 2), (6, 4)] and bool(masks[0].all()), "between them, the check of padding"
     assert done == [(6, 12), (12, 12)]
     check_logps(model, prompts, found)
 
@@ -118,7 +118,7 @@ def test_a_budget_costs_one_call_of_generate(make_tiny_model: Any, monkeypatch: 
     monkeypatch.setattr(model, "generate", counted)
     torch.manual_seed(0)
     found = engine_for(model, "generate").sample(PROMPTS, limits)
-    assert widths == [11, 3, max(map(len, PROMPTS))] and any(found.thinking_forced)
+    assert widths == [6, 2, max(map(len, PROMPTS))] and any(found.thinking_forced)
     for ids, span in zip(found.completion_ids, found.forced, strict=True):
         if span is not None:
             assert span == (6, 9) and ids[6:9] == [7, 260, 8] and len(ids) <= 13

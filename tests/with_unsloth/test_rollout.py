@@ -73,6 +73,7 @@ def test_rows_of_one_length_are_decoded_without_a_copy_of_the_cache(load: Any, m
         policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=find_end_ids(policy), pad_id=256, rows=4
     )
     prompts = [policy.tokenizer(text)["input_ids"] for text in ("abc ", "h", *["ab"] * 4, "abc ", "h")]
+    assert engine.check_padding() is None  # before the first padded batch; it decodes too
     torch.manual_seed(0)
     with Calls() as calls:
         found = engine.sample(prompts, Limits(4))
