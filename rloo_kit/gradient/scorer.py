@@ -19,7 +19,7 @@ from rloo_kit.gradient import packing
 from rloo_kit.gradient.logprobs import attach_token_scoring
 from rloo_kit.gradient.mixture import token_weights
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out
-from rloo_kit.models.policy import find_other_layers, packed_keywords
+from rloo_kit.models.policy import find_other_layers, is_coarse, packed_keywords
 from rloo_kit.models.unsloth import uncompiled
 
 LAYOUTS = ("shared", "repeated", "padded")
@@ -245,8 +245,7 @@ def _watched(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _tolerance(model: torch.nn.Module) -> Tolerance:
-    is_coarse = model.get_input_embeddings().weight.dtype.itemsize == 2 or getattr(model, "is_loaded_in_4bit", False)
-    return TOLERANCE_16_BITS if is_coarse else TOLERANCE
+    return TOLERANCE_16_BITS if is_coarse(model) else TOLERANCE
 
 
 def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tensor, temperature: float) -> None:

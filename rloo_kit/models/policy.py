@@ -254,6 +254,11 @@ def packed_keywords(model: Any) -> Any:
     return _module("unsloth").packed_keywords
 
 
+def is_coarse(model: Any) -> bool:
+    """Whether rounding is that of 16 bits or fewer."""
+    return model.get_input_embeddings().weight.dtype.itemsize == 2 or getattr(model, "is_loaded_in_4bit", False)
+
+
 def find_other_layers(model: Any) -> str:
     """The kinds of layers, by name, in which a token does not attend to all tokens before it: those with a window, or
     with a state along the row (Mamba, gated delta net, short convolution); empty if there are none."""

@@ -1,9 +1,8 @@
 """Sampling through `model.generate` (with Unsloth, its fast inference).
 
 A batch has prompts of one length if that needs no extra batch; otherwise prompts are padded on the left, unless the
-model continues a padded prompt otherwise than the prompt alone.
-Log-probabilities are read from the scores one step late, so only one (B, V) tensor is kept. Thinking is closed within
-the call, because a second call would prefill whole rows.
+model samples otherwise then. Log-probabilities are read from the scores one step late, so only one (B, V) tensor is
+kept. Thinking is closed within the call, because a second call would prefill whole rows.
 
 Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 """
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import BackendError
+from rloo_kit.models.policy import is_coarse
 from rloo_kit.rollout.filters import Cut, make_cut
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
@@ -135,18 +135,16 @@ class GenerateEngine:
         """What is wrong with prompts padded on the left, which are then sampled one length after another; None if
         nothing is. Compares greedy continuations of a random prompt, padded and alone, at the first call."""
         if self._fault is None:
-            weight, lengths = self._model.get_input_embeddings().weight, PAD_CHECK[0]
             generator, rows = torch.Generator().manual_seed(0), self._model.config.get_text_config().vocab_size
-            drawn = torch.randint(rows, (2, max(lengths)), generator=generator).tolist()
-            prompts = [ids[:length] for ids, length in zip(drawn, lengths, strict=True)]
+            drawn = torch.randint(rows, (2, max(PAD_CHECK[0])), generator=generator).tolist()
+            prompts = [ids[:length] for ids, length in zip(drawn, PAD_CHECK[0], strict=True)]
             with self._mode(), torch.no_grad():
                 steps = zip(self._continue(prompts), self._continue(prompts[:1]), strict=False)
             same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # then the two continue other texts
             gaps = [(mine - other).abs().sum().item() / 2 for (_, mine), (_, other) in same]
             moved = max(gaps, default=0.0)  # none: a generate without logits_processor, which `_Steering` reports
-            is_coarse = weight.dtype.itemsize == 2 or getattr(self._model, "is_loaded_in_4bit", False)
             self._fault = ""
-            if not moved <= (PAD_TOLERANCE_16_BITS if is_coarse else PAD_TOLERANCE):
+            if not moved <= (PAD_TOLERANCE_16_BITS if is_coarse(self._model) else PAD_TOLERANCE):
                 self._fault = (
                     f"{self._model.config.model_type} continues a prompt that is padded on the left otherwise than the "
                     f"prompt alone ({moved:.0%} of the probability goes to other tokens), so prompts of different "
@@ -173,10 +171,8 @@ class GenerateEngine:
         padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
         mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
         device = self._model.get_input_embeddings().weight.device
-        return {
-            "input_ids": torch.tensor(padded, device=device),
-            "attention_mask": torch.tensor(mask, device=device),
-        }
+        rows = {"input_ids": padded, "attention_mask": mask}
+        return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 
     def _cut_behind(self, prefixes: list[list[int]], device: torch.device) -> Cut | None:
         """The filters, reading a row's own tokens instead of its padding."""

@@ -87,13 +87,21 @@ def test_weights_and_cache_are_those_of_the_model(tied: bool) -> None:
 def test_weights_in_4_bit_are_those_of_bitsandbytes(tmp_path: Any, kept: list[str]) -> None:
     """The scales of the blocks and their own quantisation add 3 % to half a byte a weight; the layers that a checkpoint
     keeps in 16 bit, as Unsloth's do, four times their size."""
+    config, size = weigh_in_4_bit(make_model(tie_word_embeddings=False), tmp_path, kept)
+    load = load_of(shape_of_config(config))
+    assert load.shape.is_quantised and load.shape.kept == tuple(kept)
+    assert parts.body_bytes(load) + parts.table_bytes(load) == size
+
+
+def weigh_in_4_bit(model: Any, folder: Any, kept: list[str]) -> tuple[dict[str, Any], int]:
+    """The model loaded in NF4 but for the modules `kept`: its configuration, and the bytes of all of its tensors."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    make_model(tie_word_embeddings=False).save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     quantisation = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=kept or None, **nf4)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=quantisation)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantisation)
     tensors = {}
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
@@ -101,9 +109,7 @@ def test_weights_in_4_bit_are_those_of_bitsandbytes(tmp_path: Any, kept: list[st
         if state is not None:
             own += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
         tensors |= {tensor.data_ptr(): tensor.nbytes for tensor in own}
-    load = load_of(shape_of_config(model.config.to_dict()))
-    assert load.shape.is_quantised and load.shape.kept == tuple(kept)
-    assert parts.body_bytes(load) + parts.table_bytes(load) == sum(tensors.values())
+    return model.config.to_dict(), sum(tensors.values())
 
 
 def test_the_adapter_is_that_of_peft() -> None:

@@ -14,7 +14,7 @@ from rloo_kit.plan import parts, vllm_memory
 from rloo_kit.plan.load import find_machine, read_load
 from rloo_kit.plan.shapes import NAMED, find_shape, shape_of_config
 from rloo_kit.plan.speed import token_step_bytes
-from tests.plan.test_parts import load_of, measure_peak
+from tests.plan.test_parts import load_of, measure_peak, weigh_in_4_bit
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
@@ -85,22 +85,9 @@ def test_the_cache_is_that_of_a_forward_pass(kind: str, half: bool) -> None:
 @pytest.mark.parametrize("kept", [[], ["lm_head", "model.layers.1.linear_attn", "model.layers.4.mlp.up_proj"]])
 def test_weights_in_4_bit_are_those_of_bitsandbytes(tmp_path: Path, kept: list[str]) -> None:
     """The small matrices of the gates are quantised too, convolutions are not."""
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    make_model("qwen3_5", hidden_size=256).save_pretrained(tmp_path)
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    quantisation = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=kept or None, **nf4)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=quantisation)
-    tensors = {}
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        own = [parameter.data]
-        if state is not None:
-            own += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-        tensors |= {tensor.data_ptr(): tensor.nbytes for tensor in own}
-    load = load_of(shape_of_config(model.config.to_dict()))
-    assert parts.body_bytes(load) + parts.table_bytes(load) == sum(tensors.values())
+    config, size = weigh_in_4_bit(make_model("qwen3_5", hidden_size=256), tmp_path, kept)
+    load = load_of(shape_of_config(config))
+    assert parts.body_bytes(load) + parts.table_bytes(load) == size
 
 
 @pytest.mark.parametrize(("kind", "names"), [("smollm3", ALL), ("qwen3_5", ALL_DELTA), ("qwen3_5", ALL)])
