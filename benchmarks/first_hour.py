@@ -38,7 +38,7 @@ GRACE_S = 20.0  # after a check's budget; then its process counts as hung and is
 BETWEEN_S = 60.0  # the same between two checks
 POLL_S = 0.2
 SIZES = {1: ("0.6b",), 2: ("4b",), 3: ("4b",)}
-KEPT_S = {1: 150.0, 2: 150.0}  # of a part's time, reserved for the transformers worker
+KEPT_S = {1: 150.0, 2: 150.0}  # of a part's eight minutes, reserved for the transformers worker
 
 
 @dataclass
@@ -92,7 +92,7 @@ class PartRun:
     ) -> None:
         from on_gpu.checks import list_checks
 
-        self.part, self.rehearsed, self.scratch = part, rehearsed, scratch
+        self.part, self.minutes, self.rehearsed, self.scratch = part, minutes, rehearsed, scratch
         self.checks = {name: list_checks()[name] for name in names}
         self.lines, self.log = out / f"part{part}.jsonl", out / f"part{part}.log"
         self.started = time.time()
@@ -178,7 +178,9 @@ class PartRun:
 
     def _start(self, backend: str, log: Any, makes: bool = False) -> Worker:
         """A process that imports its libraries and waits; `makes`: it builds the checkpoints first."""
-        ends = self.ends - (KEPT_S.get(self.part, 0.0) if backend == "unsloth" and not self.rehearsed else 0.0)
+        kept = KEPT_S.get(self.part, 0.0) * self.minutes / MINUTES
+        others = [name for name in self._names("transformers") if not self.checks[name].stand_in]
+        ends = self.ends - (kept if backend == "unsloth" and others and not self.rehearsed else 0.0)
         python = unsloth_python() if self.rehearsed and backend == "unsloth" else sys.executable
         command = [str(python), "-u", str(WORKER), "--backend", backend]
         command += ["--lines", str(self.lines), "--scratch", str(self.scratch), "--ends", str(ends)]
