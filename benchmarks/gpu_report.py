@@ -32,9 +32,15 @@ Parts = Mapping[int, Part]
 
 
 def read_parts(folder: Path) -> dict[int, Part]:
-    """The parts that were measured, by number."""
-    found = {number: read_part(folder / f"part{number}.jsonl") for number in (1, 2, 3)}
-    return {number: part for number, part in found.items() if part is not None and not part.header.get("rehearsed")}
+    """The parts that were measured, by number; part 0 has single checks of all parts, for those without a file."""
+    found = {number: read_part(folder / f"part{number}.jsonl") for number in (0, 1, 2, 3)}
+    parts = {number: part for number, part in found.items() if part is not None and not part.header.get("rehearsed")}
+    if single := parts.pop(0, None):
+        for name, check in single.checks.items():
+            number = list_checks()[name].part
+            if found.get(number) is None:
+                parts.setdefault(number, Part(single.header, {}, single.notes)).checks[name] = check
+    return dict(sorted(parts.items()))
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -201,7 +207,7 @@ def claim_of(parts: Parts, gpu_gb: int) -> dict[str, Any] | None:
     for backend in BACKENDS:
         found = parts[3].checks.get(f"{backend}/trains_on_{gpu_gb}gb") if 3 in parts else None
         if found is not None and "rollout_gib" in found.values:
-            return found.values | {"backend": backend}
+            return found.values | {"backend": backend, "after": found.after}
     return None
 
 
@@ -232,7 +238,8 @@ def short_table(parts: Parts) -> list[str]:
         found = claim_of(parts, gpu_gb)
         took = "" if found is None or "step_s" not in found else f", {found['step_s']:.0f} s a step at most"
         what = f"Qwen3-4B in 4-bit on {gpu_gb} GB, simulated by a cap"
-        rows.append([what, MISSING if found is None else f"trains, {_peak(found):.1f} GiB{took}"])
+        most = "at most " if found and found["after"] else ""
+        rows.append([what, MISSING if found is None else f"trains, {most}{_peak(found):.1f} GiB{took}"])
     return table(["on a GPU", "found"], rows)
 
 
@@ -251,8 +258,9 @@ def plan_table(parts: Parts) -> list[str]:
         found = claim_of(parts, gpu_gb)
         cells = [MISSING] * 2
         if found is not None:
-            cells = [f"{found[name]:.2f} / {found['computed'][name]:.2f} = {found[name] / found['computed'][name]:.2f}"
-                     for name in ("rollout_gib", "training_gib")]  # fmt: skip
+            most = "at most " if found["after"] else ""
+            cells = [f"{most}{found[name]:.2f} / {computed:.2f} = {found[name] / computed:.2f}"
+                     for name, computed in found["computed"].items()]  # fmt: skip
         rows.append([f"`qwen3_4b_thinking_{gpu_gb}gb.yaml`", *cells])
     known = json.loads(CORRECTIONS.read_text(encoding="utf-8"))
     factors = ", ".join(f"{name} {value:g}" for name, value in known["factors"].items())
@@ -265,11 +273,12 @@ def plan_table(parts: Parts) -> list[str]:
 
 def corrections(parts: Parts) -> dict[str, Any]:
     """The largest ratio of measured to computed peaks over all configs, by backend and part; never below 1, because a
-    plan that is too high costs rows, and one that is too low costs the run."""
+    plan that is too high costs rows, and one that is too low costs the run. Left out: a config that ran after an
+    interrupted check, whose memory counts in its peaks."""
     factors: dict[str, float] = {}
     for gpu_gb in GPUS_GB:
         found = claim_of(parts, gpu_gb)
-        for name in ("rollout", "training") if found else ():
+        for name in ("rollout", "training") if found and not found["after"] else ():
             ratio = found[f"{name}_gib"] / found["computed"][f"{name}_gib"]
             key = f"{found['backend']} {name}"
             factors[key] = max(factors.get(key, 1.0), math.ceil(100 * ratio) / 100)
@@ -291,8 +300,8 @@ def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | N
     if found:
         lasts = f"; {found['step_s']:.0f} s a step" if "step_s" in found else ""
         line = (
-            f"# Measured: {found['rollout_gib']:.1f} and {found['training_gib']:.1f} GiB without CUDA's context, on an "
-            f"{gpu} capped to {gpu_gb:g} GB{lasts}.\n"
+            f"# Measured: {'at most ' if found['after'] else ''}{found['rollout_gib']:.1f} and "
+            f"{found['training_gib']:.1f} GiB without CUDA's context, on an {gpu} capped to {gpu_gb:g} GB{lasts}.\n"
         )
         text = re.sub(r"(#          Another GPU\?.*\n)", lambda match: match.group(1) + line, text)
     return text
@@ -321,7 +330,7 @@ def collect(source: Path, target: Path = RESULTS) -> None:
     Raises:
         SystemExit: the folder has no parts, or a rehearsal's.
     """
-    archives, lines = (sorted(source.glob(f"part[123].{ending}")) for ending in ("tar.gz", "jsonl"))
+    archives, lines = (sorted(source.glob(f"part[0123].{ending}")) for ending in ("tar.gz", "jsonl"))
     if not archives and not lines:
         raise SystemExit(f"{source} has no part1.jsonl, part2.jsonl or part3.jsonl, nor their archives")
     texts = {path.name: path.read_text(encoding="utf-8") for path in lines}

@@ -33,6 +33,9 @@ class Targets:
         for ids, length in zip(prompt_ids, lengths, strict=True):
             self._waiting[tuple(ids)].append(length)
 
+    def __contains__(self, prompt: list[int]) -> bool:
+        return tuple(prompt) in self._waiting
+
     def take(self, prompt: list[int]) -> int:
         """The next row's length, in tokens with the end token."""
         waiting = self._waiting[tuple(prompt)]
@@ -72,6 +75,8 @@ def _end_in_generate(model: Any, targets: Targets, end_id: int) -> Iterator[None
     def generate(*arguments: Any, input_ids: torch.Tensor, logits_processor: Any = (), **keywords: Any) -> Any:
         masks = keywords["attention_mask"].bool()
         rows = [ids[mask].tolist() for ids, mask in zip(input_ids, masks, strict=True)]
+        if rows[0] not in targets:  # the engine's check of padding, with prompts of its own
+            return original(*arguments, input_ids=input_ids, logits_processor=logits_processor, **keywords)
         end = EndAt([targets.take(row) for row in rows], input_ids.size(1), end_id)
         processors = [end, *(logits_processor or ())]
         return original(*arguments, input_ids=input_ids, logits_processor=processors, **keywords)

@@ -84,11 +84,15 @@ def append(path: Path, kind: str, **values: Any) -> None:
 
 @dataclass
 class Found:
-    """The results of a check: its state, the reason if it did not pass, seconds, and its figures."""
+    """The results of a check: its state, the reason if it did not pass, seconds, and its figures.
+
+    `after`: the check before it in the same file, if it was interrupted: memory that it holds is in this one's peaks.
+    """
 
     state: str = "not run"
     reason: str = ""
     seconds: float = 0.0
+    after: str = ""
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -112,7 +116,7 @@ def read_part(path: Path) -> Part | None:
     """The part in a file of lines; None without a file. A line that was cut off is left out."""
     if not path.is_file():
         return None
-    part = Part({}, {}, [])
+    part, before = Part({}, {}, []), ""
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
@@ -125,12 +129,14 @@ def read_part(path: Path) -> Part | None:
             part.notes.append(line["text"])
         elif kind in ("begin", "figure", "end"):
             if kind == "begin" or name not in part.checks:  # a check that ran again has only its new figures
-                part.checks[name] = Found("interrupted", "its worker ended")
+                part.checks[name] = Found("interrupted", "its worker ended", after=before)
             found = part.checks[name]
             if kind == "figure":
                 merge(found.values, line["values"])
             elif kind == "end":
                 found.state, found.reason, found.seconds = line["state"], line["reason"], line["seconds"]
+                if found.state != "not run":
+                    before = "" if found.state in ("passed", "skipped") else name
     return part
 
 

@@ -98,13 +98,13 @@ def whole_step_512(bench: Bench) -> None:
         bench.report(**measure_whole(bench, side))
 
 
-@check(2, 90)
+@check(2, 150)
 def stock_trains_4k(bench: Bench) -> None:
     """TRL's RLOO trainer on the same completions; smaller micro-batches if a group does not fit."""
     measure_stock(bench, "stock", "4k")
 
 
-@check(2, 80, backends=("unsloth",))
+@check(2, 150, backends=("unsloth",))
 def grpo_trains_4k(bench: Bench) -> None:
     """Unsloth's GRPO trainer on the same completions."""
     measure_stock(bench, "grpo", "4k")

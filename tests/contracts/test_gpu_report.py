@@ -102,8 +102,8 @@ def test_measured_peaks_become_corrections_and_headers(module: Any, measured: Pa
     }
     assert report.corrections({}) == {"source": "", "factors": {}}
     path = ROOT / "configs" / "qwen3_4b_thinking_8gb.yaml"
-    before, run = path.read_text(encoding="utf-8"), load_config(path)
-    found = report.claim_of(parts, 8)
+    run, found = load_config(path), report.claim_of(parts, 8)
+    before = report.with_header(path.read_text(encoding="utf-8"), run, 8, None, "")
     after = report.with_header(before, run, 8, found, "NVIDIA Test")
     assert "(computed)." in after and "512 s a step" in after and after.count("# Measured: ") == 1
     assert "5.4 and 3.0 GiB without CUDA's context, on an NVIDIA Test capped to 8 GB" in after
@@ -145,3 +145,21 @@ def test_the_command_writes_every_page(measured: Path, tmp_path: Path) -> None:
     assert "From NVIDIA Test, 2026-12-01: unsloth rollout 1.09" in (copy / "docs" / "plan.md").read_text("utf-8")
     again = subprocess.run(command[:2], cwd=copy, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0 and "header written" not in again.stdout
+
+
+def test_a_check_after_an_interrupted_one_corrects_nothing(module: Any, tmp_path: Path) -> None:
+    """On the first GPU two configs ran after trainers whose memory had not come back: 0.4 and 1.2 GiB too much."""
+    append, report = module("on_gpu.checks").append, module("gpu_report")
+    append(tmp_path / "part0.jsonl", "header", part=0, **HEADER)
+    peaks = {"computed": {"rollout_gib": 5.0, "training_gib": 4.0}, "rollout_gib": 6.0, "training_gib": 3.0}
+    for name, state in (("trains_on_12gb", "passed"), ("grpo_trains_4k", "over budget"), ("trains_on_8gb", "passed")):
+        values = peaks if "_on_" in name else {}
+        append(tmp_path / "part0.jsonl", "begin", check=f"unsloth/{name}", budget_s=10)
+        append(tmp_path / "part0.jsonl", "figure", check=f"unsloth/{name}", values=values)
+        append(tmp_path / "part0.jsonl", "end", check=f"unsloth/{name}", state=state, reason="", seconds=7.0)
+        peaks = {**peaks, "rollout_gib": 9.0}
+    parts = report.read_parts(tmp_path)
+    assert list(parts) == [2, 3], "single checks belong to their parts"
+    assert report.claim_of(parts, 8)["after"] == "unsloth/grpo_trains_4k" and not report.claim_of(parts, 12)["after"]
+    assert report.corrections(parts)["factors"] == {"unsloth rollout": 1.2, "unsloth training": 1.0}
+    assert "at most 9.00 / 5.00 = 1.80" in "".join(report.plan_table(parts))
