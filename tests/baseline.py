@@ -264,7 +264,8 @@ def old_names(folder: Path) -> Facts:
             try:
                 after = look(make())
             except Exception as error:
-                today = {*usual, "reward_funcs", "processing_class", "eos_token"} & {*re.findall(r"\w+", str(error))}
+                words = re.findall(r"\w+", str(error).partition("known here")[0])
+                today = {*usual, "reward_funcs", "processing_class", "eos_token"} & {*words}
                 return [f"refused with {type(error).__name__}", *(f"mentions {one}" for one in sorted(today))]
         said = [one for one in caught if issubclass(one.category, FutureWarning)]
         changed = [f"becomes {key}: {value}" for key, value in after.items() if without.get(key, "unset") != value]
