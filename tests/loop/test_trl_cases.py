@@ -7,7 +7,7 @@ objective and batches: `test_trl_cases_loop.py`. Cases of that suite which other
 |---|---|
 | one function, arguments by position, no `args` | `test_drop_in.py`: the first three |
 | a warning where every reward is None | `test_trainer.py`: unscored samples (muted, and counted instead) |
-| old arguments and options | `test_old_trainer.py`, `test_options.py`, `test_drop_in.py`: the published recipe |
+| old arguments and options | `contracts/test_old_names.py`, `test_options.py`, `test_drop_in.py`: the recipe |
 | temperature | `test_equality_with_stock.py`, `test_step.py`: sampler and trainer agree |
 | a separate reference | `test_trainer.py`: full training |
 | each sampling filter | `test_options.py`: what the loop would get wrong |
