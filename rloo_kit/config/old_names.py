@@ -221,11 +221,10 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
     """Translate the old names in a run's file, in place; a message for each. Raises as `translate_config`."""
     messages = _move_reward_model(values)
     for old, new in _MOVED.items():
-        section, key = old.split(".")
-        place = values.get(section)
+        (above, key), (other, target) = old.split("."), new.split(".")
+        place = values.get(above)
         if not isinstance(place, dict) or place.get(key) is None:
             continue
-        other, target = new.split(".")
         value = place.pop(key)
         if old == "run.stop_when_no_signal" and isinstance(value, bool):
             value = "stop" if value else "warn"
