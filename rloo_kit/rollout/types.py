@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
-from typing import Protocol
 
 import torch
 from transformers import (
@@ -110,19 +109,10 @@ class Rollout:
         return [span is not None for span in self.forced]
 
 
-class Progress(Protocol):
-    """Called with the number of completions done so far and in total."""
-
-    def __call__(self, done: int, total: int, /) -> None: ...
-
-
-class OnTokens(Protocol):
-    """Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows.
-
-    The list belongs to the engine: read it, do not keep it. After the engine ran out of memory it may have fewer ids.
-    """
-
-    def __call__(self, number: int, ids: list[int], /) -> None: ...
+Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
+# Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows. The list
+# belongs to the engine: read it, do not keep it. After the engine ran out of memory it may have fewer ids.
+OnTokens = Callable[[int, list[int]], None]
 
 
 class CompletionState:

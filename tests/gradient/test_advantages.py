@@ -78,8 +78,6 @@ def test_penalties_equal_plain_python(form):
     ]
     assert kl_to_go(kl, mask, lengths).tolist() == pytest.approx(to_go, abs=1e-6)
     assert kl_charge(kl[:0], mask[:0], [], form).shape == kl_to_go(kl[:0], mask[:0], []).shape == (0,)
-    with pytest.raises(ValueError, match="kl_form must be one of"):
-        kl_charge(kl, mask, lengths, "k3")
 
 
 def test_penalties_of_long_thoughts_keep_their_digits():
@@ -112,8 +110,6 @@ def test_baselines_equal_plain_python(baseline):
         rewards = [generator.choice([NAN, generator.gauss(0, 2)]) for _ in range(3 * group)]
         ours = zero_unscored(subtract_baseline(torch.tensor(rewards, dtype=torch.float64), group, baseline))
         assert ours.tolist() == pytest.approx(oracle_baseline(rewards, group, baseline), abs=1e-12)
-    with pytest.raises(ValueError, match="baseline must be one of"):
-        subtract_baseline(torch.zeros(2), 2, "mean")
 
 
 @pytest.mark.parametrize(("baseline", "form", "normalize"), list(itertools.product(BASELINES, KL_FORMS, [False, True])))
@@ -250,8 +246,6 @@ def test_a_scale_leaves_out_what_is_not_scored():
     found = scale_by_group(rewards, rewards, 2)
     assert found[0] == 0.0 and found[[1, 4, 5]].isnan().all()
     assert found[3].item() == pytest.approx(2 / (2**0.5 + 1e-4))
-    with pytest.raises(ValueError, match="scale_rewards must be one of none, group"):
-        AdvantageSettings(scale_rewards="batch")
 
 
 def test_an_infinite_kl_does_not_reach_the_siblings():
