@@ -1,7 +1,8 @@
 """What TRL's own suite asks of its RLOO trainer, asked of ours through `train()`: rewards and reward models.
 
 Data sets, evaluation and the log: `test_trl_cases_data.py`; models and adapters: `test_trl_cases_policy.py`; the
-objective and batches: `test_trl_cases_loop.py`. Cases of that suite which other tests hold:
+objective and batches: `test_trl_cases_loop.py`; what is refused: `test_trl_refusals.py`. Cases of that suite which
+other tests hold:
 
 | case | test |
 |---|---|
@@ -30,11 +31,7 @@ import torch
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-EOS = 258
-
-
-def by_ids(completion_ids, **_):
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
+from tests.loop.conftest import EOS, by_ids, conversations
 
 
 def distinct(completions, **_):
@@ -43,11 +40,6 @@ def distinct(completions, **_):
 
 def nothing(completions, **_):
     return [None] * len(completions)
-
-
-def conversations(number=6, **columns):
-    prompts = [[{"role": "user", "content": f"{n}+1="}] for n in range(number)]
-    return Dataset.from_dict({"prompt": prompts} | columns)
 
 
 def classifier(seed=0, name=""):
@@ -77,12 +69,6 @@ def test_weighted_rewards_are_in_the_log_under_their_names(trl_train):
         means = 0.7 * step["rewards/by_ids/mean"] + 0.3 * step["rewards/distinct/mean"]
         assert step["reward"] == pytest.approx(means, rel=1e-5)
         assert step["rewards/by_ids/std"] >= 0 and step["rewards/distinct/std"] >= 0
-
-
-def test_weights_of_another_number_of_rewards_are_refused(trl_train):
-    """Weights that are cut to fit would silently drop a reward."""
-    with pytest.raises(ValueError, match=r"\(3\) must match number of reward functions \(2\)"):
-        trl_train([by_ids, distinct], reward_weights=[1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("other", [[], [by_ids]], ids=["alone", "with another"])
