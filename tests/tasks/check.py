@@ -1,7 +1,5 @@
-"""Checks the files of a run, its verdict, `show --json` and every interval on every surface against `recompute.py`.
-
-Imports nothing of the kit. The figures without an interval (curves, times, lengths) are those of
-`tests/results/test_figures_agree.py`, which reads them on one run.
+"""Checks the files of a run, its verdict, `show --json`, every interval on every surface, curves, steps and times
+against `recompute.py`. Imports nothing of the kit.
 """
 
 import html
@@ -11,10 +9,23 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tests.tasks.recompute import Estimate, Recomputed, Side, change_of
+from tests.tasks.recompute import Estimate, Recomputed, Side, change_of, ends_of
 from tests.tasks.tasks import Task
 
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
+SHARE = rf"{NUMBER}(?: ?%)?"  # a number, or a share in percent
+SPARK = "▁▂▃▄▅▆▇█"
+# The metrics of curves, by their titles on any surface.
+CURVES = {
+    "reward": "reward", "reward, weighted sum": "reward", "groups with signal": "signal",
+    "share that closes its thinking": "thinking/closed_ratio", "share truncated": "completions/clipped_ratio",
+    "thinking tokens": "thinking/mean_length", "tokens, thinking": "thinking/mean_length",
+    "tokens, completion": "completions/mean_length", "tokens": "completions/mean_length",
+    "completion tokens": "completions/mean_length", "thinking closed": "thinking/closed_ratio",
+    "truncated": "completions/clipped_ratio", "truncated at the limit": "completions/clipped_ratio",
+    "entropy": "entropy", "entropy, nats": "entropy", "gradient norm": "grad_norm",
+    "tokens per second": "tokens_per_second",
+}  # fmt: skip
 # `0.213 [0.155, 0.286]`; the value may stand elsewhere, and a sentence says `95 % CI 0.155 to 0.286`
 INTERVAL = re.compile(
     rf"(?:(?<![\d:.])(?P<value>{NUMBER})(?P<unit> ?%| points)?,? )?(?:\[(?P<low>{NUMBER}), (?P<high>{NUMBER})\]"
@@ -32,7 +43,7 @@ class Checks:
 
     def all(self) -> list[str]:
         """Check everything; returns the problems."""
-        for name in ("files", "verdict", "show_json", "surfaces", "versus", "stored", "words"):
+        for name in ("files", "verdict", "show_json", "surfaces", "figures", "versus", "stored", "words"):
             getattr(self, f"check_{name}")()
         return list(dict.fromkeys(self.problems))
 
@@ -307,13 +318,54 @@ class Checks:
             first = re.search(pattern, texts[where])
             if first is None or _measure_in(first[1]) != self.run.leads:
                 self.say(where, f"the first measure is {first and first[1]!r}, not the {self.run.leads}")
-        tile = re.search(r"<div class='name'>(.*?)</div>", on.report)
+        tile = re.search(r"<div class=.name.>(.*?)</div>", on.report)
         if tile is None or _measure_in(_text(tile[1])) != self.run.leads:
             self.say("report", f"the first tile is not the {self.run.leads}")
         for where, text in (("progress", on.printed), ("show", on.show), ("report", report)):
             shown = " ".join(text.split())
             if verdict["kind"] not in shown or " ".join(verdict["sentence"].split()) not in shown:
                 self.say(where, "the verdict is not that of status.json")
+
+    def check_figures(self) -> None:
+        """The ends of the curves of `show`, report and notebook, the printed steps, times and tokens."""
+        run, on, curves = self.run, self.on, list[tuple[str, str, str, str]]()
+        shown = re.findall(rf"(?m)^(\S.*?)\s+[{SPARK}]+\s+({SHARE})\s+({SHARE})\s*$", on.show)
+        curves += [("show", *one) for one in shown]
+        section = _between(on.report, '<section id="curves"', "</section>")
+        for figure in re.findall(r"<figure.*?</figure>", section, re.S):
+            title = _text(_between(figure, "<figcaption><span>", "</span>"))
+            ends = re.search(r"<span class=.ends.>(.*?)</span>", figure, re.S)
+            first, _, last = _text(ends[1] if ends else "").partition(" → ")
+            if last and not title.startswith("Held-out"):
+                curves.append(
+                    ("report", "tokens, thinking" if title == "Tokens" and run.thinks else title, first, last)
+                )
+        for part in re.split(r"; |, (?=[a-z])", on.plot.partition(": ")[2]):
+            if (found := re.fullmatch(rf"(.+?) ({SHARE}) -> ({SHARE})", part)) and not part.startswith("held-out"):
+                curves.append(("notebook", *found.groups()))
+        if {where for where, *_ in curves} != {"show", "report", "notebook"}:
+            self.say("curves", f"only {curves}")
+        names = CURVES | {f"reward: {name}": f"rewards/{name}/mean" for name, _ in run.rewards}
+        for where, title, *ends in curves:
+            name = names.get(title.lower())
+            expected = (None, None) if name is None else ends_of(run.series(name))
+            for text, value in zip(ends, expected, strict=True):
+                slack = 0.005 * abs(value or 0.0) if name == "tokens_per_second" else 0.0
+                scale = 100 if "%" in text else 1
+                if not _is_near(text.rstrip(" %"), value, scale, slack * scale):
+                    self.say(where, f"curve {title!r}: shown {text}, recomputed {value}")
+        steps = re.findall(rf"(?m)^step (\d+)/(\d+) \| reward ({NUMBER})(?:.*? \| think (\d+))?", on.printed)
+        if len(steps) != len(run.steps):
+            self.say("progress", f"{len(steps)} lines of steps, {len(run.steps)} steps")
+        for (number, total, reward, thinking), again in zip(steps, run.steps, strict=False):
+            right = (int(number), int(total)) == (again["step"], len(run.steps)) and _is_near(reward, again["reward"])
+            if not right or (thinking and not _is_near(thinking, again.get("thinking/mean_length"))):
+                self.say("progress", f"step {number}: reward {reward}, think {thinking}, recomputed {again}")
+        clock = f"{int(run.seconds + 0.5) // 60}:{int(run.seconds + 0.5) % 60:02d} of training"
+        tokens = f"{sum(step['tokens'] for step in run.steps):,.0f}"
+        for where, text, expected in (("show", on.show, clock), ("report", _text(on.report), f"generated {tokens}")):
+            if expected not in text:
+                self.say(where, f"{expected!r} is not there")
 
     def estimates(self) -> list[Estimate]:
         """Every value with an interval that may be shown of the run or of its twin."""
@@ -448,7 +500,7 @@ class Checks:
             "report": _text(self.on.report.partition('<section id="details"')[0].partition("</style>")[2]),
             "comparison": self.on.versus.partition("\n  ")[0],
             "comparison page": _text(self.on.page.partition("</style>")[2].partition("<h2>What differs")[0]),
-            "notebook": f"{self.on.evaluation} {self.on.comparison}",
+            "notebook": f"{self.on.plot} {self.on.evaluation} {self.on.comparison}",
         }
         for where, text in shown.items():
             text = re.sub(r"accuracy, temperature 1[ │]+not measured", "", text)

@@ -294,6 +294,12 @@ class Recomputed:
         return [row[name] for row in self.metrics if row.get(name) is not None]
 
 
+def ends_of(values: Sequence[float]) -> tuple[float, float]:
+    """A curve's head: single steps, from 20 logged steps on means over a tenth of them, at least 5."""
+    window = max(5, len(values) // 10) if len(values) >= 20 else 1
+    return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
+
+
 def _log_name(name: str) -> str:
     return name.rpartition(":")[2]
 

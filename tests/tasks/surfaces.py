@@ -25,7 +25,7 @@ class Surfaces:
         folder: of the run. twin: its copy in which `after.json` is `before.json`, as if it had not been trained.
         printed: by `rloo-kit train`. show, versus: `rloo-kit show` of the run, and of twin and run. report, page:
             `report.html`, `comparison.html` of both. batch: the table of a batch of both.
-        completions, evaluation, comparison: what a notebook shows, as text; cells: the same as HTML.
+        plot, completions, evaluation, comparison: what a notebook shows, as text; cells: the same as HTML.
     """
 
     folder: Path
@@ -40,6 +40,7 @@ class Surfaces:
     batch: str
     batch_rows: list[dict[str, str]]
     batch_page: str
+    plot: str
     completions: str
     cells: str
     evaluation: str
@@ -62,7 +63,7 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
     import rloo_kit as kit
     from rloo_kit.batch.comparison import make_text_table, write_comparison
     from rloo_kit.cli import app
-    from rloo_kit.results.result import load_evaluation
+    from rloo_kit.results.result import load_evaluation, load_result
     from rloo_kit.runs.find import find_run
     from rloo_kit.system.console import render_text
 
@@ -79,7 +80,7 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
     found = find_run(run)
     before, after = load_evaluation(found, "before"), load_evaluation(found, "after")
     with contextlib.redirect_stdout(io.StringIO()):  # outside a notebook they print themselves
-        pairs = kit.show_completions(before, after)
+        plot, pairs = kit.plot_training(load_result(found)), kit.show_completions(before, after)
     return Surfaces(
         folder=run,
         twin=twin,
@@ -93,6 +94,7 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
         batch=batch,
         batch_rows=list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8")))),
         batch_page=batch_page.read_text(encoding="utf-8"),
+        plot=repr(plot),
         completions=repr(pairs),
         cells=pairs._repr_mimebundle_()["text/html"],
         evaluation=f"{before}\n{after}",

@@ -55,7 +55,7 @@ def test_every_figure_of_a_task_is_true_on_a_real_model(
 
 CHANGES = {
     "printed": " [0", "show": " [0", "report": " [0", "versus": "[0", "page": "[0", "batch": "[0", "batch_page": "[0",
-    "completions": " tokens", "evaluation": " [0", "comparison": "[+0",
+    "completions": " tokens", "evaluation": " [0", "comparison": "[+0", "plot": "-> 0",
 }  # fmt: skip
 
 
