@@ -76,6 +76,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2}},
         "(?s)top_k=50.*Remove it.*num_beams=2.*Remove it",
     ),
+    ({"generation_kwargs": {"max_new_tokens": 3}}, "max_new_tokens"),
+    ({"generation_kwargs": {"eos_token_id": [1, 2]}}, "eos_token_id"),
 ]
 
 
