@@ -88,11 +88,11 @@ def _end_in_generate(model: Any, targets: Targets, end_id: int) -> Iterator[None
 @contextlib.contextmanager
 def _end_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
     """The native engine makes a `CompletionState` for each row, in the prompts' order; it gets its target here."""
-    from rloo_kit.rollout import thinking_budget
+    from rloo_kit.rollout import types
 
     waiting = iter(lengths)
 
-    class TargetedState(thinking_budget.CompletionState):  # type: ignore[misc]
+    class TargetedState(types.CompletionState):  # type: ignore[misc]
         def __init__(self, *arguments: Any):
             super().__init__(*arguments)
             self.target = next(waiting)
@@ -101,5 +101,5 @@ def _end_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
             due = len(self.ids) + 1 >= self.target
             super().take(end_id if due else 0 if token == end_id else token, logp)
 
-    with mock.patch.object(thinking_budget, "CompletionState", TargetedState):
+    with mock.patch.object(types, "CompletionState", TargetedState):
         yield

@@ -125,12 +125,23 @@ def _import_backend(settled: Environment) -> None:
     global _in_time
     if settled.backend == "unsloth" or sys.modules.get("unsloth") is not None:
         _refuse_if_late()
-        _import_unsloth()
+        try:
+            import_module("unsloth")
+        except Exception as error:  # many types: a missing GPU, an operator that does not load, its own checks
+            raise SetupError(
+                f"Unsloth is installed but its import failed: {type(error).__name__}: {error}. Restart the kernel, and "
+                f"see what `rloo-kit doctor` says; to go without Unsloth: {BACKEND_VARIABLE}=transformers"
+            ) from error
     _in_time = True
 
 
 def _refuse_if_late() -> None:
-    order = _order_of_imports()
+    # The index of each package's first module in `sys.modules`, which follows the order in which imports ended: Unsloth
+    # itself comes after what it imports, but its first submodule comes before.
+    order: dict[str, int] = {}
+    for place, (name, module) in enumerate(list(sys.modules.items())):
+        if module is not None:
+            order.setdefault(name.split(".")[0], place)
     unsloth = order.get("unsloth", sys.maxsize)
     early = [name for name in PATCHED if order.get(name, unsloth) < unsloth]
     if early:
@@ -147,32 +158,10 @@ def _refuse_if_late() -> None:
     )
 
 
-def _order_of_imports() -> dict[str, int]:
-    """For each loaded package, the index of its first module in `sys.modules`, which follows the order in which imports
-    ended: Unsloth itself comes after what it imports, but its first submodule comes before."""
-    order: dict[str, int] = {}
-    for place, (name, module) in enumerate(list(sys.modules.items())):
-        if module is not None:
-            order.setdefault(name.split(".")[0], place)
-    return order
-
-
 def _has_accelerator() -> bool:
     """Whether accelerate's state is initialised in this process, which fixes precision and device."""
     state = sys.modules.get("accelerate.state")
     return "torch" in sys.modules and state is not None and bool(state.AcceleratorState._shared_state)
-
-
-def _import_unsloth() -> None:
-    if "unsloth" in sys.modules:
-        return
-    try:
-        import_module("unsloth")
-    except Exception as error:  # many types: a missing GPU, an operator that does not load, its own checks
-        raise SetupError(
-            f"Unsloth is installed but its import failed: {type(error).__name__}: {error}. Restart the kernel, and see "
-            f"what `rloo-kit doctor` says; to go without Unsloth: {BACKEND_VARIABLE}=transformers"
-        ) from error
 
 
 def _import(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
-from rloo_kit.config.checks import FILE_KINDS, find_resample_problems, find_temperature_problems
+from rloo_kit.config.checks import FILE_KINDS, VLLM_RANKS, find_resample_problems, find_temperature_problems
 from rloo_kit.config.derived import fill_defaults
 from rloo_kit.config.embedded import (
     EMBEDDED_PREFIX,
@@ -36,8 +36,6 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import prepare_standby
 from rloo_kit.system.input_files import expand_user, from_here, places_of, working_folder
 from rloo_kit.system.processes import count_processes
-
-VLLM_MOST_RANK = 512
 
 
 class RunConfig(Section):
@@ -196,10 +194,10 @@ class RunConfig(Section):
                 "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "
                 "model.lora={r: 16} or rollout.engine=auto"
             )
-        elif self.model.lora.r > VLLM_MOST_RANK:
+        elif self.model.lora.r > VLLM_RANKS[-1]:
             problems.append(
                 f"model.lora.r is {self.model.lora.r}, but vLLM (rollout.engine) takes adapters up to rank "
-                f"{VLLM_MOST_RANK}; set model.lora.r={VLLM_MOST_RANK} or rollout.engine=auto"
+                f"{VLLM_RANKS[-1]}; set model.lora.r={VLLM_RANKS[-1]} or rollout.engine=auto"
             )
         if engine == "vllm" and count_processes() > 1:
             problems.append(

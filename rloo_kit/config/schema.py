@@ -642,5 +642,4 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 KL_FORMS, RATIO_FORMS, BASELINES = choices("kl_form"), choices("ratio_form"), choices("baseline")
-SCALES, TOKEN_MEANS = choices("scale_rewards"), choices("token_mean")
 ENGINES = choices("rollout_engine")

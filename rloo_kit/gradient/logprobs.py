@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
 from rloo_kit.errors import BackendError
-from rloo_kit.gradient.mixture import balance_loss
-
-# Tokens and vocabulary rows of one tile, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 2 MiB of float32.
-# On one thread and with 151936 rows, tiles of the whole vocabulary, which exceed the cache, take three times as long.
-TILE_TOKENS = (1024, 512)
-TILE_VOCABULARY = (8192, 1024)
+from rloo_kit.plan.parts import TILE_TOKENS, TILE_VOCABULARY
 
 
 @dataclass
@@ -220,7 +216,15 @@ def attach_token_scoring(model: torch.nn.Module) -> None:
         if token_weights is not None:
             kwargs["output_router_logits"] = True
         found = self.base_model(*args, **kwargs, use_cache=False)
-        aux_loss = None if token_weights is None else balance_loss(found, text_config, token_weights)
+        aux_loss = None
+        if token_weights is not None:  # E times the sum over experts of (share of tokens) x (mean router probability)
+            if not (routed := getattr(found, "router_logits", None)):
+                raise BackendError(
+                    "the model returns no router logits, so its auxiliary loss cannot be computed: set "
+                    "router_aux_loss_coef=0.0"
+                )
+            experts, chosen = text_config.num_experts, text_config.num_experts_per_tok
+            aux_loss = load_balancing_loss_func(routed, experts, chosen, token_weights)
         states = found.last_hidden_state  # (B, L, H)
         head = self.get_output_embeddings()
         scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)

@@ -136,6 +136,28 @@ def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
     )
 
 
+def token_weights(groups: Sequence[Group], mask: torch.Tensor, layout: str) -> torch.Tensor:
+    """How often each token of a layout counts in the auxiliary loss of a mixture of experts: a prompt once per
+    completion, padding not at all.
+
+    Args:
+        mask: (N,), the completion tokens that count, group by group. layout: as `lay_out` takes it.
+
+    Returns:
+        (T,) float32; padded rows end to end.
+    """
+    pieces: list[torch.Tensor] = []
+    for group in groups:
+        for number, completion in enumerate(group.completions):
+            kept, mask = mask[: len(completion)].float(), mask[len(completion) :]
+            copies = 1 if layout != "shared" else len(group.completions) if number == 0 else 0
+            prompt = kept.new_full((len(group.prompt),), copies)
+            pieces += [kept] if copies == 0 else [torch.cat([prompt, kept])]
+    if layout == "padded":
+        return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).flatten()
+    return torch.cat(pieces)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Sequences that attend in one call: `index` (S * L,) has their tokens' indices in the packed row, L per sequence.

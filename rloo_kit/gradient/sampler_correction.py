@@ -15,10 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rloo_kit.config.schema import choices
 from rloo_kit.gradient.objective import spread, sum_rows
-
-FORMS = tuple(form for form in choices("sampler_correction") if form not in ("auto", "none"))
 
 
 def correction_weights(
@@ -55,12 +52,7 @@ def correction_weights(
     Returns:
         The weights, 0 to `cap`. The token forms give 1 for a token that is masked or was not sampled, the sequence
         forms 1 for a completion without a sampled token. NaN where `logps` is NaN, so that broken values stay visible.
-
-    Raises:
-        ValueError: an unknown form.
     """
-    if form not in FORMS:
-        raise ValueError(f"sampler_correction must be one of {', '.join(FORMS)} here, got {form!r}")
     known = mask.bool() & ~sampler_logps.isnan()
     difference = (logps.detach() - sampler_logps.detach()).masked_fill(~known, 0.0)  # (N,)
     by_token = form.startswith("token")

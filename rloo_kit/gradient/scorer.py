@@ -17,8 +17,7 @@ from accelerate.utils import extract_model_from_parallel
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient import packing
 from rloo_kit.gradient.logprobs import attach_token_scoring
-from rloo_kit.gradient.mixture import token_weights
-from rloo_kit.gradient.packing import Group, count_tokens, lay_out
+from rloo_kit.gradient.packing import Group, count_tokens, lay_out, token_weights
 from rloo_kit.models.policy import find_other_layers, is_coarse, packed_keywords
 from rloo_kit.models.unsloth import uncompiled
 
@@ -127,7 +126,8 @@ class Scorer:
         layouts use the same kernels, only the smallest is kept."""
         groups = _check_groups(model)
         with uncompiled():
-            single = self._check(model, [[one] for one in _singles(groups)], "padded")
+            singles = [[Group(group.prompt, [one])] for group in groups for one in group.completions if len(one)]
+            single = self._check(model, singles, "padded")
             with _quiet(model, trains=False), torch.no_grad():
                 together = self._pass(model, groups, "padded", need_entropy=False).logps
             gap = (together - single[0]).abs().mean().item()
@@ -171,8 +171,12 @@ class Scorer:
 
     def _check(self, model: torch.nn.Module, passes: list[list[Group]], layout: str) -> Checked:
         """Log-probabilities (N,) of the passes end to end, and gradients of a weighted sum of them."""
-        watched, found = _watched(model), list[torch.Tensor]()
-        weights = torch.linspace(-1.0, 2.0, sum(len(one) for groups in passes for one in _completions(groups)))
+        trained = [value for value in model.parameters() if value.requires_grad and value.numel() <= LARGEST_WATCHED]
+        # of the first and the last layers: a leak anywhere shows in one of them
+        watched = trained if len(trained) <= 2 * WATCHED else trained[:WATCHED] + trained[-WATCHED:]
+        found = list[torch.Tensor]()
+        lengths = [len(one) for groups in passes for group in groups for one in group.completions]
+        weights = torch.linspace(-1.0, 2.0, sum(lengths))
         with _quiet(model, bool(watched)), torch.set_grad_enabled(bool(watched)), _gradients_aside(model):
             for groups in passes:
                 logps = self._pass(model, groups, layout, need_entropy=False).logps
@@ -228,20 +232,6 @@ def _check_groups(model: torch.nn.Module) -> list[Group]:
         return torch.randint(config.vocab_size, (size,), generator=generator).to(device)
 
     return [Group(draw(prompt), [draw(length) for length in lengths]) for prompt, lengths in CHECK_LENGTHS]
-
-
-def _completions(groups: Sequence[Group]) -> list[torch.Tensor]:
-    return [one for group in groups for one in group.completions]
-
-
-def _singles(groups: Sequence[Group]) -> list[Group]:
-    return [Group(group.prompt, [one]) for group in groups for one in group.completions if len(one)]
-
-
-def _watched(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Trained tensors of the first and the last layers: a leak anywhere shows in one of them."""
-    trained = [value for value in model.parameters() if value.requires_grad and value.numel() <= LARGEST_WATCHED]
-    return trained if len(trained) <= 2 * WATCHED else trained[:WATCHED] + trained[-WATCHED:]
 
 
 def _tolerance(model: torch.nn.Module) -> Tolerance:

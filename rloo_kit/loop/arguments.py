@@ -1,9 +1,12 @@
 """Prepares the arguments of `RLOOTrainer` for TRL's constructor: old names, guarded rewards, weights, vLLM."""
 
+import warnings
 from typing import Any
 
+import torch
+
+from rloo_kit.config.old_names import TRAINER_NAMES
 from rloo_kit.errors import ConfigError
-from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
 from rloo_kit.loop.options import RLOOConfig, check_options, option
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.rewarding.guard import guard
@@ -16,20 +19,62 @@ FURTHER_ARGUMENTS = (
 
 def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """Keywords for TRL's constructor; raises ConfigError for arguments that cannot work."""
-    arguments = translate_trainer_arguments(given)
-    rewards = arguments.get("reward_funcs")
+    arguments = rename_arguments(given)
+    rewards = arguments["reward_funcs"]
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     args = _with_reward_weights(arguments.get("args") or _default_config(arguments["model"]), rewards)
     arguments["args"] = args
-    for name in ("train_dataset", "eval_dataset"):
-        if arguments.get(name) is not None:
-            arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
     columns = _columns(arguments.get("train_dataset"), args)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)
     check_options(args)
     return wrap_for_unsloth(arguments)
+
+
+def rename_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Today's keywords for the arguments of TRL's trainer up to 0.21, with a warning for each old one that is given."""
+    if hasattr(given.get("model"), "per_device_train_batch_size"):
+        raise ConfigError(
+            "RLOOTrainer's first argument is a config, as it was in old TRL; the order is now model, reward_funcs, "
+            "args. Name the arguments: RLOOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)"
+        )
+    values = {name: value for name, value in given.items() if name not in TRAINER_NAMES}
+    for old, entry in TRAINER_NAMES.items():
+        value = given.get(old)
+        if value is None:
+            continue
+        if entry.new is None:
+            message = f"RLOOTrainer's {old} is an old TRL argument and has no effect: {entry.note}"
+        elif values.get(entry.new) is not None:
+            raise ConfigError(f"RLOOTrainer got {old}= and {entry.new}=, which are the same; keep {entry.new}=")
+        else:
+            values[entry.new] = value
+            message = f"RLOOTrainer's {old}= is the old TRL name of {entry.new}="
+        warnings.warn(message, FutureWarning, stacklevel=4)
+    for name, hint in (("model", "a model or its name"), ("reward_funcs", "a reward function, or a list of them")):
+        if values.get(name) is None or (isinstance(values[name], (list, tuple)) and not values[name]):
+            raise ConfigError(f"RLOOTrainer needs {name}=: {hint}")
+    reference = given.get("ref_policy")
+    if reference is not None and not _is_same_model(values["model"], reference):
+        raise ConfigError(
+            "ref_policy has other weights than policy. The reference is now the policy at the start of training "
+            "(reference='start'), or its base model without the adapter (reference='base'). Load the weights of "
+            "ref_policy as the model and train an adapter on it, or leave ref_policy out"
+        )
+    return values
+
+
+def _is_same_model(policy: Any, reference: Any) -> bool:
+    """Whether both are one name, or have equal weights under the names that they share."""
+    if isinstance(policy, str) or isinstance(reference, str):
+        return bool(policy == reference)
+    own = dict(policy.named_parameters())
+    return all(
+        own[name].shape == other.shape and torch.equal(own[name].detach().cpu(), other.detach().cpu())
+        for name, other in reference.named_parameters()
+        if name in own
+    )
 
 
 def _take_vllm(args: Any) -> None:
@@ -59,6 +104,11 @@ def _columns(dataset: Any, args: Any) -> list[str] | None:
     names = getattr(dataset, "column_names", None)
     if names is None:
         return None
+    if "prompt" not in names and "input_ids" in names:
+        raise ConfigError(
+            "train_dataset has input_ids and no prompt, as old TRL wanted it: give it a column prompt with the text, "
+            "which the trainer tokenizes"
+        )
     return [*names, *(["thinking_forced"] if option(args, "thinking_budget") is not None else [])]
 
 

@@ -105,15 +105,16 @@ class RLOOConfig(trl.RLOOConfig):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         given = _name_positional(positional, keywords)
         _refuse_unknown(given)
-        translation = translate_config(_drop_defaults(given), count_processes())
-        for message in translation.messages:
+        values, messages = translate_config(_drop_defaults(given), count_processes())
+        for message in messages:
             warnings.warn(message, FutureWarning, stacklevel=2)
-        values = _choose_device(translation.values)
+        values = _choose_device(values)
         _check_batch(values)
         for name, default in _OWN_DEFAULTS.items():  # before TRL's __init__, which ends in __post_init__
             setattr(self, name, values.pop(name, default))
-        for name, value in translation.kept.items():
-            setattr(self, name, value)
+        for name, entry in CONFIG_NAMES.items():  # scripts read back their names, folders and `sanity_check`
+            if given.get(name) is not None and entry.kind in (str, bool) and entry.new in (None, "run_name"):
+                setattr(self, name, given[name])
         whole = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | values
         asked = {name: dict(value) if isinstance(value, dict) else value for name, value in whole.items()}
         super().__init__(**whole)  # Unsloth's changes dicts in place

@@ -208,7 +208,7 @@ def _take_steps(
     policy: Policy,
     run: RunConfig,
     load: Load,
-    engine: "_FullRows",
+    engine: Any,
     callbacks: Sequence[TrainerCallback] = (),
     steps: int = 2,
 ) -> None:

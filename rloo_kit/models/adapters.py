@@ -313,7 +313,9 @@ def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch
             return {name: value.detach().cpu().clone() for name, value in trained.items()}
     if accelerator.distributed_type != DistributedType.FSDP:
         return None
-    return {name: _whole(value.detach()).cpu() for name, value in trained.items()}
+    # FSDP 2 shards them; those of the outermost module stay whole between two passes
+    found = {name: value.detach() for name, value in trained.items()}
+    return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).cpu() for name, one in found.items()}
 
 
 def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
@@ -347,8 +349,3 @@ def _names_in_file(policy: Any, names: list[str]) -> dict[str, str]:
     state_dict = load_stack().peft.get_peft_model_state_dict
     found = state_dict(policy, state_dict=numbered, adapter_name="default", save_embedding_layers=False)
     return {names[int(number)]: name for name, number in found.items()}
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """The full tensor of one that FSDP 2 sharded; those of the outermost module stay whole between two passes."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -6,7 +6,7 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +35,9 @@ from rloo_kit.system.processes import is_distributed, is_main_process
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
 _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}
-SMALL_MODEL = 2_000_000  # parameters
+# Parameters up to which a CPU uses one thread: a second mostly waits for matrices as small as the embedded model's
+# (measured: one thread is 20 % faster on two idle cores, seven times as fast on busy ones).
+SMALL_MODEL = 2_000_000
 _loaded: set[str] = set()
 
 
@@ -131,8 +133,12 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
-        if check and not is_complete(run):
-            _check_with_stack(run, source.base)
+        if check and not is_complete(run):  # faults that need the tokenizer, or a source that only the stack reads
+            found = None
+            with suppress(OSError, ValueError):  # if it cannot be loaded, loading the model reports it
+                found = stack.transformers.AutoTokenizer.from_pretrained(source.base)
+            if found is not None:
+                refuse_faults(run, found)
     vllm, engine_reason = _plan_vllm(run, name)
     if not torch.cuda.is_available():
         return_large_blocks()
@@ -145,7 +151,9 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     if source.adapter is not None and not source.is_folder:
         check_base(source)  # again: the hub's files may have been missing before
     bind_padding(model, tokenizer)
-    _spare_threads(run, model)
+    is_small = run.model.is_embedded or sum(value.numel() for value in model.parameters()) < SMALL_MODEL
+    if is_small and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -157,16 +165,6 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         rollout=run.rollout,
         weights=digest_source(source),
     )
-
-
-def _check_with_stack(run: RunConfig, base: str) -> None:
-    """Check for the faults that need a tokenizer not yet on this machine, or a source that only the stack reads. If the
-    tokenizer cannot be loaded, loading the model reports it."""
-    try:
-        tokenizer = load_stack().transformers.AutoTokenizer.from_pretrained(base)
-    except (OSError, ValueError):
-        return
-    refuse_faults(run, tokenizer)
 
 
 def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:
@@ -274,7 +272,13 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
     """The backend's name, and why it was chosen."""
     wanted = run.model.backend
     if is_distributed():
-        _refuse_sharded_4bit(run)
+        libraries = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+        used = [name for variable, name in libraries.items() if os.environ.get(variable, "").lower() == "true"]
+        if used and run.model.load_in_4bit:
+            raise BackendError(
+                f"model.load_in_4bit is true, but {used[0]} cannot shard 4-bit weights: use the launch file "
+                "configs/accelerate/ddp.yaml, or set model.load_in_4bit=false"
+            )
         if wanted == "unsloth" or stack.unsloth is not None:
             asked = "model.backend is unsloth" if wanted == "unsloth" else "Unsloth is imported in this process"
             raise BackendError(
@@ -323,16 +327,6 @@ def _announce(plan: VllmPlan, model: Any) -> None:
     print(f"vLLM: {find_vllm(model)}{f'; {share}' if model.device.type == 'cuda' else ''}", flush=True)
 
 
-def _refuse_sharded_4bit(run: RunConfig) -> None:
-    libraries = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
-    used = [name for variable, name in libraries.items() if os.environ.get(variable, "").lower() == "true"]
-    if used and run.model.load_in_4bit:
-        raise BackendError(
-            f"model.load_in_4bit is true, but {used[0]} cannot shard 4-bit weights: use the launch file "
-            "configs/accelerate/ddp.yaml, or set model.load_in_4bit=false"
-        )
-
-
 def _refuse_mixed_gpus(run: RunConfig) -> None:
     """Require one dtype and one precision in all processes, because their gradients are averaged."""
     settled = environment.current()
@@ -345,15 +339,6 @@ def _refuse_mixed_gpus(run: RunConfig) -> None:
             f"the GPUs of this run differ in dtype or precision ({gpus}), but all must use the same: set "
             "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every GPU supports"
         )
-
-
-def _spare_threads(run: RunConfig, model: Any) -> None:
-    """Use one thread for a model as small as the embedded one on the CPU, unless OMP_NUM_THREADS is set. Its matrices
-    are so small that a second thread mostly waits (measured: one thread is 20 % faster on two idle cores, seven times
-    as fast on busy ones)."""
-    is_small = run.model.is_embedded or sum(value.numel() for value in model.parameters()) < SMALL_MODEL
-    if is_small and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
 
 
 def _unsloth_is_there() -> bool:

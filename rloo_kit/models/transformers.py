@@ -37,8 +37,12 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
         refuse_float16(run, config, "transformers")
         _check_quantised(run, config)
         tokenizer = AutoTokenizer.from_pretrained(source.base)
+        dtype, quantization = _dtype(run), None
+        if run.model.load_in_4bit and getattr(config, "quantization_config", None) is None:
+            nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+            quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
         model = AutoModelForCausalLM.from_pretrained(
-            source.base, dtype=_dtype(run), device_map={"": str(device)}, quantization_config=_quantization(run, config)
+            source.base, dtype=dtype, device_map={"": str(device)}, quantization_config=quantization
         )
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
@@ -111,15 +115,6 @@ def _dtype(run: RunConfig) -> torch.dtype:
     if run.model.dtype != "auto":
         return getattr(torch, run.model.dtype)
     return torch.float32 if run.model.lora is None else getattr(torch, environment.current().dtype_name)
-
-
-def _quantization(run: RunConfig, config: Any) -> Any:
-    """NF4 with double quantisation; None for a plain model or a checkpoint that is already quantised."""
-    if not run.model.load_in_4bit or getattr(config, "quantization_config", None) is not None:
-        return None
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=_dtype(run)
-    )
 
 
 def keep_4bit_weights(model: Any) -> None:

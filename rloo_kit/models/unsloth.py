@@ -104,7 +104,8 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
     model = _with_adapter(model, run, source, stack)
     if changes := _find_changes(model, run, dtype_name, source.adapter is None):
         print(f"Unsloth loaded the model differently than requested: {', '.join(map(str, changes))}", flush=True)
-    _keep_padding_mask(model)
+    # keep the padding mask, which the backbone drops in training mode unless the last full call had no labels
+    model.get_base_model().model._unsloth_keep_padding_mask = True
     # Unsloth keeps a reference to its tokenizer, and pads right whenever the model enters training mode.
     return model, copy.deepcopy(tokenizer)
 
@@ -167,7 +168,10 @@ def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[s
         what Unsloth changed, or would have changed.
     """
     meant = stock(**values)
-    unsloths = {name: value for name, value in _generated_defaults(config).items() if name not in given}
+    # Unsloth's class among the ancestors has a field that TRL's lacks; without a GPU TRL's classes are unchanged
+    generated = [cls for cls in type(config).__mro__ if "unsloth_num_chunks" in vars(cls)]
+    defaults = inspect.signature(generated[0]).parameters.items() if generated else ()
+    unsloths = {name: parameter.default for name, parameter in defaults if name not in given}
     changes = []
     for name in (field.name for field in fields(stock) if field.init):
         ours, found = getattr(meant, name), getattr(config, name)
@@ -228,14 +232,6 @@ def _hand_over(folder: "tempfile.TemporaryDirectory[str]", model: Any) -> Any:
     return request
 
 
-def _generated_defaults(config: Any) -> dict[str, Any]:
-    """The defaults of the Unsloth class among the config's ancestors, recognised by a field that TRL's lacks."""
-    generated = [cls for cls in type(config).__mro__ if "unsloth_num_chunks" in vars(cls)]
-    if not generated:  # without a GPU Unsloth leaves TRL's classes unchanged
-        return {}
-    return {name: parameter.default for name, parameter in inspect.signature(generated[0]).parameters.items()}
-
-
 def _plain(value: Any) -> Any:
     """A default in comparable form: {} and False in Unsloth mean None and "no" in TRL."""
     return None if value is False or value in ({}, "no") else getattr(value, "value", value)
@@ -264,25 +260,21 @@ def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
     if problem := find_vllm_problem() or find_sleep_problem():
         raise BackendError(f"rollout.engine is vllm, but {problem}")
     prepare_variables()
+    share = vllm.gpu_memory_utilization
+    if torch.cuda.is_available():  # Unsloth's is a share of what is free when vLLM is loaded
+        free, total = torch.cuda.mem_get_info()
+        share = min(share * total / free, MOST_OF_FREE)
     os.environ[SHARE_VARIABLE] = "1"
     os.environ.setdefault(MERGED_VARIABLE, "0")  # unset, Unsloth merges adapters of 16-bit models
     return {
         "fast_inference": True,
         "max_lora_rank": room_for_rank(_lora_of(run).r),
-        "gpu_memory_utilization": _share_of_free(vllm.gpu_memory_utilization),
+        "gpu_memory_utilization": share,
         "max_num_seqs": vllm.max_num_seqs,
         "float8_kv_cache": run.rollout.vllm.float8_kv_cache,
         "enforce_eager": run.rollout.vllm.enforce_eager,
         "unsloth_vllm_standby": os.environ[environment.STANDBY_VARIABLE] != "0",
     }
-
-
-def _share_of_free(share: float) -> float:
-    """Convert a share of the whole GPU to Unsloth's, a share of what is free when vLLM is loaded."""
-    if not torch.cuda.is_available():
-        return share
-    free, total = torch.cuda.mem_get_info()
-    return min(share * total / free, MOST_OF_FREE)
 
 
 def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -> Any:
@@ -325,11 +317,6 @@ def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> 
             "model.lora.target_modules": (sorted(lora.target_modules or targets), sorted(targets)),
         }
     return [Change(name, asked, found) for name, (asked, found) in pairs.items() if asked != found]
-
-
-def _keep_padding_mask(model: Any) -> None:
-    """Keep the padding mask, which the backbone drops in training mode unless the last full call had no labels."""
-    model.get_base_model().model._unsloth_keep_padding_mask = True
 
 
 def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:

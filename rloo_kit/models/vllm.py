@@ -20,15 +20,15 @@ from weakref import WeakKeyDictionary
 import torch
 from peft import get_peft_model_state_dict
 
+from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem, is_switched_off
+from rloo_kit.plan.vllm_memory import BATCHED_TOKENS
 from rloo_kit.system.processes import count_processes, is_distributed
 from rloo_kit.system.random_numbers import keep_random_numbers
 from rloo_kit.system.signals import hold_signals
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM offers
-PREFILL_TOKENS = 8192  # per forward pass; as plan/vllm_memory.py counts
 CPU_POOL_GIB = "1"  # KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set
 
 _numbers = count(1)  # of adapters in this process; reusing a name would reuse the other's cached prefixes
@@ -244,9 +244,9 @@ def room_for_rank(rank: int) -> int:
     >>> room_for_rank(4), room_for_rank(16), room_for_rank(17)
     (8, 16, 32)
     """
-    if rank > RANKS[-1]:
-        raise BackendError(f"vLLM loads adapters up to rank {RANKS[-1]}, but model.lora.r is {rank}: lower it")
-    return next(known for known in RANKS if known >= rank)
+    if rank > VLLM_RANKS[-1]:
+        raise BackendError(f"vLLM loads adapters up to rank {VLLM_RANKS[-1]}, but model.lora.r is {rank}: lower it")
+    return next(known for known in VLLM_RANKS if known >= rank)
 
 
 def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
@@ -267,10 +267,10 @@ def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if base.device.type == "cuda":
-        arguments |= {"enable_sleep_mode": True, "max_num_batched_tokens": PREFILL_TOKENS}
+        arguments |= {"enable_sleep_mode": True, "max_num_batched_tokens": BATCHED_TOKENS}
         arguments |= {"quantization": "bitsandbytes"} if settings.four_bit else {}
     else:  # on a CPU a seeded request crashes vLLM's engine if its prefill is split
-        room = max(PREFILL_TOKENS, settings.max_tokens)
+        room = max(BATCHED_TOKENS, settings.max_tokens)
         arguments |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": room}
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -306,6 +306,11 @@ def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
     if unknown := adapted - known:
         raise ValueError(f"it has no LoRA for the layers {', '.join(sorted(unknown))}; set model.lora.target_modules")
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)  # from transformers' names, without fusing layers
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):  # in whichever vLLM version
+        if callable(method := getattr(mapper, name, None)):
+            mapper = method()
+            break
     lora = LoRAModel.from_lora_tensors(
         number,
         tensors,
@@ -313,21 +318,11 @@ def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
         device=str(next(iter(tensors.values())).device),
         dtype=loras.lora_config.lora_dtype,
         model_vocab_size=loras.vocab_size,
-        weights_mapper=_renames_of(manager.model),
+        weights_mapper=mapper,
     )
     manager.remove_all_adapters()
     manager.add_adapter(lora)
     manager.activate_adapter(number)
-
-
-def _renames_of(model: Any) -> Any:
-    """vLLM's map from transformers' names to its own, without fusing layers, in whichever vLLM version; None if the
-    model has none."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    for name in ("get_rename_mapper", "get_unstacked_mapper"):
-        if callable(method := getattr(mapper, name, None)):
-            return method()
-    return mapper
 
 
 def _base_of(model: Any) -> Any:

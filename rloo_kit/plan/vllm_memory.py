@@ -5,12 +5,12 @@ It gets one share of the GPU (`gpu_memory_utilization`) for weights, buffers and
 
 from dataclasses import replace
 
+from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import Load
 from rloo_kit.system.gpu import GIB
 
 BLOCK_TOKENS = 16  # per page of vLLM
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of `max_lora_rank`
 OUTSIDE_GIB = 0.13  # outside torch's allocator: the column of unsloth_zoo's table in `load_vllm`
 LOGITS_BYTES = 40  # per row and token of the vocabulary, in vLLM's profiling run: the slope of the same table
 # CUDA graphs: fixed, and each. Assumed, not measured: 172 of a model with an adapter took 1.7 GiB in pull request 40044
@@ -36,7 +36,7 @@ def adapter_bytes(load: Load) -> int:
     """vLLM's buffers for one adapter, at the next supported rank."""
     if load.lora_rank is None:
         return 0
-    rank = next((rank for rank in LORA_RANKS if rank >= (load.lora_rank or 0)), load.lora_rank)
+    rank = next((rank for rank in VLLM_RANKS if rank >= (load.lora_rank or 0)), load.lora_rank)
     return parts.trained_weights(replace(load, lora_rank=rank)) * load.compute_bytes
 
 

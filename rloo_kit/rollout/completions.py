@@ -95,31 +95,45 @@ def generate_completions(
             raise ConfigError(f"{name} is {value}; it has to be at least 1")
     if temperature < 0:
         raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
-    limits = _limits(policy, max_completion_length, thinking_budget, answer_budget, thinking_close)
-    rollout = _rollout_of(policy, engine)
+    limits = Limits(max_completion_length)
+    if thinking_budget is not None:  # it may exceed the limit, which then counts only for what is left to answer
+        if thinking_budget < 0:
+            raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
+        close_ids = close_ids_for(policy.tokenizer, policy.tags, thinking_close)
+        asked = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, policy.tags.end_id)
+        length = thinking_budget + len(close_ids) + asked.answer_limit
+        limits = replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
+    if isinstance(engine, str):
+        settings = {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
+        rollout = RolloutSection.model_validate(settings)
+    else:
+        rollout = engine or policy.rollout or RolloutSection()
+        if rollout.engine == "server" and is_distributed():  # it needs the adapter from all processes together, but
+            rollout = RolloutSection()  # each calls as often as it has prompts, and samples from its own copy
     if not prompts:
         return []
     prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
     _check_lengths(policy, prompt_ids, limits.max_completion_length)
     prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
-    end_ids = find_end_ids(policy)
-    with _sampler(policy, rollout, temperature, end_ids, batch_size) as sampler, _seeded(seed):
+    end_ids, end_id = find_end_ids(policy), policy.tags.end_id
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with (
+        _sampler(policy, rollout, temperature, end_ids, batch_size) as sampler,
+        torch.random.fork_rng(devices=devices),
+    ):
+        torch.manual_seed(seed)
         sampled = sampler.sample(prefixes, limits, on_progress=on_batch, on_tokens=on_tokens)
     return [
-        _completion(policy, number // num_samples, ids, end_ids, was_forced)
+        Completion(
+            prompt_index=number // num_samples,
+            ids=ids,
+            text=policy.tokenizer.decode(ids, skip_special_tokens=True),
+            ended=bool(ids) and ids[-1] in end_ids,
+            thinking_tokens=ids.index(end_id) if end_id is not None and end_id in ids else None,
+            forced=was_forced,
+        )
         for number, (ids, was_forced) in enumerate(zip(sampled.completion_ids, sampled.thinking_forced, strict=True))
     ]
-
-
-def _rollout_of(policy: Policy, engine: str | RolloutSection | None) -> RolloutSection:
-    """The settings to sample with. With several processes, each samples from its own copy of the policy: a server needs
-    the adapter from all of them together, but here each process calls as often as it has prompts."""
-    if isinstance(engine, str):
-        return RolloutSection.model_validate(
-            {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
-        )
-    found = engine or policy.rollout or RolloutSection()
-    return RolloutSection() if found.engine == "server" and is_distributed() else found
 
 
 @contextmanager
@@ -142,8 +156,7 @@ def _sampler(
         try:
             yield engine
         finally:
-            if (close := getattr(engine, "close", None)) is not None:
-                close()
+            engine.close()
 
 
 @contextmanager
@@ -172,45 +185,11 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
         yield ServerSettings(str(rollout.server_url), Path(folder), hand_over, name, vocabulary)
 
 
-def _limits(
-    policy: Policy, max_completion_length: int, thinking_budget: int | None, answer_budget: int | None, close: str
-) -> Limits:
-    """Here a thinking budget may exceed `max_completion_length`, which then counts only for what is left to answer."""
-    if thinking_budget is None:
-        return Limits(max_completion_length)
-    if thinking_budget < 0:
-        raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
-    close_ids = close_ids_for(policy.tokenizer, policy.tags, close)
-    asked = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, policy.tags.end_id)
-    length = thinking_budget + len(close_ids) + asked.answer_limit
-    return replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
-
-
 def find_end_ids(policy: Policy) -> list[int]:
     """Ids that end a completion: the tokenizer's end token and those of the model's generation config."""
     declared = policy.model.generation_config.eos_token_id
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     return list(dict.fromkeys([policy.tokenizer.eos_token_id, *declared]))
-
-
-def _completion(policy: Policy, prompt_index: int, ids: list[int], end_ids: list[int], forced: bool) -> Completion:
-    end_id = policy.tags.end_id
-    return Completion(
-        prompt_index=prompt_index,
-        ids=ids,
-        text=policy.tokenizer.decode(ids, skip_special_tokens=True),
-        ended=bool(ids) and ids[-1] in end_ids,
-        thinking_tokens=ids.index(end_id) if end_id is not None and end_id in ids else None,
-        forced=forced,
-    )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=list(devices)):
-        torch.manual_seed(seed)
-        yield
 
 
 def _check_lengths(policy: Policy, prompt_ids: list[list[int]], completion_length: int) -> None:

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rloo_kit.gradient import packing
+from rloo_kit.plan.parts import JOINED_LIMIT_BYTES
 from rloo_kit.rollout.kv_cache import SlotCache
 
 GROUPED = "rloo_grouped"  # the name of `attend_grouped` in transformers' table
@@ -140,7 +141,6 @@ class _StepCache:
         return self._cache.length - 1
 
 
-COPY_LIMIT_BYTES = 2**30
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
 SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier")
 
@@ -297,7 +297,7 @@ def _check(model: Any, backbone: Any) -> None:
         if type(module) is not (kind or torch.nn.Linear) or module.weight.dtype != torch.float32:
             raise NotPlainError("has an embedding or a head that is not plain float32")
     size = sum(parameter.numel() for parameter in backbone.layers.parameters()) * 4
-    if size > COPY_LIMIT_BYTES:
+    if size > JOINED_LIMIT_BYTES:
         raise NotPlainError(f"has {size / 2**30:.1f} GiB of weights to copy")
 
 

@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.config.schema import ENGINES
-from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.models.policy import find_other_layers, find_vllm, inference_mode_of
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.llama import LlamaEngine, LlamaModel
 from rloo_kit.rollout.native import NativeEngine
-from rloo_kit.rollout.own_generate import find_own_generate
-from rloo_kit.rollout.types import WHOLE, Engine, Filters
+from rloo_kit.rollout.types import WHOLE, Engine, Filters, Sampling
 
 if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
 NATIVE_REASON = "no padding, and rows that have ended are dropped"
 USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
 ALIBI = ("bloom", "mpt")
+# Modules whose functions end up in transformers' `generate`. A class of transformers.models with its own does not.
+PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
 
@@ -35,12 +35,10 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
         backend: "unsloth" or "transformers". model: the policy's.
 
     Raises:
-        ConfigError: no such engine. BackendError: an engine that cannot be used here.
+        BackendError: an engine that cannot be used here.
     """
-    if wanted not in ENGINES:
-        raise ConfigError(f"rollout.engine is {wanted!r}; it is one of {', '.join(ENGINES)}")
     is_unsloth = backend == "unsloth"
-    own = None if is_unsloth else find_own_generate(model)  # Unsloth's is a patch itself
+    own = None if is_unsloth else _find_own_generate(model)  # Unsloth's is a patch itself
     if wanted == "auto":
         if own is None and find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
@@ -65,6 +63,19 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
             raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
     bypassed = f"; the model's own generate ({own}) is not called" if own and wanted != "generate" else ""
     return wanted, f"rollout.engine asks for it{bypassed}"
+
+
+def _find_own_generate(model: Any) -> str | None:
+    """The module of a `generate` that was patched, on the model or on a class, or that its class defines, which the
+    native loop would bypass; None if it is transformers' own."""
+    for part in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+        found: Any = getattr(part, "generate", None)
+        while found is not None:  # a decorator may hide the function it wraps, or be the patch
+            module = getattr(found, "__globals__", {}).get("__name__") or type(found).__module__
+            if not any(module == name or module.startswith(f"{name}.") for name in PLAIN):
+                return str(module)
+            found = getattr(found, "__wrapped__", None)
+    return None
 
 
 def _native_obstacle(model: Any) -> str | None:
@@ -111,26 +122,24 @@ def build_engine(
         filters: truncate the sampled distribution.
         say: gets one line when rows are halved because memory ran out.
     """
+    sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
     if isinstance(model, LlamaModel):
-        return LlamaEngine(model, temperature, end_ids)
+        return LlamaEngine(model, sampling)
     name, reason = choose_engine(engine, backend, model)
     mode = partial(inference_mode_of(backend), model)
     if name == "native":
-        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, filters)
+        return NativeEngine(model, mode, reason, sampling)
     if name == "generate":
-        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, filters)
+        return GenerateEngine(model, mode, reason, sampling, pad_id)
     if name == "vllm":
         from rloo_kit.rollout.vllm import VllmEngine
 
-        started = find_vllm(model) or start_vllm(model, vllm or VllmSettings(_usual_length(model)))
-        return VllmEngine(model, started, temperature, end_ids, filters)
+        if (started := find_vllm(model)) is None:
+            positions = model.config.get_text_config().max_position_embeddings
+            started = start_vllm(model, vllm or VllmSettings(min(USUAL_TOKENS, positions)))
+        return VllmEngine(model, started, sampling)
     if server is None:
         raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
     from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
 
-    return ServerEngine(server, reason, temperature, end_ids, rows, say, filters)
-
-
-def _usual_length(model: Any) -> int:
-    """Tokens that vLLM is started for if the model was not loaded by `load_policy`."""
-    return min(USUAL_TOKENS, model.config.get_text_config().max_position_embeddings)
+    return ServerEngine(server, reason, sampling)

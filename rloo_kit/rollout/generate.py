@@ -8,7 +8,7 @@ Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import Any
@@ -17,9 +17,7 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import is_coarse
-from rloo_kit.rollout.filters import Cut, make_cut
-from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
-from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
+from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, OnTokens, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 
 # Every option that reshapes the distribution, at its neutral value: `generate` takes missing ones from the checkpoint's
@@ -43,81 +41,60 @@ PAD_TOLERANCE, PAD_TOLERANCE_16_BITS = 1e-3, 0.1  # largest sum of probabilities
 NO_PENALTIES = {key: WHOLE_DISTRIBUTION[key] for key in ("repetition_penalty", "no_repeat_ngram_size", "num_beams")}
 
 
-class GenerateEngine:
-    """See `engine.build_engine` for the arguments, `types.Engine` for the rest."""
+class GenerateEngine(Engine):
+    """See `engine.build_engine` for the arguments."""
 
     name = "generate"
 
     def __init__(
-        self,
-        model: Any,
-        mode: Callable[[], AbstractContextManager[None]],
-        reason: str,
-        temperature: float,
-        end_ids: Sequence[int],
-        pad_id: int,
-        rows: int | None,
-        say: Callable[[str], None],
-        filters: Filters = WHOLE,
+        self, model: Any, mode: Callable[[], AbstractContextManager[None]], reason: str, sampling: Sampling, pad_id: int
     ) -> None:
-        self._cut = make_cut(filters)
-        self.reason, self.rows = reason, rows
-        self._model, self._mode, self._say = model, mode, say
-        self._temperature, self._end_ids, self._pad_id = temperature, list(end_ids), pad_id
+        super().__init__(reason, sampling)
+        self._cut = sampling.filters.make_cut()
+        self._model, self._mode, self._pad_id = model, mode, pad_id
         self._options: dict[str, Any] = {"do_sample": False, **NO_PENALTIES}
-        if temperature > 0:
+        if sampling.temperature > 0:
             self._options = {"do_sample": True, **WHOLE_DISTRIBUTION}
             if model.generation_config.min_p is None:
                 del self._options["min_p"]  # 0.0 removes nothing, but costs a softmax over the vocabulary per token
         self._fault: str | None = None  # of padded prompts; None until checked, empty without
 
-    def sample(
-        self,
-        prompt_ids: list[list[int]],
-        limits: Limits,
-        expected_lengths: Sequence[float] | None = None,
-        on_progress: Progress | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Rollout:
-        """See `types.Engine`."""
-        states = [CompletionState(limits, self._end_ids) for _ in prompt_ids]
-        order = [row for row, state in enumerate(states) if not state.finished]
-        order.sort(key=lambda row: -len(prompt_ids[row]))  # longest first: if it fits, all fit
-        if expected_lengths is not None:
-            order.sort(key=lambda row: -expected_lengths[row])
-        total, lengths = len(order), list(map(len, prompt_ids))
+    def _finish(self, call: Call) -> None:
+        lengths = list(map(len, call.prompt_ids))
+        expected = call.expected_lengths or [0.0] * len(lengths)
+        order = sorted(call.order, key=lambda row: (-expected[row], -lengths[row]))  # if the longest fits, all fit
+        total = len(order)
         while order:
             batch = next_batch(order, lengths, self.rows or len(order))
             if len({lengths[row] for row in batch}) > 1 and self.check_padding():
                 batch = next_batch(order, lengths, self.rows or len(order), pads=False)
-            begun = [CompletionState(limits, self._end_ids) for _ in batch]
-            watch = None if on_tokens is None else _watch(on_tokens, batch)
             with self._mode(), torch.no_grad():  # left after each batch: Unsloth keeps the buffers of two sizes
-                fits = self._generate([prompt_ids[row] for row in batch], begun, watch)
+                fits = self._generate(call, batch)
             if not fits:
-                self._halve(len(batch), len(order))
+                self._halve(len(batch), f"the {len(order)} unfinished ones start over")
                 continue
-            for row, state in zip(batch, begun, strict=True):
-                states[row] = state
             order = [row for row in order if row not in batch]
-            if on_progress is not None:
-                on_progress(total - len(order), total)
-        return collect_rollout(states, self._temperature)
+            call.report(total - len(order))
 
-    def _generate(
-        self, prompts: list[list[int]], states: list[CompletionState], on_tokens: OnTokens | None = None
-    ) -> bool:
-        """Complete the states; returns False if memory ran out and they have to start over."""
-        prefixes = [prompt + state.ids for prompt, state in zip(prompts, states, strict=True)]
+    def _generate(self, call: Call, batch: list[int]) -> bool:
+        """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
+        states = [CompletionState(call.limits, self.sampling.end_ids) for _ in batch]
+        prefixes = [call.prompt_ids[row] + state.ids for row, state in zip(batch, states, strict=True)]
         padded = self._pad(prefixes)
         rows, width = padded["input_ids"].shape
-        cut = self._cut_behind(prefixes, padded["input_ids"].device)
-        steering = _Steering(self._temperature, states, self._end_ids[0], cut, on_tokens)
+
+        def watch(number: int, ids: list[int]) -> None:
+            assert call.on_tokens is not None
+            call.on_tokens(batch[number], ids)
+
+        steering = _Steering(
+            self.sampling, states, self._cut_after(prefixes, padded["input_ids"].device), call.on_tokens and watch
+        )
         try:
             output = self._model.generate(
                 **padded,
                 max_new_tokens=max(state.room for state in states),
-                eos_token_id=self._end_ids,
+                eos_token_id=list(self.sampling.end_ids),
                 pad_token_id=self._pad_id,
                 use_cache=True,
                 logits_processor=[steering],
@@ -129,6 +106,8 @@ class GenerateEngine:
                 raise
             return False
         steering.finish(output)
+        for row, state in zip(batch, states, strict=True):
+            call.states[row] = state
         return True
 
     def check_padding(self) -> str | None:
@@ -150,7 +129,7 @@ class GenerateEngine:
                     f"prompt alone ({moved:.0%} of the probability goes to other tokens), so prompts of different "
                     "lengths are sampled one length after another"
                 )
-                self._say(f"rollout: {self._fault}")
+                self.sampling.say(f"rollout: {self._fault}")
         return self._fault or None
 
     def _continue(self, prompts: list[list[int]]) -> list[tuple[int, torch.Tensor]]:
@@ -174,9 +153,9 @@ class GenerateEngine:
         rows = {"input_ids": padded, "attention_mask": mask}
         return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 
-    def _cut_behind(self, prefixes: list[list[int]], device: torch.device) -> Cut | None:
+    def _cut_after(self, prefixes: list[list[int]], device: torch.device) -> Cut | None:
         """The filters, reading a row's own tokens instead of its padding."""
-        cut, width = self._cut, max(len(ids) for ids in prefixes)
+        cut, width = self._cut, max(map(len, prefixes))
         if cut is None:
             return None
         own = torch.tensor([ids[:1] * (width - len(ids)) + ids for ids in prefixes], device=device)  # (B, P)
@@ -185,15 +164,6 @@ class GenerateEngine:
     def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
         """Arguments of `generate` for the cache of (B, P) prefixes; `measure` passes a full one."""
         return {}
-
-    def _halve(self, rows: int, left: int) -> None:
-        self.rows = max(1, rows // 2)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        self._say(
-            f"rollout: out of memory with {rows} completions at once; the {left} unfinished ones start over, "
-            f"{self.rows} at once (rollout.rows={self.rows} starts with that)"
-        )
 
 
 def next_batch(order: list[int], lengths: list[int], rows: int, pads: bool = True) -> list[int]:
@@ -217,11 +187,6 @@ def next_batch(order: list[int], lengths: list[int], rows: int, pads: bool = Tru
     return order[:rows]
 
 
-def _watch(on_tokens: OnTokens, batch: list[int]) -> OnTokens:
-    """`on_tokens` for a batch: maps its rows to the call's completions, `batch`."""
-    return lambda row, ids: on_tokens(batch[row], ids)
-
-
 class _Steering:
     """A logits processor: divides by the temperature, filters, records the previous token's log-probability, closes
     thinking.
@@ -234,15 +199,10 @@ class _Steering:
     """
 
     def __init__(
-        self,
-        temperature: float,
-        states: list[CompletionState],
-        end_id: int,
-        cut: Cut | None = None,
-        on_tokens: OnTokens | None = None,
+        self, sampling: Sampling, states: list[CompletionState], cut: Cut | None, on_tokens: OnTokens | None
     ) -> None:
-        self.temperature, self.states, self.end_id, self.cut = temperature, states, end_id, cut
-        self.on_tokens = on_tokens
+        self.temperature, self.end_id = sampling.temperature, sampling.end_ids[0]
+        self.states, self.cut, self.on_tokens = states, cut, on_tokens
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) per token
@@ -258,7 +218,12 @@ class _Steering:
             scaled = scaled / self.temperature
             scaled = scaled if self.cut is None else self.cut(input_ids, scaled)
         self.before = torch.log_softmax(scaled, dim=-1) if self.temperature > 0 else scaled
-        return self._force(scaled) if self.has_budget else scaled
+        if self.has_budget:  # leave only the forced token in rows that have one
+            given = [self.end_id if state.finished else state.next_forced for state in self.states]
+            if rows := [row for row, token in enumerate(given) if token is not None]:
+                scaled[rows] = -torch.inf
+                scaled[rows, [given[row] for row in rows]] = 0.0
+        return scaled
 
     def finish(self, output: torch.Tensor) -> None:
         """Give the states the tokens of (B, P + C) that they do not have yet."""
@@ -284,12 +249,3 @@ class _Steering:
             if self.on_tokens is not None and len(state.ids) > before:
                 self.on_tokens(number, state.ids)
         self.first, self.noted = input_ids.size(1), []
-
-    def _force(self, scores: torch.Tensor) -> torch.Tensor:
-        """Leave only the forced token in rows that have one."""
-        given = [self.end_id if state.finished else state.next_forced for state in self.states]
-        rows = [row for row, token in enumerate(given) if token is not None]
-        if rows:
-            scores[rows] = -torch.inf
-            scores[rows, [given[row] for row in rows]] = 0.0
-        return scores

@@ -7,7 +7,7 @@ Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value h
 
 import torch
 
-BLOCK_TOKENS = 64  # allocating costs as much as a step: short rollouts take little, long ones copy often but cheaply
+from rloo_kit.plan.parts import CACHE_BLOCK
 
 Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, D)
 
@@ -22,7 +22,7 @@ class SlotCache:
     """
 
     def __init__(self, slots: int, block_tokens: int | None = None) -> None:
-        self.slots, self.block_tokens = slots, block_tokens or BLOCK_TOKENS
+        self.slots, self.block_tokens = slots, block_tokens or CACHE_BLOCK
         self.capacity = 0  # tokens of a slot
         self.keys: Stored = {}
         self.values: Stored = {}

@@ -4,7 +4,7 @@ The library also listens on a free port of this machine; the kit does not use it
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from types import SimpleNamespace
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import BackendError, SetupError
-from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout
-from rloo_kit.rollout.types import Limits, OnTokens, Progress, Rollout
+from rloo_kit.rollout.types import Call, CompletionState, Engine, OnTokens, Sampling
 from rloo_kit.system.versions import is_importable
 
 
@@ -49,34 +48,24 @@ class LlamaModel:
         self.device = torch.device("cpu")  # of the ids
 
 
-class LlamaEngine:
-    """See `types.Engine`; its log-probabilities are NaN."""
+class LlamaEngine(Engine):
+    """Its log-probabilities are NaN, torch's random numbers seed the requests; BackendError if one is refused."""
 
-    name, reason = "llama.cpp", "the model is a GGUF file"
-    rows: int | None = 1
+    name = "llama.cpp"
 
-    def __init__(self, model: LlamaModel, temperature: float, end_ids: Sequence[int]) -> None:
-        self._model, self._temperature, self._end_ids = model, temperature, frozenset(end_ids)
+    def __init__(self, model: LlamaModel, sampling: Sampling) -> None:
+        super().__init__("the model is a GGUF file", replace(sampling, rows=1))
+        self._model = model
 
-    def sample(
-        self,
-        prompt_ids: list[list[int]],
-        limits: Limits,
-        expected_lengths: Sequence[float] | None = None,
-        on_progress: Progress | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Rollout:
-        """See `types.Engine`; torch's random numbers seed the requests. BackendError if llama.cpp refuses one."""
-        states = begin_completions(limits, self._end_ids, len(prompt_ids))
-        for number, (prompt, state) in enumerate(zip(prompt_ids, states, strict=True)):
+    def _finish(self, call: Call) -> None:
+        for done, number in enumerate(call.order, 1):
+            state = call.states[number]
             while not state.finished:
                 while state.next_forced is not None:
                     state.take(state.next_forced, math.nan)
                 if not state.finished:
-                    self._continue(prompt, state, number, on_tokens)
-            if on_progress is not None:
-                on_progress(number + 1, len(states))
-        return collect_rollout(states, self._temperature)
+                    self._continue(call.prompt_ids[number], state, number, call.on_tokens)
+            call.report(done)
 
     def _continue(self, prompt: list[int], state: CompletionState, number: int, on_tokens: OnTokens | None) -> None:
         """Sample to the completion's end, or to the point where its thinking is closed by force."""
@@ -101,7 +90,7 @@ class LlamaEngine:
         request = {
             "prompt": prompt + state.ids,
             "max_tokens": state.room,
-            "temperature": self._temperature,
+            "temperature": self.sampling.temperature,
             "samplers": ["temperature"],  # the whole distribution
             "seed": int(torch.randint(2**31 - 1, ())),
             "logprobs": 1,  # makes it return the ids

@@ -10,7 +10,7 @@ same code.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
@@ -19,10 +19,8 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
-from rloo_kit.rollout.filters import Cut, make_cut
 from rloo_kit.rollout.kv_cache import SlotCache
-from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout, take_tokens
-from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
+from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
@@ -55,57 +53,28 @@ class _Row:
         return (self.prompt + self.state.ids)[:-1]
 
 
-class NativeEngine:
-    """See `engine.build_engine` for the arguments, `types.Engine` for the rest."""
+class NativeEngine(Engine):
+    """See `engine.build_engine` for the arguments."""
 
     name = "native"
 
     def __init__(
-        self,
-        model: Any,
-        mode: Callable[[], AbstractContextManager[None]],
-        reason: str,
-        temperature: float,
-        end_ids: Sequence[int],
-        rows: int | None,
-        say: Callable[[str], None],
-        filters: Filters = WHOLE,
+        self, model: Any, mode: Callable[[], AbstractContextManager[None]], reason: str, sampling: Sampling
     ) -> None:
-        self._cut, self._reads_ids = make_cut(filters), filters.repetition_penalty != 1.0
-        self.reason, self.rows = reason, rows
+        super().__init__(reason, sampling)
+        self._cut = sampling.filters.make_cut()
         self._model, self._mode = model, mode
         self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
-        self._temperature, self._end_ids, self._say = temperature, frozenset(end_ids), say
 
-    def sample(
-        self,
-        prompt_ids: list[list[int]],
-        limits: Limits,
-        expected_lengths: Sequence[float] | None = None,
-        on_progress: Progress | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Rollout:
-        """See `types.Engine`."""
-        states = begin_completions(limits, self._end_ids, len(prompt_ids))
-        rows = [_Row(number, prompt_ids[number], state) for number, state in enumerate(states) if not state.finished]
-        if expected_lengths is not None:
-            rows.sort(key=lambda row: -expected_lengths[row.number])  # stable: siblings stay neighbours
+    def _finish(self, call: Call) -> None:
         with self._mode(), torch.no_grad():
             decoder = make_decoder(self._model, self._decoder)
             self._decoder = type(decoder)
-            waiting = deque(rows)
+            waiting = deque(_Row(number, call.prompt_ids[number], call.states[number]) for number in call.order)
             while waiting:
-                self._run(decoder, waiting, len(states), on_progress, on_tokens)
-        return collect_rollout(states, self._temperature)
+                self._run(decoder, waiting, call)
 
-    def _run(
-        self,
-        decoder: ModuleDecoder,
-        waiting: deque[_Row],
-        total: int,
-        on_progress: Progress | None,
-        on_tokens: OnTokens | None,
-    ) -> None:
+    def _run(self, decoder: ModuleDecoder, waiting: deque[_Row], call: Call) -> None:
         """Generate until no row waits, or until memory runs out: unfinished rows then wait again."""
         slots = min(self.rows or len(waiting), len(waiting))
         live: list[_Row] = []
@@ -118,16 +87,15 @@ class NativeEngine:
                     entering = [waiting.popleft() for _ in range(min(free, len(waiting)))]
                     self._fill(decoder, cache, entering, len(live))
                     live, entering = live + entering, []
-                finished = self._step(decoder, cache, live)
-                if on_tokens is not None:
+                self._step(decoder, cache, live)
+                if call.on_tokens is not None:
                     for row in live:
-                        on_tokens(row.number, row.state.ids)
-                if finished:
+                        call.on_tokens(row.number, row.state.ids)
+                if any(row.state.finished for row in live):
                     live = _compact(cache, live)
                     if not waiting:
                         cache.shrink(len(live))
-                    if on_progress is not None:
-                        on_progress(total - len(waiting) - len(live), total)
+                    call.report(len(call.states) - len(waiting) - len(live))
             return
         except RuntimeError as error:
             tried = len(live) + len(entering)
@@ -135,7 +103,7 @@ class NativeEngine:
                 raise
         del cache
         waiting.extendleft(reversed([row for row in (*live, *entering) if not row.state.finished]))
-        self._halve(tried, len(waiting))
+        self._halve(tried, f"{len(waiting)} continue from their tokens so far")
 
     def _fill(self, decoder: ModuleDecoder, cache: SlotCache, rows: list[_Row], first: int) -> None:
         """Fill the slots from `first` on; neighbours with the same prefix share one computation."""
@@ -153,36 +121,25 @@ class NativeEngine:
             decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
             groups = groups[size:]
 
-    def _step(self, decoder: ModuleDecoder, cache: SlotCache, live: list[_Row]) -> bool:
-        """One more token for each live row; returns whether a row has ended."""
+    def _step(self, decoder: ModuleDecoder, cache: SlotCache, live: list[_Row]) -> None:
+        """One more token for each live row."""
         tokens = torch.tensor([row.last for row in live], device=decoder.device)
         positions = cache.begin([row.position for row in live], decoder.device)
         logits = decoder.decode(tokens, positions, cache)  # (R, V)
-        drawn, logps = draw(logits, self._temperature, self._cut, self._ids(live))
+        ids = None
+        if self.sampling.filters.repetition_penalty != 1.0:  # (R, L), a row's tokens so far, padded with its last one
+            rows = [row.prompt + row.state.ids for row in live]
+            width = max(map(len, rows))
+            ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=decoder.device)
+        drawn, logps = draw(logits, self.sampling.temperature, self._cut, ids)
         new, scores = torch.stack((drawn.double(), logps.double())).tolist()  # one transfer
         if math.isnan(sum(scores)):
             raise BackendError(
                 "the model's logits contain a NaN or an infinity: its weights are broken (a learning rate too high?); "
                 "resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
-        return take_tokens([row.state for row in live], new, scores)
-
-    def _ids(self, live: list[_Row]) -> torch.Tensor | None:
-        """(R, L): each row's tokens so far, padded with its last one; None if no filter reads them."""
-        if not self._reads_ids:
-            return None
-        rows = [row.prompt + row.state.ids for row in live]
-        width = max(map(len, rows))
-        return torch.tensor([ids + ids[-1:] * (width - len(ids)) for ids in rows], device=self._model.device)
-
-    def _halve(self, tried: int, left: int) -> None:
-        self.rows = max(1, tried // 2)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        self._say(
-            f"rollout: out of memory with {tried} completions at once; {left} continue from their tokens so far, "
-            f"{self.rows} at once (rollout.rows={self.rows} starts with that)"
-        )
+        for row, token, logp in zip(live, new, scores, strict=True):
+            row.state.take(int(token), logp)
 
 
 def _compact(cache: SlotCache, live: list[_Row]) -> list[_Row]:
@@ -232,7 +189,7 @@ def draw(
     Args:
         logits: (R, V), any floating type.
         temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
-        cut: then filters the logits, see `filters.make_cut`. ids: (R, L) so far, if `cut` reads them.
+        cut: then filters the logits, see `Filters.make_cut`. ids: (R, L) so far, if `cut` reads them.
 
     Returns:
         tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits contain

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,7 @@ import torch
 
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.errors import RolloutServerError
-from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
-from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
+from rloo_kit.rollout.types import Call, CompletionState, Engine, Limits, Progress, Sampling
 from rloo_kit.rollout.vllm_answers import Continuation
 from rloo_kit.rollout.vllm_client import AdapterLostError, VllmClient
 from rloo_kit.system.processes import is_main_process
@@ -55,31 +54,27 @@ class ServerSettings:
     vocabulary: int | None = None
 
 
-class ServerEngine:
-    """See `engine.build_engine` for the arguments, `types.Engine` for the rest.
+class ServerEngine(Engine):
+    """See `engine.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
+    seed the requests. `on_tokens` gets whole completions once all are done: the server's answers are not streamed.
 
     Attributes:
         rows: requests of this process in flight at once; None for up to 256.
+
+    Raises:
+        RolloutServerError: from `sample`: the server is down, refuses the adapter or cannot hold the completions.
     """
 
     name = "server"
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        reason: str,
-        temperature: float,
-        end_ids: Sequence[int],
-        rows: int | None,
-        say: Callable[[str], None],
-        filters: Filters = WHOLE,
-        client: VllmClient | None = None,
+        self, settings: ServerSettings, reason: str, sampling: Sampling, client: VllmClient | None = None
     ) -> None:
-        self.reason, self.rows = f"{reason}; {settings.url}", rows
-        self._settings, self._say = settings, say
+        super().__init__(f"{reason}; {settings.url}", sampling)
+        self._settings, self._say = settings, sampling.say
         self._folder = settings.folder.resolve()
-        self._temperature, self._end_ids, self._filters = temperature, list(end_ids), filters
-        self._client = VllmClient(settings.url, say=say) if client is None else client
+        self._temperature, self._end_ids, self._filters = sampling.temperature, sampling.end_ids, sampling.filters
+        self._client = VllmClient(settings.url, say=sampling.say) if client is None else client
         self._stem = f"{PREFIX}{uuid4().hex}"
         self._count = 0
         self._adapter: str | None = None  # its name, on the server and as a folder
@@ -90,38 +85,21 @@ class ServerEngine:
         self._losses = 0  # times in this rollout that the server lost the requests in flight
         self._is_lost = False  # at the last check the server was down or restarted, and the adapter is not reloaded yet
 
-    def sample(
-        self,
-        prompt_ids: list[list[int]],
-        limits: Limits,
-        expected_lengths: Sequence[float] | None = None,
-        on_progress: Progress | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Rollout:
-        """See `types.Engine`; called by all processes of a run at once. torch's random numbers seed the requests.
-        `on_tokens` gets whole completions once all are done, because the server's answers are not streamed.
-
-        Raises:
-            RolloutServerError: the server is down, refuses the adapter or cannot hold the completions.
-        """
-        self._publish(prompt_ids[0])
-        self._check_lengths(prompt_ids, limits)
+    def _finish(self, call: Call) -> None:
+        self._publish(call.prompt_ids[0])
+        self._check_lengths(call.prompt_ids, call.limits)
         self._reloads, self._losses, self._is_lost = 0, 0, False
-        seeds = torch.randint(2**31 - 1, (len(prompt_ids),)).tolist()
-        order = list(range(len(prompt_ids)))
-        if expected_lengths is not None:
-            order.sort(key=lambda number: -expected_lengths[number])
+        seeds = torch.randint(2**31 - 1, (len(call.prompt_ids),)).tolist()
 
         def sample_one(number: int, stop: threading.Event) -> CompletionState:
-            return self._sample_one(prompt_ids[number], limits, seeds[number], stop)
+            return self._sample_one(call.prompt_ids[number], call.limits, seeds[number], stop)
 
         rows = self.rows or IN_FLIGHT
-        found = _run_all(sample_one, order, rows, on_progress, self._count_losses, self._client.hang_up)
-        states = [found[number] for number in range(len(prompt_ids))]
-        if on_tokens is not None:
-            for number, state in enumerate(states):
-                on_tokens(number, state.ids)
-        return collect_rollout(states, self._temperature)
+        found = _run_all(sample_one, call.order, rows, call.on_progress, self._count_losses, self._client.hang_up)
+        for number, state in sorted(found.items()):
+            call.states[number] = state
+            if call.on_tokens is not None:
+                call.on_tokens(number, state.ids)
 
     def close(self) -> None:
         """Unload the adapter and delete its folder; the next `sample` writes and loads it again."""

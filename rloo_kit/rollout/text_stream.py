@@ -29,19 +29,17 @@ class TextStream:
     def feed(self, ids: list[int]) -> None:
         """Take the completion's ids so far."""
         for place in range(self._taken, len(ids)):
-            self._take(ids[place], is_first=place == 0)
+            token = ids[place]
+            ends, starts = token == self._tags.end_id, token == self._tags.start_id
+            if not self._is_closed and (ends or (starts and (place == 0 or self._part == ANSWER))):
+                self._is_closed = ends
+                self.close()
+                self._part = ANSWER if ends else THINKING
+                self._begin_part()
+            else:
+                self._ids.append(token)
+                self._decode(is_last=False)
         self._taken = max(self._taken, len(ids))
-
-    def _take(self, token: int, is_first: bool) -> None:
-        ends, starts = token == self._tags.end_id, token == self._tags.start_id
-        if not self._is_closed and (ends or (starts and (is_first or self._part == ANSWER))):
-            self._is_closed = ends
-            self.close()
-            self._part = ANSWER if ends else THINKING
-            self._begin_part()
-        else:
-            self._ids.append(token)
-            self._decode(is_last=False)
 
     def close(self) -> None:
         """Emit what was held back: bytes that never became a character."""
@@ -54,19 +52,15 @@ class TextStream:
         self._blanks = ""  # trailing whitespace, emitted once something follows
 
     def _decode(self, is_last: bool) -> None:
-        before = self._text(self._ids[: self._known])
-        text = self._text(self._ids)
+        before, text = (
+            str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+            for ids in (self._ids[: self._known], self._ids)
+        )
         is_whole = not text.endswith("\ufffd") or len(self._ids) - self._known >= MOST_HELD
         if not is_last and not is_whole:
             return
         self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
-        self._show(text[len(before) :])
-
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
-
-    def _show(self, text: str) -> None:
-        text = self._blanks + text
+        text = self._blanks + text[len(before) :]
         text = text if self._shown else text.lstrip()
         rest = text.rstrip()
         self._blanks = text[len(rest) :]

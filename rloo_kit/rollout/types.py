@@ -1,10 +1,21 @@
-"""Inputs and outputs of a rollout, in token ids, and the protocol of engines."""
+"""Inputs and outputs of a rollout in token ids, completions while they grow, and what all engines are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from math import nan
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that the kit gives them
+
+Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,21 @@ class Filters:
         """Whether any filter is set."""
         return self != WHOLE
 
+    def make_cut(self) -> Cut | None:
+        """A function of the ids so far (R, L) and the logits (R, V) divided by the temperature. It returns logits that
+        are -inf for excluded tokens, by transformers' code and in the order of `generate`, and may change its input in
+        place. None without filters."""
+        steps = LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            steps.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.top_k > 0:
+            steps.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            steps.append(TopPLogitsWarper(self.top_p))
+        if self.min_p > 0.0:
+            steps.append(MinPLogitsWarper(self.min_p))
+        return steps or None
+
 
 WHOLE = Filters()  # distribution
 
@@ -83,32 +109,145 @@ class Rollout:
         return [span is not None for span in self.forced]
 
 
-class Progress(Protocol):
-    """Called with the number of completions done so far and in total."""
+Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
+# Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows. The list
+# belongs to the engine: read it, do not keep it. After the engine ran out of memory it may have fewer ids.
+OnTokens = Callable[[int, list[int]], None]
 
-    def __call__(self, done: int, total: int, /) -> None: ...
 
+class CompletionState:
+    """One completion while it grows, token by token, by the rules of `thinking_budget`.
 
-class OnTokens(Protocol):
-    """Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows.
+    Forced tokens have a log-probability of NaN and a recorded span, so that the loss leaves them out.
 
-    The list belongs to the engine: read it, do not keep it. After the engine ran out of memory it may have fewer ids.
+    Attributes:
+        ids: its tokens so far. logps: their log-probabilities under the sampler, NaN where forced.
+        forced: (start, end) of the forced tokens so far, None if there are none.
+        finished: it takes no more tokens.
     """
 
-    def __call__(self, number: int, ids: list[int], /) -> None: ...
+    __slots__ = ("_answer_ends", "_ends", "_limits", "_pending", "finished", "forced", "ids", "logps")
+
+    def __init__(self, limits: Limits, end_ids: Collection[int]) -> None:
+        self.ids: list[int] = []
+        self.logps: list[float] = []
+        self.forced: tuple[int, int] | None = None
+        self.finished = limits.max_completion_length < 1
+        self._limits = limits
+        self._ends = end_ids
+        self._answer_ends: int | None = None  # length at which the answer budget is spent
+        self._pending: list[int] = []  # forced tokens still to come, the next one last
+        if limits.thinking_budget == 0:
+            self._close()
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it may take."""
+        return self._limits.max_completion_length - len(self.ids)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether its thinking may be closed by force."""
+        return self._limits.thinking_budget is not None
+
+    @property
+    def answers(self) -> bool:
+        """Whether its thinking was closed, with a budget."""
+        return self._answer_ends is not None
+
+    @property
+    def next_stretch(self) -> tuple[int, list[int]]:
+        """How many tokens may be sampled in one request before a limit, and the ids that stop it earlier."""
+        if self._limits.thinking_budget is None:
+            return self.room, [*self._ends]
+        if self._answer_ends is not None:
+            return min(self.room, self._answer_ends - len(self.ids)), [*self._ends]
+        closing = [] if self._limits.think_end_id is None else [self._limits.think_end_id]
+        return min(self.room, self._limits.thinking_budget - len(self.ids)), [*self._ends, *closing]
+
+    @property
+    def next_forced(self) -> int | None:
+        """The id that is forced next; None while the model may choose."""
+        return self._pending[-1] if self._pending and not self.finished else None
+
+    def take(self, token: int, logp: float) -> None:
+        """Add the sampled token, or the forced one that is due instead."""
+        if self._pending:
+            self._take_forced()
+        else:
+            self.ids.append(token)
+            self.logps.append(logp)
+            if token in self._ends:
+                self.finished = True
+                return
+            if self._limits.thinking_budget is not None and self._answer_ends is None:
+                if token == self._limits.think_end_id:
+                    self._answer_ends = len(self.ids) + self._limits.answer_limit
+                elif len(self.ids) >= self._limits.thinking_budget:
+                    self._close()
+        length = len(self.ids)
+        self.finished = length >= self._limits.max_completion_length or length == self._answer_ends
+
+    def _close(self) -> None:
+        self._pending = list(reversed(self._limits.close_ids))
+
+    def _take_forced(self) -> None:
+        start = len(self.ids) if self.forced is None else self.forced[0]
+        self.ids.append(self._pending.pop())
+        self.logps.append(nan)
+        self.forced = (start, len(self.ids))
+        if not self._pending:
+            self._answer_ends = len(self.ids) + self._limits.answer_limit
 
 
-class Engine(Protocol):
+@dataclass(frozen=True)
+class Sampling:
+    """What every engine is made with.
+
+    Attributes:
+        temperature: 0 is greedy decoding. end_ids: ids that end a completion.
+        rows: completions at once, at most; None for all. filters: truncate the sampled distribution.
+        say: gets one line when rows are halved because memory ran out.
+    """
+
+    temperature: float
+    end_ids: tuple[int, ...]
+    rows: int | None = None
+    filters: Filters = WHOLE
+    say: Callable[[str], None] = print
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `Engine.sample`, with a state for each prompt, and the unfinished ones in the order
+    in which they start."""
+
+    prompt_ids: list[list[int]]
+    limits: Limits
+    states: list[CompletionState]
+    order: list[int]
+    expected_lengths: Sequence[float] | None
+    on_progress: Progress | None
+    on_tokens: OnTokens | None
+
+    def report(self, done: int) -> None:
+        """Tell `on_progress` how many completions are done."""
+        if self.on_progress is not None:
+            self.on_progress(done, len(self.states))
+
+
+class Engine:
     """Samples completions of prompts; `engine.build_engine` chooses one.
 
     Attributes:
-        name: native, generate, vllm or server. reason: why that one, in one readable line.
+        name: native, generate, vllm, server or llama.cpp. reason: why that one, in one readable line.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
     """
 
     name: str
-    reason: str
-    rows: int | None
+
+    def __init__(self, reason: str, sampling: Sampling) -> None:
+        self.reason, self.sampling, self.rows = reason, sampling, sampling.rows
 
     def sample(
         self,
@@ -128,5 +267,32 @@ class Engine(Protocol):
             on_tokens: called while completions grow, in this thread; it does not change what is sampled.
 
         The model is put into evaluation mode and restored afterwards. Random numbers are torch's global ones.
+
+        Raises:
+            BackendError: the engine cannot hold the completions, or the weights are broken.
         """
-        ...
+        states = [CompletionState(limits, self.sampling.end_ids) for _ in prompt_ids]
+        order = [number for number, state in enumerate(states) if not state.finished]
+        if expected_lengths is not None:
+            order.sort(key=lambda number: -expected_lengths[number])  # stable: siblings stay neighbours
+        self._finish(Call(prompt_ids, limits, states, order, expected_lengths, on_progress, on_tokens))
+        logps = None if self.sampling.temperature == 0 else [state.logps for state in states]
+        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
+
+    def _finish(self, call: Call) -> None:
+        """Finish all states of the call."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what a server keeps for this engine; the next `sample` prepares it again."""
+
+    def _halve(self, tried: int, left: str) -> None:
+        """After memory ran out with `tried` completions at once: half as many from now on. `left`: what happens to the
+        unfinished ones."""
+        self.rows = max(1, tried // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.sampling.say(
+            f"rollout: out of memory with {tried} completions at once; {left}, {self.rows} at once "
+            f"(rollout.rows={self.rows} starts with that)"
+        )

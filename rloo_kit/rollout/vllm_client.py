@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 import httpx
 
+from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.rollout.types import WHOLE, Filters
 from rloo_kit.rollout.vllm_answers import (
@@ -44,7 +45,6 @@ ENGINE_DIED = "EngineCore encountered an issue"  # vLLM's EngineDeadError, with 
 ABORTED = re.compile(rb'"finish_reason":\s*"abort"')  # how a server that shuts down may end a completion
 PROBE_TOKENS = 5
 NOT_PLAIN = ("DoRA", "Adapter bias", "modules_to_save")  # in vLLM's refusals of an adapter
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 # vLLM takes missing parameters from the checkpoint's generation config, so these are sent along with the filters.
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -368,7 +368,7 @@ def _read_key() -> str:
 def _explain_refusal(answer: Answer, folder: str, rank: int) -> str:
     """Why an adapter (`folder`, `rank`) was refused, from the server's message, and the fix."""
     text = answer.text
-    needed = next((known for known in RANKS if known >= rank), rank)
+    needed = next((known for known in VLLM_RANKS if known >= rank), rank)
     if "max_lora_rank" in text:
         return f"its rank is {rank} ({text}); start the server with --max-lora-rank {needed}"
     if "No adapter found" in text or "adapter_config.json" in text or "does not exist" in text:

@@ -4,11 +4,11 @@ The lists are the argument lists of TRL's releases, written down here so that no
 0.20 (the last of the old trainer) and 0.22 to 0.26 (the rewrite).
 """
 
+import copy
 import dataclasses
 import importlib.util
 import inspect
 import pickle
-import re
 import typing
 import warnings
 from pathlib import Path
@@ -20,7 +20,7 @@ from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_con
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import OPTIONS, RLOOSection
 from rloo_kit.config.section import declared
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, RlooKitError
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.
 RENAMED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -36,6 +36,10 @@ RENAMED: dict[str, tuple[Any, dict[str, Any]]] = {
     "total_episodes": (100, {"max_steps": 13}),
     "wandb_log_unique_prompts": (True, {"log_unique_prompts": True}),
 }
+SIZES = """
+batch_size local_batch_size micro_batch_size mini_batch_size local_mini_batch_size num_total_batches num_updates
+world_size
+"""
 WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "token_level_kl": (True, "kl_form='per_token'"),
     "whiten_rewards": (True, "normalize_rewards=True"),
@@ -44,21 +48,19 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "num_sample_generations": (10, "log_completions=True"),
     "dataset_num_proc": (4, "never read it"),
     "max_prompt_length": (512, "data.max_prompt_length"),
-    **dict.fromkeys(["world_size", "num_total_batches", "num_updates", "batch_size"], (2, "generation batch")),
-    **dict.fromkeys(["micro_batch_size", "local_batch_size"], (2, "generation batch")),
-    **dict.fromkeys(["mini_batch_size", "local_mini_batch_size"], (2, "generation batch")),
     "reward_model_path": ("a/b", "reward_funcs="),
-    **dict.fromkeys(["sft_model_path", "base_model"], ("a/b", "model=")),
     "sanity_check": (True, "max_steps"),
     "non_eos_penalty": (False, "missing_eos_penalty"),
     "penalty_reward_value": (-1.0, "missing_eos_penalty"),
+    **dict.fromkeys(SIZES.split(), (2, "generation batch")),
+    **dict.fromkeys(["sft_model_path", "base_model"], ("a/b", "model=")),
     **dict.fromkeys(["vf_coef", "cliprange_value", "gamma", "lam"], (0.9, "value function")),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "stop_token_id": (151645, "Set tokenizer.eos_token"),
-    "vllm_guided_decoding_regex": ("a+", "Remove it"),  # renamed, and refused under its name of today
-    "stop_token": ("period", "Set tokenizer.eos_token"),
-    "non_eos_penalty": (True, "missing_eos_penalty=1.0 (a positive number)"),
+    "stop_token_id": (151645, "stop_token_id.*Set tokenizer.eos_token"),
+    "vllm_guided_decoding_regex": ("a+", "vllm_structured_outputs_regex.*Remove it"),  # under its name of today
+    "stop_token": ("period", "stop_token.*Set tokenizer.eos_token"),
+    "non_eos_penalty": (True, r"non_eos_penalty.*missing_eos_penalty=1.0 \(a positive number\)"),
 }
 # The argument lists themselves, without what TrainingArguments has too.
 TRL_0_20 = """
@@ -89,37 +91,21 @@ def build(config_class: type, tmp_path: Path, **keywords: Any) -> tuple[Any, lis
     return config, [str(w.message) for w in caught if w.category is FutureWarning]
 
 
-def test_no_old_name_is_forgotten() -> None:
-    """One name that is missing from the table is a recipe that stops with `unexpected keyword argument`."""
-    assert OLD - {"reward_clip_range"} == set(CONFIG_NAMES)
-    assert set(CONFIG_NAMES) == set(RENAMED) | set(WITHOUT_EFFECT) | set(REFUSED)
-    assert set(TRAINER_NAMES) == {"config", "policy", "tokenizer", "reward_model", "ref_policy", "data_collator"}
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_renamed_keywords_keep_their_meaning(config_class: type, tmp_path: Path, old: str) -> None:
+def test_every_old_keyword_is_renamed_dropped_or_refused(config_class: type, tmp_path: Path) -> None:
     """`kl_coef=0.1` was accepted and dropped by a recipe's wrapper: the run had the default penalty, half as large."""
-    value, expected = RENAMED[old]
-    config, messages = build(config_class, tmp_path, **{old: value})
-    assert {name: getattr(config, name) for name in expected} == expected
-    assert len(messages) == 1 and old in messages[0] and CONFIG_NAMES[old].new in messages[0]
-
-
-@pytest.mark.parametrize("old", WITHOUT_EFFECT)
-def test_keywords_without_effect_say_so(config_class: type, tmp_path: Path, old: str) -> None:
-    """An argument that is silently swallowed is believed to work; the warning names what does today."""
-    value, equivalent = WITHOUT_EFFECT[old]
-    config, messages = build(config_class, tmp_path, **{old: value})
-    assert len(messages) == 1 and old in messages[0] and "no effect" in messages[0] and equivalent in messages[0]
-    assert config.to_dict() == build(config_class, tmp_path)[0].to_dict()
-
-
-@pytest.mark.parametrize("old", REFUSED)
-def test_refused_keywords_give_todays_equivalent(config_class: type, tmp_path: Path, old: str) -> None:
-    """Where nothing today means the same, going on would be another experiment."""
-    value, equivalent = REFUSED[old]
-    with pytest.raises(ConfigError, match=f"{CONFIG_NAMES[old].new or old}.*{re.escape(equivalent)}"):
-        config_class(str(tmp_path), **{old: value})
+    assert OLD - {"reward_clip_range"} == set(CONFIG_NAMES) == set(RENAMED) | set(WITHOUT_EFFECT) | set(REFUSED)
+    for old, (value, expected) in RENAMED.items():
+        config, messages = build(config_class, tmp_path, **{old: value})
+        assert {name: getattr(config, name) for name in expected} == expected
+        assert len(messages) == 1 and old in messages[0] and str(CONFIG_NAMES[old].new) in messages[0]
+    plain = build(config_class, tmp_path)[0].to_dict()
+    for old, (value, equivalent) in WITHOUT_EFFECT.items():
+        config, messages = build(config_class, tmp_path, **{old: value})
+        assert len(messages) == 1 and old in messages[0] and "no effect" in messages[0] and equivalent in messages[0]
+        assert config.to_dict() == plain
+    for old, (value, message) in REFUSED.items():
+        with pytest.raises(ConfigError, match=message):
+            build(config_class, tmp_path, **{old: value})
 
 
 def test_the_old_clip_range_was_one_number(config_class: type, tmp_path: Path) -> None:
@@ -146,29 +132,22 @@ def test_the_old_clip_range_was_one_number(config_class: type, tmp_path: Path) -
 def test_episodes_become_the_optimizer_steps_that_the_old_loop_made(given: dict[str, Any], steps: int) -> None:
     """An episode was one completion, a batch of them was used `num_ppo_epochs` times in `num_mini_batches` steps."""
     given = {"per_device_train_batch_size": 4} | given
-    assert translate_config(given).values["max_steps"] == steps
-    assert abs(translate_config(given, processes=2).values["max_steps"] - steps / 2) <= 3
+    assert translate_config(given)[0]["max_steps"] == steps
+    assert abs(translate_config(given, processes=2)[0]["max_steps"] - steps / 2) <= 3
 
 
 def test_old_and_new_name_together(config_class: type, tmp_path: Path) -> None:
-    """Half-migrated code gave both; which of them won depended on the order of two lines in TRL."""
+    """Half-migrated code gave both; which of them won depended on the order of two lines in TRL. In 0.22 every old
+    name had the default None, so code that copies all fields passes None."""
     with pytest.raises(ConfigError, match="kl_coef.*beta=0.1.*beta=0.2.*remove kl_coef"):
         config_class(str(tmp_path), kl_coef=0.1, beta=0.2)
     assert build(config_class, tmp_path, kl_coef=0.2, beta=0.2)[0].beta == 0.2
-
-
-def test_none_is_not_given(config_class: type, tmp_path: Path) -> None:
-    """TRL 0.22 declared every old name with the default None, so code that copies all fields passes None."""
     config, messages = build(config_class, tmp_path, **dict.fromkeys(CONFIG_NAMES))
     assert not messages and config.num_generations == 2
-
-
-@pytest.mark.parametrize("old", ["rloo_k", "total_episodes", "num_mini_batches"])
-def test_counts_have_to_be_counts(config_class: type, tmp_path: Path, old: str) -> None:
-    """They are computed with before any other check sees them."""
-    for value in ("4", 2.5, -1, True):
-        with pytest.raises(ConfigError, match=f"{old} is .*a whole number"):
-            config_class(str(tmp_path), **{old: value})
+    for old in ("rloo_k", "total_episodes", "num_mini_batches"):  # computed with before any other check sees them
+        for value in ("4", 2.5, -1, True):
+            with pytest.raises(ConfigError, match=f"{old} is .*a whole number"):
+                config_class(str(tmp_path), **{old: value})
 
 
 def test_current_keywords_mean_what_they_mean_in_trl(config_class: type, tmp_path: Path) -> None:
@@ -334,13 +313,99 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
     assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 10, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
-    with warnings.catch_warnings(record=True) as moved:
-        warnings.simplefilter("always")
+    with pytest.warns(FutureWarning, match="run.no_signal_steps belongs to health.no_signal_steps"):
         now = load_config(path, "run.stop_when_no_signal=true", "run.no_signal_steps=9")
     assert (now.health.no_signal, now.health.no_signal_steps, run.health.no_signal) == ("stop", 9, "warn")
-    assert len([one for one in moved if "is a key of health: today" in str(one.message)]) == 2
     with pytest.raises(ConfigError, match="run.stop_when_no_signal.*health.no_signal=stop.*health.no_signal=off"):
         load_config(path, "run.stop_when_no_signal=true", "health.no_signal=off")
     with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
         load_config(path)
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def prepare(**given: Any) -> tuple[dict[str, Any], list[str]]:
+    """The arguments of `RLOOTrainer` under today's names, and what was warned of."""
+    from rloo_kit.loop.arguments import rename_arguments
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = rename_arguments(given)
+    return values, [str(warning.message) for warning in caught]
+
+
+def test_the_full_old_argument_list_of_the_trainer() -> None:
+    """An argument that is missing from the table stops old code with `unexpected keyword argument 'policy'`; a drop-in
+    that warns of current code is not one."""
+    assert set(TRAINER_NAMES) == {"config", "policy", "tokenizer", "reward_model", "ref_policy", "data_collator"}
+    values, messages = prepare(
+        config="args", tokenizer="tokenizer", policy="a/b", ref_policy="a/b", reward_model=reward, train_dataset=[1],
+        data_collator=object(), eval_dataset=[2], optimizers=(None, None), callbacks=[],
+    )  # fmt: skip
+    assert values == {
+        "args": "args", "processing_class": "tokenizer", "model": "a/b", "reward_funcs": reward, "train_dataset": [1],
+        "eval_dataset": [2], "optimizers": (None, None), "callbacks": [],
+    }  # fmt: skip
+    for old, entry in TRAINER_NAMES.items():
+        (message,) = [one for one in messages if f"RLOOTrainer's {old}" in one]
+        assert message.endswith(f"is the old TRL name of {entry.new}=" if entry.new else entry.note)
+    given = {"model": "a/b", "reward_funcs": [reward], "args": None, "processing_class": "t"}
+    assert prepare(**given, ref_policy=None) == (given, [])
+
+
+class Config:
+    """Like the config that was the old trainer's first argument."""
+
+    per_device_train_batch_size, learning_rate = 1, 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": "a", "policy": "b", "reward_funcs": reward}, "got policy= and model=.*keep model="),
+        ({"model": "a", "reward_funcs": reward, "reward_model": reward}, "keep reward_funcs="),
+        ({"reward_funcs": reward}, "RLOOTrainer needs model=: a model or its name"),
+        ({"model": "a"}, "RLOOTrainer needs reward_funcs=: a reward function"),
+        ({"model": Config(), "reward_funcs": "tokenizer", "args": "policy"}, "first argument is a config.*Name the"),
+        ({"policy": "a/b", "ref_policy": "a/c", "reward_model": reward}, "ref_policy has other weights than policy"),
+    ],
+)
+def test_arguments_that_the_trainer_refuses(given: dict[str, Any], message: str) -> None:
+    """Two names for one thing, none, or the old order by position: refused before a model is loaded."""
+    with pytest.raises(ConfigError, match=message):
+        prepare(**given)
+
+
+def test_a_reference_with_other_weights_is_refused(make_tiny_model: Any) -> None:
+    """TRL 0.22 ignored `ref_policy` with a warning: the KL was measured against another model than the one given."""
+    policy = make_tiny_model()
+    _, messages = prepare(policy=policy, ref_policy=copy.deepcopy(policy), reward_model=reward)
+    assert sum("ref_policy" in message for message in messages) == 1
+    other = copy.deepcopy(policy)
+    other.model.norm.weight.data[0] += 1e-3
+    for reference in (other, make_tiny_model(hidden_size=64), "a/c"):
+        with pytest.raises(ConfigError, match="ref_policy has other weights than policy"):
+            prepare(policy=policy, ref_policy=reference, reward_model=reward)
+
+
+def test_functions_of_texts_and_tokenized_data_are_refused(
+    config_class: type, tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """The old trainer's `reward_model(texts)` and `input_ids`: today's form is named before a model is loaded."""
+    from datasets import Dataset
+
+    from rloo_kit.loop.trainer import RLOOTrainer
+
+    def count(texts: list[str]) -> list[int]:
+        return [len(text) for text in texts]
+
+    config, prompts = config_class(str(tmp_path)), Dataset.from_dict({"prompt": ["a"]})
+    for function, data, message in (
+        (count, prompts, "'count' cannot be called: it requires 'texts'.*did you mean 'completions'"),
+        (reward, Dataset.from_dict({"input_ids": [[1]]}), "train_dataset has input_ids and no prompt.*column prompt"),
+    ):
+        with pytest.raises(RlooKitError, match=message), pytest.warns(FutureWarning, match="old TRL name of reward_f"):
+            RLOOTrainer(str(tiny_folder), args=config, reward_model=function, train_dataset=data)

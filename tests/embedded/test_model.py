@@ -169,13 +169,16 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
 
 
 def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatch):
-    """Every run would spend a minute on a model that it has."""
+    """Every run would spend a minute on a model that it has. The key was a hash of three source files and of library
+    versions: an edited comment built the model again, and every adapter trained on it was refused."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")  # a second cold start would fail
+    monkeypatch.setattr("rloo_kit.embedded.model.version", lambda library: "0.0")
     said: list[str] = []
     assert build(steps=2, report=said.append) == built and not said
+    assert built.name == f"thinking-compact-0-r{RECIPES['thinking']}-2steps"
     assert [path.name for path in built.parent.iterdir()] == [built.name], "a workspace was left behind"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(built), AutoTokenizer.from_pretrained(built)
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.config.vocab_size == 320
@@ -241,16 +244,6 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
     assert not torch.equal(one.model.embed_tokens.weight, another.model.embed_tokens.weight)
 
 
-def test_the_cache_knows_nothing_of_sources_and_machines(built, monkeypatch):
-    """The key was a hash of three source files and of library versions: an edited comment built the model again, and
-    every adapter that had been trained on it was refused."""
-    assert built.name == f"thinking-compact-0-r{RECIPES['thinking']}-2steps"
-    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    monkeypatch.setattr("rloo_kit.embedded.model.version", lambda library: "0.0")
-    assert build(steps=2, report=lambda line: None) == built
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -280,19 +273,14 @@ def program(folder: Path, text: str) -> str:
 
 
 def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
-    """Half a model in the cache would be loaded by every later run."""
+    """Half a model in the cache would be loaded by every later run. The installation was blamed for an error in a
+    user's own file, and no family was named."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.executable", program(tmp_path, "touch $workspace/config.json; echo no memory >&2; exit 3"))
     with pytest.raises(SetupError, match="(?s)exit code 3; `rloo-kit doctor`.*last output:\nno memory"):
         build(report=lambda line: None)
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_failed_cold_start_names_the_family(tmp_path, monkeypatch):
-    """The installation was blamed for an error in a user's own file, and no family was named."""
     file = Path(__file__).resolve().parents[2] / "configs" / "families" / "chain_sum.py"
-    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sys.executable", program(tmp_path, "exit 3"))
     with pytest.raises(SetupError, match="cold start of embedded/thinking@sorting ended .*code 3; `rloo-kit doctor`"):
         build("thinking@sorting", report=lambda line: None)
     with pytest.raises(SetupError, match=f"embedded/thinking@{file} ended .*code 3; .*draw and work in {file}"):

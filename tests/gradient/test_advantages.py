@@ -19,9 +19,7 @@ from rloo_kit.gradient.advantages import (
     leave_one_out,
     make_advantages,
     merge_moments,
-    normalize_by,
     scale_by_group,
-    standardize,
     subtract_baseline,
     tied_groups,
     zero_unscored,
@@ -78,8 +76,6 @@ def test_penalties_equal_plain_python(form):
     ]
     assert kl_to_go(kl, mask, lengths).tolist() == pytest.approx(to_go, abs=1e-6)
     assert kl_charge(kl[:0], mask[:0], [], form).shape == kl_to_go(kl[:0], mask[:0], []).shape == (0,)
-    with pytest.raises(ValueError, match="kl_form must be one of"):
-        kl_charge(kl, mask, lengths, "k3")
 
 
 def test_penalties_of_long_thoughts_keep_their_digits():
@@ -112,8 +108,6 @@ def test_baselines_equal_plain_python(baseline):
         rewards = [generator.choice([NAN, generator.gauss(0, 2)]) for _ in range(3 * group)]
         ours = zero_unscored(subtract_baseline(torch.tensor(rewards, dtype=torch.float64), group, baseline))
         assert ours.tolist() == pytest.approx(oracle_baseline(rewards, group, baseline), abs=1e-12)
-    with pytest.raises(ValueError, match="baseline must be one of"):
-        subtract_baseline(torch.zeros(2), 2, "mean")
 
 
 @pytest.mark.parametrize(("baseline", "form", "normalize"), list(itertools.product(BASELINES, KL_FORMS, [False, True])))
@@ -250,8 +244,6 @@ def test_a_scale_leaves_out_what_is_not_scored():
     found = scale_by_group(rewards, rewards, 2)
     assert found[0] == 0.0 and found[[1, 4, 5]].isnan().all()
     assert found[3].item() == pytest.approx(2 / (2**0.5 + 1e-4))
-    with pytest.raises(ValueError, match="scale_rewards must be one of none, group"):
-        AdvantageSettings(scale_rewards="batch")
 
 
 def test_an_infinite_kl_does_not_reach_the_siblings():
@@ -288,30 +280,3 @@ def test_moments_of_parts_are_those_of_the_whole():
     values = torch.tensor([1.0, 2.0, NAN, 7.0, 7.5, 9.0])
     merged = merge_moments(torch.stack([find_moments(values[:2]), find_moments(values[2:3]), find_moments(values[3:])]))
     assert merged.tolist() == pytest.approx(find_moments(values).tolist())
-
-
-def test_standardised_tokens_count_the_scored_ones_only():
-    """With the penalty paid token by token only the task's part was standardised, so beta meant something else from
-    rollout to rollout, and padding and forced tokens were zeros in the mean."""
-    advantages = torch.tensor([[1.0, 2.0, 50.0], [4.0, NAN, NAN]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
-    present = advantages.masked_fill(~mask.bool(), NAN)
-    found = normalize_by(present, find_moments(present), eps=0.0)
-    wanted = standardize(torch.tensor([1.0, 2.0, 4.0]), eps=0.0)
-    assert standardize(torch.tensor([1.0, NAN, 3.0]), eps=0.0)[::2].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-    assert found[mask.bool() & ~advantages.isnan()].tolist() == pytest.approx(wanted.tolist())
-    assert found.isnan().tolist() == [[False, False, True], [False, True, True]]
-    single = normalize_by(torch.tensor([3.0, NAN]), find_moments(torch.tensor([3.0, NAN])), eps=0.0)
-    assert single[0] == 3.0 and single[1].isnan(), "one token has no deviation"
-
-
-def test_plain_reinforce_plus_plus():
-    """baseline none, the penalty a token, advantages over all tokens: the estimator of arXiv 2501.03262 by hand."""
-    rewards, beta, lengths = torch.tensor([1.0, 0.0]), 0.5, [2, 1]
-    kl, mask = torch.tensor([0.2, 0.4, 0.6]), torch.ones(3)
-    task = subtract_baseline(rewards, 2, "none").repeat_interleave(torch.tensor(lengths))
-    advantages = task - beta * kl_to_go(kl, mask, lengths)
-    assert advantages.tolist() == pytest.approx([0.7, 0.8, -0.3])
-    mean, deviation = statistics.fmean([0.7, 0.8, -0.3]), statistics.stdev([0.7, 0.8, -0.3])
-    found = normalize_by(advantages, find_moments(advantages), eps=0.0)
-    assert found.tolist() == pytest.approx([(value - mean) / deviation for value in (0.7, 0.8, -0.3)], rel=1e-5)

@@ -10,7 +10,7 @@ import torch
 
 from rloo_kit.config.schema import BASELINES, KL_FORMS, RATIO_FORMS
 from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
-from rloo_kit.gradient.objective import Objective, choose_ratio_form, policy_loss, spread, sum_rows
+from rloo_kit.gradient.objective import Objective, policy_loss, spread, sum_rows
 
 # Two prompts with three completions each: one is empty, one wholly masked, one has forced tokens in its middle, one is
 # not scored. (reward, [(log-probability, reference's, kept)])
@@ -107,15 +107,6 @@ def test_a_mean_over_the_completion_equals_plain_python(baseline, kl_form):
     assert logps.grad.tolist() == pytest.approx(wanted, abs=1e-6)
     assert loss.per_row.tolist() == pytest.approx(values, abs=1e-6)
     assert loss.ratio.tolist() == pytest.approx([1.0] * len(ROWS)), "what is logged of the ratio is no part of it"
-
-
-def test_a_mean_over_tokens_needs_a_ratio_a_token():
-    """One ratio for the completion has one loss, and no tokens to take a mean over."""
-    for form in ("sum", "length_normalized"):
-        with pytest.raises(ValueError, match=f"token_mean='batch' needs ratio_form='per_token', not '{form}'"):
-            Objective(ratio_form=form, token_mean="batch")
-    with pytest.raises(ValueError, match="token_mean must be one of none, completion, batch"):
-        Objective(ratio_form="per_token", token_mean="token")
 
 
 @pytest.mark.parametrize("delta", [None, 3.0])
@@ -245,16 +236,6 @@ def test_weights_scale_the_gradient_of_their_token(ratio_form):
     share = 0.5 if ratio_form == "length_normalized" else 1.0
     assert logps.grad.tolist() == pytest.approx([-0.5 * share, -2.0 * share, 1.0])
     assert (loss.ratio == 1.0).all()
-
-
-def test_advantages_a_token_need_a_ratio_a_token():
-    """One ratio for the completion times an advantage a token would give every token the sum of all advantages."""
-    logps = torch.zeros(3)
-    with pytest.raises(ValueError, match="3 advantages for 1 completions: .* need ratio_form='per_token', not 'sum'"):
-        policy_loss(logps, logps, [3], torch.ones(3), torch.zeros(3), Objective())
-    with pytest.raises(ValueError, match="ratio_form must be one of"):
-        Objective(ratio_form="token")
-    assert choose_ratio_form(None, "per_token") == "per_token" and choose_ratio_form(None, "sum") == "sum"
 
 
 def test_no_rows_and_sums_of_rows():

@@ -222,22 +222,17 @@ def test_without_a_penalty_tied_groups_are_not_computed(step):
     assert off(found, plain) < 1e-5
 
 
-def test_a_step_without_any_signal_still_lets_momentum_move(step):
-    """TRL has gradients of 0 there, and Adam goes on; with none at all the optimizer would leave the weights."""
-    found, trainer = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=0.0)
-    assert all(not graph for _, graph in trainer.passes_seen), "nothing is trained"
-    assert found.numel() > 0
-    assert found.abs().sum() == 0.0
-
-
-def test_a_step_without_any_signal_still_says_how_sure_the_policy_is(step):
-    """Where every group is tied a collapsed policy is the likeliest reason, and its entropy was not in the log."""
-    _, tied_everywhere = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=0.0)
+def test_a_step_without_any_signal_moves_momentum_and_says_how_sure_the_policy_is(step):
+    """TRL has gradients of 0 there, and Adam goes on; with none at all the optimizer would leave the weights. A
+    collapsed policy is the likeliest reason, and its entropy was not in the log."""
+    found, tied_everywhere = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=0.0)
+    assert all(not graph for _, graph in tied_everywhere.passes_seen), "nothing is trained"
+    assert found.numel() > 0 and found.abs().sum() == 0.0
     _, all_rows = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=1e-12)
-    found, wanted = (trainer.state.log_history[0] for trainer in (tied_everywhere, all_rows))
+    logs, wanted = (trainer.state.log_history[0] for trainer in (tied_everywhere, all_rows))
     for name in ("entropy", "policy/entropy_avg", "objective/entropy"):
-        assert found[name] == pytest.approx(wanted[name], rel=1e-5) and found[name] > 1.0, name
-    assert found["rollout/skipped_rows_ratio"] == 1.0
+        assert logs[name] == pytest.approx(wanted[name], rel=1e-5) and logs[name] > 1.0, name
+    assert logs["rollout/skipped_rows_ratio"] == 1.0
 
 
 @pytest.mark.parametrize("options", [{"beta": 0.0}, {"memory": "fast"}, {"memory": "low"}, {"tokens_per_pass": 30}])

@@ -23,6 +23,14 @@ rloo:
 """
 
 
+EOS = 258
+COMPLETIONS = [[70, 71, EOS], [71, 72, 73, EOS], [70, EOS], [72, 70, 71, 70, 73, 74]]
+
+
+def conversations(number=6):
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{n}+1="}] for n in range(number)]})
+
+
 def by_ids(completion_ids, **_):
     """Different for nearly every completion, so that there is something to learn."""
     return [sum(ids) % 17 / 17 for ids in completion_ids]

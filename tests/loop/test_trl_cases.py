@@ -1,13 +1,14 @@
 """What TRL's own suite asks of its RLOO trainer, asked of ours through `train()`: rewards and reward models.
 
 Data sets, evaluation and the log: `test_trl_cases_data.py`; models and adapters: `test_trl_cases_policy.py`; the
-objective and batches: `test_trl_cases_loop.py`. Cases of that suite which other tests hold:
+objective and batches: `test_trl_cases_loop.py`; what is refused: `test_trl_refusals.py`. Cases of that suite which
+other tests hold:
 
 | case | test |
 |---|---|
 | one function, arguments by position, no `args` | `test_drop_in.py`: the first three |
 | a warning where every reward is None | `test_trainer.py`: unscored samples (muted, and counted instead) |
-| old arguments and options | `test_old_trainer.py`, `test_options.py`, `test_drop_in.py`: the published recipe |
+| old arguments and options | `contracts/test_old_names.py`, `test_options.py`, `test_drop_in.py`: the recipe |
 | temperature | `test_equality_with_stock.py`, `test_step.py`: sampler and trainer agree |
 | a separate reference | `test_trainer.py`: full training |
 | each sampling filter | `test_options.py`: what the loop would get wrong |
@@ -30,11 +31,7 @@ import torch
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-EOS = 258
-
-
-def by_ids(completion_ids, **_):
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
+from tests.loop.conftest import EOS, by_ids, conversations
 
 
 def distinct(completions, **_):
@@ -43,11 +40,6 @@ def distinct(completions, **_):
 
 def nothing(completions, **_):
     return [None] * len(completions)
-
-
-def conversations(number=6, **columns):
-    prompts = [[{"role": "user", "content": f"{n}+1="}] for n in range(number)]
-    return Dataset.from_dict({"prompt": prompts} | columns)
 
 
 def classifier(seed=0, name=""):
@@ -77,12 +69,6 @@ def test_weighted_rewards_are_in_the_log_under_their_names(trl_train):
         means = 0.7 * step["rewards/by_ids/mean"] + 0.3 * step["rewards/distinct/mean"]
         assert step["reward"] == pytest.approx(means, rel=1e-5)
         assert step["rewards/by_ids/std"] >= 0 and step["rewards/distinct/std"] >= 0
-
-
-def test_weights_of_another_number_of_rewards_are_refused(trl_train):
-    """Weights that are cut to fit would silently drop a reward."""
-    with pytest.raises(ValueError, match=r"\(3\) must match number of reward functions \(2\)"):
-        trl_train([by_ids, distinct], reward_weights=[1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("other", [[], [by_ids]], ids=["alone", "with another"])

@@ -5,16 +5,7 @@ import copy
 import pytest
 from datasets import Dataset, IterableDataset
 
-EOS = 258
-
-
-def by_ids(completion_ids, **_):
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
-
-
-def conversations(number=6, **columns):
-    prompts = [[{"role": "user", "content": f"{n}+1="}] for n in range(number)]
-    return Dataset.from_dict({"prompt": prompts} | columns)
+from tests.loop.conftest import EOS, by_ids, conversations
 
 
 def stream(number):
@@ -80,20 +71,6 @@ def test_every_prompt_comes_once_an_epoch(trl_train):
     assert run.kept == set() and run.trainer.state.global_step == 6
     assert sorted(prompts[:6]) == sorted(prompts[6:]) == [f"{n}+1=" for n in range(6)]
     assert prompts[:6] != sorted(prompts[:6]), "shuffled"
-
-
-def test_fewer_prompts_than_a_batch_are_refused(trl_train):
-    """A rollout of two prompts from a dataset of one is never full: the run ends at step 0 as if it were done."""
-    data = Dataset.from_dict({"prompt": ["0+1="]})
-    with pytest.raises(ValueError, match="per_device_train_batch_size"):
-        trl_train(arguments={"train_dataset": data}, per_device_train_batch_size=8)
-
-
-@pytest.mark.parametrize(("data", "error"), [(None, ValueError), ([{"prompt": "0"}], TypeError)])
-def test_what_is_no_data_set_is_refused(data, error, trl_train):
-    """A list of prompts would fail in the loader, many calls later."""
-    with pytest.raises(error, match="train_dataset"):
-        trl_train(arguments={"train_dataset": data})
 
 
 def test_loader_workers(trl_train):

@@ -3,18 +3,9 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import TrainerCallback
 
-from rloo_kit.errors import ConfigError
-
-EOS = 258
-COMPLETIONS = [[70, 71, EOS], [71, 72, 73, EOS], [70, EOS], [72, 70, 71, 70, 73, 74]]
-
-
-def by_ids(completion_ids, **_):
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
-
+from tests.loop.conftest import COMPLETIONS, EOS, by_ids
 
 # -------------------------------------------------------------------------------------------------------- the reference
 
@@ -38,19 +29,6 @@ def test_a_reference_that_follows(trl_train):
     assert run.kept == set()
     (_, first), (policy, second), (_, third) = seen
     assert torch.allclose(second, (policy + first) / 2, atol=1e-6) and not second.equal(first) and third.equal(second)
-
-
-@pytest.mark.parametrize("case", ["no KL", "adapter"])
-def test_a_reference_that_cannot_follow_is_refused(case, trl_train, make_tiny_model):
-    """There is no second model then, and a setting without an effect is a wrong paper."""
-    arguments = (
-        {"model": make_tiny_model(), "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
-        if case == "adapter"
-        else {}
-    )
-    error = NotImplementedError if case == "adapter" else ValueError
-    with pytest.raises(error, match="sync_ref_model=False"):
-        trl_train(arguments=arguments, beta=0.1 if case == "adapter" else 0.0, sync_ref_model=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ objective
@@ -123,32 +101,9 @@ def test_padding_to_a_multiple_is_the_same_run(trl_train):
     assert all(torch.allclose(value, policies[1][name], atol=1e-6) for name, value in policies[0].items())
 
 
-def test_sampling_from_another_distribution_is_refused(trl_train):
-    """TRL's suite trains with filters on; the gradient is that of another policy then, so the fix is named instead."""
-    with pytest.raises(ConfigError) as caught:
-        trl_train(top_p=0.9, top_k=10, min_p=0.01, repetition_penalty=1.1)
-    for fix in ("Set top_p=1.0", "Set top_k=0", "Set min_p=null", "Set repetition_penalty=1.0", "lower temperature"):
-        assert fix in str(caught.value)
-    with pytest.raises(ConfigError, match="(?s)top_k=50.*Remove it.*num_beams=2.*Remove it"):
-        trl_train(generation_kwargs={"do_sample": True, "top_k": 50, "num_beams": 2})
-
-
 def test_neutral_generation_kwargs_are_taken(trl_train):
     """Scripts spell out what is the default already."""
     assert trl_train(generation_kwargs={"do_sample": True, "use_cache": True, "top_p": 1.0}).kept == set()
-
-
-@pytest.mark.parametrize(
-    "given", [{"max_new_tokens": 3}, {"eos_token_id": list(range(256))}], ids=lambda given: next(iter(given))
-)
-def test_generation_kwargs_act_or_are_refused(given, trl_train):
-    """TRL lets them override its own settings; silently ignored, completions are longer than the script asks for."""
-    try:
-        run = trl_train(generation_kwargs=given)
-    except ConfigError as error:
-        assert next(iter(given)) in str(error)
-        return
-    assert max(len(row["completion_ids"]) for row in run.rows) <= 3
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -183,24 +138,6 @@ def test_which_prompts_a_step_gets(trl_train):
     assert run.kept == set() and len(micro_steps) == 48, "3 epochs x 2 rollouts x 4 micro-steps x 2 uses"
     assert [row["prompt"] for row in run.rows] == (first + second) * 3
     assert run.trainer.state.global_step == 18, "16 micro-steps an epoch are five steps of 3 and one of 1"
-
-
-@pytest.mark.parametrize(
-    ("options", "fix"),
-    [
-        ({"per_device_train_batch_size": 6}, "num_generations=3 or .*per_device_train_batch_size=4"),
-        ({"num_generations": 1}, "at least 2"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=False and lower per_device_train_batch_size"),
-        ({"generation_batch_size": 8, "steps_per_generation": 2}, "generation_batch_size.*steps_per_generation"),
-        ({"generation_batch_size": 12, "num_generations": 8}, "num_generations=6"),
-        ({"per_device_eval_batch_size": 6, "eval_strategy": "steps"}, "per_device_eval_batch_size=(4|8)"),
-    ],
-    ids=str,
-)
-def test_batches_that_do_not_fit_are_refused(options, fix, trl_train):
-    """Half a group has a baseline of strangers; the error must name the numbers that work."""
-    with pytest.raises(ValueError, match=fix):
-        trl_train(arguments={"eval_dataset": Dataset.from_dict({"prompt": ["1"]})}, **options)
 
 
 def test_an_evaluation_by_hand_of_half_groups_is_refused(trl_train):

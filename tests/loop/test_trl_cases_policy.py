@@ -13,11 +13,6 @@ from peft import (
     LoKrConfig,
     LoraConfig,
     OFTConfig,
-    PeftModel,
-    PolyConfig,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
     VeraConfig,
     get_peft_model,
 )
@@ -37,9 +32,8 @@ from transformers import (
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.packing import Group
+from tests.loop.conftest import COMPLETIONS, EOS
 
-EOS = 258
-COMPLETIONS = [[70, 71, EOS], [71, 72, 73, EOS], [70, EOS], [72, 70, 71, 70, 73, 74]]
 SIZES = {
     "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": EOS,
@@ -49,6 +43,11 @@ SIZES = {
 
 def lora(**options):
     return LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | options)
+
+
+def given(model, config, wrapped):
+    """The trainer's arguments for an adapter: the model that has it, or its config."""
+    return {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
 
 
 def parameters_of(run):
@@ -193,7 +192,7 @@ def test_adapters(kind, wrapped, trl_train, make_tiny_model):
     """Of a wrapped model all that PEFT declares as trained has to move, the base not at all, and the policy starts as
     its own reference; a trained copy of the head that nothing scores with would never move."""
     model, config = make_tiny_model(tie_word_embeddings=False), lora(**ADAPTERS[kind])
-    arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
+    arguments = given(model, config, wrapped)
     run = trl_train(completions=COMPLETIONS, arguments=arguments, beta=0.1, max_steps=3)
     trained = {name for name, value in parameters_of(run).items() if value.requires_grad}
     assert run.moved == trained and trained
@@ -209,7 +208,7 @@ def test_an_adapter_that_does_not_start_at_zero(wrapped, init, trl_train, make_t
     """PiSSA moves a part of the base into the adapter: switched off, what is left is no model that anybody started
     from, and the KL pulls towards it; moved out twice, as TRL's copy does it, the policy starts as another one."""
     model, config = make_tiny_model(), lora(init_lora_weights=init)
-    arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
+    arguments = given(model, config, wrapped)
     ids, started = torch.arange(60, 80)[None], []
 
     def look(trainer):
@@ -226,12 +225,13 @@ def test_an_adapter_that_does_not_start_at_zero(wrapped, init, trl_train, make_t
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])
-@pytest.mark.parametrize("kind", ["embeddings", "DoRA", "head saved", "some tokens"])
+@pytest.mark.parametrize("kind", ["plain", "embeddings", "DoRA", "head saved", "some tokens"])
 def test_every_part_of_an_adapter_is_in_its_copy(kind, wrapped, trl_train, make_tiny_model):
-    """TRL copies modules only: matrices of embeddings, which are bare parameters, were those of another adapter."""
+    """The KL of a continued adapter is measured against the adapter as it came. TRL copies modules only: matrices of
+    embeddings, which are bare parameters, were those of another adapter; the frozen copy must not be trained."""
     model = make_tiny_model(tie_word_embeddings=False)
     config = lora(init_lora_weights=False, **ADAPTERS[kind])
-    arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
+    arguments = given(model, config, wrapped)
     run = trl_train(completions=COMPLETIONS, arguments=arguments, beta=0.1)
     assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-5) and abs(run.steps[1]["kl"]) > 1e-5
     assert len([name for name in run.kept if ".ref" in name]) == len(run.moved)
@@ -281,7 +281,7 @@ def test_other_kinds_of_adapters(kind, wrapped, trl_train, make_tiny_model):
     started from. What samples is what is scored, without the dropout of LoHa, LoKr and BOFT, which is in no module of
     torch, and the reference stays the start."""
     model, config = make_tiny_model(), copy.deepcopy(OTHER_KINDS[kind])
-    arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
+    arguments = given(model, config, wrapped)
     if wrapped and kind == "AdaLoRA":
         with pytest.raises(ConfigError, match="peft_config"):
             trl_train(arguments=arguments)
@@ -298,110 +298,6 @@ def test_other_kinds_of_adapters(kind, wrapped, trl_train, make_tiny_model):
     assert all(step["sampling/logp_difference_max"] < 1e-5 for step in run.steps)
     reference = run.trainer.rloo.scorer.score_reference(run.trainer.model, [Group(ids[:10], [ids[10:]])])
     assert torch.allclose(reference, started[0].gather(1, ids[10:, None]).squeeze(1), atol=1e-5)
-
-
-REFUSED = {
-    "prompt tuning": PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    "prefix tuning": PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    "p-tuning": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
-    "aLoRA": lora(alora_invocation_tokens=[28]),
-    "Poly": PolyConfig(r=2, **TARGETS),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_kinds_that_cannot_be_scored_are_refused(kind, trl_train, make_tiny_model):
-    """They act through PEFT's own forward: a traceback, or tokens sampled from the model without them."""
-    config = copy.deepcopy(REFUSED[kind])
-    for model, new in ((make_tiny_model(), config), (get_peft_model(make_tiny_model(), copy.deepcopy(config)), None)):
-        with pytest.raises(ConfigError, match="use a plain LoraConfig"):
-            trl_train(arguments={"model": model, "peft_config": new})
-
-
-def several(model, *active):
-    model = get_peft_model(model, lora(init_lora_weights=False))
-    model.add_adapter("other", lora(init_lora_weights=False))
-    model.base_model.set_adapter(list(active))
-    return model
-
-
-def added(model):
-    model.add_adapter(lora())
-    return model
-
-
-MISPLACED = {
-    "two active": (lambda model: several(model, "default", "other"), "default, other: merge"),
-    "another active": (lambda model: several(model, "other"), "adapters are other: merge"),
-    "another name": (lambda model: get_peft_model(model, lora(), adapter_name="mine"), "adapters are mine: merge"),
-    "transformers' own": (added, "get_peft_model"),
-    "inside": (lambda model: get_peft_model(model, lora()).get_base_model(), "get_peft_model"),
-}
-
-
-@pytest.mark.parametrize("case", MISPLACED)
-def test_adapters_where_the_trainer_does_not_look(case, trl_train, make_tiny_model):
-    """Of two active adapters, one was dropped in the first reference pass, in the middle of a step."""
-    make, said = MISPLACED[case]
-    with pytest.raises(ConfigError, match=said):
-        trl_train(arguments={"model": make(make_tiny_model())}, beta=0.1)
-
-
-def test_what_would_train_nothing_is_refused(trl_train, make_tiny_model, tmp_path):
-    """All of these ended like a run: steps, a log, a saved model, and not one changed weight."""
-    get_peft_model(make_tiny_model(), lora(init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
-    adapter = PeftModel.from_pretrained(make_tiny_model(), tmp_path / "adapter")
-    disabled = get_peft_model(make_tiny_model(), lora())
-    disabled.base_model.disable_adapter_layers()
-    bare = make_tiny_model()
-    optimizers = torch.optim.AdamW(bare.parameters()), None
-    for arguments, options, said in (
-        ({"model": adapter}, {}, "is_trainable=True"),
-        ({"model": disabled}, {}, "no parameter requires a gradient"),
-        ({"model": make_tiny_model().requires_grad_(False)}, {}, "no parameter requires a gradient"),
-        ({"model": bare, "peft_config": lora(), "optimizers": optimizers}, {}, "leave optimizers out"),
-        ({}, {"max_steps": 0}, "raise max_steps"),
-        ({"reward_funcs": []}, {}, "reward_funcs"),
-        ({}, {"reward_weights": [0.0]}, "reward_weights"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            trl_train(arguments=arguments, **{"beta": 0.0} | options)
-
-
-def test_a_cell_with_peft_config_that_is_run_again(trl_train, make_tiny_model):
-    """PEFT resets the layers that the second config names and leaves the others of the first, trained, in the model."""
-    model = make_tiny_model()
-    for _ in range(2):
-        run = trl_train(arguments={"model": model, "peft_config": lora()}, beta=0.1)
-        assert run.moved and run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
-    for config in (lora(target_modules=["q_proj"]), copy.deepcopy(OTHER_KINDS["IA3"])):
-        with pytest.raises(ConfigError, match="load it again"):
-            trl_train(arguments={"model": model, "peft_config": config}, beta=0.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"init_lora_weights": "pissa"}, "pissa"), ({"trainable_token_indices": [70]}, "rows of the embedding")],
-    ids=["pissa", "tokens"],
-)
-def test_what_a_server_cannot_load_is_not_handed_over(options, said, trl_train, make_tiny_model):
-    """A server adds PiSSA's matrices to the base that they were taken from: it samples from another policy."""
-    arguments = {"model": make_tiny_model(), "peft_config": lora(**options)}
-    with pytest.raises(ConfigError, match=f"{said}.*rollout_engine=generate"):
-        trl_train(arguments=arguments, rollout_engine="server", rollout_server_url="http://localhost:9", beta=0.0)
-
-
-def test_a_quantised_model_needs_an_adapter(trl_train, make_tiny_model):
-    model = make_tiny_model()
-    model.is_loaded_in_8bit = True
-    with pytest.raises(ConfigError, match="give peft_config"):
-        trl_train(arguments={"model": model}, beta=0.0)
-
-
-def test_the_folder_of_an_adapter_is_no_model(trl_train, make_tiny_model, tmp_path):
-    get_peft_model(make_tiny_model(), lora()).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="AutoPeftModelForCausalLM"):
-        trl_train(arguments={"model": str(tmp_path / "adapter")})
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -452,16 +348,6 @@ def test_biases_next_to_the_adapter(trl_train, make_tiny_model):
     )
 
 
-def test_a_trained_adapter_is_continued_against_its_own_start(trl_train, make_tiny_model):
-    """The KL of a continued adapter is measured against the adapter as it came; its frozen copy must not be trained."""
-    model = get_peft_model(make_tiny_model(), lora(init_lora_weights=False))
-    run = trl_train(arguments={"model": model}, beta=0.1)
-    assert run.moved and all(".default" in name for name in run.moved)
-    copies = {name for name in run.kept if ".ref" in name}
-    assert len(copies) == len(run.moved) and not any(parameters_of(run)[name].requires_grad for name in copies)
-    assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6) and abs(run.steps[1]["kl"]) > 1e-6
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("adapter", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(adapter, reentrant, trl_train, make_tiny_model):
@@ -476,19 +362,3 @@ def test_gradient_checkpointing_changes_no_gradient(adapter, reentrant, trl_trai
         assert run.moved == {name for name, value in parameters_of(run).items() if value.requires_grad}
         norms.append([step["grad_norm"] for step in run.steps])
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0][0] > 1e-4
-
-
-def test_an_adapter_on_the_head_is_refused(trl_train, make_tiny_model):
-    """Log-probabilities are made from the head's own matrix: an adapter on it would never be trained."""
-    arguments = {"model": make_tiny_model(tie_word_embeddings=False), "peft_config": lora(target_modules=["lm_head"])}
-    with pytest.raises(ValueError, match="(?s)lm_head.*target_modules"):
-        trl_train(arguments=arguments)
-
-
-def test_a_config_next_to_an_adapter_is_refused(trl_train, make_tiny_model):
-    """Two adapters with only one trained are one too many."""
-    model = get_peft_model(make_tiny_model(), lora())
-    with pytest.raises(ValueError, match="peft_config"):
-        trl_train(arguments={"model": model, "peft_config": lora()})
-    with pytest.raises(TypeError, match="peft_config"):
-        trl_train(arguments={"model": make_tiny_model(), "peft_config": {"r": 2}})

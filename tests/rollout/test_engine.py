@@ -9,7 +9,7 @@ import torch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import Completion, find_end_ids, generate_completions
-from rloo_kit.think_tags import ThinkTags, bind_think_tags
+from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import lean
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
@@ -114,23 +114,15 @@ def test_every_declared_end_token_ends(make_policy):
 
 
 def test_open_thinking_is_closed_at_the_budget(make_policy):
-    """`</think>` comes right after the budget's last token, once, and the answer gets no more than its own budget."""
+    """`</think>` comes right after the budget's last token, once, and the answer gets no more than its own budget, or
+    without one what is left; a budget of 0 asks for the answer at once."""
     policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100})
-    for completion in generate_completions(
-        policy, PROMPTS, max_completion_length=99, thinking_budget=4, answer_budget=3, num_samples=2
-    ):
-        assert completion.forced and completion.closed and not completion.ended
-        assert completion.thinking_tokens == 4 and completion.ids[4] == THINK_END
-        assert completion.ids.count(THINK_END) == 1 and len(completion.ids) == 4 + 1 + 3
-
-
-def test_budget_of_zero_and_the_rest_of_the_limit(make_policy):
-    """A budget of 0 asks for the answer at once; without its own budget the answer gets what is left."""
-    policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100})
-    at_once = generate_completions(policy, ["a"], max_completion_length=6, thinking_budget=0)[0]
-    assert at_once.ids[0] == THINK_END and at_once.thinking_tokens == 0 and len(at_once.ids) == 6
-    beyond = generate_completions(policy, ["a"], max_completion_length=6, thinking_budget=9)[0]
-    assert beyond.thinking_tokens == 9 and len(beyond.ids) == 11
+    for limit, budget, answer, length in ((99, 4, 3, 8), (6, 0, None, 6), (6, 9, None, 11)):
+        for one in generate_completions(
+            policy, PROMPTS, max_completion_length=limit, thinking_budget=budget, answer_budget=answer, num_samples=2
+        ):
+            assert one.forced and one.closed and not one.ended and len(one.ids) == length
+            assert one.thinking_tokens == one.ids.index(THINK_END) == budget and one.ids.count(THINK_END) == 1
 
 
 def test_answer_after_a_forced_close_is_the_models_own(make_policy):
@@ -166,14 +158,6 @@ def test_values_out_of_range(make_policy, options, text):
     with pytest.raises(ConfigError) as caught:
         generate_completions(make_policy(), ["a"], **({"max_completion_length": 8} | options))
     assert text in str(caught.value)
-
-
-def test_budget_without_thinking_tokens(make_policy):
-    """A model whose tokenizer has no `</think>` cannot be made to close anything."""
-    policy = make_policy()
-    policy.tags = ThinkTags(None, None)
-    with pytest.raises(ConfigError, match=r"the tokenizer has no </think>.*eval.thinking_budgets: \[\]"):
-        generate_completions(policy, ["a"], max_completion_length=8, thinking_budget=2)
 
 
 def test_no_prompts_and_empty_prompts(make_policy):

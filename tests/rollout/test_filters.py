@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from rloo_kit.rollout.filters import make_cut
 from rloo_kit.rollout.native import draw
 from rloo_kit.rollout.types import Filters, Limits
 from tests.rollout.models import FILTERS, PROMPTS, check_kept, engine_for, kept_logps
@@ -31,7 +30,7 @@ def test_frequencies_are_those_of_the_renormalised_rest():
     torch.manual_seed(0)
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
     filters = Filters(top_k=3)
-    tokens, logps = draw(logits.expand(40_000, -1), 1.0, make_cut(filters))
+    tokens, logps = draw(logits.expand(40_000, -1), 1.0, filters.make_cut())
     expected = kept_logps(logits, [], filters, 1.0)
     shares = torch.bincount(tokens, minlength=5) / len(tokens)
     assert torch.allclose(shares.double(), expected.exp(), atol=0.01) and shares[3:].sum() == 0
@@ -40,4 +39,4 @@ def test_frequencies_are_those_of_the_renormalised_rest():
 
 def test_without_filters_nothing_is_called():
     """Sorting a vocabulary of 151,936 for every token is not free."""
-    assert make_cut(Filters()) is None and not Filters(1.0, 0, 0.0, 1.0).active
+    assert Filters().make_cut() is None and not Filters(1.0, 0, 0.0, 1.0).active

@@ -67,7 +67,7 @@ def test_greedy_is_generates_token_by_token(make_model, monkeypatch, variant):
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(30)).completion_ids
     assert len({len(ids) for ids in wanted}) > 1 and any(ids[-1] in (TURN_END, END_OF_TEXT) for ids in wanted)
     assert len({tuple(ids) for ids in wanted}) > 3
-    monkeypatch.setattr("rloo_kit.rollout.kv_cache.BLOCK_TOKENS", 4)
+    monkeypatch.setattr("rloo_kit.rollout.kv_cache.CACHE_BLOCK", 4)
     for rows in (None, 4, 3, 1):
         found = engine_for(model, "native", 0.0, rows=rows).sample(PROMPTS, Limits(30))
         assert found.completion_ids == wanted and found.sampler_logps is None

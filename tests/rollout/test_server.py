@@ -26,7 +26,7 @@ from rloo_kit.rollout import server as server_module
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import WHOLE, Filters, Limits
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, Sampling
 from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import (
@@ -97,9 +97,8 @@ def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
         said: list[str] = []
         settings = ServerSettings(url or server.url, tmp_path / "adapters", write_of(model), run, VOCABULARY)
         client = VllmClient(settings.url, start_s=start_s, retry_s=retry_s, say=said.append)
-        engine = ServerEngine(
-            settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, filters, client
-        )
+        sampling = Sampling(temperature, (TURN_END, END_OF_TEXT), rows, filters, said.append)
+        engine = ServerEngine(settings, "a test", sampling, client)
         engine.said = said
         return engine
 

@@ -11,7 +11,7 @@ from rloo_kit.errors import BackendError
 from rloo_kit.rollout.llama import LlamaEngine
 from rloo_kit.rollout.text_stream import TextStream
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import Limits
+from rloo_kit.rollout.types import Limits, Sampling
 from rloo_kit.think_tags import bind_think_tags, split_thinking
 from tests.rollout.models import END_OF_TEXT, PROMPTS, THINK_END, TURN_END, adapted, engine_for, lean
 
@@ -122,7 +122,7 @@ class GivenServer:
 
 def llama(*answers: list[int]):
     server = GivenServer(*answers)
-    return server, LlamaEngine(SimpleNamespace(server=server), 0.0, [TURN_END])
+    return server, LlamaEngine(SimpleNamespace(server=server), Sampling(0.0, (TURN_END,)))
 
 
 def test_llama_cpp_stops_where_thinking_is_closed(tiny_tokenizer):

@@ -5,8 +5,8 @@ from math import isnan
 import pytest
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.rollout.thinking_budget import CLOSING_SENTENCE, CompletionState, close_ids_for, make_limits
-from rloo_kit.rollout.types import Limits
+from rloo_kit.rollout.thinking_budget import CLOSING_SENTENCE, close_ids_for, make_limits
+from rloo_kit.rollout.types import CompletionState, Limits
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
 CLOSE, END = 260, 258

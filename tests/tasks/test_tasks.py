@@ -1,4 +1,4 @@
-"""Every figure, word and advice on every surface of twelve kinds of tasks, recomputed from the run's files.
+"""Files, verdict, words and every interval on every surface of twelve kinds of tasks, recomputed from the run's files.
 
 The first model that was not the kit's own rose from 0.015 to 0.740 by its reward, and the kit said "no evidence:
 accuracy went from 0.0 % to 0.0 %, train longer".
@@ -54,27 +54,18 @@ def test_every_figure_of_a_task_is_true_on_a_real_model(
 
 
 CHANGES = {
-    "printed": ("reward 0", "reward 9"),
-    "show": (" steps, ", " steps, 9"),
-    "report": ("<dt>tokens generated</dt><dd>", "<dt>tokens generated</dt><dd>9"),
-    "versus": ("[", "[9"),
-    "page": ("<span class='under'>[", "<span class='under'>[9"),
-    "batch": ("→ ", "→ 9"),
-    "batch_page": ("→ ", "→ 9"),
-    "plot": (" -> ", " -> 9"),
-    "completions": (" tokens", "9 tokens"),
-    "evaluation": (" [0", " [9"),
-    "comparison": ("[", "[9"),
-}
+    "printed": " [0", "show": " [0", "report": " [0", "versus": "[0", "page": "[0", "batch": "[0", "batch_page": "[0",
+    "completions": " tokens", "evaluation": " [0", "comparison": "[+0", "plot": "-> 0",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("surface", CHANGES)
 def test_a_wrong_figure_is_found(toy_runs: Any, surface: str) -> None:
     """A check that reads past a figure would call everything true."""
     surfaces = toy_runs("literal")
-    old, new = CHANGES[surface]
-    text = getattr(surfaces, surface)
+    old, text = CHANGES[surface], getattr(surfaces, surface)
     assert old in text
+    new = f"9{old}" if surface == "completions" else old.replace("0", "9")
     changed = dataclasses.replace(surfaces, **{surface: text.replace(old, new, 1)})
     assert len(check_run(BY_NAME["literal"], "toy", changed)) > len(check_run(BY_NAME["literal"], "toy", surfaces))
 

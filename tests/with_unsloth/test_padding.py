@@ -173,7 +173,8 @@ def test_every_layout_is_exact_through_load_policy(ours: Any, compare: Any, layo
 def test_stock_unsloth_drops_the_mask_of_left_padded_rows_in_training(
     stock: Any, compare: Any, layout: str, training: bool
 ) -> None:
-    """The trap that the kit closes. Where this fails Unsloth has closed it itself: then `_keep_padding_mask` may go."""
+    """The trap that the kit closes. Where this fails Unsloth has closed it itself: then the attribute that `load` of
+    `models/unsloth.py` sets may go."""
     stock.get_base_model().model._has_no_labels = False  # as after a call with labels; unset it is the same
     nats, share = compare(stock, layout, training)
     if layout == "left" and training:

@@ -68,10 +68,12 @@ def disturb(model: Any, seed: int) -> None:
 def make_engine(policy: Any, temperature: float = 1.0, model: Any = None, **options: Any) -> Any:
     from rloo_kit.models.policy import find_vllm
     from rloo_kit.rollout.completions import find_end_ids
+    from rloo_kit.rollout.types import Sampling
     from rloo_kit.rollout.vllm import VllmEngine
 
     vllm = find_vllm(policy.model)
-    return VllmEngine(model or policy.model, vllm, temperature, find_end_ids(policy), **options)
+    sampling = Sampling(temperature, tuple(find_end_ids(policy)), **options)
+    return VllmEngine(model or policy.model, vllm, sampling)
 
 
 def largest_gap(model: Any, prompts: list[list[int]], sampled: Any, temperature: float = 1.0) -> float:

@@ -73,13 +73,15 @@ def make_policy(embedded_folder: Path) -> Callable[..., Any]:
 def make_engine(tokenizer: Any, tmp_path: Path) -> Callable[..., Any]:
     """`make_engine(server, model, temperature=1.0, **more)`: the engine of that policy; `engine.said` has its lines."""
     from rloo_kit.rollout.server import ServerEngine, ServerSettings
+    from rloo_kit.rollout.types import Sampling
 
     def build(server: VllmServer, model: Any, temperature: float = 1.0, **more: Any) -> Any:
         said: list[str] = []
         settings = ServerSettings(
             server.url, tmp_path / "adapters", lambda folder: model.save_pretrained(folder), str(tmp_path), 320
         )
-        engine = ServerEngine(settings, "a test", temperature, [tokenizer.eos_token_id], None, said.append, **more)
+        sampling = Sampling(temperature, (tokenizer.eos_token_id,), say=said.append, **more)
+        engine = ServerEngine(settings, "a test", sampling)
         engine.said = said
         return engine
 

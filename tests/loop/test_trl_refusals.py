@@ -1,0 +1,167 @@
+"""What the trainer refuses before the first step, each with its fix. See `test_trl_cases.py`.
+
+All of these ended in a traceback in the middle of a step, or like a run: steps, a log, a saved model, and weights that
+had not changed, or changed by another policy's gradient.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PolyConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+
+from rloo_kit.errors import ConfigError
+from tests.loop.conftest import by_ids
+
+ONE_PROMPT = Dataset.from_dict({"prompt": ["0+1="]})
+CAUSAL = {"task_type": "CAUSAL_LM"}
+SERVER = {"rollout_engine": "server", "rollout_server_url": "http://localhost:9", "beta": 0.0}
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"]} | CAUSAL | options)
+
+
+def wrapped(model: Any, **options: Any) -> Any:
+    return get_peft_model(model, lora(**options))
+
+
+def several(model: Any, *active: str) -> Any:
+    model = wrapped(model, init_lora_weights=False)
+    model.add_adapter("other", lora(init_lora_weights=False))
+    model.base_model.set_adapter(list(active))
+    return model
+
+
+def changed(model: Any, change: Callable[[Any], Any]) -> Any:
+    change(model)
+    return model
+
+
+def frozen(model: Any, folder: Path) -> Any:
+    wrapped(copy.deepcopy(model), init_lora_weights=False).save_pretrained(folder)
+    return PeftModel.from_pretrained(model, str(folder))
+
+
+# Options of the config: what has to be in the error.
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"reward_weights": [1.0, 1.0, 1.0]}, r"\(3\) must match number of reward functions \(1\)"),
+    ({"reward_weights": [0.0]}, "reward_weights"),
+    ({"max_steps": 0}, "raise max_steps"),
+    ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=False"),
+    ({"per_device_train_batch_size": 6}, "num_generations=3 or .*per_device_train_batch_size=4"),
+    ({"num_generations": 1}, "at least 2"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size=False and lower per_device_train_batch_size"),
+    ({"generation_batch_size": 8, "steps_per_generation": 2}, "generation_batch_size.*steps_per_generation"),
+    ({"generation_batch_size": 12, "num_generations": 8}, "num_generations=6"),
+    ({"per_device_eval_batch_size": 6, "eval_strategy": "steps"}, "per_device_eval_batch_size=(4|8)"),
+    (  # TRL's suite trains with filters on; the gradient is that of another policy then
+        {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1},
+        "(?s)Set top_p=1.0.*Set top_k=0.*Set min_p=null.*Set repetition_penalty=1.0.*lower temperature",
+    ),
+    (
+        {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2}},
+        "(?s)top_k=50.*Remove it.*num_beams=2.*Remove it",
+    ),
+    ({"generation_kwargs": {"max_new_tokens": 3}}, "max_new_tokens"),
+    ({"generation_kwargs": {"eos_token_id": [1, 2]}}, "eos_token_id"),
+]
+
+
+@pytest.mark.parametrize(("options", "fix"), OPTIONS, ids=str)
+def test_options_that_cannot_work(options: dict[str, Any], fix: str, trl_train: Any) -> None:
+    """Half a group has a baseline of strangers; the error must name the numbers that work."""
+    with pytest.raises(ValueError, match=fix):
+        trl_train(arguments={"eval_dataset": ONE_PROMPT}, **options)
+
+
+# Arguments of the trainer, as a function of a bare model and a folder, and options; what has to be in the error.
+ARGUMENTS: dict[str, tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any], str]] = {
+    "no data": (lambda m, _: {"train_dataset": None}, {}, "train_dataset"),
+    "a list": (lambda m, _: {"train_dataset": [{"prompt": "0"}]}, {}, "train_dataset"),
+    "fewer prompts than a batch": (
+        lambda m, _: {"train_dataset": ONE_PROMPT}, {"per_device_train_batch_size": 8}, "per_device_train_batch_size"),
+    "a reference that cannot follow": (
+        lambda m, _: {"model": m, "peft_config": lora()}, {"beta": 0.1, "sync_ref_model": True}, "sync_ref_model=Fals"),
+    "two active": (lambda m, _: {"model": several(m, "default", "other")}, {}, "default, other: merge"),
+    "another active": (lambda m, _: {"model": several(m, "other")}, {}, "adapters are other: merge"),
+    "another name": (
+        lambda m, _: {"model": get_peft_model(m, lora(), adapter_name="mine")}, {}, "adapters are mine: merge"),
+    "transformers' own": (
+        lambda m, _: {"model": changed(m, lambda one: one.add_adapter(lora()))}, {}, "get_peft_model"),
+    "inside": (lambda m, _: {"model": wrapped(m).get_base_model()}, {}, "get_peft_model"),
+    "an adapter on the head": (
+        lambda m, _: {"model": m, "peft_config": lora(target_modules=["lm_head"])}, {}, "(?s)lm_head.*target_modules"),
+    "a config next to an adapter": (lambda m, _: {"model": wrapped(m), "peft_config": lora()}, {}, "peft_config"),
+    "a config of another type": (lambda m, _: {"model": m, "peft_config": {"r": 2}}, {}, "peft_config"),
+    "quantised": (
+        lambda m, _: {"model": changed(m, lambda one: setattr(one, "is_loaded_in_8bit", True))}, {}, "give peft_conf"),
+    "an adapter's folder": (
+        lambda m, folder: {"model": wrapped(m).save_pretrained(folder) or str(folder)}, {}, "AutoPeftModelForCausalLM"),
+    "a frozen adapter": (lambda m, folder: {"model": frozen(m, folder)}, {}, "is_trainable=True"),
+    "a disabled adapter": (
+        lambda m, _: {"model": changed(wrapped(m), lambda one: one.base_model.disable_adapter_layers())}, {},
+        "no parameter requires a gradient"),
+    "frozen": (lambda m, _: {"model": m.requires_grad_(False)}, {}, "no parameter requires a gradient"),
+    "an optimizer of other parameters": (
+        lambda m, _: {"model": m, "peft_config": lora(), "optimizers": (torch.optim.AdamW(m.parameters()), None)}, {},
+        "leave optimizers out"),
+    "no reward": (lambda m, _: {"reward_funcs": []}, {}, "reward_funcs"),
+    "PiSSA on a server": (
+        lambda m, _: {"model": m, "peft_config": lora(init_lora_weights="pissa")}, SERVER, "pissa.*rollout_engine=gen"),
+    "tokens on a server": (
+        lambda m, _: {"model": m, "peft_config": lora(trainable_token_indices=[70])}, SERVER,
+        "rows of the embedding.*rollout_engine=generate"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_that_cannot_work(case: str, trl_train: Any, make_tiny_model: Any, tmp_path: Path) -> None:
+    """Of two active adapters, one was dropped in the first reference pass, in the middle of a step."""
+    make, options, said = ARGUMENTS[case]
+    arguments = make(make_tiny_model(tie_word_embeddings=False), tmp_path / "adapter")
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=said):
+        trl_train(by_ids, arguments=arguments, **{"beta": 0.0} | options)
+
+
+KINDS = {
+    "prompt tuning": PromptTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "prefix tuning": PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "p-tuning": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, **CAUSAL),
+    "aLoRA": lora(alora_invocation_tokens=[28]),
+    "Poly": PolyConfig(r=2, target_modules=["q_proj", "v_proj"], **CAUSAL),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_that_cannot_be_scored(kind: str, trl_train: Any, make_tiny_model: Any) -> None:
+    """They act through PEFT's own forward: a traceback, or tokens sampled from the model without them."""
+    config = copy.deepcopy(KINDS[kind])
+    for model, new in ((make_tiny_model(), config), (get_peft_model(make_tiny_model(), copy.deepcopy(config)), None)):
+        with pytest.raises(ConfigError, match="use a plain LoraConfig"):
+            trl_train(arguments={"model": model, "peft_config": new})
+
+
+def test_a_cell_with_peft_config_that_is_run_again(trl_train: Any, make_tiny_model: Any) -> None:
+    """PEFT resets the layers that the second config names and leaves the others of the first, trained, in the model."""
+    model = make_tiny_model()
+    for _ in range(2):
+        run = trl_train(arguments={"model": model, "peft_config": lora()}, beta=0.1)
+        assert run.moved and run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    ia3 = IA3Config(target_modules=["q_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False, **CAUSAL)
+    for config in (lora(target_modules=["q_proj"]), ia3):
+        with pytest.raises(ConfigError, match="load it again"):
+            trl_train(arguments={"model": model, "peft_config": config}, beta=0.0)
