@@ -17,7 +17,7 @@ from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError,
 from rloo_kit.export import adapter, gguf
 from rloo_kit.export.card import public_name, write_card
 from rloo_kit.export.hub import push_folder
-from rloo_kit.export.parity import ENGINE, Check, Reference, check_parity, find_missing, measure_reference
+from rloo_kit.export.parity import ENGINE, Parity, Reference, check_parity, find_missing, measure_reference
 from rloo_kit.export.targets import DTYPES, TARGETS, WRITERS, Job, Written
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import Policy, load_policy
@@ -207,7 +207,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
     loader = LOADERS[target]
     missing = find_missing(loader)
     asked = [loader] if missing is None else ["transformers"] if target == "vllm" else []
-    checks: list[Check] = []
+    checks: list[Parity] = []
     for one in asked:
         say(f"export: loading it with {one} in a separate process")
         checks.append(check_parity(reference, one, written.model, written.grade, **written.request))

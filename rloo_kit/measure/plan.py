@@ -12,7 +12,8 @@ from rich.table import Table
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, RlooKitError
-from rloo_kit.measure.memory import NOT_HERE, Peak, load_of, measure_rollout, measure_training, rows_of_a_pass
+from rloo_kit.loop.memory import MemoryPeak
+from rloo_kit.measure.memory import NOT_HERE, load_of, measure_rollout, measure_training, rows_of_a_pass
 from rloo_kit.measure.stand_ins import save_random_checkpoint
 from rloo_kit.models.policy import load_policy
 from rloo_kit.plan.parts import context_bytes
@@ -96,7 +97,7 @@ def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> 
     load = replace(load, tokens_per_pass=plan.tokens_per_pass)
     outside = context_bytes(load) / GIB if load.on_cuda else 0.0
 
-    def measure(what: str, rows: int, computed: float, call: Callable[[], Peak]) -> Measured:
+    def measure(what: str, rows: int, computed: float, call: Callable[[], MemoryPeak]) -> Measured:
         say(f"measure: {what}, {rows} x {load.row_tokens} tokens")
         started, peak, error = time.monotonic(), None, None
         try:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts, vllm_memory
 from rloo_kit.plan.changes import find_changes
 from rloo_kit.plan.corrections import PARTS, load_corrections
@@ -25,8 +26,9 @@ from rloo_kit.plan.peaks import (
 from rloo_kit.plan.result import EngineChoice, Machine, Margin, Part, VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
 from rloo_kit.plan.speed import find_gpu, step_time
-from rloo_kit.plan.without_gpu import find_lack_of_gpu
+from rloo_kit.plan.without_gpu import find_lack_of_gpu, fitting_config
 from rloo_kit.system.gpu import GIB
+from rloo_kit.system.problems import Problem
 from rloo_kit.system.versions import VLLM_INSTALL
 
 
@@ -75,6 +77,30 @@ def plan_vram(
         changes=() if fits else tuple(find_changes(run, load, rows, limit)),
         notes=tuple(_find_notes(run, load, rows, machine, config)),
     )
+
+
+def find_machine_problem(run: RunConfig) -> Problem | None:
+    """A large model without a GPU, or too little memory; None if there is no problem or the model's shape is unknown.
+
+    An error if the run cannot fit, whatever is changed, or takes too long. Takes a fraction of a second, without torch.
+    """
+    try:
+        plan = plan_vram(run)
+    except ConfigError:
+        return None
+    config = fitting_config(plan.machine)
+    other = f"train {config}, which fits this machine" if config else "take a smaller model or a larger GPU"
+    if plan.no_gpu is not None:
+        fix = f"take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {other}"
+        return replace(plan.no_gpu, fix=fix, level="error" if plan.headroom_gib < 0 else plan.no_gpu.level)
+    if plan.headroom_gib >= 0:
+        return None
+    takes = f"{plan.model} does not fit: {plan.binds} takes {plan.peak_gib:.1f} GiB at full length, and "
+    found = f"{takes}{plan.machine.name} has {plan.machine.usable_gib:.1f}"
+    if plan.changes and plan.changes[-1].fits:
+        changes = " ".join(change.override for change in plan.changes)
+        return Problem("machine", found, f"set {changes}", level="warning")
+    return Problem("machine", found, other)
 
 
 def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> Iterator[Margin]:

@@ -9,6 +9,7 @@ from rich.text import Text
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.plan.speed import StepTime
 from rloo_kit.system.console import fill_text, render_text
+from rloo_kit.system.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,6 @@ class Margin:
 
 
 @dataclass(frozen=True)
-class LackOfGpu:
-    """Why fitting the machine's memory is not enough: what was found, what to do, and the run's hours there."""
-
-    found: str
-    advice: str
-    hours: float
-
-    def __str__(self) -> str:
-        return f"{self.found} {self.advice}"
-
-
-@dataclass(frozen=True)
 class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
@@ -145,7 +134,7 @@ class VramPlan:
     completions: int
     tokens_per_pass: int
     margins: tuple[Margin, ...]
-    no_gpu: LackOfGpu | None
+    no_gpu: Problem | None
     changes: tuple[Remedy, ...]
     notes: tuple[str, ...]
 
@@ -198,7 +187,7 @@ class VramPlan:
             "model": self.model,
             "fits": self.fits,
             "verdict": self.verdict,
-            "no_gpu": None if self.no_gpu is None else str(self.no_gpu),
+            "no_gpu": self.no_gpu and self.no_gpu.text,
             "engine": asdict(self.engine),
             "vllm": self.vllm and self.vllm.to_dict(),
             "step": self.step and self.step.to_dict(),
@@ -256,7 +245,7 @@ class VramPlan:
             rows += f"\n{self.step}."
         if self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0:
             return f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}.\n{rows}"
-        lack = f"{self.no_gpu}\n" if self.no_gpu else ""
+        lack = f"{self.no_gpu.text}.\n" if self.no_gpu else ""
         if self.fits:
             margins = "".join(f"  margin {one.gib:.2f}: {one.reason}\n" for one in self.margins)
             sentence = self.sentence

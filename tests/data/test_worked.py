@@ -12,9 +12,8 @@ from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.preflight.cheap import find_tokenizer
+from rloo_kit.preflight.cheap import find_tokenizer, refuse_worked_faults
 from rloo_kit.preflight.faults import PreflightError
-from rloo_kit.preflight.worked import refuse_worked_faults
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": f"so\n</think>\n\n{n + 1}"} for n in range(10)]
 HYBRID = (

@@ -14,9 +14,9 @@ import torch
 from rloo_kit import load_config, load_policy, plan_vram
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError
-from rloo_kit.measure import memory, stand_ins
+from rloo_kit.loop.memory import MemoryPeak
+from rloo_kit.measure import stand_ins
 from rloo_kit.measure.memory import (
-    Peak,
     load_of,
     measure_rollout,
     measure_steps,
@@ -71,11 +71,11 @@ def calls(policy: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]
 
 def test_a_peak_is_seen_though_it_is_gone():
     """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
-    with Peak() as peak:
+    with MemoryPeak() as peak:
         before = resident_gib()  # what other tests left was given back on entering
         torch.ones(2**27).sum()  # half a GiB
     assert peak.gib - before == pytest.approx(0.5, abs=0.1) and resident_gib() - before < 0.1
-    with Peak() as after:
+    with MemoryPeak() as after:
         pass
     assert after.gib < peak.gib - 0.3
 
@@ -86,8 +86,8 @@ def test_a_peak_without_the_kernels_help(monkeypatch):
     def refuse(self: Path, *_args: Any, **_named: Any) -> None:
         raise PermissionError(str(self))
 
-    monkeypatch.setattr(memory.Path, "write_text", refuse)
-    with memory.Peak() as peak:
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with MemoryPeak() as peak:
         before = resident_gib()
         held = torch.ones(2**27)
         for _ in range(5):

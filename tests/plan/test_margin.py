@@ -12,7 +12,7 @@ from rloo_kit.cli import app
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan import load as plan_load
 from rloo_kit.plan.corrections import UNMEASURED
-from rloo_kit.plan.machine_check import find_machine_problem
+from rloo_kit.plan.planner import find_machine_problem
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.without_gpu import MOST_WEIGHTS, ON_CPU, ON_GPU, fitting_config
 
@@ -95,7 +95,7 @@ def test_a_laptop_without_a_gpu_gets_no_bare_fits() -> None:
     words = " ".join(str(plan).split())
     assert "No GPU: " in words and "--gpu-gib N" in words and ON_CPU in words and "days" in words
     assert not any(line.startswith(("Fits", "Tight")) for line in str(plan).splitlines())
-    assert plan.to_dict()["no_gpu"] == str(plan.no_gpu)
+    assert plan.to_dict()["no_gpu"] == plan.no_gpu.text
     assert plan_vram(load_config(THINKING), 12).no_gpu is None and plan_vram(load_config(SMALL)).no_gpu is None
 
 
@@ -137,15 +137,15 @@ def test_the_model_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatc
     """A 4B model was downloaded to a laptop before anything said that it cannot train it."""
     laptop = Machine("the CPU", 16.0, 0.3, False)
     found = problem(load_config(THINKING), laptop, monkeypatch)
-    assert "No GPU" in found.message and ON_CPU in found.fix and "--gpu-gib" in found.fix
+    assert "No GPU" in found.found and ON_CPU in found.fix and "--gpu-gib" in found.fix
     gpu = Machine("a GPU", 11.2, 0.8, True)
     assert problem(load_config(THINKING), gpu, monkeypatch) is None
     assert problem(load_config(SMALL), laptop, monkeypatch) is None
     wanted = load_config(THINKING, "rollout.rows=16")
     found = problem(wanted, gpu, monkeypatch)
-    assert "does not fit" in found.message and found.fix == "Set rollout.rows=8" and not found.is_fatal
+    assert "does not fit" in found.found and found.fix == "set rollout.rows=8" and found.level == "warning"
     found = problem(load_config(THINKING, "rloo.beta=0.05"), Machine("a GPU", 3.0, 0.8, True), monkeypatch)
-    assert found.is_fatal and "larger GPU" in found.fix
+    assert found.level == "error" and "larger GPU" in found.fix
     assert problem(load_config(THINKING, model={"name": "me/unknown"}), laptop, monkeypatch) is None
 
 
