@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from rloo_kit.measure.memory import (
 )
 from rloo_kit.measure.plan import measure_plan
 from rloo_kit.measure.stand_ins import fill_cache
+from rloo_kit.models.checkpoint import write_shards
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import DeltaNet, ModelShape, find_shape, shape_of_config
 from rloo_kit.rollout.kv_cache import SlotCache
@@ -180,17 +182,13 @@ def test_steps_are_measured_as_a_run_takes_them(run, policy, calls, engine):
     assert list(policy.model.peft_config) == ["default"]
 
 
-def test_a_checkpoint_of_the_true_shape(tiny_folder, tmp_path):
+def test_a_checkpoint_of_the_true_shape(tiny_folder, tmp_path, monkeypatch):
     """Sizes have to be the model's own to the last tensor, else what is measured is another model's memory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": str(tiny_folder)})
-    whole = stand_ins.SHARD_BYTES
-    stand_ins.SHARD_BYTES = 20_000  # several shards
-    try:
-        folder = stand_ins.save_random_checkpoint(run, tmp_path / "random")
-    finally:
-        stand_ins.SHARD_BYTES = whole
+    monkeypatch.setattr(stand_ins, "write_shards", partial(write_shards, largest=20_000))  # several
+    folder = stand_ins.save_random_checkpoint(run, tmp_path / "random")
     assert len(list(folder.glob("*.safetensors"))) > 2
     real = AutoModelForCausalLM.from_pretrained(tiny_folder)
     made, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
