@@ -161,38 +161,32 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
 
 
 def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
-    """The lines of the rollout."""
+    """The lines of the rollout. What stays of vLLM while the policy trains also counts in training."""
+    kib = parts.cache_bytes_per_token(load) / 1024
     if load.engine == "server":
         yield Part("cache", 0.0, 0.0, "on the server")
-        return
-    if load.engine == "vllm":
-        yield from _list_vllm_parts(load, rows)
-        return
-    kib = parts.cache_bytes_per_token(load) / 1024
-    detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB"
-    if load.shape.delta is not None:
-        detail = f"{rows} x ({load.cache_tokens} tokens x {kib:.4g} KiB + {parts.state_bytes(load) / 2**20:.4g} MiB)"
-    yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
-    detail = "one layer's keys and values, once per query head"
-    yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
-    if parts.joined_bytes(load):
-        yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers, for faster decoding")
-    yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
-
-
-def _list_vllm_parts(load: Load, rows: int) -> Iterator[Part]:
-    """vLLM's share; what stays while the policy trains also counts in training."""
-    if not vllm_memory.is_shared(load):
-        asleep = 0.0 if load.on_cuda else vllm_memory.weight_bytes(load) / GIB
-        detail = "vLLM's own copy, in host memory while it sleeps" if load.on_cuda else "vLLM's own copy"
-        yield Part("vLLM: weights", vllm_memory.weight_bytes(load) / GIB, asleep, detail)
-    pool, buffers = vllm_memory.pool_bytes(load, rows) / GIB, vllm_memory.buffer_bytes(load, rows) / GIB
-    asleep = vllm_memory.asleep_bytes(load, rows) / GIB
-    kib = parts.cache_bytes_per_token(load) / 1024
-    detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.float8_cache else ''}"
-    yield Part("vLLM: pool", pool, 0.0 if load.on_cuda else pool, detail)
-    kept = asleep if load.on_cuda else buffers
-    yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
+    elif load.engine == "vllm":
+        if not vllm_memory.is_shared(load):
+            weights = vllm_memory.weight_bytes(load) / GIB
+            detail = f"vLLM's own copy{', in host memory while it sleeps' if load.on_cuda else ''}"
+            yield Part("vLLM: weights", weights, 0.0 if load.on_cuda else weights, detail)
+        pool, buffers = vllm_memory.pool_bytes(load, rows) / GIB, vllm_memory.buffer_bytes(load, rows) / GIB
+        detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.float8_cache else ''}"
+        yield Part("vLLM: pool", pool, 0.0 if load.on_cuda else pool, detail)
+        kept = vllm_memory.asleep_bytes(load, rows) / GIB if load.on_cuda else buffers
+        yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
+    else:
+        detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB"
+        if load.shape.delta is not None:
+            states = parts.state_bytes(load) / 2**20
+            detail = f"{rows} x ({load.cache_tokens} tokens x {kib:.4g} KiB + {states:.4g} MiB)"
+        yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
+        detail = "one layer's keys and values, once per query head"
+        yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
+        if joined := parts.joined_bytes(load):
+            yield Part("joined matrices", joined / GIB, 0.0, "a copy of the layers, for faster decoding")
+        detail = "logits of the rows, prefill of the prompts"
+        yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, detail)
 
 
 def _find_notes(
@@ -211,13 +205,7 @@ def _find_notes(
         backend = "Unsloth" if load.fused and load.shape.has_kernels else "transformers"
         why = "; Unsloth has no kernels for this type of model" if load.fused and backend == "transformers" else ""
         yield f"activations are computed for the {backend} backend{why}"
-    yield from _find_faster(run, load, rows, machine, config)
-
-
-def _find_faster(
-    run: RunConfig, load: Load, rows: int, machine: Machine, config: Mapping[str, Any] | None
-) -> Iterator[str]:
-    """A faster rollout that fits: vLLM, and weights that need no unpacking."""
+    # A faster rollout that fits: vLLM, and weights that need no unpacking.
     if not machine.on_cuda or load.engine == "server":
         return
     if not machine.is_here and run.rollout.engine == "auto":

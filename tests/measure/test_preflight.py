@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -194,7 +195,7 @@ def test_few_completions_refuse_nothing(prepare):
     data.train = data.train.select(range(3)).map(lambda row: {"answer": "never"})
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go and [fault.level for fault in found.faults] == ["warning"]
-    assert "data.source" in found.faults[0].message
+    assert "data.source" in found.faults[0].text
 
 
 def failing(completions: list[str], **_columns: Any) -> list[float]:
@@ -505,32 +506,13 @@ def test_the_result_prints_without_a_model():
 def test_a_gap_of_nan_is_a_fault():
     """NaN is not above any limit; a comparison written the other way lets it pass."""
 
-    class Settings:
-        sampler_correction = "token"
-
-        class filters:
-            active = False
-
-    class Trainer:
-        class rloo:
-            settings = Settings
-
-            class sampler:
-                class engine:
-                    name = "native"
-
-        class args:
-            bf16 = fp16 = False
-
-        class accelerator:
-            @staticmethod
-            def unwrap_model(model: Any) -> Any:
-                return model
-
-        class model:
-            dtype = torch.float32
-
-    (fault,) = find_logp_faults(Trainer, Measures(logp_gap=float("nan")), starts_there=False)
+    model = SimpleNamespace(dtype=torch.float32)
+    settings = SimpleNamespace(sampler_correction="token", filters=SimpleNamespace(active=False))
+    rloo = SimpleNamespace(settings=settings, sampler=SimpleNamespace(engine=SimpleNamespace(name="native")))
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    args = SimpleNamespace(bf16=False, fp16=False)
+    trainer = SimpleNamespace(model=model, rloo=rloo, accelerator=accelerator, args=args)
+    (fault,) = find_logp_faults(trainer, Measures(logp_gap=float("nan")), starts_there=False)
     assert fault.level == "error" and fault.key == "model.dtype"
 
 
