@@ -104,25 +104,23 @@ class HealthWatch:
             self.stop = self._root(self._found[self.stopped_by])
         return [self._found[name] for name in new]
 
-    def _cause(self, finding: Finding) -> Finding | None:
-        """The earliest finding that this one follows from and that was active when it began; None for a first cause."""
-        rules = {rule.name: rule for rule in RULES}
-        causes = []
-        for name in rules[finding.name].follows:
-            other = self._found.get(name)
-            slack = 0 if finding.name in rules[name].follows else NEAR
-            if other is not None and other.since <= finding.since + slack and other.last >= finding.since - NEAR:
-                causes.append(other)
-        return min(causes, key=lambda one: one.since, default=None)
-
     def _root(self, finding: Finding) -> Finding:
-        """The first cause; if findings form a cycle, the earliest of them."""
-        passed = [finding]
-        while (cause := self._cause(passed[-1])) is not None:
+        """The first cause of a finding: the earliest one that it follows from and that was active when it began, and so
+        on. If findings form a cycle, the earliest of them."""
+        rules, passed = {rule.name: rule for rule in RULES}, [finding]
+        while True:
+            last, causes = passed[-1], []
+            for name in rules[last.name].follows:
+                other = self._found.get(name)
+                slack = 0 if last.name in rules[name].follows else NEAR
+                if other is not None and other.since <= last.since + slack and other.last >= last.since - NEAR:
+                    causes.append(other)
+            if not causes:
+                return last
+            cause = min(causes, key=lambda one: one.since)
             if cause in passed:
                 return min(passed[passed.index(cause) :], key=lambda one: (one.since, one.step, one.name))
             passed.append(cause)
-        return passed[-1]
 
     def _is_first(self, finding: Finding) -> bool:
         return self._root(finding) is finding

@@ -55,7 +55,18 @@ class MemoryPeak:
                 self._cuda.empty_cache()
             self._cuda.reset_peak_memory_stats()
         else:
-            self._watch_resident()
+            if self._settled:
+                trim_heap()
+            self.start_gib = resident_gib()
+            if self.start_gib is not None:
+                try:
+                    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+                except OSError:
+                    self._most, self._done = self.start_gib, threading.Event()
+                    self._thread = threading.Thread(target=self._sample, daemon=True)
+                    self._thread.start()
+            elif self._settled:
+                raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
         self._started = time.monotonic()
         return self
 
@@ -72,21 +83,6 @@ class MemoryPeak:
             lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
             self.gib = int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
         self.seconds = time.monotonic() - self._started
-
-    def _watch_resident(self) -> None:
-        if self._settled:
-            trim_heap()
-        self.start_gib = resident_gib()
-        if self.start_gib is None:
-            if self._settled:
-                raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            self._most, self._done = self.start_gib, threading.Event()
-            self._thread = threading.Thread(target=self._sample, daemon=True)
-            self._thread.start()
 
     def _sample(self) -> None:
         while not self._done.wait(0.002):

@@ -23,11 +23,7 @@ SMALL = CONFIGS / "arithmetic_thinking.yaml"
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No models and no GPU."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("RLOO_KIT_BACKEND", raising=False)
-    monkeypatch.delenv("COLUMNS", raising=False)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_load, "is_cpu_torch", lambda: True)
     monkeypatch.setattr(plan_load, "available_gib", lambda: 24.0)
 

@@ -86,9 +86,8 @@ def test_a_gpu_is_known_by_its_name_and_size(name: str, gib: float, expected: An
     assert (found and (found.name, found.memory_gb)) == expected
 
 
-def test_the_plan_prints_it_where_it_knows_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_plan_prints_it_where_it_knows_the_gpu() -> None:
     """Two days were found out about on the second day."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     run = load_config(ROOT / "configs" / "qwen3_4b_thinking_12gb.yaml")
     plan = plan_vram(run, 12e9 / 2**30)
     assert plan.step is not None and plan.step.gpu == "RTX 3060" and plan.step.max_steps == 200
