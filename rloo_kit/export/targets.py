@@ -97,20 +97,6 @@ def check_adapter(saved: Path) -> None:
     raise ExportError(f"{saved} has no {ADAPTER_CONFIG}, so there is no adapter to export")
 
 
-def copy_adapter(saved: Path, base: str, folder: Path) -> None:
-    """Copy the run's `adapter/` into `folder`, with its base under a name that is valid on other machines."""
-    for file in sorted(saved.iterdir()):
-        if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
-            shutil.copyfile(file, folder / file.name)
-    name, included = name_base(base)
-    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] = name
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    if included is not None:
-        shutil.copytree(base, folder / included)
-    follow_umask(folder)
-
-
 def digest(file: Path) -> str:
     """SHA-256 of a file."""
     with open(file, "rb") as opened:
@@ -118,13 +104,21 @@ def digest(file: Path) -> str:
 
 
 def write_adapter(job: Job) -> Written:
-    """The adapter for PEFT."""
+    """The adapter for PEFT, with its base under a name that is valid on other machines."""
     saved, policy = job.run.folder / "adapter", job.policy
-    copy_adapter(saved, job.base, job.staged)
+    for file in sorted(saved.iterdir()):
+        if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
+            shutil.copyfile(file, job.staged / file.name)
+    name, included = name_base(job.base)
+    settings = json.loads((job.staged / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = name
+    (job.staged / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if included is not None:
+        shutil.copytree(job.base, job.staged / included)
+    follow_umask(job.staged)
     if digest(saved / WEIGHTS) != digest(job.staged / WEIGHTS):
         raise ExportError(f"{job.staged} differs from the trained adapter, so the export is not published")
     _drop_machine(job.staged)
-    name, included = name_base(job.base)
     four_bit = job.run.model.load_in_4bit and getattr(job.settings, "quantization_config", None) is None
     embedding = policy.model.get_base_model().get_input_embeddings().weight
     return Written(

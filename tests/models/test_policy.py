@@ -353,7 +353,13 @@ def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pyte
 
 
 @pytest.fixture
-def vllm_plan() -> VllmPlan:
+def vllm_plan(monkeypatch: pytest.MonkeyPatch) -> VllmPlan:
+    """With the variables that Unsloth's vLLM is started with, restored afterwards."""
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "")
+    for name in (unsloth.SHARE_VARIABLE, unsloth.MERGED_VARIABLE):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(STANDBY_VARIABLE, "1")
     return VllmPlan(True, 0.8, 32, 4.0, 2.5, 0.9, None)
 
 
@@ -361,14 +367,6 @@ def test_unsloth_loads_vllm_on_the_shares_that_were_planned(
     make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unsloth replaces the given share by its own as soon as vLLM is set to sleep."""
-    for name in (
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-        "VLLM_LOGGING_LEVEL",
-        unsloth.SHARE_VARIABLE,
-        unsloth.MERGED_VARIABLE,
-    ):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv(STANDBY_VARIABLE, "1")
     run = make_run("rollout.engine=vllm", "model.lora.r=12", "rollout.vllm.enforce_eager=true")
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm"):
         unsloth._vllm_arguments(run, vllm_plan)
@@ -399,14 +397,6 @@ def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: 
 def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's process groups are global to the process, and the first vLLM has the first model's weights: it cannot be
     stopped for a second, unlike the transformers backend's. Once its model is gone, another is accepted."""
-    for name in (
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-        "VLLM_LOGGING_LEVEL",
-        unsloth.SHARE_VARIABLE,
-        unsloth.MERGED_VARIABLE,
-    ):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv(STANDBY_VARIABLE, "1")
     monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
     run = make_run("rollout.engine=vllm")
     settings = SimpleNamespace(
