@@ -102,19 +102,14 @@ class Environment:
         return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
 
     def __str__(self) -> str:
-        return render_rows(self.rows(), title="rloo-kit environment")
+        table = Table(title="rloo-kit environment", show_header=False, title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self.rows():
+            table.add_row(Text(name), Text(value))
+        return render_text(table)
 
     __repr__ = __str__
-
-
-def render_rows(rows: Sequence[tuple[str, str]], title: str) -> str:
-    """A two-column table as plain text."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    return render_text(table)
 
 
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
