@@ -4,7 +4,7 @@ import gc
 import shlex
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
         "verdict": "not checked" if missing else "checked",
         "loader": loader,
         "why_not": missing,
-        "checks": [check.to_dict() for check in checks],
+        "checks": [asdict(check) for check in checks],
         "tensors": written.tensors,
         "reference": {"compute": reference.compute, "device": reference.device, "longest_tokens": reference.limit},
         "run": {"id": status.get("run"), "state": status.get("state"), "weights_of_step": step},

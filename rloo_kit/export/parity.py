@@ -127,10 +127,6 @@ class Parity:
             f"{self.limits.mean:.2g}); {self.equal} of {self.prompts} greedy texts equal"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
 
 def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Reference:
     """The trained policy's greedy completions of rendered prompts, with log-probabilities."""
