@@ -146,7 +146,7 @@ def test_faults_are_found_before_the_model_is_loaded(make_run):
     run = make_run(completion_column="solution")
     with pytest.raises(PreflightError, match="sft.completion_column") as found:
         refuse_worked_faults(run)
-    assert [(fault.stage, fault.key) for fault in found.value.faults] == [("data", "sft.completion_column")]
+    assert [(fault.name, fault.key) for fault in found.value.faults] == [("data", "sft.completion_column")]
     refuse_worked_faults(make_run())
     light, heavy = find_tokenizer(run), build_tokenizer("thinking")
     assert load_worked(make_run(), light, ()).examples == load_worked(make_run(), heavy, ()).examples
