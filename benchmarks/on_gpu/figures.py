@@ -179,13 +179,13 @@ def roll_out_briefly(side: Any) -> None:
 
 def take_steps(bench: Bench, side: Any, canned: bool, most: int) -> dict[str, Any]:
     """Medians over the steps, and tokens of a step; fewer steps if time is short."""
-    from rloo_kit.measure.memory import Peak
+    from rloo_kit.loop.memory import MemoryPeak
 
     steps: list[dict[str, float]] = []
     while len(steps) < (1 if bench.rehearsed else most):
         memory.settle(bench.cuda)
         held = memory.held_gib(bench.cuda) if bench.cuda.is_available() else 0.0
-        with Peak() as peak:
+        with MemoryPeak() as peak:
             step = side.step(canned=canned)
         steps.append({name: getattr(step, name) for name in ("whole_s", "generation_s", "training_s")})
         steps[-1] |= {"peak_gib": peak.gib, "above_held_gib": peak.gib - held}

@@ -24,6 +24,7 @@ from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
 from rloo_kit.preflight.cheap import find_faults
 from rloo_kit.system.input_files import expand_user, find_input, from_here, is_file, places_of, working_folder
+from rloo_kit.system.problems import errors_of
 
 GIVEN = {
     "run_name": "each run's training folder is <batch>/<run>/run",
@@ -292,7 +293,7 @@ def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
             found = load_config(parameters.config, *parameters.overrides)
             key = repr([found.model, found.data, found.rewards])
             if key not in looked:
-                looked[key] = [str(fault) for fault in find_faults(found) if fault.level == "error"]
+                looked[key] = [str(fault) for fault in errors_of(find_faults(found))]
             return looked[key]
     except ConfigError as error:
         return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()

@@ -136,9 +136,10 @@ def _check_preflight(run: "RunConfig") -> "Preflight":
     """The checks without the model; if they find no error, the full preflight."""
     from rloo_kit.preflight.cheap import find_faults
     from rloo_kit.preflight.result import Preflight
+    from rloo_kit.system.problems import errors_of
 
     faults = find_faults(run)
-    if any(fault.level == "error" for fault in faults):
+    if errors_of(faults):
         return Preflight(run.run.name or "", tuple(faults))
     policy, data = prepare(run)
     import rloo_kit as kit

@@ -12,7 +12,7 @@ from rloo_kit.system.processes import INTERRUPTED, say
 def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train on demonstrations before RLOO, for a model that solves nothing yet."""
     with exit_codes():
-        from rloo_kit.preflight.worked import refuse_worked_faults
+        from rloo_kit.preflight.cheap import refuse_worked_faults
         from rloo_kit.runs.sft_folder import check_folder, open_folder
 
         run, words = read_config(file, overrides), overrides or []

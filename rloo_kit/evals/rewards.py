@@ -14,6 +14,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.sources import read_sources
+from rloo_kit.rewarding.values import weighted_sum
 from rloo_kit.rewarding.worker import digest_texts
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
@@ -66,7 +67,8 @@ class HeldOutRewards:
         own = share_of(range(len(dataset)))  # whole prompts: a reward may compare siblings
         found = gather_objects(self._score(dataset, completions[own.start * size : own.stop * size], size))
         rows = [row for part, _ in found for row in part]
-        total, failures = [self._sum(row) for row in rows], [message for _, part in found for message in part]
+        failures = [message for _, part in found for message in part]
+        total = [weighted_sum(row, self._weights) for row in rows]
         if failures:
             share = total.count(None) / len(rows)
             say(f"WARNING: {failures[0]} ({share:.0%} of the held-out completions have no reward)")
@@ -102,12 +104,6 @@ class HeldOutRewards:
         }
         batch |= {name: [sample[name] for sample in samples] for name in samples[0] if name not in NOT_COLUMNS}
         return batch | ({"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {})
-
-    def _sum(self, row: list[float | None]) -> float | None:
-        """The weighted sum; None if a reward failed or none with a weight applies, as in a rollout."""
-        pairs = zip(row, self._weights, strict=True)
-        terms = [value * weight for value, weight in pairs if value is not None and (weight or value != value)]
-        return _readable(math.fsum(terms)) if terms else None
 
 
 def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutRewards | None, list[Any]]:

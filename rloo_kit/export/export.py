@@ -1,9 +1,10 @@
 """Export a finished run: write into a staging folder, check against the policy, publish."""
 
 import gc
+import shlex
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
 from rloo_kit.embedded.model import name_built
 from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError, SetupError
-from rloo_kit.export import adapter, gguf
+from rloo_kit.export import gguf
 from rloo_kit.export.card import public_name, write_card
-from rloo_kit.export.hub import push_folder
-from rloo_kit.export.parity import ENGINE, Check, Reference, check_parity, find_missing, measure_reference
-from rloo_kit.export.targets import DTYPES, TARGETS, WRITERS, Job, Written
+from rloo_kit.export.parity import ENGINE, Parity, Reference, check_parity, find_missing, measure_reference
+from rloo_kit.export.targets import DTYPES, TARGETS, WRITERS, Job, Written, check_adapter, digest, name_base
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.models.trained import trained_run
@@ -102,7 +102,7 @@ def export_model(
     folder = with_name(Path(output) if output is not None else place / "export" / to)
     _check_folder(folder, overwrite)
     if to == "adapter":
-        adapter.check_adapter(run.folder / "adapter")
+        check_adapter(run.folder / "adapter")
     base = find_source(trained).base
     settings = AutoConfig.from_pretrained(base)
     if to == "gguf":
@@ -123,7 +123,12 @@ def export_model(
             (staged / "README.md").write_text(card, encoding="utf-8")
             origin = describe_origin(run, _find_base(run, base))
             (staged / RUN_FILE).write_text(origin, encoding="utf-8")
-            write_json(staged / CERTIFICATE, certificate | {"files": _describe_files(staged)})
+            files = {
+                path.relative_to(staged).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
+                for path in sorted(staged.rglob("*"))
+                if path.is_file()
+            }
+            write_json(staged / CERTIFICATE, certificate | {"files": files})
             publish(staged, folder)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -207,7 +212,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
     loader = LOADERS[target]
     missing = find_missing(loader)
     asked = [loader] if missing is None else ["transformers"] if target == "vllm" else []
-    checks: list[Check] = []
+    checks: list[Parity] = []
     for one in asked:
         say(f"export: loading it with {one} in a separate process")
         checks.append(check_parity(reference, one, written.model, written.grade, **written.request))
@@ -221,7 +226,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
         "verdict": "not checked" if missing else "checked",
         "loader": loader,
         "why_not": missing,
-        "checks": [check.to_dict() for check in checks],
+        "checks": [asdict(check) for check in checks],
         "tensors": written.tensors,
         "reference": {"compute": reference.compute, "device": reference.device, "longest_tokens": reference.limit},
         "run": {"id": status.get("run"), "state": status.get("state"), "weights_of_step": step},
@@ -233,7 +238,7 @@ def _name_base(run: RunConfig, base: str) -> str:
     """The base's name on the card; without an adapter `base` is the trained model itself."""
     if run.model.is_embedded or run.model.lora is None:
         return public_name(run.model.name)
-    name, included = adapter.name_base(base)
+    name, included = name_base(base)
     return name if included else public_name(base)
 
 
@@ -244,9 +249,30 @@ def _find_base(run: RunConfig, base: str) -> dict[str, Any]:
     return name_built(folder) or {"name": folder if run.model.is_embedded else _name_base(run, base)}
 
 
-def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": adapter.digest(path)}
-        for path in files
-    }
+def push_folder(folder: Path, repo: str, message: str) -> str:
+    """Create the repository if it does not exist, and upload the folder in one commit.
+
+    Args:
+        repo: OWNER/NAME. message: of the commit.
+
+    Returns:
+        the address of the repository.
+
+    Raises:
+        ExportError: refused or unreachable; the folder stays in place.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, ValueError, OSError) as error:
+        raise ExportError(
+            f"the export is complete in {folder}, but --push {repo} failed ({type(error).__name__}): {error}. A token "
+            "with write access is read from HF_TOKEN, in the environment or in .env; HF_HUB_OFFLINE must not be 1. "
+            f"Retry: hf upload {repo} {shlex.quote(str(folder))}"
+        ) from None
+    return str(address)

@@ -85,7 +85,8 @@ def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
         name: int(reader.fields[f"{arch}.attention.{key}"].contents())
         for name, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv"))
     }
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 1 + max(map(_layer_of, weights)))
+    layers = [int(one.name.split(".")[2]) for one in weights if one.name.startswith("model.layers.")]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 1 + max(layers))
     found = {tensor.name: tensor for tensor in reader.tensors}
     largest = 0.0
     for weight in weights:
@@ -93,11 +94,12 @@ def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
         if tensor is None:
             raise ExportError(f"{file}: the tensor of {weight.name} is missing, so the export is not published")
         wanted = _interleave(weight, arch, heads)
-        share = _largest_share(
-            gguf.dequantize(tensor.data, tensor.tensor_type).reshape(wanted.shape),
-            wanted,
-            SUPERBLOCK if kind == "q4_k_m" else BLOCK,
-        )
+        error = np.abs(gguf.dequantize(tensor.data, tensor.tensor_type).reshape(wanted.shape) - wanted)
+        block = SUPERBLOCK if kind == "q4_k_m" else BLOCK
+        width = block if wanted.size % block == 0 else wanted.shape[-1]
+        scale = np.abs(wanted).reshape(-1, width).max(axis=-1, keepdims=True)
+        excess = np.maximum(error.reshape(-1, width) - TINIEST, 0.0)
+        share = float(np.max(excess / np.maximum(scale, TINIEST))) if error.any() else 0.0
         limit = 0.0 if tensor.tensor_type.name == "F32" else LARGEST_ERROR[kind]
         if not share <= limit:  # NaN too
             raise ExportError(
@@ -108,13 +110,6 @@ def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
     if found:
         raise ExportError(f"{file} has tensors that the model does not have: {', '.join(found)}")
     return largest
-
-
-def _largest_share(found: np.ndarray, wanted: np.ndarray, block: int) -> float:
-    width = block if wanted.size % block == 0 else wanted.shape[-1]
-    wanted, error = wanted.reshape(-1, width), np.abs(found - wanted).reshape(-1, width)
-    scale = np.abs(wanted).max(axis=-1, keepdims=True)
-    return float(np.max(np.maximum(error - TINIEST, 0.0) / np.maximum(scale, TINIEST) if error.any() else 0.0))
 
 
 def _interleave(weight: Weight, arch: str, heads: dict[str, int]) -> np.ndarray:
@@ -176,11 +171,6 @@ def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, config: Any) -> No
     special = gguf.SpecialVocab(folder, load_merges=True)
     special.merges = special.merges or NO_MERGE
     special.add_to_gguf(writer, quiet=True)
-
-
-def _layer_of(weight: Weight) -> int:
-    parts = weight.name.split(".")
-    return int(parts[2]) if parts[1] == "layers" else 0
 
 
 def quantise(source: Path, file: Path) -> str | None:

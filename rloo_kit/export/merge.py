@@ -4,22 +4,17 @@ Tensors are read one at a time in float32 from the loaded policy, so the whole m
 is the one that was trained on; on the original 16-bit weights the adapter gives a different model.
 """
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from rloo_kit.errors import ExportError
-from rloo_kit.models.adapters import MORE_THAN_MATRICES, follow_umask
+from rloo_kit.models.adapters import MORE_THAN_MATRICES
 
 ADAPTER = "default"
-SHARD_BYTES = 2 * 2**30
 _INNER = ".base_layer"  # PEFT's name for the module that an adapter wraps
 
 
@@ -38,7 +33,12 @@ class Weight:
 
     def read(self) -> torch.Tensor:
         """The merged tensor in float32 on the CPU."""
-        merged = _dequantise(self.value).detach().to("cpu", torch.float32)
+        merged = self.value
+        if (state := getattr(merged, "quant_state", None)) is not None:
+            from bitsandbytes.functional import dequantize_4bit
+
+            merged = dequantize_4bit(merged.data, state)
+        merged = merged.detach().to("cpu", torch.float32)
         if self.layer is None:
             return merged
         first, second = (getattr(self.layer, name)[ADAPTER].weight for name in ("lora_A", "lora_B"))
@@ -61,51 +61,23 @@ def list_weights(model: Any) -> list[Weight]:
             if id(value) not in seen:
                 seen.add(id(value))
                 is_merged = layer is not None and leaf == "weight" and ADAPTER in layer.lora_A
-                found.append(Weight(f"{outer}.{leaf}", _shape(value), value, layer if is_merged else None))
+                shape = tuple((getattr(value, "quant_state", None) or value).shape)
+                found.append(Weight(f"{outer}.{leaf}", shape, value, layer if is_merged else None))
     return found
-
-
-def write_shards(weights: list[Weight], folder: Path, dtype: torch.dtype, largest: int = SHARD_BYTES) -> None:
-    """Write `model*.safetensors` of at most `largest` bytes each (or one tensor), cast after merging."""
-    groups: list[list[Weight]] = [[]]
-    size = 0
-    for weight in weights:
-        bytes_ = prod(weight.shape) * dtype.itemsize
-        if groups[-1] and size + bytes_ > largest:
-            groups.append([])
-            size = 0
-        groups[-1].append(weight)
-        size += bytes_
-    places: dict[str, str] = {}
-    total = sum(prod(weight.shape) for weight in weights) * dtype.itemsize
-    for number, group in enumerate(groups, 1):
-        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        save_file({one.name: one.read().to(dtype).contiguous() for one in group}, folder / name, {"format": "pt"})
-        places |= dict.fromkeys([one.name for one in group], name)
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    follow_umask(folder)
-
-
-def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors that `write_shards` wrote, read back from the files."""
-    for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (no mapping)
-                yield name, opened.get_tensor(name)
 
 
 def compare_shards(weights: list[Weight], folder: Path, dtype: torch.dtype) -> int:
     """Check that the files of `folder` contain all tensors, bit for bit; returns their number. Raises ExportError with
     the first that differs."""
     wanted = {weight.name: weight for weight in weights}
-    for name, found in read_shards(folder):
-        weight = wanted.pop(name, None)
-        if weight is None or not torch.equal(found, weight.read().to(dtype)):
-            raise ExportError(
-                f"{folder}: the tensor {name} differs from the trained one, so the export is not published"
-            )
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                weight = wanted.pop(name, None)
+                if weight is None or not torch.equal(opened.get_tensor(name), weight.read().to(dtype)):
+                    raise ExportError(
+                        f"{folder}: the tensor {name} differs from the trained one, so the export is not published"
+                    )
     if wanted:
         raise ExportError(f"{folder}: the tensor {next(iter(wanted))} is missing, so the export is not published")
     return len(weights)
@@ -129,17 +101,3 @@ def _refuse_other_adapters(model: Any) -> None:
             f"this adapter {found}, and the kit merges only a LoRA of linear layers: use rloo-kit export --to adapter, "
             "then PEFT's merge_and_unload"
         )
-
-
-def _dequantise(value: torch.Tensor) -> torch.Tensor:
-    state = getattr(value, "quant_state", None)
-    if state is None:
-        return value
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(value.data, state)
-
-
-def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    state = getattr(value, "quant_state", None)
-    return tuple(value.shape if state is None else state.shape)

@@ -17,6 +17,7 @@ from rloo_kit.errors import ExportError, shorten
 from rloo_kit.export import loaders
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import find_end_ids, generate_completions
+from rloo_kit.system.problems import Problem
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
 ENGINE = "generate"  # both backends have it, and it does not start vLLM
@@ -78,7 +79,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Check:
+class Parity:
     """How much an export differs from the policy, in the program that it is for.
 
     Attributes:
@@ -102,19 +103,22 @@ class Check:
     limits: Tolerance
 
     @property
-    def faults(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """The figures beyond their limit."""
         limits, share, unseen = self.limits, self.equal / self.prompts, self.unseen / max(1, self.tokens)
-        found = []
-        if not self.largest <= limits.largest:
-            found.append(f"the log-prob of a token differs by {self.largest:.2g} nats (limit {limits.largest:.2g})")
-        if not self.mean <= limits.mean:
-            found.append(f"log-probs differ by {self.mean:.2g} nats on average (limit {limits.mean:.2g})")
-        if share < limits.equal:
-            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
-        if unseen > 0.02:
-            found.append(f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20")
-        return found
+        largest = f"the log-prob of a token differs by {self.largest:.2g} nats"
+        mean = f"log-probs differ by {self.mean:.2g} nats on average"
+        checks = (
+            (self.largest <= limits.largest, largest, f"limit {limits.largest:.2g}"),
+            (self.mean <= limits.mean, mean, f"limit {limits.mean:.2g}"),
+            (
+                share >= limits.equal,
+                f"{self.equal} of {self.prompts} greedy texts are equal",
+                f"limit {limits.equal:.0%}",
+            ),
+            (unseen <= 0.02, f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20", "limit 2%"),
+        )
+        return [Problem(self.loader, found, limit=limit) for holds, found, limit in checks if not holds]
 
     def __str__(self) -> str:
         return (
@@ -122,10 +126,6 @@ class Check:
             f"{self.largest:.2g} nats, {self.mean:.2g} on average (limits {self.limits.largest:.2g}, "
             f"{self.limits.mean:.2g}); {self.equal} of {self.prompts} greedy texts equal"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Reference:
@@ -155,7 +155,7 @@ def find_missing(loader: str) -> str | None:
     return f"{module} is not installed ({command})" if module and not is_importable(module) else None
 
 
-def check_parity(reference: Reference, loader: str, model: Path, grade: str, **request: Any) -> Check:
+def check_parity(reference: Reference, loader: str, model: Path, grade: str, **request: Any) -> Parity:
     """Load `model` with `loader` (a key of `loaders.LOADERS`) and compare.
 
     Args:
@@ -168,15 +168,16 @@ def check_parity(reference: Reference, loader: str, model: Path, grade: str, **r
     request |= {"limit": reference.limit, "end_ids": reference.end_ids, "pad_id": reference.pad_id}
     reply = _ask(request | {"rows": [asdict(row) for row in reference.rows]})
     check = _compare(reference, reply, loader, grade)
-    if check.faults:
+    if check.problems:
+        found = "; ".join(one.text for one in check.problems)
         raise ExportError(
-            f"the export is not what was trained: in {loader} {'; '.join(check.faults)}. Nothing was published. If the "
+            f"the export is not what was trained: in {loader} {found}. Nothing was published. If the "
             "run's model itself works, this is a bug in the export: keep the run's folder and report it"
         )
     return check
 
 
-def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: str) -> Check:
+def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: str) -> Parity:
     differences: list[float] = []
     equal = unseen = 0
     for row, found in zip(reference.rows, reply["rows"], strict=True):
@@ -194,7 +195,7 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
     lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
     if not differences or any(value != value for value in differences):
         raise ExportError(f"the export is not what was trained: its log-probs in {loader} are not finite")
-    return Check(
+    return Parity(
         loader=loader,
         version=reply["version"],
         holds=grade,

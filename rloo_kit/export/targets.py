@@ -1,7 +1,9 @@
 """The four targets. Each fills a staging folder, reads the tensors back, and describes how to load the export."""
 
+import hashlib
 import json
 import shlex
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +14,18 @@ from transformers import GenerationConfig
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ExportError
-from rloo_kit.export import adapter, gguf, loading
-from rloo_kit.export.merge import Weight, compare_shards, list_weights, write_shards
-from rloo_kit.export.ollama import write_modelfile
+from rloo_kit.export import gguf, loading
+from rloo_kit.export.card import hub_id
+from rloo_kit.export.merge import Weight, compare_shards, list_weights
+from rloo_kit.models.adapters import follow_umask
+from rloo_kit.models.checkpoint import write_shards
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import find_end_ids
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
+from rloo_kit.system.environment import cache_folder
 from rloo_kit.system.processes import say
 
+WEIGHTS = "adapter_model.safetensors"
 TARGETS = ("adapter", "merged", "gguf", "vllm")
 DTYPES = ("float32", "bfloat16", "float16")
 GRADES = {
@@ -69,14 +76,49 @@ class Written:
     request: dict[str, Any] = field(default_factory=dict)
 
 
+def name_base(base: str) -> tuple[str, str | None]:
+    """(name of the base in a published adapter, folder of the base in the export or None if it is not included).
+
+    A hub id stays, even if the model came from the hub's cache. The embedded model is not on the hub, so its folder
+    (2 MB, or 83 MB with Qwen3's vocabulary) is included. Any other folder is named by the last part of its path.
+    """
+    if (found := hub_id(base)) is not None:
+        return found, None
+    folder = Path(base)
+    return folder.name, folder.name if folder.resolve().parent == cache_folder().resolve() else None
+
+
+def check_adapter(saved: Path) -> None:
+    """Raise ExportError if the run's `adapter/` contains no adapter."""
+    if (saved / ADAPTER_CONFIG).is_file():
+        return
+    if (saved / MODEL_CONFIG).is_file():
+        raise ExportError(f"{saved} contains a whole model, not an adapter (model.lora is null): use --to merged")
+    raise ExportError(f"{saved} has no {ADAPTER_CONFIG}, so there is no adapter to export")
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def write_adapter(job: Job) -> Written:
-    """The adapter for PEFT."""
+    """The adapter for PEFT, with its base under a name that is valid on other machines."""
     saved, policy = job.run.folder / "adapter", job.policy
-    adapter.write_adapter(saved, job.base, job.staged)
-    if adapter.digest(saved / adapter.WEIGHTS) != adapter.digest(job.staged / adapter.WEIGHTS):
+    for file in sorted(saved.iterdir()):
+        if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
+            shutil.copyfile(file, job.staged / file.name)
+    name, included = name_base(job.base)
+    settings = json.loads((job.staged / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = name
+    (job.staged / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if included is not None:
+        shutil.copytree(job.base, job.staged / included)
+    follow_umask(job.staged)
+    if digest(saved / WEIGHTS) != digest(job.staged / WEIGHTS):
         raise ExportError(f"{job.staged} differs from the trained adapter, so the export is not published")
     _drop_machine(job.staged)
-    name, included = adapter.name_base(job.base)
     four_bit = job.run.model.load_in_4bit and getattr(job.settings, "quantization_config", None) is None
     embedding = policy.model.get_base_model().get_input_embeddings().weight
     return Written(
@@ -97,7 +139,9 @@ def write_merged(job: Job, for_vllm: bool = False) -> Written:
     kind = job.dtype or {torch.float32: "float32", torch.float16: "float16"}.get(held, "bfloat16")
     say(f"export: {len(weights)} merged tensors in {kind}")
     _write_config(job, job.staged, kind)
-    write_shards(weights, job.staged, getattr(torch, kind))
+    read = {weight.name: weight.read for weight in weights}
+    sizes = {weight.name: weight.shape for weight in weights}
+    write_shards(sizes, lambda name: read[name](), job.staged, getattr(torch, kind))
     count = compare_shards(weights, job.staged, getattr(torch, kind))
     line, shown = (loading.serve_line(job.run, job.policy, name) for name in (str(job.folder), job.repo or "."))
     return Written(
@@ -134,7 +178,7 @@ def write_gguf(job: Job) -> Written:
         else:
             usage = [f"NO q4_k_m WAS MADE: llama-cpp-python is not installed. In {job.folder}: {command}"]
     error = gguf.compare_gguf(weights, file, kind)
-    modelfile = write_modelfile(job.run, job.policy, file.name, find_end_ids(job.policy))
+    modelfile = loading.write_modelfile(job.run, job.policy, file.name, find_end_ids(job.policy))
     if modelfile is None:
         usage.append("no Modelfile for Ollama: the chat template is not ChatML")
     else:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rloo_kit.health.series import Series
+from rloo_kit.system.problems import Problem
 
 LEVELS = ("healthy", "watch", "alarming")
 
@@ -127,28 +128,29 @@ class Rule:
 
 
 @dataclass
-class Finding:
-    """A rule's finding in a run.
+class Finding(Problem):
+    """A rule's finding in a run: `name` is the rule's, `found` the evidence.
 
     Attributes:
-        rule: its name. step: when it was found. since: the first step that shows it. last: the latest so far.
-        evidence, cause, fix: texts. level: "alarming" or "watch". explains: rules that fired as its consequences.
+        step: when it was found. since: the first step that shows it. last: the latest so far. cause: a text.
+        explains: rules that fired as its consequences.
     """
 
-    rule: str
-    step: int
-    since: int
-    last: int
-    evidence: str
-    cause: str
-    fix: str
-    level: str
+    step: int = 0
+    since: int = 0
+    last: int = 0
+    cause: str = ""
     explains: list[str] = field(default_factory=list)
 
     @property
     def title(self) -> str:
         """The rule's name with spaces."""
-        return self.rule.replace("_", " ")
+        return self.name.replace("_", " ")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in `health.jsonl`."""
+        found = {"rule": self.name, "step": self.step, "since": self.since, "last": self.last, "evidence": self.found}
+        return found | {"cause": self.cause, "fix": self.fix, "level": self.level, "explains": self.explains}
 
     def __str__(self) -> str:
-        return f"{self.title} since step {self.since}: {self.evidence}. {self.cause}. To do: {self.fix}"
+        return f"{self.title} since step {self.since}: {self.found}. {self.cause}. To do: {self.fix}"

@@ -3,7 +3,7 @@
 docs/runs.md lists windows and limits; docs/benchmarks.md says how the runs of `benchmarks/health_runs.py` changed them.
 """
 
-from rloo_kit.health import ranges, signs
+from rloo_kit.health import signs
 from rloo_kit.health.rule import Rule
 
 NOTHING_SCORED = ("all_none", "reward_failures")
@@ -37,7 +37,7 @@ RULES: tuple[Rule, ...] = (
         "A reward raises an error, exceeds its time limit or returns something that is not a number",
         "fix the reward: the run's output names it and the first sample it failed on",
         level="watch",  # its threshold makes it alarming; too many failures stop the run anyway
-        thresholds=(ranges.FAILED,),
+        thresholds=(signs.FAILED,),
     ),
     Rule(
         "truncation",
@@ -47,7 +47,7 @@ RULES: tuple[Rule, ...] = (
         "The limit is too short to reach an end, so chance decides which completions end",
         "raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
         follows=(*BREAKS, "length_explosion", "never_closed", "repetition"),
-        thresholds=(ranges.CLIPPED,),
+        thresholds=(signs.CLIPPED,),
     ),
     Rule(
         "cold_start",
@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
         "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature}); "
         "a reward whose pattern wants <think> gives all the same if the prompt opens it",
         follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "entropy_collapse", "never_closed"),
-        thresholds=(ranges.TIED,),
+        thresholds=(signs.TIED,),
     ),
     Rule(
         "zero_gradient",
@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
         "if it recurs or the reward falls, lower rloo.learning_rate (currently {learning_rate})",
         follows=BREAKS,
         level="watch",
-        thresholds=(ranges.GRADIENT,),
+        thresholds=(signs.GRADIENT,),
     ),
     Rule(
         "kl_explosion",
@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
         "The policy drifts far from its reference",
         "raise rloo.beta (currently {beta}) or lower rloo.learning_rate (currently {learning_rate})",
         follows=BREAKS,
-        thresholds=(ranges.KL,),
+        thresholds=(signs.KL,),
     ),
     Rule(
         "kl_outweighs",
@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         "lower rloo.beta (currently {beta})",
         follows=(*NOTHING_SCORED, *BREAKS, "kl_explosion", "no_signal", "cold_start", "entropy_collapse"),
         level="watch",
-        thresholds=(ranges.SPREAD,),
+        thresholds=(signs.SPREAD,),
     ),
     Rule(
         "entropy_collapse",
@@ -121,7 +121,7 @@ RULES: tuple[Rule, ...] = (
         "check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
         "(currently {beta}) or rloo.temperature (currently {temperature})",
         follows=(*BREAKS, "reward_hacking", "repetition", "length_collapse", "length_explosion", "never_closed"),
-        thresholds=(ranges.ENTROPY,),
+        thresholds=(signs.ENTROPY,),
     ),
     Rule(
         "entropy_explosion",
@@ -160,7 +160,7 @@ RULES: tuple[Rule, ...] = (
         "Completions repeat themselves: a reward pays for it, or updates are too large",
         "read rollouts.jsonl; check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
         follows=BREAKS,
-        thresholds=(ranges.REPEATED,),
+        thresholds=(signs.REPEATED,),
     ),
     Rule(
         "never_closed",
@@ -171,7 +171,7 @@ RULES: tuple[Rule, ...] = (
         "add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
         "only runs out of room",
         follows=(*BREAKS, "truncation", "length_explosion", "repetition"),
-        thresholds=(ranges.CLOSED,),
+        thresholds=(signs.CLOSED,),
     ),
     Rule(
         "reward_hacking",
@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
         "set rloo.sampler_correction=token (currently {sampler_correction}); if vLLM or a server samples, "
         "rollout.engine=generate avoids it",
         follows=BREAKS,
-        thresholds=(ranges.GAP,),
+        thresholds=(signs.GAP,),
     ),
     Rule(
         "ratio",
@@ -221,6 +221,6 @@ RULES: tuple[Rule, ...] = (
         signs.ratio,
         "On-policy this is a bug: the ratio has to be exactly 1",
         "see references/troubleshooting.md",
-        thresholds=(ranges.RATIO,),
+        thresholds=(signs.RATIO,),
     ),
 )  # fmt: skip

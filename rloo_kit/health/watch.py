@@ -3,11 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rloo_kit.health.rule import Context, Evidence, Finding, Rule
+from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.rules import RULES
 from rloo_kit.health.series import Row, Series, is_number
 from rloo_kit.health.signs import is_solved
+from rloo_kit.system.problems import Problem
 
 LAST_ROWS = 10  # logged steps to average
 NEAR = 5  # a consequence may show up to this many steps before its cause
@@ -27,7 +29,7 @@ class HealthWatch:
     >>> row = {"frac_reward_zero_std": 1.0, "completions/clipped_ratio": 1.0, "reward": -1.0, "grad_norm": 0.0}
     >>> watch.observe({"step": 1, **row})
     []
-    >>> [(one.rule, one.since, one.explains) for one in watch.observe({"step": 2, **row})]
+    >>> [(one.name, one.since, one.explains) for one in watch.observe({"step": 2, **row})]
     [('truncation', 1, ['no_signal', 'zero_gradient'])]
     """
 
@@ -48,7 +50,7 @@ class HealthWatch:
     def findings(self) -> list[Finding]:
         """The reported causes, in step order."""
         causes = [self._found[name] for name in self._reported if self._is_first(self._found[name])]
-        return sorted(causes, key=lambda one: (one.since, one.step, one.rule))
+        return sorted(causes, key=lambda one: (one.since, one.step, one.name))
 
     def holds(self, finding: Finding) -> bool:
         """Whether the finding was true of the last row."""
@@ -70,9 +72,23 @@ class HealthWatch:
             if self.context.modes.get(rule.name) == "off":
                 continue
             evidence = rule.detect(self._seen, self.context, rule.window or self.context.no_signal_steps)
-            if evidence is not None:
-                active.append(rule)
-                self._keep(rule, evidence)
+            if evidence is None:
+                continue
+            active.append(rule)
+            if (found := self._found.get(rule.name)) is not None:
+                found.last, found.found = row["step"], evidence.text
+                continue
+            values = defaultdict(lambda: "unset", self.context.rloo)
+            self._found[rule.name] = Finding(
+                rule.name,
+                evidence.text,
+                (evidence.fix or rule.fix).format_map(values),
+                level=rule.level,
+                step=row["step"],
+                since=evidence.since,
+                last=row["step"],
+                cause=(evidence.cause or rule.cause).format_map(values),
+            )
         for finding in self._found.values():
             finding.explains = sorted(
                 name for name, one in self._found.items() if one is not finding and self._root(one) is finding
@@ -88,35 +104,23 @@ class HealthWatch:
             self.stop = self._root(self._found[self.stopped_by])
         return [self._found[name] for name in new]
 
-    def _keep(self, rule: Rule, evidence: Evidence) -> None:
-        found, step = self._found.get(rule.name), self._seen.step
-        if found is not None:
-            found.last, found.evidence = step, evidence.text
-            return
-        values = defaultdict(lambda: "unset", self.context.rloo)
-        cause = (evidence.cause or rule.cause).format_map(values)
-        fix = (evidence.fix or rule.fix).format_map(values)
-        self._found[rule.name] = Finding(rule.name, step, evidence.since, step, evidence.text, cause, fix, rule.level)
-
-    def _cause(self, finding: Finding) -> Finding | None:
-        """The earliest finding that this one follows from and that was active when it began; None for a first cause."""
-        rules = {rule.name: rule for rule in RULES}
-        causes = []
-        for name in rules[finding.rule].follows:
-            other = self._found.get(name)
-            slack = 0 if finding.rule in rules[name].follows else NEAR
-            if other is not None and other.since <= finding.since + slack and other.last >= finding.since - NEAR:
-                causes.append(other)
-        return min(causes, key=lambda one: one.since, default=None)
-
     def _root(self, finding: Finding) -> Finding:
-        """The first cause; if findings form a cycle, the earliest of them."""
-        passed = [finding]
-        while (cause := self._cause(passed[-1])) is not None:
+        """The first cause of a finding: the earliest one that it follows from and that was active when it began, and so
+        on. If findings form a cycle, the earliest of them."""
+        rules, passed = {rule.name: rule for rule in RULES}, [finding]
+        while True:
+            last, causes = passed[-1], []
+            for name in rules[last.name].follows:
+                other = self._found.get(name)
+                slack = 0 if last.name in rules[name].follows else NEAR
+                if other is not None and other.since <= last.since + slack and other.last >= last.since - NEAR:
+                    causes.append(other)
+            if not causes:
+                return last
+            cause = min(causes, key=lambda one: one.since)
             if cause in passed:
-                return min(passed[passed.index(cause) :], key=lambda one: (one.since, one.step, one.rule))
+                return min(passed[passed.index(cause) :], key=lambda one: (one.since, one.step, one.name))
             passed.append(cause)
-        return passed[-1]
 
     def _is_first(self, finding: Finding) -> bool:
         return self._root(finding) is finding
@@ -127,22 +131,25 @@ def examine(rows: Iterable[Row], context: Context) -> list[Finding]:
     return HealthWatch(context, rows).findings
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """One metric of a run: its mean over the last rows, its level, and what to change (empty if nothing)."""
+@dataclass
+class Judgement(Problem):
+    """One metric of a run, `name`: its mean over the last rows, its level, what to change (empty if nothing), and the
+    rule that watches it."""
 
-    metric: str
-    value: float
-    level: str
-    action: str
-    rule: str
+    value: float = 0.0
+    rule: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        found = {"metric": self.name, "value": self.value, "level": self.level}
+        return found | {"action": self.fix, "rule": self.rule}
 
 
 def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS, solved: bool = False) -> list[Judgement]:
     """Judge the last rows of a `metrics.jsonl`; metrics that were not logged are left out.
 
     >>> rows = [{"step": 1, "completions/clipped_ratio": 1.0, "grad_norm": 0.2}]
-    >>> [(found.metric, found.level) for found in judge(rows)]
+    >>> [(found.name, found.level) for found in judge(rows)]
     [('completions/clipped_ratio', 'alarming'), ('grad_norm', 'healthy')]
 
     Args:
@@ -160,6 +167,6 @@ def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS, so
                     value = sum(values) / len(values)
                     well = solved and threshold.unless_solved
                     level, action = ("healthy", "") if well else (threshold.level(value), threshold.action(value))
-                    found.append(Judgement(metric, value, level, action, rule.name))
+                    found.append(Judgement(metric, "", action, level=level, value=value, rule=rule.name))
                     break
     return found

@@ -1,8 +1,7 @@
 """Health of a run during training: the callback that checks the rules of package `health`, and weight movement."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.loop.callbacks import is_step_row
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.problems import warn
 from rloo_kit.system.processes import say
 
 SAMPLED = 2**16  # trained parameters whose movement is measured
@@ -55,15 +55,13 @@ class HealthGuard(TrainerCallback):
         if not is_step_row(logs):
             return control
         found, self.stopped_by, self._cause = share((self._observe(), self._watch.stopped_by, self._watch.stop))
-        for finding in found:
-            say(f"WARNING: {finding}")
+        warn(found)
         if self.stopped_by is not None:
             control.should_save = control.should_training_stop = True
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        for finding in self._observe():  # a measurement after the last step
-            say(f"WARNING: {finding}")
+        warn(self._observe())  # a measurement after the last step
         self._write()
 
     def _observe(self) -> list[Finding]:
@@ -74,12 +72,10 @@ class HealthGuard(TrainerCallback):
         return found
 
     def _write(self) -> None:
-        causes = self.findings
-        rows = [
-            {"step": one.step, **asdict(one), "run": self.run_dir.id} for one in sorted(causes, key=attrgetter("step"))
-        ]
-        self.run_dir.replace_jsonl("health.jsonl", rows)
-        brief = [{"rule": one.rule, "since": one.since, "evidence": one.evidence, "fix": one.fix} for one in causes]
+        causes = [one.to_dict() for one in self.findings]
+        rows = [{"step": one["step"], **one, "run": self.run_dir.id} for one in causes]
+        self.run_dir.replace_jsonl("health.jsonl", sorted(rows, key=itemgetter("step")))
+        brief = [{key: one[key] for key in ("rule", "since", "evidence", "fix")} for one in causes]
         self.run_dir.set_status("running", health=brief)
 
     def make_error(self, where: str) -> HealthError:

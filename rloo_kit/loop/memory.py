@@ -1,8 +1,11 @@
-"""Peak memory of a run vs. the plan: a printed line, and `memory.json`."""
+"""The meter of peak memory, and a run's peak vs. the plan: a printed line, and `memory.json`."""
 
 import gc
 import platform
-from dataclasses import dataclass, replace
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,47 +21,84 @@ from rloo_kit.plan.result import Machine
 from rloo_kit.runs.files import now
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text
-from rloo_kit.system.memory import GIB, ResidentPeak, trim_heap
+from rloo_kit.system.memory import GIB, resident_gib, trim_heap
 from rloo_kit.system.processes import is_main_process, say
 
 
-@dataclass(frozen=True)
-class Peak:
-    """A process's measured peak in GiB: `measured_gib` includes CUDA's context; `spare_gib` is reserved but unused.
+class MemoryPeak:
+    """The peak of this process's memory from `start` to `finish`, or of a `with` block, in GiB: torch's allocation on a
+    GPU, else resident memory (the kernel's own peak if it can be reset, else sampled every 2 ms).
+
+    Args:
+        settled: free garbage and the allocator's cache first, and raise BackendError if memory cannot be measured;
+            False keeps them, as in a run.
 
     Attributes:
-        load: with the longest prompt, completion and pass of the run. rows: completions at once.
+        gib: the peak. reserved_gib: what torch's allocator reserved; 0 without a GPU. seconds: between both calls.
+        start_gib: resident memory at the start; None on a GPU, or if there is no /proc.
     """
 
-    load: Load
-    rows: int
-    measured_gib: float
-    spare_gib: float
+    gib = reserved_gib = seconds = 0.0
+    start_gib: float | None = None
 
-    @property
-    def part(self) -> str:
-        """The part with the larger computed peak: "rollout" or "training"."""
-        return "rollout" if self._computed[0] >= self._computed[1] else "training"
+    def __init__(self, settled: bool = True) -> None:
+        self._settled = settled
 
-    @property
-    def computed_gib(self) -> float:
-        return max(self._computed)
+    def start(self) -> "MemoryPeak":
+        self._cuda = torch.cuda if torch.cuda.is_available() else None
+        self._thread: threading.Thread | None = None
+        if self._settled:
+            gc.collect()
+        if self._cuda is not None:
+            self._cuda.synchronize()
+            if self._settled:
+                self._cuda.empty_cache()
+            self._cuda.reset_peak_memory_stats()
+        else:
+            if self._settled:
+                trim_heap()
+            self.start_gib = resident_gib()
+            if self.start_gib is not None:
+                try:
+                    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+                except OSError:
+                    self._most, self._done = self.start_gib, threading.Event()
+                    self._thread = threading.Thread(target=self._sample, daemon=True)
+                    self._thread.start()
+            elif self._settled:
+                raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
+        self._started = time.monotonic()
+        return self
 
-    @property
-    def ratio(self) -> float:
-        return self.measured_gib / self.computed_gib
+    def finish(self) -> None:
+        if self._cuda is not None:
+            self._cuda.synchronize()
+            self.gib = self._cuda.max_memory_allocated() / GIB
+            self.reserved_gib = self._cuda.max_memory_reserved() / GIB
+        elif self._thread is not None:
+            self._done.set()
+            self._thread.join()
+            self.gib = max(self._most, resident_gib() or 0.0)
+        elif self.start_gib is not None:
+            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+            self.gib = int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
+        self.seconds = time.monotonic() - self._started
 
-    @property
-    def _computed(self) -> tuple[float, float]:
-        plain = replace(self.load, factors=(1.0, 1.0))
-        return rollout_gib(plain, self.rows), training_gib(plain, self.rows)
+    def _sample(self) -> None:
+        while not self._done.wait(0.002):
+            self._most = max(self._most, resident_gib() or 0.0)
+
+    def __enter__(self) -> "MemoryPeak":
+        return self.start()
+
+    def __exit__(self, *_error: Any) -> None:
+        self.finish()
 
 
 class MemoryWatch:
     """Measures this process from `start` to `report`; a rollout listener that records the longest rows in between.
 
-    On a GPU it reads torch's peaks; elsewhere the growth of resident memory, which excludes what else a notebook has
-    loaded.
+    Off a GPU it counts the growth of resident memory, which excludes what else a notebook has loaded.
 
     Args:
         load, machine: from the plan. rows: completions at once.
@@ -67,7 +107,7 @@ class MemoryWatch:
     def __init__(self, load: Load, machine: Machine, rows: int) -> None:
         self.load, self.machine, self.rows = load, machine, rows
         self._prompt = self._completion = 0
-        self._resident: ResidentPeak | None = None
+        self._peak = MemoryPeak(settled=False)
 
     def __call__(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -77,55 +117,56 @@ class MemoryWatch:
     def start(self) -> None:
         """Reset the peaks."""
         gc.collect()
-        if self.machine.on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            return
-        trim_heap()
-        try:
-            self._resident = ResidentPeak()
-        except BackendError:
-            self._resident = None
+        if not self.machine.on_cuda:
+            trim_heap()
+        self._peak.start()
 
     def report(self, run_dir: RunDir) -> None:
         """Print and store the largest measurement of all processes; all of them call it."""
-        found = [peak for peak in gather_objects(self._measure()) if peak is not None]
+        found = [one for one in gather_objects(self._measure()) if one is not None]
         if not found or not is_main_process():
             return
-        largest = max(found, key=lambda peak: peak.measured_gib)
-        planned = max(rollout_gib(self.load, self.rows), training_gib(self.load, self.rows))
-        computed = f"{largest.computed_gib:.2f} for the longest ({largest.load.row_tokens})"
-        measured = f"measured peak {largest.measured_gib:.2f} GiB ({largest.ratio:.2f})"
-        planned_for = f"planned {planned:.2f} GiB at {self.load.row_tokens} tokens"
+        largest = max(found, key=lambda one: one["measured_gib"])
+        computed = f"{largest['computed_gib']:.2f} for the longest ({largest['row_tokens']})"
+        measured = f"measured peak {largest['measured_gib']:.2f} GiB ({largest['ratio']:.2f})"
+        planned_for = f"planned {largest['planned_gib']:.2f} GiB at {self.load.row_tokens} tokens"
         say(fill_text(f"memory: {planned_for}, {computed}; {measured}"))
-        run_dir.write_json("memory.json", describe(largest, self.machine, planned))
+        machine = self.machine
+        name = f"{machine.name}, {machine.total_gib:.0f} GiB" if machine.on_cuda else f"{platform.node()}, CPU"
+        figures = {key: round(value, 3) if isinstance(value, float) else value for key, value in largest.items()}
+        run_dir.write_json("memory.json", {"machine": name, "date": now()} | figures)
 
-    def _measure(self) -> Peak | None:
-        """This process's measurement; None if no completion was sampled or memory cannot be measured."""
+    def _measure(self) -> dict[str, Any] | None:
+        """This process's figures for `memory.json`, GiB: the peak, with CUDA's context, next to those computed for the
+        run and for its longest rows. None if no completion was sampled or memory cannot be measured."""
         if not self._completion:
             return None
-        load, spare = self.load, 0.0
+        load, peak = self.load, self._peak
+        peak.finish()
+        spare = 0.0
         if self.machine.on_cuda:
-            gib = torch.cuda.max_memory_allocated() / GIB
-            spare = torch.cuda.max_memory_reserved() / GIB - gib
-            gib += context_bytes(load) / GIB
-        elif self._resident is not None:
+            measured = peak.gib + context_bytes(load) / GIB
+            spare = peak.reserved_gib - peak.gib
+        elif peak.start_gib is not None:
             loaded = context_bytes(load) + body_bytes(load) + table_bytes(load) + own_bytes(load)
-            gib = self._resident.finish() - self._resident.start_gib + loaded / GIB
+            measured = peak.gib - peak.start_gib + loaded / GIB
         else:
             return None
         prompt, completion = min(self._prompt, load.prompt_tokens), min(self._completion, load.completion_tokens)
-        seen = replace(load, prompt_tokens=prompt, completion_tokens=completion)
-        return Peak(seen, self.rows, gib, spare)
-
-
-def describe(peak: Peak, machine: Machine, planned_gib: float) -> dict[str, Any]:
-    """The content of a run's `memory.json`, GiB with three decimals."""
-    figures = {"planned_gib": planned_gib, "computed_gib": peak.computed_gib, "measured_gib": peak.measured_gib}
-    figures |= {"ratio": peak.ratio, "spare_gib": peak.spare_gib}
-    name = f"{machine.name}, {machine.total_gib:.0f} GiB" if machine.on_cuda else f"{platform.node()}, CPU"
-    named = {"machine": name, "date": now(), "part": peak.part}
-    lengths = {"row_tokens": peak.load.row_tokens, "rows": peak.rows, "tokens_per_pass": peak.load.pass_tokens}
-    return named | {name: round(value, 3) for name, value in figures.items()} | lengths
+        seen = replace(load, prompt_tokens=prompt, completion_tokens=completion, factors=(1.0, 1.0))
+        rollout, training = rollout_gib(seen, self.rows), training_gib(seen, self.rows)
+        computed = max(rollout, training)
+        return {
+            "part": "rollout" if rollout >= training else "training",
+            "planned_gib": max(rollout_gib(load, self.rows), training_gib(load, self.rows)),
+            "computed_gib": computed,
+            "measured_gib": measured,
+            "ratio": measured / computed,
+            "spare_gib": spare,
+            "row_tokens": seen.row_tokens,
+            "rows": self.rows,
+            "tokens_per_pass": seen.pass_tokens,
+        }
 
 
 def watch_memory(run: RunConfig, config: dict[str, Any], engine: str, args: Any) -> MemoryWatch | None:

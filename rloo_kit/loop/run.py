@@ -27,7 +27,8 @@ from rloo_kit.loop.run_arguments import loaded_engine, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, drop_reference, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
-from rloo_kit.preflight.cheap import find_place_faults, raise_errors
+from rloo_kit.preflight.cheap import find_place_faults
+from rloo_kit.preflight.faults import raise_errors
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
@@ -374,7 +375,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
 def _conclude(run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None) -> None:
     """The last lines: other health findings, and the verdict, which `status.json` stores."""
     verdict = judge_run(run, result, before, after)
-    say_findings((one for one in result.findings if one.rule != verdict.rule), result.steps)
+    say_findings((one for one in result.findings if one.name != verdict.rule), result.steps)
     if is_main_process():
         record_verdict(result.folder, verdict)
     say(verdict)

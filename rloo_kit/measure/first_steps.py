@@ -13,17 +13,18 @@ from transformers.trainer_callback import TrainerCallback
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
+from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision
-from rloo_kit.measure.memory import Peak, measure_steps, size_of_steps
+from rloo_kit.measure.memory import measure_steps, size_of_steps
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.changes import find_changes
 from rloo_kit.plan.load import read_load
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.result import VramPlan
-from rloo_kit.preflight.faults import Fault
 from rloo_kit.preflight.result import Measures
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system.memory import is_out_of_memory
+from rloo_kit.system.problems import Problem
 
 Weights = dict[str, torch.Tensor]  # by name
 Tell = Callable[[str], None]  # shows a line
@@ -99,12 +100,12 @@ class StepsFound:
     tokens of the rollout, and trained tokens."""
 
     looked: FirstSteps
-    rollout: Peak | None = None
-    training: Peak | None = None
+    rollout: MemoryPeak | None = None
+    training: MemoryPeak | None = None
     rows: int = 0
     decoded: int = 0
     trained_tokens: int = 0
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Problem] = field(default_factory=list)
 
 
 def try_steps(run: RunConfig, policy: Policy, weights: Weights, measures: Measures, tell: Tell) -> StepsFound:
@@ -119,8 +120,8 @@ def try_steps(run: RunConfig, policy: Policy, weights: Weights, measures: Measur
     found = StepsFound(FirstSteps(weights, tell))
     if not plan.machine.on_cuda and plan.headroom_gib < 0:  # no error on a CPU: the system kills programs
         limit = f"and {plan.machine.name} has {plan.machine.usable_gib:.2f}; the step was not run"
-        text = f"the run takes {plan.peak_gib:.2f} GiB (computed), {limit}. {_changes(run, plan, policy)}"
-        found.faults.append(Fault("memory", text))
+        text = f"the run takes {plan.peak_gib:.2f} GiB (computed), {limit}"
+        found.faults.append(Problem("memory", text, _changes(run, plan, policy)))
         return found
     found.rows = 0 if engine in FOREIGN else plan.rows
     completions, row_tokens = size_of_steps(policy, run)
@@ -128,20 +129,30 @@ def try_steps(run: RunConfig, policy: Policy, weights: Weights, measures: Measur
     tell(f"steps at full length: {completions} completions of {row_tokens} tokens with their prompts")
     steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
 
-    def measure(rows: int) -> tuple[Peak, Peak] | None:
+    def measure(rows: int) -> tuple[MemoryPeak, MemoryPeak] | None:
+        """The peaks; None if memory ran out, which is freed."""
         found.looked = FirstSteps(weights, tell)
-        return _unless_full(lambda: measure_steps(policy, run, rows, found.decoded, [found.looked], steps))
+        try:
+            return measure_steps(policy, run, rows, found.decoded, [found.looked], steps)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
 
     peaks = measure(found.rows)
     if peaks is None and found.rows:
-        text = f"{found.rows} full completions do not fit: fewer are sampled at once, which takes longer. Set "
-        text += f"rollout.rows={max(found.rows // 2, 1)}, or free memory: {_changes(run, plan, policy)}"
+        text = f"{found.rows} full completions do not fit: fewer are sampled at once, which takes longer"
+        fix = f"set rollout.rows={max(found.rows // 2, 1)}, or free memory: {_changes(run, plan, policy)}"
         found.rows, peaks = 0, measure(0)
         if peaks is not None:
-            found.faults.append(Fault("memory", text, "warning"))
+            found.faults.append(Problem("memory", text, fix, level="warning"))
     if peaks is None:
-        text = f"an optimizer step at full length ran out of memory, of {plan.machine.usable_gib:.2f} GiB on "
-        found.faults.append(Fault("memory", f"{text}{plan.machine.name}. {_changes(run, plan, policy)}"))
+        machine = f"{plan.machine.usable_gib:.2f} GiB on {plan.machine.name}"
+        text = f"an optimizer step at full length ran out of memory, of {machine}"
+        found.faults.append(Problem("memory", text, _changes(run, plan, policy)))
         return found
     found.rollout, found.training = peaks if found.rows else (None, peaks[1])
     measures.rollout_gib = found.rollout.gib if found.rollout else None
@@ -151,19 +162,6 @@ def try_steps(run: RunConfig, policy: Policy, weights: Weights, measures: Measur
     return found
 
 
-def _unless_full(call: Callable[[], tuple[Peak, Peak]]) -> tuple[Peak, Peak] | None:
-    """The result of the call; None if it ran out of memory, which is freed."""
-    try:
-        return call()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return None
-
-
 def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
     """Changes from the memory plan, cumulative; if the plan says that the run fits, those that lower its peak."""
     changes = plan.changes
@@ -171,30 +169,35 @@ def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
         load = read_load(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
         changes = tuple(find_changes(run, load, plan.rows, SMALLER * plan.peak_gib))
     if not changes:
-        return "Take a smaller model.name"
-    return f"Set {', then '.join(change.override for change in changes)}"
+        return "take a smaller model.name"
+    return f"set {', then '.join(change.override for change in changes)}"
 
 
-def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Fault]:
-    """Faults shown by the gradient and by how the weights changed."""
-    rate = run.rloo.learning_rate
+def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Problem]:
+    """Problems shown by the gradient and by how the weights changed."""
+    rate, level = run.rloo.learning_rate, "error"
     if looked.grad_norm is None or not math.isfinite(looked.grad_norm):
-        text = "the gradient of a step at full length is not finite: set model.dtype=float32"
-        return [Fault("gradient", text + (" or model.dtype=bfloat16" if run.model.dtype == "float16" else ""))]
-    if looked.grad_norm == 0.0:
-        text = "the gradient of completions with unequal rewards is 0, so nothing is trained: check "
-        return [Fault("gradient", f"{text}model.lora.target_modules, or set model.lora=null")]
-    if rate == 0.0:
+        found = "the gradient of a step at full length is not finite"
+        fix = "set model.dtype=float32" + (" or model.dtype=bfloat16" if run.model.dtype == "float16" else "")
+    elif looked.grad_norm == 0.0:
+        found = "the gradient of completions with unequal rewards is 0, so nothing is trained"
+        fix = "check model.lora.target_modules, or set model.lora=null"
+    elif rate == 0.0:
         usual = RLOOSection.model_fields["learning_rate"].default
-        return [Fault("gradient", f"rloo.learning_rate is 0, so nothing moves: set rloo.learning_rate={usual:g}")]
-    if looked.moved >= MOVED_MOST:
+        found, fix = "rloo.learning_rate is 0, so nothing moves", f"set rloo.learning_rate={usual:g}"
+    elif looked.moved >= MOVED_MOST:
         return []
-    name = str(looked.dtype).removeprefix("torch.")
-    fix = f" or rloo.learning_rate={_round_up(looked.needed)}" if "adam" in run.rloo.optim else ""
-    fix = f"set model.dtype=float32{fix}" if looked.dtype != torch.float32 else fix.removeprefix(" or ")
-    text = f"rloo.learning_rate={rate:g} changes {looked.moved:.1%} of the weights; it is below the {name} spacing of "
-    text += f"the others. {fix[:1].upper()}{fix[1:]}"
-    return [Fault("gradient", text, "error" if looked.moved < MOVED_LEAST else "warning")]
+    else:
+        name = str(looked.dtype).removeprefix("torch.")
+        found = (
+            f"rloo.learning_rate={rate:g} changes {looked.moved:.1%} of the weights; it is below the {name} spacing "
+        )
+        found += "of the others"
+        fixes = [] if looked.dtype == torch.float32 else ["set model.dtype=float32"]
+        if "adam" in run.rloo.optim:
+            fixes.append(f"rloo.learning_rate={_round_up(looked.needed)}")
+        fix, level = " or ".join(fixes), "error" if looked.moved < MOVED_LEAST else "warning"
+    return [Problem("gradient", found, fix, level=level)]
 
 
 def _round_up(number: float) -> str:

@@ -5,11 +5,9 @@ decoding after full caches, and two optimizer steps (the optimizer's state exist
 figure is torch's peak, without CUDA's context and the allocator's reserve; elsewhere resident memory.
 """
 
-import gc
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
+from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -31,7 +30,6 @@ from rloo_kit.plan.parts import Load
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import Limits, Rollout
-from rloo_kit.system.memory import GIB, ResidentPeak, resident_gib, trim_heap
 
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate")
@@ -41,51 +39,12 @@ NOT_HERE = {
 }
 
 
-class Peak:
-    """Peak memory of a `with` block in GiB: torch's allocation on a GPU, else resident memory. `reserved_gib` is what
-    torch's allocator reserved, 0 without a GPU; `seconds` is the time of the block.
-
-    Args:
-        settled: free garbage and the allocator's cache first; False keeps them, as in a run.
-    """
-
-    gib = reserved_gib = seconds = 0.0
-
-    def __init__(self, settled: bool = True) -> None:
-        self._settled = settled
-
-    def __enter__(self) -> "Peak":
-        self._cuda = torch.cuda if torch.cuda.is_available() else None
-        self._watch: ResidentPeak | None = None
-        if self._settled:
-            gc.collect()
-        if self._cuda is not None:
-            self._cuda.synchronize()
-            if self._settled:
-                self._cuda.empty_cache()
-            self._cuda.reset_peak_memory_stats()
-        else:
-            if self._settled:
-                trim_heap()
-            if self._settled or resident_gib() is not None:  # if settled, ResidentPeak raises without /proc
-                self._watch = ResidentPeak()
-        self._started = time.monotonic()
-        return self
-
-    def __exit__(self, *_error: Any) -> None:
-        if self._watch is not None:
-            self.gib = self._watch.finish()
-        elif self._cuda is not None:
-            self._cuda.synchronize()
-            self.gib = self._cuda.max_memory_allocated() / GIB
-            self.reserved_gib = self._cuda.max_memory_reserved() / GIB
-        self.seconds = time.monotonic() - self._started
-
-
 # ------------------------------------------------------------------------------------------------ the rollout
 
 
-def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, decoded: int = DECODED_TOKENS) -> Peak:
+def measure_rollout(
+    policy: Policy, run: RunConfig, rows: int, tokens: int, decoded: int = DECODED_TOKENS
+) -> MemoryPeak:
     """Decode the last tokens of `rows` completions of `tokens` tokens each, prompt included.
 
     Args:
@@ -100,7 +59,9 @@ def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, deco
     if positions is not None and tokens > positions:
         raise BackendError(f"rows of {tokens} tokens were requested, and the model has {positions} positions")
     engine = _full_engine(policy, run, rows)
-    with Peak() as peak, _autocast(run, policy):
+    precision = mixed_precision(run)  # as the trainer samples
+    dtype = torch.bfloat16 if precision["bf16"] else torch.float16
+    with MemoryPeak() as peak, torch.autocast(policy.model.device.type, dtype, enabled=any(precision.values())):
         _decode_ends(engine, rows, tokens, decoded)
     return peak
 
@@ -118,7 +79,11 @@ def _full_engine(policy: Policy, run: RunConfig, rows: int) -> Any:
         rows=rows,
         say=lambda line: None,
     )
-    engine._halve = _out_of_rows
+
+    def refuse(tried: int, _left: int) -> None:
+        raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
+
+    engine._halve = refuse
     if engine.name == "native":
         engine._fill = fill_slots
     elif engine.name == "generate":
@@ -136,14 +101,6 @@ def _decode_ends(engine: Any, rows: int, tokens: int, decoded: int) -> None:
         raise BackendError(f"rows of {sorted(lengths)} tokens came back instead of {decoded}")
 
 
-def _autocast(run: RunConfig, policy: Policy) -> AbstractContextManager[Any]:
-    """The mixed precision in which the trainer samples."""
-    chosen = mixed_precision(run)
-    if not any(chosen.values()):
-        return nullcontext()
-    return torch.autocast(policy.model.device.type, torch.bfloat16 if chosen["bf16"] else torch.float16)
-
-
 def engine_to_measure(run: RunConfig) -> str:
     """The engine to measure; vLLM, here or on a server, is refused."""
     if run.rollout.engine not in LOCAL_ENGINES:
@@ -154,18 +111,14 @@ def engine_to_measure(run: RunConfig) -> str:
     return str(run.rollout.engine)
 
 
-def _out_of_rows(tried: int, _left: int) -> None:
-    raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
-
-
 # ------------------------------------------------------------------------------------------------ training
 
 
-def measure_training(policy: Policy, run: RunConfig) -> Peak:
+def measure_training(policy: Policy, run: RunConfig) -> MemoryPeak:
     """Peak of two optimizer steps on completions of full length, in passes as large as the run's largest. Changes the
     policy's weights. Raises ConfigError if the run's keys contradict each other, and torch's out-of-memory error."""
     load = load_of(run, policy)
-    with Peak() as peak:
+    with MemoryPeak() as peak:
         _take_steps(policy, run, load, _FullRows(load.row_tokens))
     return peak
 
@@ -177,7 +130,7 @@ def measure_steps(
     decoded: int = DECODED_TOKENS,
     callbacks: Sequence[TrainerCallback] = (),
     steps: int = 2,
-) -> tuple[Peak, Peak]:
+) -> tuple[MemoryPeak, MemoryPeak]:
     """The steps of `measure_training`, each after the last `decoded` tokens of a rollout of `rows` full rows by the
     run's engine (0: no rollout), with the optimizer and everything else of a run in memory.
 
@@ -189,9 +142,9 @@ def measure_steps(
     """
     load = load_of(run, policy)
     if not rows:
-        with Peak(settled=False) as training:
+        with MemoryPeak(settled=False) as training:
             _take_steps(policy, run, load, _FullRows(load.row_tokens), callbacks, steps)
-        return Peak(), training
+        return MemoryPeak(), training
     engine = _FullRows(load.row_tokens, _full_engine(policy, run, rows), rows, decoded)
     with engine.around:
         _take_steps(policy, run, load, engine, callbacks, steps)
@@ -297,7 +250,7 @@ class _FullRows:
 
     def __init__(self, tokens: int, engine: Any = None, rows: int = 0, decoded: int = 0) -> None:
         self._tokens, self._engine, self._rows, self._decoded = tokens, engine, rows, decoded
-        self.rollout, self.training = Peak(settled=False), Peak(settled=False)
+        self.rollout, self.training = MemoryPeak(settled=False), MemoryPeak(settled=False)
         self.around = ExitStack()
 
     def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
@@ -312,8 +265,8 @@ class _FullRows:
     @contextmanager
     def _watch(self, part: str) -> Iterator[None]:
         """Update the peak of a part with that of the block."""
-        total: Peak = getattr(self, part)
-        with Peak(settled=False) as peak:
+        total: MemoryPeak = getattr(self, part)
+        with MemoryPeak(settled=False) as peak:
             yield
         total.gib, total.reserved_gib = max(total.gib, peak.gib), max(total.reserved_gib, peak.reserved_gib)
         total.seconds = peak.seconds

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, RlooKitError
-from rloo_kit.measure.memory import NOT_HERE, Peak, load_of, measure_rollout, measure_training, rows_of_a_pass
+from rloo_kit.loop.memory import MemoryPeak
+from rloo_kit.measure.memory import NOT_HERE, load_of, measure_rollout, measure_training, rows_of_a_pass
 from rloo_kit.measure.stand_ins import save_random_checkpoint
 from rloo_kit.models.policy import load_policy
 from rloo_kit.plan.parts import context_bytes
@@ -70,24 +71,16 @@ def measure_plan(run: RunConfig, plan: VramPlan, say: Callable[[str], None] = pr
             "measuring it would get other programs killed. Apply the changes that `rloo-kit plan` lists"
         )
     with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
-        run = _with_random_weights(run, folder, say)
+        run = run.model_copy(deep=True)
+        if not run.model.is_embedded:
+            say(f"measure: random weights of the shape of {run.model.name}")
+            save_random_checkpoint(run, folder)
+            run.model.name, run.model.adapter = folder, None
+            run.model.family, run.model.enable_thinking = "auto", None
         if plan.engine.name in NOT_HERE:
             say(f"measure: training only; {NOT_HERE[plan.engine.name]}")
-            run = run.model_copy(deep=True)
             run.rollout = run.rollout.model_copy(update={"engine": "generate", "server_url": None})
         return list(_measure_all(run, plan, say))
-
-
-def _with_random_weights(run: RunConfig, folder: str, say: Callable[[str], None]) -> RunConfig:
-    """The run with a random checkpoint of its shape as its model; an embedded model is kept."""
-    if run.model.is_embedded:
-        return run
-    say(f"measure: random weights of the shape of {run.model.name}")
-    changed = run.model_copy(deep=True)
-    save_random_checkpoint(run, folder)
-    changed.model.name, changed.model.adapter = folder, None
-    changed.model.family, changed.model.enable_thinking = "auto", None
-    return changed
 
 
 def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> Iterator[Measured]:
@@ -96,7 +89,7 @@ def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> 
     load = replace(load, tokens_per_pass=plan.tokens_per_pass)
     outside = context_bytes(load) / GIB if load.on_cuda else 0.0
 
-    def measure(what: str, rows: int, computed: float, call: Callable[[], Peak]) -> Measured:
+    def measure(what: str, rows: int, computed: float, call: Callable[[], MemoryPeak]) -> Measured:
         say(f"measure: {what}, {rows} x {load.row_tokens} tokens")
         started, peak, error = time.monotonic(), None, None
         try:

@@ -37,7 +37,7 @@ from rloo_kit.measure.probe import (
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.load import step_completions
 from rloo_kit.preflight.cheap import find_place_faults
-from rloo_kit.preflight.faults import Fault, PreflightError, catching
+from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.preflight.result import Measures, Preflight
 from rloo_kit.preflight.rewards import find_given_faults as find_reward_faults
 from rloo_kit.results.result import TrainResult
@@ -45,6 +45,7 @@ from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.memory import is_out_of_memory
+from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.random_numbers import keep_random_numbers
 
@@ -65,10 +66,15 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
     found = share(find_given_faults(run, policy, data.train, reward_funcs) if is_main_process() else None)
     if is_distributed():
         text = "the probe is for one process: run rloo-kit preflight without --launch"
-        found = [*found, Fault("rollout", text, "warning")]
+        found = [*found, Problem("rollout", text, level="warning")]
         return Preflight(run.run.name or "", tuple(found), None, time.monotonic() - started)
     faults, measures = list(found), Measures()
-    say(fill_text(_announce(run, data)))
+    generations = run.rloo.num_generations
+    first, most = (len(draw_rows(run, data.train, times)) // generations for times in (1, WIDER))
+    wider = f" ({most} prompts if few groups have a signal)" if most > first else ""  # `is_unsure` decides
+    say(fill_text(f"preflight: {first} prompts x {generations} completions{wider}, then steps at full length"))
+    hidden = run.model_copy(deep=True)
+    hidden.run.name = f"{run.run.name}-preflight"  # of a server's folder of adapters, which is deleted at the end
     shown = sys.stdout
 
     def tell(text: str) -> None:
@@ -76,20 +82,12 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             say(f"preflight {format_seconds(time.monotonic() - started)} | {text}")
 
     with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
-        _measure(_under_another_name(run), policy, data, reward_funcs, weights, faults, measures, tell)
+        _measure(hidden, policy, data, reward_funcs, weights, faults, measures, tell)
     return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
 
 
-def _announce(run: RunConfig, data: Data) -> str:
-    """What is about to be sampled; the probe draws again if few groups have a signal (`is_unsure`)."""
-    generations = run.rloo.num_generations
-    first, most = (len(draw_rows(run, data.train, times)) // generations for times in (1, WIDER))
-    wider = f" ({most} prompts if few groups have a signal)" if most > first else ""
-    return f"preflight: {first} prompts x {generations} completions{wider}, then steps at full length"
-
-
-def find_given_faults(run: RunConfig, policy: Policy, prompts: Any, reward_funcs: list[Any]) -> list[Fault]:
-    """Faults that need no model, in the given data and rewards, which may differ from those that the run names."""
+def find_given_faults(run: RunConfig, policy: Policy, prompts: Any, reward_funcs: list[Any]) -> list[Problem]:
+    """Problems that need no model, in the given data and rewards, which may differ from those that the run names."""
     row = prompts[0] if len(prompts) else None
     thinking = thinks(policy.family, run.model.enable_thinking)
     rewards = find_reward_faults(run, policy.tokenizer, thinking, row, reward_funcs) if row else []
@@ -102,38 +100,41 @@ def _measure(
     data: Data,
     reward_funcs: list[Any],
     weights: dict[str, torch.Tensor],
-    faults: list[Fault],
+    faults: list[Problem],
     measures: Measures,
     tell: Tell,
 ) -> None:
-    """Fill `measures` with the measurements, and `faults` with the faults that they show."""
+    """Fill `measures` with the measurements, and `faults` with the problems that they show."""
     known, probe = len(faults), None
+    named = {fault.name for fault in faults}
     with catching("data", faults):
         check_prompts(run, len(data.train))
     with catching("rollout", faults):
         loop.check_sampling(run, policy)
     if len(faults) > known:
         return
-    found: list[Fault] = []
+    found: list[Problem] = []
     with catching("rollout", found):
         probe = _probe(run, policy, data, reward_funcs, found, measures, tell)
-    faults += [fault for fault in found if fault.stage != "rewards" or "rewards" not in _stages(faults[:known])]
+    faults += [fault for fault in found if fault.name != "rewards" or "rewards" not in named]
     try:
         steps = try_steps(run, policy, weights, measures, tell)
     except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
-        faults.append(Fault("memory", str(error), "warning"))
+        faults.append(Problem("memory", str(error), level="warning"))
         return
-    faults += [fault for fault in steps.faults if fault.stage != "memory" or "memory" not in _stages(faults[:known])]
+    faults += [fault for fault in steps.faults if fault.name != "memory" or "memory" not in named]
     if probe is not None and steps.training is not None:
         _estimate(run, data, probe, steps, measures)
 
 
-def _stages(faults: list[Fault]) -> set[str]:
-    return {fault.stage for fault in faults}
-
-
 def _probe(
-    run: RunConfig, policy: Policy, data: Data, rewards: list[Any], faults: list[Fault], measures: Measures, tell: Tell
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    rewards: list[Any],
+    faults: list[Problem],
+    measures: Measures,
+    tell: Tell,
 ) -> Probe | None:
     """The probe rollout; None if it ran out of memory."""
     try:
@@ -158,15 +159,8 @@ def _probe(
             raise
     finally:
         end_workers()  # training starts its own: a reward may count its calls
-    faults.append(Fault("memory", "a rollout of a few groups ran out of memory: set rollout.rows=1"))
+    faults.append(Problem("memory", "a rollout of a few groups ran out of memory", "set rollout.rows=1"))
     return None
-
-
-def _under_another_name(run: RunConfig) -> RunConfig:
-    """The run under another name: a server's adapters are in a folder with the run's name, which is deleted."""
-    changed = run.model_copy(deep=True)
-    changed.run.name = f"{run.run.name}-preflight"
-    return changed
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """The probe rollout of a preflight: a few groups, sampled and judged as in the run and scored by the trainer, and the
-faults that would keep the run from learning."""
+problems that would keep the run from learning."""
 
 import math
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,11 +18,11 @@ from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import Policy
-from rloo_kit.preflight.faults import Fault
 from rloo_kit.preflight.result import Measures, RewardFound, Spread
 from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.types import FOREIGN, Limits
+from rloo_kit.system.problems import Problem
 from rloo_kit.think_tags import THINK_START
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
@@ -129,93 +129,80 @@ def is_short(measures: Measures) -> bool:
 
 def find_rollout_faults(
     run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
-) -> Iterator[Fault]:
-    """Faults shown by the completions and their rewards. Errors only for what few completions cannot show by chance: no
-    group of the second, wider draw (`is_unsure`) has a signal, or the thinking does not fit."""
-    failed = probe.batch.judged.failed.float().mean().item()
+) -> Iterator[Problem]:
+    """Problems shown by the completions and their rewards. Errors only for what few completions cannot show by chance:
+    no group of the second, wider draw (`is_unsure`) has a signal, or the thinking does not fit."""
+    count, failed = len(probe.batch), probe.batch.judged.failed.float().mean().item()
     if failed:
         limit = run.run.max_reward_failure_share
-        yield Fault(
-            "rewards",
-            f"rewards failed for {failed:.0%} of {len(probe.batch)} completions (run.max_reward_failure_share="
-            f"{limit:g}); fix the reward. A failure: {' | '.join(probe.failures) or 'infinity'}",
-            "error" if failed > limit else "warning",
-        )
+        found = f"rewards failed for {failed:.0%} of {count} completions"
+        fix = f"fix the reward. A failure: {' | '.join(probe.failures) or 'infinity'}"
+        level = "error" if failed > limit else "warning"
+        yield Problem("rewards", found, fix, f"run.max_reward_failure_share={limit:g}", level)
     ids, end_id = probe.batch.judged.completions.completion_ids, policy.tags.end_id
     if policy.family == "instruct" and (closed := sum(end_id in one for one in ids) / len(ids)) > CLOSED:
-        text = f"{closed:.0%} of {len(ids)} completions close a thought, and the family is instruct"
-        yield Fault("rollout", f"{text}: set model.family: thinking", "warning")
+        found = f"{closed:.0%} of {len(ids)} completions close a thought, and the family is instruct"
+        yield Problem("rollout", found, "set model.family: thinking", level="warning")
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1
+    # Of a probe without a signal: too few completions do not rule out chance.
+    level = "error" if measures.prompts >= LEAST_GROUPS and count >= LEAST_COMPLETIONS else "warning"
     if few and is_short(measures):
-        yield Fault("rollout", _explain_short(run, policy, trainer, probe, measures), _level(probe, measures))
+        yield Problem("rollout", _explain_short(run, policy, trainer, probe, measures), level=level)
         return
     if few and measures.signal == 0:
-        yield _find_silence(run, probe, measures)
+        yield _find_silence(run, probe, measures, level)
         return
     if measures.truncated > MANY and run.rloo.thinking_budget is None:
-        value = _round_up(2 * run.rloo.max_completion_length)
-        yield Fault(
-            "rollout",
-            f"{measures.truncated:.0%} of {len(probe.batch)} completions are cut off: set {_longer(run, value)}",
-            "warning",
-        )
+        found = f"{measures.truncated:.0%} of {count} completions are cut off"
+        fix = f"set {_longer(run, _round_up(2 * run.rloo.max_completion_length))}"
+        yield Problem("rollout", found, fix, level="warning")
     if few:
-        cure = _advise(measures.pass_rate) or "rollout.resample_rounds=2 samples fresh prompts in their place"
+        fix = _advise(measures.pass_rate) or "rollout.resample_rounds=2 samples fresh prompts in their place"
         rate = "" if measures.pass_rate is None else f" (pass rate {measures.pass_rate:.2f})"
-        yield Fault(
-            "rollout",
-            f"{measures.signal} of {measures.prompts} groups have a signal; in the others all completions earn the "
-            f"same reward{rate}. {cure}",
-            "warning",
-        )
+        found = f"{measures.signal} of {measures.prompts} groups have a signal; in the others all completions earn the "
+        yield Problem("rollout", f"{found}same reward{rate}", fix, level="warning")
 
 
 def _advise(rate: float | None) -> str:
     """What to change if almost nothing or almost everything is solved; empty in between.
 
     >>> _advise(1.0), _advise(0.3)
-    ('Take harder prompts (data.source)', '')
+    ('take harder prompts (data.source)', '')
     """
     if rate is None or NEVER < rate < ALWAYS:
         return ""
     if rate >= ALWAYS:
-        return "Take harder prompts (data.source)"
+        return "take harder prompts (data.source)"
     return (
-        "Take easier prompts (data.source), train on demonstrations first (rloo-kit sft), or add "
+        "take easier prompts (data.source), train on demonstrations first (rloo-kit sft), or add "
         "a graded reward to rewards"
     )
 
 
-def _level(probe: Probe, measures: Measures) -> Literal["error", "warning"]:
-    """The level of a fault in a probe without a signal: a warning if too few completions rule out chance."""
-    is_sure = (measures.prompts or 0) >= LEAST_GROUPS and len(probe.batch) >= LEAST_COMPLETIONS
-    return "error" if is_sure else "warning"
-
-
-def _find_silence(run: RunConfig, probe: Probe, measures: Measures) -> Fault:
+def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) -> Problem:
     """Why no group has a signal."""
     count, rate = len(probe.batch), measures.pass_rate
-    stage, bound = "rollout", wilson(0.0, count).high
+    name, bound, fix = "rollout", wilson(0.0, count).high, _advise(rate)
     columns = zip(probe.failed_by, probe.batch.judged.rewards_per_func.T.tolist(), strict=True)
-    earned = {name: [value for value in values if value == value] for name, values in columns}
+    earned = {reward: [value for value in values if value == value] for reward, values in columns}
     if probe.batch.scores.isnan().all():
-        stage, why = "rewards", f"no reward scored any of {count} completions. Fix rewards"
+        name, why, fix = "rewards", f"no reward scored any of {count} completions", "fix rewards"
     elif rate == 0.0:
-        why = f"0 of {count} answers are correct, a pass rate below {bound:.0%}. {_advise(rate)}"
+        why = f"0 of {count} answers are correct, a pass rate below {bound:.0%}"
     elif rate == 1.0:
-        why = f"all of {count} answers are correct, a pass rate above {1 - bound:.0%}. {_advise(rate)}"
+        why = f"all of {count} answers are correct, a pass rate above {1 - bound:.0%}"
     elif rate is None and at_ceiling(run.reward_weights, earned):
-        why = f"the rewards of {count} completions cannot rise. {_advise(1.0)}"
+        why, fix = f"the rewards of {count} completions cannot rise", _advise(1.0)
     else:
-        means = ", ".join(f"{name} {found.mean:.3g}" for name, found in measures.rewards.items())
+        means = ", ".join(f"{reward} {found.mean:.3g}" for reward, found in measures.rewards.items())
         masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
-        why = f"all completions of a group earn the same reward{masked} (means: {means}). Raise rloo.temperature, "
-        why += "add a graded reward to rewards, or take other prompts (data.source)"
+        why = f"all completions of a group earn the same reward{masked} (means: {means})"
+        fix = "raise rloo.temperature, add a graded reward to rewards, or take other prompts (data.source)"
         if str(probe.batch.judged.completions.prompts[0]).rstrip().endswith(THINK_START):
-            why += f". A pattern that wants {THINK_START} never matches: the prompt opens it"
+            fix += f". A pattern that wants {THINK_START} never matches: the prompt opens it"
     silence = f"none of {measures.prompts} groups of {measures.generations} has a signal, so all advantages are "
-    return Fault(stage, f"{silence}zero and the run trains nothing: {why}", _level(probe, measures))
+    return Problem(name, f"{silence}zero and the run trains nothing: {why}", fix, level=level)
 
 
 def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures) -> str:
@@ -303,13 +290,18 @@ def compare_logps(trainer: RLOOTrainer, probe: Probe, measures: Measures) -> boo
     return starts_there
 
 
-def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: bool) -> Iterator[Fault]:
-    """Faults if sampler and trainer, or policy and reference, differ when a run begins."""
+def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: bool) -> Iterator[Problem]:
+    """Problems if sampler and trainer, or policy and reference, differ when a run begins."""
     sampler = trainer.rloo.sampler.engine
     if isinstance(sampler, GenerateEngine) and (fault := sampler.check_padding()):
         text = f"{fault}: exact, and slower if prompts vary in length (a larger rloo.num_generations fills the batches)"
-        yield Fault("log-probs", text, "warning")
-    dtype, gap, settings = _computes_in(trainer), measures.logp_gap, trainer.rloo.settings
+        yield Problem("log-probs", text, level="warning")
+    model, gap, settings = trainer.accelerator.unwrap_model(trainer.model), measures.logp_gap, trainer.rloo.settings
+    dtype = torch.float32  # the coarsest number format that the policy computes in; 4 bit counts as bfloat16
+    if trainer.args.bf16 or model.dtype == torch.bfloat16 or getattr(model, "is_loaded_in_4bit", False):
+        dtype = torch.bfloat16
+    elif trainer.args.fp16 or model.dtype == torch.float16:
+        dtype = torch.float16
     limit = TOLERANCES[dtype]
     name = str(dtype).removeprefix("torch.")
     if gap is not None and not gap <= limit and not settings.filters.active:
@@ -320,24 +312,11 @@ def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: boo
             fix = f"rloo.sampler_correction={settings.sampler_correction} corrects for it; {other} avoids it"
         if math.isnan(gap):
             fix = "set model.dtype=float32"
-        yield Fault(
-            "log-probs",
-            f"the log-probs of the engine {engine} and of the trainer differ by {gap:.2g} nats per token, above "
-            f"{limit:g} for {name}: two policies. {fix}",
-            "error" if settings.sampler_correction == "none" or math.isnan(gap) else "warning",
-        )
+        found = f"the log-probs of the engine {engine} and of the trainer differ by {gap:.2g} nats per token, above "
+        level = "error" if settings.sampler_correction == "none" or math.isnan(gap) else "warning"
+        yield Problem("log-probs", f"{found}{limit:g} for {name}: two policies", fix, level=level)
     kl = measures.kl
     if starts_there and kl is not None and not abs(kl) <= limit:
-        yield Fault(
-            "kl",
-            f"the KL of policy and reference is {kl:.2g} nats per token before the first step, above {limit:g} for "
-            f"{name}, although their weights are equal: set model.dtype=float32, or rloo.beta=0.0",
-        )
-
-
-def _computes_in(trainer: RLOOTrainer) -> torch.dtype:
-    """The coarsest number format that the policy computes in; 4 bit counts as bfloat16."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.args.bf16 or model.dtype == torch.bfloat16 or getattr(model, "is_loaded_in_4bit", False):
-        return torch.bfloat16
-    return torch.float16 if trainer.args.fp16 or model.dtype == torch.float16 else torch.float32
+        found = f"the KL of policy and reference is {kl:.2g} nats per token before the first step, above {limit:g} for "
+        fix = "set model.dtype=float32, or rloo.beta=0.0"
+        yield Problem("kl", f"{found}{name}, although their weights are equal", fix)

@@ -1,23 +1,22 @@
 """Stand-ins for measuring memory: checkpoints with random weights, and full caches."""
 
-import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.byte_tokens import ROWS
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import BackendError
+from rloo_kit.models.checkpoint import write_shards
 from rloo_kit.plan.shapes import DELTA_KEYS, ModelShape, find_shape
 
-SHARD_BYTES = 2**31
 BLOCK = 2**20  # random numbers that are drawn; tensors repeat them
 POSITIONS = 40960  # of Qwen3
 
@@ -55,7 +54,19 @@ def save_random_model(
         )
     config = make_config(shape, positions, **values)
     config.save_pretrained(folder)
-    _save_weights(config, folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = {name: value.shape for name, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        sizes.pop("lm_head.weight")
+    draw = _random_numbers(config)
+
+    def read(name: str) -> torch.Tensor:
+        size = sizes[name]
+        is_norm = len(size) == 1 and name.endswith("norm.weight")
+        return torch.ones(size) if is_norm else draw(size.numel()).view(size)
+
+    write_shards(sizes, read, folder, config.dtype)
     build_tokenizer(kind, "qwen3" if shape.vocab_size >= ROWS["qwen3"] else "compact").save_pretrained(folder)
     return folder
 
@@ -83,28 +94,6 @@ def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) ->
     )
 
 
-def _save_weights(config: Any, folder: Path) -> None:
-    """Write shards of at most SHARD_BYTES (or one tensor) and the index. Tensors have transformers' names, since
-    merging writes them under the same names."""
-    draw = _random_numbers(config)
-    places: dict[str, str] = {}
-    total = 0
-    shards = list(_cut(_list_tensors(config)))
-    for number, names in enumerate(shards, 1):
-        shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        tensors = {}
-        for name, size in names:
-            is_norm = len(size) == 1 and name.endswith("norm.weight")
-            flat = torch.ones(size.numel(), dtype=config.dtype) if is_norm else draw(size.numel())
-            tensors[name] = flat.view(size).contiguous()
-            total += flat.nbytes
-        save_file(tensors, folder / shard, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, shard)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    if len(shards) > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-
-
 def _random_numbers(config: Any) -> Callable[[int], torch.Tensor]:
     """Normal numbers with the config's standard deviation: drawn on a GPU, else one block repeated."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,47 +105,21 @@ def _random_numbers(config: Any) -> Callable[[int], torch.Tensor]:
     return lambda count: block.repeat(-(-count // BLOCK))[:count]
 
 
-def _list_tensors(config: Any) -> list[tuple[str, Any]]:
-    """Names and sizes of the tensors in a checkpoint of this config."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    left_out = "lm_head.weight" if config.tie_word_embeddings else None
-    return [(name, value.shape) for name, value in model.state_dict().items() if name != left_out]
-
-
-def _cut(tensors: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    chosen: list[tuple[str, Any]] = []
-    held = 0
-    for name, size in tensors:
-        if chosen and held + 2 * size.numel() > SHARD_BYTES:
-            yield chosen
-            chosen, held = [], 0
-        chosen.append((name, size))
-        held += 2 * size.numel()
-    yield chosen
-
-
 # ------------------------------------------------------------------------------------------------ full caches
 
 
 def fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
     """Fill slots of the native engine with one token's keys and values at every position."""
-    one = _Inserted()
-    decoder.prefill([[0]], one, [(0, 1)])
-    for layer, (keys, values) in one.states.items():
+    states: dict[int, tuple[Any, Any]] = {}  # (G, 1, D) by layer
+
+    def insert(layer: int, _first: int, _count: int, keys: Any, values: Any) -> None:
+        states[layer] = keys, values
+
+    decoder.prefill([[0]], SimpleNamespace(insert=insert), [(0, 1)])
+    for layer, (keys, values) in states.items():
         for slot, row in enumerate(rows, first):
             length = len(row.prefix)
             cache.insert(layer, slot, 1, keys.expand(-1, length, -1), values.expand(-1, length, -1))
-
-
-class _Inserted:
-    """Stands in for a cache: keeps what a prefill inserts, (G, 1, D) by layer."""
-
-    def __init__(self) -> None:
-        self.states: dict[int, tuple[Any, Any]] = {}
-
-    def insert(self, layer: int, _first: int, _count: int, keys: Any, values: Any) -> None:
-        self.states[layer] = keys, values
 
 
 def fill_cache(model: Any, rows: int, width: int) -> Any:

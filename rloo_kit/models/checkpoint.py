@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards, try_to_load_from_cache
+from safetensors.torch import save_file
 
 from rloo_kit.config.embedded import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.embedded.cache import RECORD
 from rloo_kit.errors import BackendError
+from rloo_kit.models.adapters import follow_umask
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
 from rloo_kit.runs.run_dir import BASE, INPUTS
@@ -31,6 +35,7 @@ PAD_TOKENS = (
 # Model types, by their beginnings, that overflow in float16: Unsloth's list (unsloth_zoo/model_lists.py, 2026.10.9).
 FLOAT16_OVERFLOWS = ("gemma3", "gemma4", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_moe")
 BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
+SHARD_BYTES = 2**31
 _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
 
 
@@ -226,3 +231,27 @@ def refuse_float16(run: RunConfig, config: Any, backend: str) -> None:
             f"the run would compute in float16, in which {kind} overflows: set model.dtype=float32 rloo.fp16=false"
             + (" model.backend=transformers, because Unsloth casts it on a GPU without bfloat16" if is_cast else "")
         )
+
+
+def write_shards(
+    sizes: Mapping[str, Sequence[int]],
+    read: Callable[[str], torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    largest: int = SHARD_BYTES,
+) -> None:
+    """Write `model*.safetensors` of at most `largest` bytes each (or one tensor) and their index, with one file's
+    tensors in memory at a time.
+
+    Args:
+        sizes: shapes by name, in transformers. read: a tensor by its name; it is cast to `dtype`.
+    """
+    empty = {name: torch.empty(tuple(size), dtype=dtype, device="meta") for name, size in sizes.items()}
+    pattern = "model{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=largest)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: read(name).to(dtype).contiguous() for name in names}, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    follow_umask(folder)

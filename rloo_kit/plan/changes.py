@@ -55,8 +55,15 @@ def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str,
     if not load.four_bit and load.lora_rank is not None:
         load = replace(load, four_bit=True)
         yield "model.load_in_4bit", True, load
-    tokens = _fitting_completion(load, limit)
-    if tokens is not None:
+    whole = load
+
+    def fits(steps: int) -> bool:
+        """Whether a completion of so many STEPs fits, one row at a time."""
+        cut = replace(whole, completion_tokens=steps * STEP)
+        return max(rollout_gib(cut, 1), training_gib(cut)) <= limit
+
+    tokens = largest(SHORTEST // STEP, max(load.completion_tokens // STEP, 1), fits) * STEP
+    if tokens < load.completion_tokens:
         shorter = replace(load, completion_tokens=tokens)
         thinking = None if run.rloo.answer_budget is None else run.rloo.thinking_budget
         less = 0 if thinking is None else thinking - (load.completion_tokens - tokens)
@@ -65,14 +72,3 @@ def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str,
     if load.whole_groups and load.num_generations > 2:
         load = replace(load, num_generations=2)
         yield "rloo.num_generations", 2, load
-
-
-def _fitting_completion(load: Load, limit: float) -> int | None:
-    """The longest completion that fits, one row at a time, in steps of 64 tokens; None if it is not shorter."""
-
-    def fits(steps: int) -> bool:
-        shorter = replace(load, completion_tokens=steps * STEP)
-        return max(rollout_gib(shorter, 1), training_gib(shorter)) <= limit
-
-    tokens = largest(SHORTEST // STEP, max(load.completion_tokens // STEP, 1), fits) * STEP
-    return tokens if tokens < load.completion_tokens else None

@@ -45,7 +45,8 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
 
 
 def _find_obstacle(run: RunConfig, load: Load, rows: int, machine: Machine) -> str | None:
-    """Why vLLM cannot sample this run on this machine, and the fix."""
+    """Why vLLM cannot sample this run on this machine, or does not fit next to training, and the fix; None if training
+    does not fit without vLLM either."""
     if machine.is_here and not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := [*run.rollout.find_vllm_problems("vllm"), *run.find_vllm_problems("vllm")]:
@@ -62,11 +63,6 @@ def _find_obstacle(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
             f"vLLM {version} reads 4-bit weights through {BITSANDBYTES_PLUGIN}, which is not "
             f"installed: {VLLM_INSTALL}, or set model.load_in_4bit=false"
         )
-    return _find_shortage(run, load, rows, machine)
-
-
-def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> str | None:
-    """Why vLLM and training do not both fit; None if training does not fit without vLLM either."""
     limit, least = machine.usable_gib, vllm_memory.least_pool_bytes(load)
     pool = vllm_memory.pool_bytes(load, rows)
     smaller = "" if load.float8_cache else "rollout.vllm.float8_kv_cache=true, "

@@ -46,7 +46,13 @@ def read_load(
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
     rank, targets, is_continued = _find_adapter(run, shape)
     fused = uses_unsloth(run, machine)
-    weight, compute = _find_widths(run, machine)
+    by_machine = "float32" if model.lora is None or not machine.on_cuda else "bfloat16"
+    is_wide = (by_machine if model.dtype == "auto" else model.dtype) == "float32"
+    is_mixed = is_wide and machine.on_cuda and model.lora is None
+    longest = rloo.max_completion_length
+    if rloo.thinking_budget is not None and rloo.answer_budget is not None:
+        budgets = rloo.thinking_budget + CLOSE_TOKENS.get(rloo.thinking_close, 1) + rloo.answer_budget
+        longest = min(budgets, longest)
     engine = engine or run.rollout.engine
     if engine == "auto":
         engine = "generate" if fused or shape.delta else "native"
@@ -59,8 +65,8 @@ def read_load(
     load = Load(
         shape=shape,
         four_bit=model.load_in_4bit or shape.is_quantised,
-        weight_bytes=weight,
-        compute_bytes=compute,
+        weight_bytes=4 if is_wide else 2,
+        compute_bytes=4 if is_wide and not is_mixed else 2,
         lora_rank=rank,
         lora_targets=targets,
         optim=rloo.optim,
@@ -70,7 +76,7 @@ def read_load(
         whole_groups=rloo.memory == "fast" and rloo.beta > 0,
         reference=reference,
         prompt_tokens=run.data.max_prompt_length,
-        completion_tokens=_completion_tokens(run),
+        completion_tokens=int(longest),
         num_generations=rloo.num_generations,
         completions=run.rloo.generation_batch_size // count_processes(),
         keeps_gradients=run.rloo.generation_batch_size < step_completions(run) * count_processes(),
@@ -122,20 +128,3 @@ def uses_unsloth(run: RunConfig, machine: Machine) -> bool:
     if run.model.backend == "auto" and os.environ.get(BACKEND_VARIABLE, "").strip().lower() == "transformers":
         return False
     return not machine.is_here or is_importable("unsloth")
-
-
-def _find_widths(run: RunConfig, machine: Machine) -> tuple[int, int]:
-    """Bytes of a weight that is not quantised, and of an activation."""
-    by_machine = "float32" if run.model.lora is None or not machine.on_cuda else "bfloat16"
-    wide = (by_machine if run.model.dtype == "auto" else run.model.dtype) == "float32"
-    is_mixed = wide and machine.on_cuda and run.model.lora is None
-    return (4 if wide else 2), (4 if wide and not is_mixed else 2)
-
-
-def _completion_tokens(run: RunConfig) -> int:
-    """Length of the longest possible completion."""
-    rloo = run.rloo
-    if rloo.thinking_budget is None or rloo.answer_budget is None:
-        return int(rloo.max_completion_length)
-    budgets = rloo.thinking_budget + CLOSE_TOKENS.get(rloo.thinking_close, 1) + rloo.answer_budget
-    return int(min(budgets, rloo.max_completion_length))

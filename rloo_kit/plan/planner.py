@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts, vllm_memory
 from rloo_kit.plan.changes import find_changes
 from rloo_kit.plan.corrections import PARTS, load_corrections
@@ -25,8 +26,9 @@ from rloo_kit.plan.peaks import (
 from rloo_kit.plan.result import EngineChoice, Machine, Margin, Part, VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
 from rloo_kit.plan.speed import find_gpu, step_time
-from rloo_kit.plan.without_gpu import find_lack_of_gpu
+from rloo_kit.plan.without_gpu import find_lack_of_gpu, fitting_config
 from rloo_kit.system.gpu import GIB
+from rloo_kit.system.problems import Problem
 from rloo_kit.system.versions import VLLM_INSTALL
 
 
@@ -75,6 +77,30 @@ def plan_vram(
         changes=() if fits else tuple(find_changes(run, load, rows, limit)),
         notes=tuple(_find_notes(run, load, rows, machine, config)),
     )
+
+
+def find_machine_problem(run: RunConfig) -> Problem | None:
+    """A large model without a GPU, or too little memory; None if there is no problem or the model's shape is unknown.
+
+    An error if the run cannot fit, whatever is changed, or takes too long. Takes a fraction of a second, without torch.
+    """
+    try:
+        plan = plan_vram(run)
+    except ConfigError:
+        return None
+    config = fitting_config(plan.machine)
+    other = f"train {config}, which fits this machine" if config else "take a smaller model or a larger GPU"
+    if plan.no_gpu is not None:
+        fix = f"take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {other}"
+        return replace(plan.no_gpu, fix=fix, level="error" if plan.headroom_gib < 0 else plan.no_gpu.level)
+    if plan.headroom_gib >= 0:
+        return None
+    takes = f"{plan.model} does not fit: {plan.binds} takes {plan.peak_gib:.1f} GiB at full length, and "
+    found = f"{takes}{plan.machine.name} has {plan.machine.usable_gib:.1f}"
+    if plan.changes and plan.changes[-1].fits:
+        changes = " ".join(change.override for change in plan.changes)
+        return Problem("machine", found, f"set {changes}", level="warning")
+    return Problem("machine", found, other)
 
 
 def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> Iterator[Margin]:
@@ -135,38 +161,32 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
 
 
 def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
-    """The lines of the rollout."""
+    """The lines of the rollout. What stays of vLLM while the policy trains also counts in training."""
+    kib = parts.cache_bytes_per_token(load) / 1024
     if load.engine == "server":
         yield Part("cache", 0.0, 0.0, "on the server")
-        return
-    if load.engine == "vllm":
-        yield from _list_vllm_parts(load, rows)
-        return
-    kib = parts.cache_bytes_per_token(load) / 1024
-    detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB"
-    if load.shape.delta is not None:
-        detail = f"{rows} x ({load.cache_tokens} tokens x {kib:.4g} KiB + {parts.state_bytes(load) / 2**20:.4g} MiB)"
-    yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
-    detail = "one layer's keys and values, once per query head"
-    yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
-    if parts.joined_bytes(load):
-        yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers, for faster decoding")
-    yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
-
-
-def _list_vllm_parts(load: Load, rows: int) -> Iterator[Part]:
-    """vLLM's share; what stays while the policy trains also counts in training."""
-    if not vllm_memory.is_shared(load):
-        asleep = 0.0 if load.on_cuda else vllm_memory.weight_bytes(load) / GIB
-        detail = "vLLM's own copy, in host memory while it sleeps" if load.on_cuda else "vLLM's own copy"
-        yield Part("vLLM: weights", vllm_memory.weight_bytes(load) / GIB, asleep, detail)
-    pool, buffers = vllm_memory.pool_bytes(load, rows) / GIB, vllm_memory.buffer_bytes(load, rows) / GIB
-    asleep = vllm_memory.asleep_bytes(load, rows) / GIB
-    kib = parts.cache_bytes_per_token(load) / 1024
-    detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.float8_cache else ''}"
-    yield Part("vLLM: pool", pool, 0.0 if load.on_cuda else pool, detail)
-    kept = asleep if load.on_cuda else buffers
-    yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
+    elif load.engine == "vllm":
+        if not vllm_memory.is_shared(load):
+            weights = vllm_memory.weight_bytes(load) / GIB
+            detail = f"vLLM's own copy{', in host memory while it sleeps' if load.on_cuda else ''}"
+            yield Part("vLLM: weights", weights, 0.0 if load.on_cuda else weights, detail)
+        pool, buffers = vllm_memory.pool_bytes(load, rows) / GIB, vllm_memory.buffer_bytes(load, rows) / GIB
+        detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.float8_cache else ''}"
+        yield Part("vLLM: pool", pool, 0.0 if load.on_cuda else pool, detail)
+        kept = vllm_memory.asleep_bytes(load, rows) / GIB if load.on_cuda else buffers
+        yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
+    else:
+        detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB"
+        if load.shape.delta is not None:
+            states = parts.state_bytes(load) / 2**20
+            detail = f"{rows} x ({load.cache_tokens} tokens x {kib:.4g} KiB + {states:.4g} MiB)"
+        yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
+        detail = "one layer's keys and values, once per query head"
+        yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
+        if joined := parts.joined_bytes(load):
+            yield Part("joined matrices", joined / GIB, 0.0, "a copy of the layers, for faster decoding")
+        detail = "logits of the rows, prefill of the prompts"
+        yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, detail)
 
 
 def _find_notes(
@@ -185,13 +205,7 @@ def _find_notes(
         backend = "Unsloth" if load.fused and load.shape.has_kernels else "transformers"
         why = "; Unsloth has no kernels for this type of model" if load.fused and backend == "transformers" else ""
         yield f"activations are computed for the {backend} backend{why}"
-    yield from _find_faster(run, load, rows, machine, config)
-
-
-def _find_faster(
-    run: RunConfig, load: Load, rows: int, machine: Machine, config: Mapping[str, Any] | None
-) -> Iterator[str]:
-    """A faster rollout that fits: vLLM, and weights that need no unpacking."""
+    # A faster rollout that fits: vLLM, and weights that need no unpacking.
     if not machine.on_cuda or load.engine == "server":
         return
     if not machine.is_here and run.rollout.engine == "auto":

@@ -1,5 +1,6 @@
 """The plan of a run's memory in GiB, as text and JSON."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.text import Text
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.plan.speed import StepTime
 from rloo_kit.system.console import fill_text, render_text
+from rloo_kit.system.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,6 @@ class Margin:
 
 
 @dataclass(frozen=True)
-class LackOfGpu:
-    """Why fitting the machine's memory is not enough: what was found, what to do, and the run's hours there."""
-
-    found: str
-    advice: str
-    hours: float
-
-    def __str__(self) -> str:
-        return f"{self.found} {self.advice}"
-
-
-@dataclass(frozen=True)
 class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
@@ -145,7 +135,7 @@ class VramPlan:
     completions: int
     tokens_per_pass: int
     margins: tuple[Margin, ...]
-    no_gpu: LackOfGpu | None
+    no_gpu: Problem | None
     changes: tuple[Remedy, ...]
     notes: tuple[str, ...]
 
@@ -198,7 +188,7 @@ class VramPlan:
             "model": self.model,
             "fits": self.fits,
             "verdict": self.verdict,
-            "no_gpu": None if self.no_gpu is None else str(self.no_gpu),
+            "no_gpu": self.no_gpu and self.no_gpu.text,
             "engine": asdict(self.engine),
             "vllm": self.vllm and self.vllm.to_dict(),
             "step": self.step and self.step.to_dict(),
@@ -220,18 +210,6 @@ class VramPlan:
         }
 
     def __str__(self) -> str:
-        lines = [render_text(self._table()), *map(fill_text, self._say().split("\n"))]
-        for change in self.changes:
-            which = "rollout" if change.rollout_gib > change.training_gib else "training"
-            peak = max(change.rollout_gib, change.training_gib)
-            lines.append(f"  {change.override:<38} {peak:6.2f} GiB ({which}){', fits' if change.fits else ''}")
-        if self.changes and not self.changes[-1].fits:
-            lines.append("  these are not enough: also take a smaller model or a larger GPU")
-        for note in self.notes:
-            lines.append(fill_text(f"note: {note}"))
-        return "\n".join(lines)
-
-    def _table(self) -> Table:
         title = f"Memory of {self.run}, GiB (computed, not measured)"
         table = Table(title=title, title_justify="left", show_footer=True)
         table.add_column("part", "sum", no_wrap=True)
@@ -240,33 +218,40 @@ class VramPlan:
         table.add_column("details", f"of {self.machine.usable_gib:.2f} on {self.machine.name}", overflow="fold")
         for part in self.parts:
             table.add_row(part.name, _written(part.rollout_gib), _written(part.training_gib), Text(part.detail))
-        return table
+        lines = [render_text(table), *map(fill_text, self._say())]
+        for change in self.changes:
+            which = "rollout" if change.rollout_gib > change.training_gib else "training"
+            peak = max(change.rollout_gib, change.training_gib)
+            lines.append(f"  {change.override:<38} {peak:6.2f} GiB ({which}){', fits' if change.fits else ''}")
+        if self.changes and not self.changes[-1].fits:
+            lines.append("  these are not enough: also take a smaller model or a larger GPU")
+        return "\n".join([*lines, *(fill_text(f"note: {note}") for note in self.notes)])
 
-    def _say(self) -> str:
+    def _say(self) -> Iterator[str]:
         """The verdict, engine, rows, speed, and the heading of the changes."""
         machine = self.machine
-        left = f"{machine.total_gib:.2f} ({machine.reserve_gib:.1f} reserved)"
-        rows = f"Rows of a rollout: {self.rows} of {self.completions} at once."
-        if self.engine.name == "server":
-            rows = f"Rows of a rollout: {self.completions}, with the KV cache on the server; not planned."
-        rows = f"Rollouts: {self.engine.name} ({self.engine.reason}).\n{rows}"
-        if self.vllm is not None:
-            rows += f"\n{self.vllm}."
-        if self.step is not None:
-            rows += f"\n{self.step}."
-        if self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0:
-            return f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}.\n{rows}"
-        lack = f"{self.no_gpu}\n" if self.no_gpu else ""
+        cannot_run = self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0
+        if self.vllm is not None and cannot_run:
+            yield f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}."
+        elif self.no_gpu is not None:
+            yield f"{self.no_gpu.text}."
         if self.fits:
-            margins = "".join(f"  margin {one.gib:.2f}: {one.reason}\n" for one in self.margins)
             sentence = self.sentence
-            if lack:  # a bare "Fits" would read like a go-ahead
+            if self.no_gpu is not None:  # a bare "Fits" would read like a go-ahead
                 sentence = f"Memory alone: {sentence[0].lower()}{sentence[1:].replace(': ', ', ', 1)}"
-            return f"{lack}{sentence}\n{margins}{rows}"
-        return (
-            f"{lack}Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds.\n{rows}\n"
-            "Changes, cheapest first, each on top of those before it:"
-        )
+            yield sentence
+            yield from (f"  margin {one.gib:.2f}: {one.reason}" for one in self.margins)
+        elif not cannot_run:
+            left = f"{machine.total_gib:.2f} ({machine.reserve_gib:.1f} reserved)"
+            yield f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds."
+        yield f"Rollouts: {self.engine.name} ({self.engine.reason})."
+        if self.engine.name == "server":
+            yield f"Rows of a rollout: {self.completions}, with the KV cache on the server; not planned."
+        else:
+            yield f"Rows of a rollout: {self.rows} of {self.completions} at once."
+        yield from (f"{one}." for one in (self.vllm, self.step) if one is not None)
+        if not self.fits and not cannot_run:
+            yield "Changes, cheapest first, each on top of those before it:"
 
     __repr__ = __str__
 

@@ -100,24 +100,16 @@ def step_time(load: Load, rows: int, step_completions: int, gpu: GpuSpeed, max_s
         rows: completions at once. step_completions: per optimizer step in this process.
     """
     mean = MEAN_SHARE * load.completion_tokens
-    token_step = token_step_s(load, rows, gpu)
-    rollout_s = _token_steps(load, rows, step_completions) * token_step
+    rollouts, of_each = max(step_completions / load.completions, 1), min(load.completions, step_completions)
+    if load.engine == "generate":  # a batch runs until its longest completion ends
+        token_steps: float = -(-of_each // rows) * load.completion_tokens
+    else:  # a finished row is refilled
+        token_steps = max(of_each * MEAN_SHARE * load.completion_tokens / rows, load.completion_tokens)
+    rollout_s = rollouts * token_steps * token_step_s(load, rows, gpu)
     tokens = step_completions * (mean + MEAN_SHARE * load.prompt_tokens)
     flops = TRAINING_FLOPS + (0 if load.reference == "none" else SCORING_FLOPS)
     training_s = flops * load.shape.num_weights * tokens / (TRAINING_SHARE * gpu.tflops * 1e12)
     return StepTime(gpu.name, rollout_s, training_s, step_completions * mean / rollout_s, max_steps)
-
-
-def _token_steps(load: Load, rows: int, step_completions: int) -> float:
-    """Forward passes to sample a step's completions.
-
-    `generate` runs a batch until its longest completion ends; the others refill a finished row.
-    """
-    rollouts = max(step_completions / load.completions, 1)
-    of_each = min(load.completions, step_completions)
-    if load.engine == "generate":
-        return rollouts * -(-of_each // rows) * load.completion_tokens
-    return rollouts * max(of_each * MEAN_SHARE * load.completion_tokens / rows, load.completion_tokens)
 
 
 def token_step_s(load: Load, rows: int, gpu: GpuSpeed) -> float:

@@ -7,12 +7,14 @@ from functools import cache
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan.load import step_completions
 from rloo_kit.plan.parts import Load
-from rloo_kit.plan.result import LackOfGpu, Machine
+from rloo_kit.plan.result import Machine
 from rloo_kit.system.gpu import GIB
+from rloo_kit.system.problems import Problem
 
 # A step of 32 completions of 512 tokens takes 8 FLOPs x 0.5B weights x 16384 tokens = 66 TFLOP: three minutes at
 # 0.3 TFLOPS, and ten hours for 200 steps. Longer thinking takes days.
 MOST_WEIGHTS = 0.5e9
+MOST_HOURS = 24.0  # of a run without a GPU; a short test of two steps passes
 STEP_FLOPS = 8  # per weight and token: 2 sample it, 6 train on it
 STEP_SHARE = 0.9  # of the speed of large products in float32 (SmolLM2-135M, 64 completions of 24 and 64 tokens)
 # Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
@@ -33,14 +35,16 @@ def fitting_config(machine: Machine) -> str | None:
     return next((file for file, size in ON_GPU if size * 1e9 / GIB <= 1.01 * machine.total_gib), None)
 
 
-def find_lack_of_gpu(run: RunConfig, load: Load, machine: Machine) -> LackOfGpu | None:
-    """Why a run on a CPU takes too long; None with a GPU or a small model."""
+def find_lack_of_gpu(run: RunConfig, load: Load, machine: Machine) -> Problem | None:
+    """A run on a CPU that takes long, an error above MOST_HOURS; None with a GPU or a small model."""
     if machine.on_cuda or load.shape.num_weights <= MOST_WEIGHTS:
         return None
-    return LackOfGpu(
-        f"No GPU: {run.model.name} has {load.shape.size}, and {describe_step(run, load)}.",
-        f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; {ON_CPU} fits this machine.",
-        (run.rloo.max_steps or 1) * _step_s(run, load) / 3600,
+    hours = (run.rloo.max_steps or 1) * _step_s(run, load) / 3600
+    return Problem(
+        "machine",
+        f"No GPU: {run.model.name} has {load.shape.size}, and {describe_step(run, load)}",
+        f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; {ON_CPU} fits this machine",
+        level="error" if hours > MOST_HOURS else "warning",
     )
 
 

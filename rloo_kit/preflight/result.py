@@ -1,6 +1,5 @@
 """The result of a preflight: GO or NO-GO with every problem, and the measurements, as an object, text and JSON."""
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -8,11 +7,9 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.preflight.faults import Fault
 from rloo_kit.runs.files import finite
 from rloo_kit.system.console import render_text
-
-WIDTH = 80  # columns of a terminal
+from rloo_kit.system.problems import WIDTH, Problem, errors_of, list_problems, warnings_of
 
 
 class Spread(NamedTuple):
@@ -96,7 +93,20 @@ class Measures:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The measurements as text: (name, value)."""
-        yield from self._probe_lines()
+        if self.prompts is not None and self.generations is not None:
+            count = f"{self.prompts} prompts x {self.generations} = {self.prompts * self.generations} completions"
+            yield "probe rollout", count
+            yield "tokens", f"{self.completion_tokens}; {self.truncated:.0%} cut off"
+            if self.thinking_tokens is not None:
+                forced = f", {self.forced:.0%} closed by the budget" if self.forced else ""
+                closed = f"{self.closed:.0%} close it (token {self.think_end_id}){forced}"
+                yield "thinking", f"{self.thinking_tokens}; {closed}"
+            for name, found in self.rewards.items():
+                failed = f"; failed for {found.failed}" if found.failed else ""
+                yield name, f"mean {found.mean:.3g}; differs in {found.differs} of {self.prompts} groups{failed}"
+            yield "groups with signal", f"{self.signal} of {self.prompts}"
+            if self.pass_rate is not None:
+                yield "pass rate", f"{self.pass_rate:.2f} (95 % interval {self.pass_low:.2f} to {self.pass_high:.2f})"
         if self.logp_gap is not None:
             yield "sampler, trainer", f"log-probs differ by {self.logp_gap:.1e} nats per token"
         if self.kl is not None:
@@ -112,23 +122,6 @@ class Measures:
             whole = f"{self.hours:.1f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
             yield "speed, estimated", f"{self.step_s:.2g} s per step; {self.steps} steps and evaluations {whole}"
 
-    def _probe_lines(self) -> Iterator[tuple[str, str]]:
-        if self.prompts is None or self.generations is None:
-            return
-        count = f"{self.prompts} prompts x {self.generations} = {self.prompts * self.generations} completions"
-        yield "probe rollout", count
-        yield "tokens", f"{self.completion_tokens}; {self.truncated:.0%} cut off"
-        if self.thinking_tokens is not None:
-            forced = f", {self.forced:.0%} closed by the budget" if self.forced else ""
-            closed = f"{self.closed:.0%} close it (token {self.think_end_id}){forced}"
-            yield "thinking", f"{self.thinking_tokens}; {closed}"
-        for name, found in self.rewards.items():
-            failed = f"; failed for {found.failed}" if found.failed else ""
-            yield name, f"mean {found.mean:.3g}; differs in {found.differs} of {self.prompts} groups{failed}"
-        yield "groups with signal", f"{self.signal} of {self.prompts}"
-        if self.pass_rate is not None:
-            yield "pass rate", f"{self.pass_rate:.2f} (95 % interval {self.pass_low:.2f} to {self.pass_high:.2f})"
-
 
 @dataclass
 class Preflight:
@@ -140,7 +133,7 @@ class Preflight:
     """
 
     run: str
-    faults: tuple[Fault, ...]
+    faults: tuple[Problem, ...]
     measures: Measures | None = None
     seconds: float = 0.0
 
@@ -150,51 +143,36 @@ class Preflight:
         return not self.errors
 
     @property
-    def errors(self) -> list[Fault]:
-        """Faults that keep it from starting."""
-        return [fault for fault in self.faults if fault.level == "error"]
+    def errors(self) -> list[Problem]:
+        """Problems that keep it from starting."""
+        return errors_of(self.faults)
 
     @property
-    def warnings(self) -> list[Fault]:
-        """Faults that do not."""
-        return [fault for fault in self.faults if fault.level != "error"]
+    def warnings(self) -> list[Problem]:
+        """Problems that do not."""
+        return warnings_of(self.faults)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return finite(
-            {
-                "run": self.run,
-                "go": self.go,
-                "faults": [fault.to_dict() for fault in self.faults],
-                "measures": self.measures and self.measures.to_dict(),
-                "seconds": round(self.seconds, 1),
-            }
-        )
+        faults = [{"stage": one.name, "message": one.text, "level": one.level, "key": one.key} for one in self.faults]
+        measures = self.measures and self.measures.to_dict()
+        found = {"run": self.run, "go": self.go, "faults": faults, "measures": measures}
+        return finite(found | {"seconds": round(self.seconds, 1)})
 
     def __str__(self) -> str:
-        parts = [] if self.measures is None else [render_text(self._table(self.measures), WIDTH)]
-        for title, faults in (("problem", self.errors), ("warning", self.warnings)):
-            parts += [_wrapped(f"{title} {number}: ", str(fault)) for number, fault in enumerate(faults, 1)]
+        lines = list_problems(self.faults)
+        if self.measures is not None:
+            title = f"Preflight of {self.run}, {self.seconds:.0f} s"
+            table = Table(title=title, title_justify="left", show_header=False)
+            table.add_column("what", overflow="fold", max_width=24)
+            table.add_column("found", overflow="fold")
+            for name, value in self.measures.lines():
+                table.add_row(Text(name), Text(value))
+            lines.insert(0, render_text(table, WIDTH))
         count = f"{len(self.errors)} {'problem' if len(self.errors) == 1 else 'problems'}"
         verdict = "GO" if self.go else f"NO-GO: {count}; fix as described above"
         if self.measures is None:
             verdict += "; the model was not loaded" if not self.go else "; nothing was measured"
-        return "\n".join([*parts, verdict])
+        return "\n".join([*lines, verdict])
 
     __repr__ = __str__
-
-    def _table(self, measures: Measures) -> Table:
-        table = Table(title=f"Preflight of {self.run}, {self.seconds:.0f} s", title_justify="left", show_header=False)
-        table.add_column("what", overflow="fold", max_width=24)
-        table.add_column("found", overflow="fold")
-        for name, value in measures.lines():
-            table.add_row(Text(name), Text(value))
-        return table
-
-
-def _wrapped(title: str, text: str) -> str:
-    """A fault wrapped at `WIDTH` columns, without breaking keys and values."""
-    lines = text.split("\n")
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
-    first = textwrap.fill(title + lines[0], WIDTH, **options)
-    return "\n".join([first, *(textwrap.fill(line, WIDTH, initial_indent="  ", **options) for line in lines[1:])])

@@ -1,18 +1,18 @@
 """Call the rewards of a run before its model is loaded, on made-up completions of a row of its data."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
 from rloo_kit.data.gym import require_library
 from rloo_kit.errors import RlooKitError
-from rloo_kit.preflight.faults import Fault
 from rloo_kit.rewarding.guard import guard, is_async, reward_name
 from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.registry import REGISTRY, build_reward, check_reward_name
+from rloo_kit.rewarding.values import weighted_sum
 from rloo_kit.rewarding.worker import close_worker
+from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
@@ -55,23 +55,10 @@ def make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp
     return made
 
 
-@dataclass
-class _Scores:
-    """Weighted sums per completion over the called rewards; `whole` while no reward was skipped."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-    whole: bool = True
-
-    def add(self, made: list[MadeUp], values: list[float | None], weight: float) -> None:
-        for one, value in zip(made, values, strict=True):
-            if value is not None:
-                self.sums[one.kind] = self.sums.get(one.kind, 0.0) + weight * value
-
-
 def find_reward_faults(
     run: RunConfig, tokenizer: Any | None, thinking: bool, row: dict[str, Any] | None
-) -> Iterator[Fault]:
-    """Faults of `run.rewards`: builds, calls and closes each reward.
+) -> list[Problem]:
+    """Problems of `run.rewards`: builds, calls and closes each reward.
 
     Args:
         tokenizer: None if it is not on this machine yet: then names are checked and the user's functions imported.
@@ -79,50 +66,53 @@ def find_reward_faults(
             cannot be read: then nothing is called.
     """
     made = [] if row is None or tokenizer is None else make_completions(tokenizer, thinking, row.get("answer"))
-    scores = _Scores(whole=bool(made))
+    faults: list[Problem] = []
+    scores: list[list[float | None] | None] = []
     for index, entry in enumerate(run.rewards):
-        key = f"rewards.{index}"
-        try:
+        key, reward = f"rewards.{index}", None
+        with catching("rewards", faults):
             if entry.name == "math_answer_reward" and not is_importable("math_verify"):
                 raise RlooKitError(f"{key}.name: {NEEDS_MATH_VERIFY}")
             if entry.name == GYM_REWARD:
                 require_library(f"{key}.name: {GYM_REWARD}")
             if tokenizer is None and ":" not in entry.name:
                 check_reward_name(key, entry.name)
-                continue
-            reward = build_reward(run, tokenizer, entry, key)
-        except RlooKitError as error:
-            scores.whole = False
-            yield Fault("rewards", str(error))
-            continue
-        try:
-            if made and row is not None:
-                yield from _try_reward(run, reward, f"{key}.name '{entry.name}'", entry.weight, made, row, scores)
-        finally:
-            close_worker(reward)
-    yield from _find_no_signal(scores, [entry.name for entry in run.rewards], len(made))
+            else:
+                reward = build_reward(run, tokenizer, entry, key)
+        called = None
+        if reward is not None:
+            try:
+                if made and row is not None:
+                    called = _try_reward(run, reward, f"{key}.name '{entry.name}'", made, row, faults)
+            finally:
+                close_worker(reward)
+        scores.append(called)
+    weights = [entry.weight for entry in run.rewards]
+    return faults + _find_no_signal(scores, weights, [entry.name for entry in run.rewards])
 
 
 def find_given_faults(
     run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any], reward_funcs: list[Any]
-) -> Iterator[Fault]:
+) -> list[Problem]:
     """The same for rewards that are already built, or made in Python."""
     made = make_completions(tokenizer, thinking, row.get("answer"))
-    scores = _Scores()
-    for index, reward in enumerate(reward_funcs):
-        name = f"rewards.{index} '{reward_name(reward)}'"
-        yield from _try_reward(run, reward, name, getattr(reward, "weight", 1.0), made, row, scores)
-    yield from _find_no_signal(scores, list(map(reward_name, reward_funcs)), len(made))
+    faults: list[Problem] = []
+    names = list(map(reward_name, reward_funcs))
+    scores = [
+        _try_reward(run, reward, f"rewards.{index} '{name}'", made, row, faults)
+        for index, (reward, name) in enumerate(zip(reward_funcs, names, strict=True))
+    ]
+    return faults + _find_no_signal(scores, [getattr(reward, "weight", 1.0) for reward in reward_funcs], names)
 
 
 def _try_reward(
-    run: RunConfig, reward: Any, name: str, weight: float, made: list[MadeUp], row: dict[str, Any], scores: _Scores
-) -> Iterator[Fault]:
-    """Call a reward on all completions and add its values to `scores`."""
+    run: RunConfig, reward: Any, name: str, made: list[MadeUp], row: dict[str, Any], faults: list[Problem]
+) -> list[float | None] | None:
+    """Call a reward on all completions and append what is wrong to `faults`. Returns its values; None if it was not
+    called, or cannot score all of them."""
     inner = getattr(reward, "reward", reward)
     if isinstance(inner, RewardModel) or not callable(inner) or hasattr(inner, "forward") or is_async(inner):
-        scores.whole = False  # the first call would load weights, or only a trainer can await it
-        return
+        return None  # the first call would load weights, or only a trainer can await it
     texts = [one.text for one in made]
     if opens_thinking(row["prompt"]):
         parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
@@ -141,50 +131,46 @@ def _try_reward(
             log_metric=lambda name, value: None,
             **columns,
         )
-        values, opened = values[: len(made)], values[len(made) :]
     except RlooKitError as error:
-        scores.whole = False
-        yield Fault("rewards", f"{name}: {error}")
-        return
-    scores.add(made, values, weight)
+        faults.append(Problem("rewards", f"{name}: {error}"))
+        return None
+    values, opened = values[: len(made)], values[len(made) :]
     failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=False) if problem]
     if failed:
-        scores.whole = False
         kinds = "any made-up completion" if len(failed) == len(made) else f"a completion {failed[0][0]}"
-        yield Fault(
-            "rewards",
-            f"{name} cannot score {kinds}: {failed[0][1]}. A run has such completions: return a number for each, or "
-            "None where the reward does not apply",
-        )
-    elif len(set(values)) == 1 and values[0] is not None and any((value or 0.0) > values[0] for value in opened):
-        yield Fault(
-            "rewards",
+        found = f"{name} cannot score {kinds}: {failed[0][1]}. A run has such completions"
+        fix = "return a number for each, or None where the reward does not apply"
+        faults.append(Problem("rewards", found, fix))
+        return None
+    if len(set(values)) == 1 and values[0] is not None and any((value or 0.0) > values[0] for value in opened):
+        found = (
             f"{name} gives every completion {values[0]:g}, and more to one that begins with {THINK_START}. None does: "
-            "the chat template opens it in the prompt. Make it optional in the pattern, or remove it",
-            "warning",
         )
+        found += "the chat template opens it in the prompt"
+        fix = "make it optional in the pattern, or remove it"
+        faults.append(Problem("rewards", found, fix, level="warning"))
+    return values
 
 
-def _find_no_signal(scores: _Scores, names: list[str], count: int) -> Iterator[Fault]:
+def _find_no_signal(scores: list[list[float | None] | None], weights: list[float], names: list[str]) -> list[Problem]:
     """Rewards that do not distinguish completions: a warning, because this row may belong to no reward's task. What a
-    reward of the user's pays for is not known, so it may well give all of these nothing; the probe judges it."""
-    if not scores.whole:
-        return
+    reward of the user's pays for is not known, so it may well give all of these nothing; the probe judges it.
+
+    Args:
+        scores: of each reward its values; None if they are not known, and then nothing is.
+    """
+    known = [one for one in scores if one is not None]
+    if not known or len(known) < len(scores):
+        return []
+    sums = [weighted_sum(values, weights) for values in zip(*known, strict=True)]
     listed, right = ", ".join(names), "the gold answer" if answer_reward_of(names) else "an answer"
-    if not scores.sums:
-        yield Fault(
-            "rewards",
-            f"rewards: none of {listed} scored any made-up completion of the first row (all returned None); check "
-            "data.answer_column and the columns that they read",
-            "warning",
-        )
-    elif len(scores.sums) == count and len(set(scores.sums.values())) == 1:
-        value = next(iter(scores.sums.values()))
-        if value <= 0 and not REGISTRY.keys() >= set(names):
-            return
-        yield Fault(
-            "rewards",
-            f"rewards: {listed} give {value:g} to {right}, to an empty completion, to a truncated one and to "
-            "nonsense alike, on the first row; what earns the same teaches nothing",
-            "warning",
-        )
+    if all(one is None for one in sums):
+        found = f"rewards: none of {listed} scored any made-up completion of the first row (all returned None)"
+        fix = "check data.answer_column and the columns that they read"
+        return [Problem("rewards", found, fix, level="warning")]
+    value = sums[0]
+    if value is None or len(set(sums)) > 1 or (value <= 0 and not REGISTRY.keys() >= set(names)):
+        return []
+    found = f"rewards: {listed} give {value:g} to {right}, to an empty completion, to a truncated one and to "
+    found += "nonsense alike, on the first row; what earns the same teaches nothing"
+    return [Problem("rewards", found, level="warning")]

@@ -74,9 +74,9 @@ def draw_curves_of(metrics: Sequence[Row], findings: Sequence[Finding], held_out
     shown, constant = [], []
     for panel in panels:
         for one in findings:
-            if panel.metrics & ({"reward"} | reads.get(one.rule, set())):
+            if panel.metrics & ({"reward"} | reads.get(one.name, set())):
                 panel.chart.marks.append(Mark(one.since, one.last, one.title))
-        of_finding = any(main.get(one.rule) in panel.metrics for one in findings) and len(rows) > 1
+        of_finding = any(main.get(one.name) in panel.metrics for one in findings) and len(rows) > 1
         if panel.is_flat and not of_finding and panel.chart is not held_out:
             constant.append(panel.in_words)
         else:
@@ -221,7 +221,7 @@ def draw_figure(chart: Chart, findings: Sequence[Finding] = ()) -> str:
         for number, (name, points) in enumerate(chart.series.items())
         if name and points
     )
-    links = {one.title: one.rule for one in findings}
+    links = {one.title: one.name for one in findings}
     marks = ", ".join(
         f"<a href='#finding-{links[one.name]}'>{escape_text(one.name)}</a>" for one in chart.marks if one.name in links
     )

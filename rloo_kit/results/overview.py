@@ -1,7 +1,7 @@
 """An overview of a run from its folder, for a terminal and as JSON: verdict, numbers, curves, health."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class RunOverview:
             found["accuracy"]["reward_difference"] = rewards
             found["prompts"] = find_changes(self.before, self.after).counts
         means = {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
-        metrics = {"metrics": [asdict(one) for one in self.judgements]}
+        metrics = {"metrics": [one.to_dict() for one in self.judgements]}
         return found | {"level": self.level, "actions": self.actions, "health": self.findings} | metrics | means
 
     def __rich__(self) -> Group:
@@ -87,7 +87,7 @@ class RunOverview:
         if self.findings:
             parts.append(Text("\nHealth, the earliest cause first"))
             parts += [Text(fill_text(f"  {_describe(one)}")) for one in self.findings]
-        others = [text for one in self.judgements if (text := f"{one.metric}: {one.action}") in self.actions]
+        others = [text for one in self.judgements if (text := str(one)) in self.actions]
         if others:
             parts.append(Text(f"\nWorth checking, mean of the last {self.last} logged steps"))
             parts += [Text(fill_text(f"  {one}")) for one in others]
@@ -169,11 +169,11 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
     watch = HealthWatch(context, rows)
     judgements = judge(rows, context.on_policy, last, watch.is_solved())
     now = [one for one in watch.findings if watch.holds(one)]
-    known = {one.rule for one in now} | watch.explained()
+    known = {one.name for one in now} | watch.explained()
     actions = []
     for level in ("alarming", "watch"):
         actions += [str(one) for one in now if one.level == level]
-        actions += [f"{one.metric}: {one.action}" for one in judgements if one.level == level and one.rule not in known]
+        actions += [str(one) for one in judgements if one.level == level and one.rule not in known]
     levels = ["healthy", *(one.level for one in now), *(one.level for one in judgements)]
     return RunOverview(
         folder=run_dir.folder,
@@ -183,7 +183,7 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
         after=after,
         level=max(levels, key=LEVELS.index) if rows else None,
         actions=actions,
-        findings=[asdict(one) | {"holds": watch.holds(one)} for one in watch.findings],
+        findings=[one.to_dict() | {"holds": watch.holds(one)} for one in watch.findings],
         judgements=judgements,
         rows=rows,
         last=last,

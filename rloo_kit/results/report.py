@@ -190,13 +190,13 @@ def _held_out(
 def _health(result: TrainResult) -> str:
     if not result.findings:
         return "<p>No health rule found a problem.</p>"
-    rows, lasting = [], {one.rule for one in result.lasting}
+    rows, lasting = [], {one.name for one in result.lasting}
     for one in result.findings:
-        steps = f"{one.since}" if one.rule in lasting else f"{one.since} to {one.last}"
+        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
         also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
-        rows.append((one.title, one.level, steps, one.evidence + also, one.cause, one.fix))
+        rows.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
     head = ("finding", "level", "since step", "evidence", "cause", "fix")
-    return make_table("Health findings", head, rows, ids=[f"finding-{one.rule}" for one in result.findings])
+    return make_table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
 
 
 def _before_and_after(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:

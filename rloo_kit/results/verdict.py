@@ -143,11 +143,11 @@ def judge_run(
     if accepted := read_object(result.folder / "status.json").get("changed"):
         sentence += f"; the run continued {accepted}"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
-    is_tied = kind in ("no evidence", "no signal") and (cause is None or cause.rule in BY_SUCCESS)
+    is_tied = kind in ("no evidence", "no signal") and (cause is None or cause.name in BY_SUCCESS)
     if solved and is_tied and result.stopped in (None, EARLY, "no signal"):
         advice = f"it was solved before training{solved}: use harder prompts (data.source)"
     commands = _commands(result.folder, kind, after)
-    rule = None if cause is None else cause.rule
+    rule = None if cause is None else cause.name
     return Verdict(kind, f"{sentence}.", f"{advice}." if advice else "", commands, change, rule)
 
 
@@ -163,14 +163,14 @@ def _decide(
     result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None, solved: str
 ) -> tuple[Kind, str, Finding | None]:
     """Kind, sentence, and the finding that explains them."""
-    lasting = {one.rule: one for one in result.lasting}
+    lasting = {one.name: one for one in result.lasting}
     fallen = lasting.get(BROKEN)
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
     measured = "" if change is None else f"; {_lower(str(change))}"
     if GAMED in lasting and not (change is not None and not change.is_reward and change.rose):
         return (
             "gamed",
-            f"The policy earns reward in an unintended way: {lasting[GAMED].evidence}{measured}",
+            f"The policy earns reward in an unintended way: {lasting[GAMED].found}{measured}",
             lasting[GAMED],
         )
     gamed = _gamed(before, after, change)
@@ -181,9 +181,9 @@ def _decide(
     if change is not None and change.fell:
         return "broken", str(change), fallen or _first(result.findings)
     if fallen is not None:
-        return "broken", f"The policy broke: {fallen.evidence}{measured}", fallen
+        return "broken", f"The policy broke: {fallen.found}{measured}", fallen
     if blind is not None:
-        return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
+        return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.found}{measured}", blind
     if result.stopped == "running":
         return "no evidence", f"The run has not ended; it is at step {result.steps}", _first(result.lasting)
     tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]

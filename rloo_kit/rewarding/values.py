@@ -3,6 +3,7 @@
 The worker imports this module."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -50,6 +51,19 @@ def read_number(value: Any) -> tuple[float | None, str | None]:
     if number - number != 0.0:  # NaN or infinity
         return None, f"it returned {number}; a reward is finite, or None where it does not apply"
     return None, beyond
+
+
+def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """One completion's rewards combined (None: does not apply, NaN: failed), outside the trainer, which sums float32
+    tensors (`gradient.advantages.combine_rewards`). None if a reward failed or none with a weight applies.
+
+    >>> weighted_sum([1.0, None, 0.5], [1.0, 1.0, 2.0]), weighted_sum([1.0], [0.0])
+    (2.0, None)
+    """
+    pairs = zip(values, weights, strict=True)
+    terms = [value * weight for value, weight in pairs if value is not None and (weight or math.isnan(value))]
+    total = math.fsum(terms) if terms else math.nan
+    return total if math.isfinite(total) else None
 
 
 def _as_float(value: Any) -> float | None:

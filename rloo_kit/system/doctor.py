@@ -11,7 +11,8 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rloo_kit.system.env_file import huggingface_home
 from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
 from rloo_kit.system.gpu import GIB, find_holders
 from rloo_kit.system.hosted import Place, find_place
+from rloo_kit.system.problems import Problem, errors_of
 from rloo_kit.system.versions import (
     TESTED,
     TESTED_EXTRAS,
@@ -41,48 +43,43 @@ HUB_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 120.0
 DISK_LOW_GIB, DISK_FULL_GIB = 10.0, 1.0  # a 4-bit Qwen3-4B takes 2.5 GiB, its checkpoints little
 HELD_BY_OTHERS_GIB = 1.0
-
-
-@dataclass(frozen=True)
-class Check:
-    """One finding. `status`: ok, warn (a run may still work) or fail (it will not); `todo` is empty when ok."""
-
-    name: str
-    status: str
-    found: str
-    todo: str = ""
+STATUS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("fail", "bold red")}  # words, colours
 
 
 @dataclass(frozen=True)
 class Report:
-    """The environment and all findings."""
+    """The environment and what each check found, faultless ones included."""
 
     environment: Environment
-    checks: list[Check]
+    checks: list[Problem]
 
     @property
     def exit_code(self) -> int:
         """1 when a check failed, else 0; warnings do not count."""
-        return int(any(check.status == "fail" for check in self.checks))
+        return int(bool(errors_of(self.checks)))
 
     def to_dict(self) -> dict[str, Any]:
-        checks = [asdict(check) for check in self.checks]
+        """Plain values for JSON."""
+        checks = [
+            {"name": one.name, "status": STATUS[one.level][0], "found": one.found, "todo": one.fix}
+            for one in self.checks
+        ]
         return {"exit_code": self.exit_code, "environment": self.environment.to_dict(), "checks": checks}
 
-    def __str__(self) -> str:
-        return f"{self.environment}\n{render_text(self._table())}"
-
-    __repr__ = __str__
-
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """A row for each check."""
         table = Table(title="rloo-kit doctor", title_justify="left")
         for name, is_short in (("check", True), ("status", True), ("found", False), ("what to do", False)):
             table.add_column(name, no_wrap=is_short, overflow="fold")
-        colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-        for check in self.checks:
-            status = Text(check.status, style=colours[check.status])
-            table.add_row(Text(check.name), status, Text(check.found), Text(check.todo))
+        for one in self.checks:
+            status, colour = STATUS[one.level]
+            table.add_row(Text(one.name), Text(status, style=colour), Text(one.found), Text(one.fix))
         return table
+
+    def __str__(self) -> str:
+        return f"{self.environment}\n{render_text(self.table())}"
+
+    __repr__ = __str__
 
 
 def check_installation(root: Path | None = None) -> Report:
@@ -95,19 +92,33 @@ def check_installation(root: Path | None = None) -> Report:
     """
     settled, checks = _settle(root)
     place = find_place()
-    checks += [_python(settled), *_packages(settled, place), _gpu(settled), *_place(settled, place)]
-    if settled.gpu is not None:
-        checks += [_bitsandbytes(), _gpu_memory(settled)]
-    checks += [*_disk(), _kernel_spec(), _hub(), *_keys(settled)]
-    return Report(settled, checks)
+    checks += [*_check_versions(settled, place), *_check_gpu(settled)]
+    if place is not None:
+        checks += [_ok(place.name, found) for found in place.follows]
+        if settled.precision == "fp16":
+            name = settled.gpu.name if settled.gpu else "this GPU"
+            checks.append(_ok(place.name, f"{name} has no bf16: runs use fp16, not measured"))
+    checks += [*_check_disks(), _check_kernel_spec(), _check_hub()]
+    for name, state in settled.keys.items():
+        todo = f"write {name}=... into {settled.env_file or '.env in the project root'}, or remove the empty one"
+        checks.append(_warn(name, state, todo) if state == "empty" else _ok(name, state))
+    return Report(settled, [*checks, _ok("token", settled.token)])
 
 
-def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
-    """The environment; if set-up refuses, what is known of it, with the refusal as a finding."""
+def _ok(name: str, found: str) -> Problem:
+    return Problem(name, found, level="ok")
+
+
+def _warn(name: str, found: str, todo: str) -> Problem:
+    return Problem(name, found, todo, level="warning")
+
+
+def _settle(root: Path | None) -> tuple[Environment, list[Problem]]:
+    """The environment; if set-up refuses, what is known of it, with the refusal as a problem."""
     try:
         return prepare_environment(root=root), []
     except (ConfigError, SetupError) as error:
-        refused = [Check("set-up", "fail", "setup_environment() refuses", str(error))]
+        refused = [Problem("set-up", "setup_environment() refuses", str(error))]
     try:
         return prepare_environment("transformers", root), refused  # the backend was the obstacle
     except (ConfigError, SetupError):
@@ -125,74 +136,66 @@ def run_doctor(json: bool = False) -> int:
         print(json_text.dumps(report.to_dict(), indent=2))
     else:
         print(report.environment)
-        print_table(report._table())
+        print_table(report.table())
     return report.exit_code
 
 
-def _python(settled: Environment) -> Check:
-    version = settled.versions["python"] or ""
-    if in_range(version, TESTED_PYTHON):
-        return Check("python", "ok", f"{version}, tested {TESTED_PYTHON}")
-    return Check(
-        "python",
-        "warn",
-        f"{version} is outside the tested range {TESTED_PYTHON}",
-        "make a new environment with a tested Python",
-    )
-
-
-def _packages(settled: Environment, place: Place | None) -> list[Check]:
-    checks = []
+def _check_versions(settled: Environment, place: Place | None) -> Iterator[Problem]:
+    """Python and each library against its tested range; vLLM and its plugin, if installed: another version brings
+    another torch."""
+    versions = settled.versions
+    python = versions["python"] or ""
+    if in_range(python, TESTED_PYTHON):
+        yield _ok("python", f"{python}, tested {TESTED_PYTHON}")
+    else:
+        found = f"{python} is outside the tested range {TESTED_PYTHON}"
+        yield _warn("python", found, "make a new environment with a tested Python")
     keeps_torch = place is not None and place.name in ("Colab", "Kaggle")  # preinstalled
-    back = return_command(
-        TESTED_EXTRAS.keys() <= {name for name, version in settled.versions.items() if version}, keeps_torch
-    )
+    back = return_command(all(versions.get(name) for name in TESTED_EXTRAS), keeps_torch)
     for name, tested in (TESTED | TESTED_EXTRAS).items():
-        version = settled.versions[name]
-        if version is None and name in TESTED_EXTRAS:
-            if settled.gpu is not None:
-                todo = "pip install -e '.[gpu]' for the faster backend"
-                checks.append(Check(name, "warn", f"not installed, tested {tested}", todo))
-        elif version is None:
-            checks.append(Check(name, "fail", f"not installed, tested {tested}", back))
-        elif in_range(version, tested):
-            checks.append(Check(name, "ok", f"{version}, tested {tested}"))
-        else:
-            checks.append(Check(name, "warn", f"{version} is outside the tested range {tested}", back))
-    return checks + _vllm(settled)
-
-
-def _vllm(settled: Environment) -> list[Check]:
-    """vLLM and its plugin, if installed: another version brings another torch."""
-    checks = []
+        version = versions[name]
+        if version is None and name not in TESTED_EXTRAS:
+            yield Problem(name, f"not installed, tested {tested}", back)
+        elif version is None and settled.gpu is not None:
+            yield _warn(name, f"not installed, tested {tested}", "pip install -e '.[gpu]' for the faster backend")
+        elif version is not None and in_range(version, tested):
+            yield _ok(name, f"{version}, tested {tested}")
+        elif version is not None:
+            yield _warn(name, f"{version} is outside the tested range {tested}", back)
     for name, fitting in VLLM_RANGES.items():
-        version = settled.versions.get(name)
-        if version is None:
-            continue
-        if in_range(version, fitting):
-            checks.append(Check(name, "ok", f"{version}, fits {fitting}"))
-        else:
-            checks.append(Check(name, "warn", f"{version} does not fit {fitting}", VLLM_INSTALL))
-    return checks
+        version = versions.get(name)
+        if version is not None and in_range(version, fitting):
+            yield _ok(name, f"{version}, fits {fitting}")
+        elif version is not None:
+            yield _warn(name, f"{version} does not fit {fitting}", VLLM_INSTALL)
 
 
-def _gpu(settled: Environment) -> Check:
+def _check_gpu(settled: Environment) -> Iterator[Problem]:
+    """The GPU, the library of 4-bit weights, and who holds the GPU's memory."""
     gpu = settled.gpu
-    if gpu is not None:
-        return Check("GPU", "ok", f"{gpu.name}, {settled.precision}, backend {settled.backend}")
-    if "CPU build" in settled.gpu_reason:
-        return Check("GPU", "warn", settled.gpu_reason, "set TORCH_INDEX to a CUDA index of torch and run make setup")
-    return Check("GPU", "ok", f"none ({settled.gpu_reason}); the embedded model runs on the CPU in fp32")
-
-
-def _place(settled: Environment, place: Place | None) -> list[Check]:
-    """What Colab, Kaggle or WSL2 imply for a run."""
-    if place is None:
-        return []
-    follows = list(place.follows)
-    if settled.precision == "fp16":
-        follows.append(f"{settled.gpu.name if settled.gpu else 'this GPU'} has no bf16: runs use fp16, not measured")
-    return [Check(place.name, "ok", found) for found in follows]
+    if gpu is None and "CPU build" in settled.gpu_reason:
+        yield _warn("GPU", settled.gpu_reason, "set TORCH_INDEX to a CUDA index of torch and run make setup")
+    elif gpu is None:
+        yield _ok("GPU", f"none ({settled.gpu_reason}); the embedded model runs on the CPU in fp32")
+    if gpu is None:
+        return
+    yield _ok("GPU", f"{gpu.name}, {settled.precision}, backend {settled.backend}")
+    loads, found = _probe(_BITSANDBYTES)
+    todo = "see python -m bitsandbytes; until then model.load_in_4bit=false"
+    name = "bitsandbytes CUDA library"
+    yield _ok(name, found) if loads else Problem(name, found, todo)
+    own, holders = os.getpid(), find_holders(gpu)
+    named = [
+        f"{'this process' if holder.pid == own else holder.name} (pid {holder.pid}"
+        + (")" if holder.memory_gib is None else f", {holder.memory_gib:.1f} GiB)")
+        for holder in holders
+    ]
+    found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'no process'}"
+    held_by_others = gpu.memory_gib - gpu.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
+    if held_by_others > HELD_BY_OTHERS_GIB:
+        yield _warn("GPU memory", found, "stop what you do not need, such as other notebooks' kernels")
+    else:
+        yield _ok("GPU memory", found)
 
 
 def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:
@@ -213,30 +216,7 @@ print("loads " + lib._lib._name.rsplit("/", 1)[-1])
 """
 
 
-def _bitsandbytes() -> Check:
-    loads, found = _probe(_BITSANDBYTES)
-    todo = "" if loads else "see python -m bitsandbytes; until then model.load_in_4bit=false"
-    return Check("bitsandbytes CUDA library", "ok" if loads else "fail", found, todo)
-
-
-def _gpu_memory(settled: Environment) -> Check:
-    gpu = settled.gpu
-    assert gpu is not None  # only called with a GPU
-    own = os.getpid()
-    holders = find_holders(gpu)
-    named = [
-        f"{'this process' if holder.pid == own else holder.name} (pid {holder.pid}"
-        + (")" if holder.memory_gib is None else f", {holder.memory_gib:.1f} GiB)")
-        for holder in holders
-    ]
-    found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'no process'}"
-    held_by_others = gpu.memory_gib - gpu.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
-    if held_by_others > HELD_BY_OTHERS_GIB:
-        return Check("GPU memory", "warn", found, "stop what you do not need, such as other notebooks' kernels")
-    return Check("GPU memory", "ok", found)
-
-
-def _disk() -> list[Check]:
+def _check_disks() -> Iterator[Problem]:
     """Free space where runs are written and where models are cached; one check for each disk."""
     hub = os.environ.get("HF_HUB_CACHE") or huggingface_home()
     folders = {"runs": Path.cwd(), "kit's cache": cache_folder(), "hub's cache": Path(hub).expanduser()}
@@ -244,14 +224,12 @@ def _disk() -> list[Check]:
     for use, folder in folders.items():
         there = next(path for path in (folder, *folder.parents) if path.exists())
         disks.setdefault(there.stat().st_dev, (there, []))[1].append(use)
-    checks = []
     for there, uses in disks.values():
         free = shutil.disk_usage(there).free / GIB
-        status = "ok" if free >= DISK_LOW_GIB else "warn" if free >= DISK_FULL_GIB else "fail"
         found = f"{free:.1f} GiB free at {there} ({', '.join(uses)})"
-        todo = f"free some: a 4-bit model and a run take up to {DISK_LOW_GIB:.0f} GiB" if status != "ok" else ""
-        checks.append(Check("disk", status, found, todo))
-    return checks
+        todo = f"free some: a 4-bit model and a run take up to {DISK_LOW_GIB:.0f} GiB"
+        level = "warning" if free >= DISK_FULL_GIB else "error"
+        yield _ok("disk", found) if free >= DISK_LOW_GIB else Problem("disk", found, todo, level=level)
 
 
 _KERNEL_SPEC = """
@@ -267,35 +245,27 @@ print("python3 starts this Python")
 """
 
 
-def _kernel_spec() -> Check:
+def _check_kernel_spec() -> Problem:
     if not is_importable("jupyter_client"):
-        return Check("kernel spec", "ok", "Jupyter is not installed; notebooks need pip install -e '.[notebook]'")
+        return _ok("kernel spec", "Jupyter is not installed; notebooks need pip install -e '.[notebook]'")
     good, found = _probe(_KERNEL_SPEC)
-    todo = "" if good else "python -m ipykernel install --sys-prefix --name python3"
-    return Check("kernel spec", "ok" if good else "warn", found, todo)
+    todo = "python -m ipykernel install --sys-prefix --name python3"
+    return _ok("kernel spec", found) if good else _warn("kernel spec", found, todo)
 
 
-def _hub() -> Check:
+def _check_hub() -> Problem:
     """Whether the model hub answers; being offline is no failure, because the embedded model needs no network."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
-            return Check("hub", "ok", f"offline by choice ({name}); models come from the cache or a folder")
+            return _ok("hub", f"offline by choice ({name}); models come from the cache or a folder")
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     host = "the address in HF_ENDPOINT"
     try:
         host = urlsplit(address).hostname or host  # the host alone: an endpoint can carry a password
         with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_TIMEOUT_S):
-            return Check("hub", "ok", f"{host} is reachable")
+            return _ok("hub", f"{host} is reachable")
     except urllib.error.HTTPError as answer:  # the hub did answer
-        return Check("hub", "ok", f"{host} is reachable (status {answer.code})")
+        return _ok("hub", f"{host} is reachable (status {answer.code})")
     except (OSError, ValueError, HTTPException) as error:
         found = f"{host} is not reachable ({type(error).__name__})"
-        return Check("hub", "warn", found, "HF_HUB_OFFLINE=1 saves the wait; embedded and cached models still work")
-
-
-def _keys(settled: Environment) -> list[Check]:
-    checks = []
-    for name, state in settled.keys.items():
-        todo = f"write {name}=... into {settled.env_file or '.env in the project root'}, or remove the empty one"
-        checks.append(Check(name, "warn", state, todo) if state == "empty" else Check(name, "ok", state))
-    return checks + [Check("token", "ok", settled.token)]
+        return _warn("hub", found, "HF_HUB_OFFLINE=1 saves the wait; embedded and cached models still work")

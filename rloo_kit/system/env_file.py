@@ -15,7 +15,6 @@ from dotenv import dotenv_values
 from rloo_kit.errors import SetupError
 from rloo_kit.system.input_files import working_folder
 
-MARKERS = ("pyproject.toml", ".git", "configs", ".env")
 EXPECTED_KEYS = ("HF_TOKEN",)
 KEEP_EMPTY = frozenset({"CUDA_VISIBLE_DEVICES"})  # empty: no GPU
 _PLAIN_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -33,18 +32,15 @@ class EnvFile:
 
 def find_root(start: Path | None = None) -> Path | None:
     """The nearest folder at or above `start` (None: the working folder, then the process's own), else above the
-    package, that contains one of `MARKERS`; None if there is none."""
+    package, that contains pyproject.toml, .git, configs/ or .env; None if there is none."""
     for origin in (*([start] if start else [working_folder(), Path()]), Path(__file__).parents[2]):
         for folder in (origin.resolve(), *origin.resolve().parents):
-            if any(_is_marker(folder / name) for name in MARKERS):
+            # A `.env` folder is a virtual environment, and a file named configs is none of ours.
+            if any((folder / name).is_file() for name in ("pyproject.toml", ".env")):
+                return folder
+            if (folder / ".git").exists() or (folder / "configs").is_dir():
                 return folder
     return None
-
-
-def _is_marker(path: Path) -> bool:
-    if path.name == "configs":
-        return path.is_dir()
-    return path.exists() if path.name == ".git" else path.is_file()  # a `.env` folder is a virtual environment
 
 
 def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_KEYS) -> EnvFile:
@@ -78,16 +74,13 @@ def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_K
     empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
     asked = [expected] if isinstance(expected, str) else expected
     for name in dict.fromkeys([*asked, *empty]):
-        report.keys[name] = _state(name, values, before)
+        if name in before and values.get(name) != os.environ[name]:
+            report.keys[name] = "found in the environment"
+        elif values.get(name):
+            report.keys[name] = "found in .env"
+        else:
+            report.keys[name] = "empty" if name in values or name in os.environ else "missing"
     return report
-
-
-def _state(name: str, values: dict[str, str | None], before: set[str]) -> str:
-    if name in before and values.get(name) != os.environ[name]:
-        return "found in the environment"
-    if values.get(name):
-        return "found in .env"
-    return "empty" if name in values or name in os.environ else "missing"
 
 
 def _read(path: Path) -> dict[str, str | None]:

@@ -19,7 +19,7 @@ from rich.text import Text
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.console import render_text, set_up_progress
 from rloo_kit.system.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
-from rloo_kit.system.gpu import Gpu, Gpus, find_gpus
+from rloo_kit.system.gpu import Gpu, find_gpus
 from rloo_kit.system.processes import count_processes, is_distributed
 from rloo_kit.system.versions import installed_version, installed_versions, is_cpu_torch, is_importable
 
@@ -102,19 +102,14 @@ class Environment:
         return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
 
     def __str__(self) -> str:
-        return render_rows(self.rows(), title="rloo-kit environment")
+        table = Table(title="rloo-kit environment", show_header=False, title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self.rows():
+            table.add_row(Text(name), Text(value))
+        return render_text(table)
 
     __repr__ = __str__
-
-
-def render_rows(rows: Sequence[tuple[str, str]], title: str) -> str:
-    """A two-column table as plain text."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    return render_text(table)
 
 
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
@@ -222,23 +217,6 @@ def _move_unsloth_cache() -> str:
     return os.environ["UNSLOTH_COMPILE_LOCATION"]
 
 
-def _usable_gpu(gpus: Gpus) -> tuple[Gpu | None, str]:
-    """The GPU that torch can use, and the reason if there is none."""
-    if gpus.gpu is not None and is_cpu_torch():
-        version = installed_version("torch")
-        return None, f"{gpus.gpu.name} is there, but torch {version} is a CPU build; install a CUDA build of torch"
-    return gpus.gpu, gpus.reason
-
-
-def _set_mixed_precision(value: str) -> list[str]:
-    """Make ACCELERATE_MIXED_PRECISION agree: accelerate reads it unchecked, and it overrides `bf16=False`."""
-    before = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    os.environ["ACCELERATE_MIXED_PRECISION"] = value
-    if before in (None, "", value):
-        return []
-    return [f"ACCELERATE_MIXED_PRECISION was {before!r}; set to {value!r} to agree with the precision"]
-
-
 _current: Environment | None = None
 _requested = "auto"  # the backend that an earlier call named; a later call without one keeps it
 
@@ -252,14 +230,21 @@ def prepare_environment(
     gpus = find_gpus()
     if gpus.count > 1:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts the GPUs as NVML does
-    gpu, gpu_reason = _usable_gpu(gpus)
+    gpu, gpu_reason = gpus.gpu, gpus.reason
+    if gpu is not None and is_cpu_torch():
+        version = installed_version("torch")
+        gpu_reason = f"{gpu.name} is there, but torch {version} is a CPU build; install a CUDA build of torch"
+        gpu = None
     requested = _requested if backend == "auto" else backend
     chosen, backend_reason = choose_backend(requested, gpu, gpu_reason)
     if backend == "auto" and _current is not None and _current.backend == chosen:
         backend_reason = _current.backend_reason  # the first one: by now Unsloth is imported
     precision, precision_reason = choose_precision(gpu)
     progress = set_up_progress()
-    notes = env_file.notes + _set_mixed_precision(PRECISIONS[precision][1])
+    notes, mixed = list(env_file.notes), PRECISIONS[precision][1]
+    if (before := os.environ.get("ACCELERATE_MIXED_PRECISION")) not in (None, "", mixed):
+        notes.append(f"ACCELERATE_MIXED_PRECISION was {before!r}; set to {mixed!r} to agree with the precision")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mixed  # accelerate reads it unchecked, and it overrides `bf16=False`
     if chosen == "transformers" and sys.modules.get("unsloth") is not None:
         notes.append("Unsloth is imported in this process, and its patches stay: restart the kernel to run without it")
     _requested = requested

@@ -104,27 +104,25 @@ def _own(handles: list[Any]) -> Any:
     return handles[int(rank)] if rank.isdigit() and int(rank) < len(handles) else handles[0]
 
 
-def _read_gpu(nvml: Any, handle: Any) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    with suppress(nvml.NVMLError):  # a MIG slice has its own memory; its other properties are its GPU's
-        handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(
-        index=nvml.nvmlDeviceGetIndex(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_gib=memory.total / GIB,
-        free_gib=memory.free / GIB,
-        capability=(major, minor),
-        driver=nvml.nvmlSystemGetDriverVersion(),
-    )
-
-
 def find_gpus() -> Gpus:
     """The GPU of this process as CUDA would see it (CUDA_VISIBLE_DEVICES, LOCAL_RANK), with its memory right now."""
     try:
         with _driver() as nvml:
             if handles := _visible_handles(nvml):
-                return Gpus(_read_gpu(nvml, _own(handles)), len(handles), "")
+                handle = _own(handles)
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+                with suppress(nvml.NVMLError):  # a MIG slice has its own memory; its other properties are its GPU's
+                    handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+                major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+                gpu = Gpu(
+                    index=nvml.nvmlDeviceGetIndex(handle),
+                    name=nvml.nvmlDeviceGetName(handle),
+                    memory_gib=memory.total / GIB,
+                    free_gib=memory.free / GIB,
+                    capability=(major, minor),
+                    driver=nvml.nvmlSystemGetDriverVersion(),
+                )
+                return Gpus(gpu, len(handles), "")
             if count := nvml.nvmlDeviceGetCount():
                 value = os.environ["CUDA_VISIBLE_DEVICES"]
                 return Gpus(None, 0, f"CUDA_VISIBLE_DEVICES={value!r} hides the {count} NVIDIA GPU(s)")
@@ -138,12 +136,14 @@ def find_holders(gpu: Gpu) -> list[Holder]:
     try:
         with _driver() as nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
-            found = [
-                *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
-                *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-            ]
-            processes = {process.pid: process for process in found}
-            holders = [_read_holder(nvml, process) for process in processes.values()]
+            found = {one.pid: one.usedGpuMemory for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            found |= {one.pid: one.usedGpuMemory for one in nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)}
+            holders = []
+            for pid, used in found.items():
+                name = "unknown"  # another container's, or gone
+                with suppress(nvml.NVMLError):
+                    name = os.path.basename(nvml.nvmlSystemGetProcessName(pid).split(" ")[0])
+                holders.append(Holder(pid, name, None if used is None else used / GIB))
     except _NoDriver:
         return []
     return sorted(holders, key=lambda holder: -(holder.memory_gib or 0.0))
@@ -158,12 +158,3 @@ def read_energy() -> float | None:
             return nvml.nvmlDeviceGetTotalEnergyConsumption(_own(handles)) / 1000 if handles else None
     except _NoDriver:
         return None
-
-
-def _read_holder(nvml: Any, process: Any) -> Holder:
-    try:
-        name = os.path.basename(nvml.nvmlSystemGetProcessName(process.pid).split(" ")[0])
-    except nvml.NVMLError:
-        name = "unknown"  # another container's, or gone
-    used = process.usedGpuMemory
-    return Holder(process.pid, name, None if used is None else used / GIB)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO
 
@@ -26,7 +26,11 @@ def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
     would not end in time, because they hang in a system call. This process is never one of them."""
     until = time.monotonic() + END_TIMEOUT_S
     while True:
-        found = [process for process in psutil.process_iter() if _is_wanted(process, wanted)]
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.pid != os.getpid() and wanted(process.environ()) and _status(process) not in _ENDED:
+                    found.append(process)
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
@@ -45,7 +49,12 @@ def end_tree(pid: int) -> None:
         new = [root]
         while new and time.monotonic() < until:
             tree += new
-            _stop(new, until)
+            for process in new:
+                with suppress(psutil.Error):
+                    process.suspend()
+            for process in new:
+                while _status(process) not in (psutil.STATUS_STOPPED, *_ENDED) and time.monotonic() < until:
+                    time.sleep(0.001)
             new = [child for child in root.children(recursive=True) if child not in tree]
     for process in tree:
         with suppress(psutil.Error):
@@ -54,29 +63,11 @@ def end_tree(pid: int) -> None:
         time.sleep(0.01)
 
 
-def _stop(processes: Iterable[psutil.Process], until: float) -> None:
-    for process in processes:
-        with suppress(psutil.Error):
-            process.suspend()
-    for process in processes:
-        while _status(process) not in (psutil.STATUS_STOPPED, *_ENDED) and time.monotonic() < until:
-            time.sleep(0.001)
-
-
 def _status(process: psutil.Process) -> str:
     try:
         return process.status()
     except psutil.Error:
         return psutil.STATUS_DEAD
-
-
-def _is_wanted(process: psutil.Process, wanted: Callable[[Mapping[str, str]], bool]) -> bool:
-    try:
-        if process.pid == os.getpid() or not wanted(process.environ()):
-            return False
-        return _status(process) not in _ENDED
-    except (psutil.Error, OSError):
-        return False
 
 
 def module_path() -> list[str]:

@@ -3,11 +3,9 @@
 import ctypes
 import os
 import sys
-import threading
 import traceback
 from pathlib import Path
 
-from rloo_kit.errors import BackendError
 from rloo_kit.system.gpu import GIB
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -42,37 +40,6 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):  # another C library
         return
-
-
-class ResidentPeak:
-    """The peak of this process's resident memory since it was made: the kernel's own if it can be reset, else sampled
-    every 2 ms. Raises BackendError without /proc."""
-
-    def __init__(self) -> None:
-        resident = resident_gib()
-        if resident is None:
-            raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
-        self.start_gib = self._most = resident
-        self._thread: threading.Thread | None = None
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            self._done = threading.Event()
-            self._thread = threading.Thread(target=self._look, daemon=True)
-            self._thread.start()
-
-    def finish(self) -> float:
-        """GiB of the peak."""
-        if self._thread is not None:
-            self._done.set()
-            self._thread.join()
-            return max(self._most, resident_gib() or 0.0)
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
-
-    def _look(self) -> None:
-        while not self._done.wait(0.002):
-            self._most = max(self._most, resident_gib() or 0.0)
 
 
 def return_large_blocks() -> None:

@@ -91,7 +91,15 @@ def launch_run(file: Path, arguments: Sequence[str], processes: int | None = Non
     """
     settings = read_launch_file(file, processes)
     machines = settings.get("num_machines") or 1
-    _refuse_too_few_gpus(file, (settings.get("num_processes") or 1) // machines, machines, settings)
+    here, gpus = (settings.get("num_processes") or 1) // machines, find_gpus()
+    if not settings.get("use_cpu") and here > gpus.count:
+        found = f"{gpus.count} of its GPUs can be used" if gpus.count else gpus.reason
+        on_cpu = "configs/accelerate/cpu_two.yaml runs on the CPU"
+        fix = f"--processes {gpus.count * machines}" if gpus.count else on_cpu
+        raise ConfigError(
+            f"--launch {file}: it starts {here} processes on this machine, one a GPU, but {found}: {fix}; or set "
+            "num_processes in the file"
+        )
     command = ["--config_file", str(file)]
     if machines == 1 and settings.get("main_process_port") is None:
         command += ["--main_process_port", "0"]  # a free one, so that two runs do not share it
@@ -146,19 +154,6 @@ def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"--launch {file}: {name} is {excerpt(value)}; it takes a whole number, 1 or more")
     return settings
-
-
-def _refuse_too_few_gpus(file: Path, here: int, machines: int, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if this machine has too few GPUs for `here` processes, one a GPU, unless they use the CPU."""
-    gpus = find_gpus()
-    if settings.get("use_cpu") or here <= gpus.count:
-        return
-    found = f"{gpus.count} of its GPUs can be used" if gpus.count else gpus.reason
-    fix = f"--processes {gpus.count * machines}" if gpus.count else "configs/accelerate/cpu_two.yaml runs on the CPU"
-    raise ConfigError(
-        f"--launch {file}: it starts {here} processes on this machine, one a GPU, but {found}: {fix}; or set "
-        "num_processes in the file"
-    )
 
 
 def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:

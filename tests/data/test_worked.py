@@ -12,9 +12,8 @@ from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.preflight.cheap import find_tokenizer
+from rloo_kit.preflight.cheap import find_tokenizer, refuse_worked_faults
 from rloo_kit.preflight.faults import PreflightError
-from rloo_kit.preflight.worked import refuse_worked_faults
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": f"so\n</think>\n\n{n + 1}"} for n in range(10)]
 HYBRID = (
@@ -147,7 +146,7 @@ def test_faults_are_found_before_the_model_is_loaded(make_run):
     run = make_run(completion_column="solution")
     with pytest.raises(PreflightError, match="sft.completion_column") as found:
         refuse_worked_faults(run)
-    assert [(fault.stage, fault.key) for fault in found.value.faults] == [("data", "sft.completion_column")]
+    assert [(fault.name, fault.key) for fault in found.value.faults] == [("data", "sft.completion_column")]
     refuse_worked_faults(make_run())
     light, heavy = find_tokenizer(run), build_tokenizer("thinking")
     assert load_worked(make_run(), light, ()).examples == load_worked(make_run(), heavy, ()).examples

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 import rloo_kit as kit
 from rloo_kit.errors import ExportError
 from rloo_kit.export.gguf import check_gguf, compare_gguf, write_gguf
+from rloo_kit.export.loading import write_modelfile
 from rloo_kit.export.merge import list_weights
-from rloo_kit.export.ollama import write_modelfile
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.rollout.completions import find_end_ids
 

@@ -1,63 +1,47 @@
-"""`--push`: the hub's own client against a hub on this machine, in a separate process (it reads HF_ENDPOINT once)."""
+"""`--push`: what the hub's client is asked for, and what a refused push leaves."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.export.hub_stand_in import Hub
+from rloo_kit.errors import ExportError
+from rloo_kit.export.export import push_folder
 
-TOKEN = "hf_a_token_that_nobody_may_read"
+
+class Hub:
+    """In place of the hub's client; `refused` is the error of its upload."""
+
+    asked: list[tuple[str, Any]]
+    refused: Exception | None = None
+
+    def create_repo(self, repo: str, exist_ok: bool) -> str:
+        self.asked.append((repo, exist_ok))
+        return f"https://hub/{repo}"
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.asked.append((repo_id, (folder_path, commit_message)))
+        if self.refused is not None:
+            raise self.refused
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    found = Hub(TOKEN)
-    yield found
-    found.close()
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    return Hub
 
 
-def push(run: Path, hub: Hub, folder: Path, token: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """`rloo-kit export --push` with the token in .env alone."""
-    (tmp_path / ".env").write_text(f"HF_TOKEN={token}\n")
-    left_out = ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_DATASETS_OFFLINE")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    kept |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
-    kept |= {"PYTHONPATH": str(Path(__file__).parents[2])}
-    words = ["export", str(run), "--to", "gguf", "--output", str(folder), "--push", "someone/sums", "--prompts", "2"]
-    return subprocess.run(
-        [sys.executable, "-m", "rloo_kit.cli", *words],
-        env=kept,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_the_folder_is_pushed_in_one_commit(hub: type[Hub], tmp_path: Path) -> None:
+    assert push_folder(tmp_path, "someone/sums", "sums: gguf") == "https://hub/someone/sums"
+    assert hub.asked == [("someone/sums", True), ("someone/sums", (tmp_path, "sums: gguf"))]
 
 
-@pytest.mark.slow
-def test_the_folder_is_pushed_whole_with_the_token_of_the_env_file(
-    embedded_run: Path, hub: Hub, tmp_path: Path
+@pytest.mark.parametrize("error", [ValueError("Invalid user token."), OSError("Network is unreachable")])
+def test_a_refused_push_leaves_the_export_and_says_how_to_go_on(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    folder = tmp_path / "out"
-    done = push(embedded_run, hub, folder, TOKEN, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert hub.created == ["someone/sums"] and f"pushed: {hub.url}/someone/sums" in done.stdout
-    wanted = {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    assert hub.files == wanted and {"README.md", "certificate.json", "Modelfile"} < wanted.keys()
-    sent = b"".join(hub.files.values())
-    assert TOKEN.encode() not in sent and TOKEN not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_refused_push_leaves_the_export_and_says_how_to_go_on(embedded_run: Path, hub: Hub, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    done = push(embedded_run, hub, folder, "hf_of_somebody_else", tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"the export is complete in {folder}, but --push someone/sums failed" in done.stderr
-    assert "HF_TOKEN" in done.stderr and f"hf upload someone/sums {folder}" in done.stderr
-    assert "hf_of_somebody_else" not in done.stdout + done.stderr and (folder / "certificate.json").is_file()
-    assert hub.files == {}
+    monkeypatch.setattr(hub, "refused", error)
+    with pytest.raises(ExportError, match=r"complete in .*HF_TOKEN.*hf upload someone/sums ") as caught:
+        push_folder(tmp_path, "someone/sums", "sums: gguf")
+    assert str(error) in str(caught.value) and caught.value.__suppress_context__

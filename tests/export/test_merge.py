@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import rloo_kit as kit
 from rloo_kit.errors import ExportError
-from rloo_kit.export.merge import compare_shards, list_weights, write_shards
+from rloo_kit.export.merge import Weight, compare_shards, list_weights
+from rloo_kit.models.checkpoint import write_shards
 
 EXACT = 2e-5  # nats; PEFT's merge into a dequantised base is off by 7.5e-6
 
@@ -61,9 +62,15 @@ def test_a_4bit_base_is_merged_as_it_was_trained(make_run: Callable[..., Path]) 
     assert weights[1].shape == (128, 128), "whole, not the bytes that 4-bit weights are packed in"
 
 
+def write(weights: list[Weight], folder: Path, dtype: torch.dtype, **options: int) -> None:
+    tensors = {one.name: one for one in weights}
+    sizes = {name: one.shape for name, one in tensors.items()}
+    write_shards(sizes, lambda name: tensors[name].read(), folder, dtype, **options)
+
+
 def test_shards_hold_every_tensor_once(policy: Any, tmp_path: Path) -> None:
     weights = list_weights(policy.model)
-    write_shards(weights, tmp_path, torch.float32, largest=2**19)
+    write(weights, tmp_path, torch.float32, largest=2**19)
     files = sorted(tmp_path.glob("*.safetensors"))
     places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 2 and set(places.values()) == {file.name for file in files}
@@ -75,7 +82,7 @@ def test_shards_hold_every_tensor_once(policy: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["changed", "missing", "another"])
 def test_a_tensor_that_is_not_the_merged_one_is_refused(policy: Any, tmp_path: Path, what: str) -> None:
     weights = list_weights(policy.model)
-    write_shards(weights, tmp_path, torch.bfloat16)
+    write(weights, tmp_path, torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     if what == "changed":  # one weight by the least that bfloat16 can say

@@ -3,7 +3,6 @@ once."""
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def look(rows: list[dict[str, Any]], **context: Any) -> list[Finding]:
 
 def names(findings: list[Finding]) -> list[tuple[str, int, int]]:
     """Rule, first step, and step at which it was found."""
-    return [(one.rule, one.since, one.step) for one in findings]
+    return [(one.name, one.since, one.step) for one in findings]
 
 
 # ------------------------------------------------------------------------------------------------ recorded runs
@@ -67,9 +66,9 @@ def test_recorded_runs(path: Path) -> None:
     if not head["rule"]:
         assert reported == []
         return
-    found = next(one for one in reported if one.rule == head["rule"])
+    found = next(one for one in reported if one.name == head["rule"])
     assert found.step - head["onset"] <= WITHIN and found.since <= found.step
-    assert head["rule"] in {one.rule for one in watch.findings}, "it follows from none of the others"
+    assert head["rule"] in {one.name for one in watch.findings}, "it follows from none of the others"
 
 
 def test_there_is_a_series_for_what_was_run() -> None:
@@ -129,7 +128,7 @@ def test_a_gap_that_comes_and_goes_is_found() -> None:
     reported. Two steps of many may be a rare prompt."""
     (found,) = look(apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0))
     assert (found.since, found.step) == (2, 8), "found when the third came"
-    assert "in 4 of the last 12 rows" in found.evidence and "0.58 nats" in found.evidence
+    assert "in 4 of the last 12 rows" in found.found and "0.58 nats" in found.found
     assert look(apart(0, 0.44, *[0] * 8, 0.79, 0)) == [] and look(apart(0.4, 0.5, *[0] * 12, 0.4)) == []
 
 
@@ -137,8 +136,8 @@ def test_equal_groups_are_a_signal_without_a_baseline() -> None:
     """Plain REINFORCE and REINFORCE++ distinguish a solved group from a failed one, but health.no_signal=stop ended
     such a run."""
     rows = [WELL | {"frac_score_zero_std": 1.0}] * 5
-    assert [one.rule for one in look(rows)] == ["no_signal"] and look(rows, baseline="none") == []
-    assert [one.rule for one in look([WELL | {"reward_std": 0.0}] * 5, baseline="none")] == ["no_signal"]
+    assert [one.name for one in look(rows)] == ["no_signal"] and look(rows, baseline="none") == []
+    assert [one.name for one in look([WELL | {"reward_std": 0.0}] * 5, baseline="none")] == ["no_signal"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_equal_groups_are_a_signal_without_a_baseline() -> None:
 def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[str, Any], key: str) -> None:
     """Each rule fires on made-up rows of its fault, and its fix names a key to change."""
     (found,) = look(rows, **options)
-    assert found.rule == rule and key in found.fix and found.evidence and found.cause
+    assert found.name == rule and key in found.fix and found.found and found.cause
     modes = {rule: "off"} | dict.fromkeys(found.explains, "off")
     assert look(rows, **options, modes=modes) == []
 
@@ -174,7 +173,7 @@ def hacked(truth: str, steps: int = 24) -> list[dict[str, Any]]:
 def test_a_reward_that_is_gamed(truth: str) -> None:
     """The reward rose for a whole night while the model stopped answering."""
     (found,) = look(hacked(truth))
-    assert found.rule == "reward_hacking" and "mine rose" in found.evidence and "--order best" in found.fix
+    assert found.name == "reward_hacking" and "mine rose" in found.found and "--order best" in found.fix
     falling = [row | {"reward": 1 - row["reward"]} for row in hacked(truth)]
     assert look(falling) == [], "a reward that falls with it is not gamed"
 
@@ -186,7 +185,7 @@ def test_a_fall_within_the_interval_is_no_reward_hacking(half: float, is_found: 
     wide = [
         row | {"eval/accuracy_high": row["eval/accuracy"] + half} if "eval/accuracy" in row else row for row in rows
     ]
-    assert ("reward_hacking" in {one.rule for one in look(wide)}) is is_found
+    assert ("reward_hacking" in {one.name for one in look(wide)}) is is_found
 
 
 def test_a_trade_that_is_meant_is_none() -> None:
@@ -225,7 +224,7 @@ def test_a_task_that_was_learnt_to_its_end_is_no_fault(counted: bool) -> None:
 def test_what_was_solved_from_the_start_says_so() -> None:
     """Such a run trains nothing; the advice to take easier prompts would be wrong."""
     (found,) = look([TIED | {"reward": 1.0, "rewards/answer_reward/mean": 1.0}] * 5)
-    assert found.rule == "no_signal" and found.fix == "harder prompts (data.source)"
+    assert found.name == "no_signal" and found.fix == "harder prompts (data.source)"
 
 
 def test_thoughts_may_grow_and_shrink_where_more_answers_are_right() -> None:
@@ -255,15 +254,15 @@ def test_values_that_are_no_numbers_decide_nothing() -> None:
 def test_the_zero_gradient_does_not_repeat_the_tied_groups() -> None:
     """One fault gave two warnings with different advice."""
     (found,) = look([TIED] * 5)
-    assert found.rule == "no_signal" and found.explains == ["zero_gradient"]
+    assert found.name == "no_signal" and found.explains == ["zero_gradient"]
 
 
 def test_the_published_recipe_is_truncation_alone() -> None:
     """128 tokens, and -1.0 without </think>: the limit has to change, not the reward."""
     row = TIED | {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0}
     (found,) = look([row | {"rewards/answer_reward/mean": 0.0}] * 6)
-    assert found.rule == "truncation" and "rloo.max_completion_length (currently 128)" in found.fix
-    assert "100% of the completions" in found.evidence and "0% close their thinking" in found.evidence
+    assert found.name == "truncation" and "rloo.max_completion_length (currently 128)" in found.fix
+    assert "100% of the completions" in found.found and "0% close their thinking" in found.found
     assert {"no_signal", "zero_gradient", "cold_start"} <= set(found.explains)
 
 
@@ -280,8 +279,8 @@ def test_a_policy_that_became_one_wrong_answer_is_broken() -> None:
         for reward, entropy, share in zip(rewards, entropies, tied, strict=True)
     ]  # fmt: skip
     found = look(rows)
-    assert [(one.rule, one.since) for one in found] == [("broken_policy", 10)] and found[0].step <= 12
-    assert "equal rewards" in found[0].evidence and "rloo.learning_rate" in found[0].fix
+    assert [(one.name, one.since) for one in found] == [("broken_policy", 10)] and found[0].step <= 12
+    assert "equal rewards" in found[0].found and "rloo.learning_rate" in found[0].fix
 
 
 def test_a_broken_policy_is_not_called_hard_prompts() -> None:
@@ -291,17 +290,17 @@ def test_a_broken_policy_is_not_called_hard_prompts() -> None:
     rows = [WELL | {"reward": 0.34, "kl": 0.0}] * 9 + [WELL | {"reward": 0.3, "grad_norm": 8.0}] + [broken] * 12
     (found,) = look(rows, patience=5)
     assert names([found]) == [("broken_policy", 11, 13)]
-    assert "0.34 to 0" in found.evidence and "27 times its median" not in found.fix
-    assert "the gradient norm was 8 at step 10, 26.7 times its median" in found.evidence
+    assert "0.34 to 0" in found.found and "27 times its median" not in found.fix
+    assert "the gradient norm was 8 at step 10, 26.7 times its median" in found.found
     assert {"gradient_spike", "no_signal", "truncation", "kl_explosion"} <= set(found.explains)
 
 
 def test_failed_rewards_are_not_rewards_of_none() -> None:
     """Failing rewards were reported as "every reward returned None", and rewards of None as "the same reward"."""
     row = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
-    assert [one.rule for one in look([row | {"rewards/failed_ratio": 1.0}] * 6)] == ["reward_failures"]
+    assert [one.name for one in look([row | {"rewards/failed_ratio": 1.0}] * 6)] == ["reward_failures"]
     (found,) = look([row] * 6)
-    assert found.rule == "all_none" and "temperature" not in found.fix
+    assert found.name == "all_none" and "temperature" not in found.fix
 
 
 def test_the_first_in_time_is_the_cause() -> None:
@@ -309,16 +308,16 @@ def test_the_first_in_time_is_the_cause() -> None:
     the same."""
     limit = [WELL] * 6 + [WELL | {"completions/clipped_ratio": 0.9}] * 6
     limit += [WELL | {"completions/clipped_ratio": 0.9, "thinking/closed_ratio": 0.1}] * 9
-    assert [one.rule for one in look(limit)] == ["truncation"]
+    assert [one.name for one in look(limit)] == ["truncation"]
     left_open = [WELL] * 6 + [WELL | {"thinking/closed_ratio": 0.1}] * 6
     left_open += [WELL | {"completions/clipped_ratio": 0.9, "thinking/closed_ratio": 0.1}] * 9
-    assert [one.rule for one in look(left_open)] == ["never_closed"]
+    assert [one.name for one in look(left_open)] == ["never_closed"]
 
 
 def test_a_cause_long_past_explains_nothing() -> None:
     """Rewards that failed at the start do not explain groups that tie forty steps later."""
     rows = [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5
-    assert [one.rule for one in look(rows)] == ["reward_failures", "no_signal"]
+    assert [one.name for one in look(rows)] == ["reward_failures", "no_signal"]
 
 
 # ------------------------------------------------------------------------------------------------ the watch
@@ -373,7 +372,7 @@ def test_what_stops_a_run_and_what_does_not() -> None:
     rows, context = number([row] * 8), make_context({"no_signal": "stop"})
     watch = HealthWatch(context)
     steps = [watch.observe(one) and watch.stopped_by for one in rows]
-    assert steps[:3] == [[], [], "no_signal"] and watch.stop is not None and watch.stop.rule == "truncation"
+    assert steps[:3] == [[], [], "no_signal"] and watch.stop is not None and watch.stop.name == "truncation"
     again = HealthWatch(context, rows[:3])
     for one in rows[3:]:
         again.observe(one)
@@ -412,7 +411,7 @@ def test_means_are_over_the_last_rows_that_have_a_number() -> None:
     """One odd step is not an alarm; a NaN, or a row of a reused rollout without the metric, must not count as 0."""
     rows = [{"kl": 9.0}] * 5 + [{"kl": 0.1}] * (LAST_ROWS - 3) + [{"kl": math.nan}, {"kl": None}, {"loss": 0.0}]
     (found,) = judge(rows)
-    assert (found.metric, found.level) == ("kl", "healthy") and found.value == pytest.approx(0.1)
+    assert (found.name, found.level) == ("kl", "healthy") and found.value == pytest.approx(0.1)
     assert judge(rows, last=len(rows))[0].level == "alarming"
     assert judge([]) == [] and judge([{"kl": True}]) == []
 
@@ -420,22 +419,12 @@ def test_means_are_over_the_last_rows_that_have_a_number() -> None:
 def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
     """With beta above 0 the penalty keeps tied groups from being equal, and frac_reward_zero_std stays at 0."""
     (found,) = judge([{"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}])
-    assert (found.metric, found.level) == ("frac_score_zero_std", "alarming")
+    assert (found.name, found.level) == ("frac_score_zero_std", "alarming")
     (found,) = judge([{"frac_reward_zero_std": 1.0}])
-    assert (found.metric, found.level) == ("frac_reward_zero_std", "alarming")
+    assert (found.name, found.level) == ("frac_reward_zero_std", "alarming")
     behind = WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}
-    assert [one.rule for one in look([behind] * 4)] == ["no_signal"]
+    assert [one.name for one in look([behind] * 4)] == ["no_signal"]
     assert look([behind | {"frac_score_zero_std": 0.9}] * 4) == []
-
-
-def test_the_page_of_metrics_has_the_same_limits() -> None:
-    """The limits are in two places, which would diverge."""
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for one in THRESHOLDS:
-        row = next(line for line in text.splitlines() if re.match(rf"\| [^|]*`{one.metrics[0]}`", line))
-        numbers = set(re.findall(r"\d+(?:\.\d+)?", row))
-        limits = {f"{limit:g}" for limit in (one.low, one.high, one.alarm_low, one.alarm_high) if limit is not None}
-        assert limits <= numbers, (one.metrics[0], limits - numbers)
 
 
 def test_the_page_of_runs_has_every_rule() -> None:

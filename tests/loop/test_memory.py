@@ -46,6 +46,8 @@ def test_the_peak_on_a_gpu_is_compared_at_the_lengths_of_the_run(
     """Against the plan of full completions every run looks fine; the run that proves the plan wrong has short ones."""
     calls = []
     cuda = SimpleNamespace(
+        is_available=lambda: True,
+        synchronize=lambda: None,
         reset_peak_memory_stats=lambda: calls.append("reset"),
         max_memory_allocated=lambda: int(6.0 * GIB),
         max_memory_reserved=lambda: int(7.5 * GIB),

@@ -618,7 +618,7 @@ def test_the_published_recipe_says_that_it_learns_nothing(start, capsys, endless
     assert {"no_signal", "zero_gradient"} <= set(row["explains"]) and row["run"] == result.metrics[0]["run"]
     (kept,) = status(result)["health"]
     assert kept["rule"] == "truncation" and "rloo.max_completion_length" in kept["fix"]
-    assert [one.rule for one in result.findings] == ["truncation"]
+    assert [one.name for one in result.findings] == ["truncation"]
 
 
 def test_no_signal_stops_the_run_where_it_is_to(start, capsys):

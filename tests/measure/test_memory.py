@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 from rloo_kit import load_config, load_policy, plan_vram
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError
-from rloo_kit.measure import memory, stand_ins
+from rloo_kit.loop.memory import MemoryPeak
+from rloo_kit.measure import stand_ins
 from rloo_kit.measure.memory import (
-    Peak,
     load_of,
     measure_rollout,
     measure_steps,
@@ -25,6 +26,7 @@ from rloo_kit.measure.memory import (
 )
 from rloo_kit.measure.plan import measure_plan
 from rloo_kit.measure.stand_ins import fill_cache
+from rloo_kit.models.checkpoint import write_shards
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import DeltaNet, ModelShape, find_shape, shape_of_config
 from rloo_kit.rollout.kv_cache import SlotCache
@@ -71,11 +73,11 @@ def calls(policy: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]
 
 def test_a_peak_is_seen_though_it_is_gone():
     """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
-    with Peak() as peak:
+    with MemoryPeak() as peak:
         before = resident_gib()  # what other tests left was given back on entering
         torch.ones(2**27).sum()  # half a GiB
     assert peak.gib - before == pytest.approx(0.5, abs=0.1) and resident_gib() - before < 0.1
-    with Peak() as after:
+    with MemoryPeak() as after:
         pass
     assert after.gib < peak.gib - 0.3
 
@@ -86,8 +88,8 @@ def test_a_peak_without_the_kernels_help(monkeypatch):
     def refuse(self: Path, *_args: Any, **_named: Any) -> None:
         raise PermissionError(str(self))
 
-    monkeypatch.setattr(memory.Path, "write_text", refuse)
-    with memory.Peak() as peak:
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with MemoryPeak() as peak:
         before = resident_gib()
         held = torch.ones(2**27)
         for _ in range(5):
@@ -180,17 +182,13 @@ def test_steps_are_measured_as_a_run_takes_them(run, policy, calls, engine):
     assert list(policy.model.peft_config) == ["default"]
 
 
-def test_a_checkpoint_of_the_true_shape(tiny_folder, tmp_path):
+def test_a_checkpoint_of_the_true_shape(tiny_folder, tmp_path, monkeypatch):
     """Sizes have to be the model's own to the last tensor, else what is measured is another model's memory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": str(tiny_folder)})
-    whole = stand_ins.SHARD_BYTES
-    stand_ins.SHARD_BYTES = 20_000  # several shards
-    try:
-        folder = stand_ins.save_random_checkpoint(run, tmp_path / "random")
-    finally:
-        stand_ins.SHARD_BYTES = whole
+    monkeypatch.setattr(stand_ins, "write_shards", partial(write_shards, largest=20_000))  # several
+    folder = stand_ins.save_random_checkpoint(run, tmp_path / "random")
     assert len(list(folder.glob("*.safetensors"))) > 2
     real = AutoModelForCausalLM.from_pretrained(tiny_folder)
     made, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

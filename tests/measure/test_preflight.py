@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -120,11 +121,11 @@ def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
     found = kit.check_preflight(run, policy, data, rewards)
     assert not found.go and "NO-GO: 1 problem" in str(found)
     (fault,) = found.errors
-    assert fault.stage == "rollout" and fault.key == "rloo.max_completion_length"
+    assert fault.name == "rollout" and fault.key == "rloo.max_completion_length"
     reason = "max_completion_length=8 with a reward of -1.0 for a missing </think> gives every completion the same "
-    assert f"{reason}reward, all advantages are zero, the run trains nothing" in fault.message
+    assert f"{reason}reward, all advantages are zero, the run trains nothing" in fault.text
     assert found.measures.closed == 0 and found.measures.truncated == 1 and found.measures.signal == 0
-    value = fault.message.rpartition("set ")[2]
+    value = fault.text.rpartition("set ")[2]
     # Its thoughts differ by a few tokens, all in one band of that reward: another one shows that the length suffices.
     again = kit.load_config(DEMO, *words, value, "rloo.temperature=1.0", "rewards=[{name: answer_reward}]")
     assert kit.check_preflight(again, policy, data, kit.build_rewards(again, policy.tokenizer)).go
@@ -136,7 +137,7 @@ def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
     words = [*THINKS, "rloo.max_completion_length=8", "rloo.temperature=0.1"]
     run, policy, data, rewards = prepare(DEMO, *words)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert "few end within 12 tokens" in fault.message and "set rloo.thinking_budget=4" in fault.message
+    assert "few end within 12 tokens" in fault.text and "set rloo.thinking_budget=4" in fault.text
     kit.load_config(DEMO, *words, "rloo.thinking_budget=4")
 
 
@@ -153,8 +154,8 @@ def test_a_task_never_solved_and_one_always_solved_are_refused(prepare, answer, 
     found = kit.check_preflight(run, policy, data, rewards)
     assert not found.go and found.measures.pass_rate == rate, found
     (fault,) = found.errors
-    assert fault.stage == "rollout" and fault.key == "data.source" and fix in fault.message
-    assert ("rloo-kit sft" in fault.message) == (rate == 0)
+    assert fault.name == "rollout" and fault.key == "data.source" and fix in fault.text
+    assert ("rloo-kit sft" in fault.text) == (rate == 0)
     assert found.measures.prompts == 16, "drawn again before it is refused"
 
 
@@ -194,7 +195,7 @@ def test_few_completions_refuse_nothing(prepare):
     data.train = data.train.select(range(3)).map(lambda row: {"answer": "never"})
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go and [fault.level for fault in found.faults] == ["warning"]
-    assert "data.source" in found.faults[0].message
+    assert "data.source" in found.faults[0].text
 
 
 def failing(completions: list[str], **_columns: Any) -> list[float]:
@@ -206,7 +207,7 @@ def test_a_reward_that_fails_is_named(prepare):
     run, policy, data, _ = prepare(DEMO)
     found = kit.check_preflight(run, policy, data, [failing])
     (fault,) = found.errors
-    assert fault.stage == "rewards" and "no judge is listening" in fault.message
+    assert fault.name == "rewards" and "no judge is listening" in fault.text
     assert found.measures.rewards["failing"].failed == 32
 
 
@@ -236,24 +237,24 @@ def test_a_rate_below_the_format_is_refused_with_one_that_moves(prepare, tiny_fo
     words += ["rloo.per_device_train_batch_size=16", "rloo.max_completion_length=16"]
     run, policy, data, rewards = prepare(DEMO, *words, "data.source=embedded/addition", "rloo.learning_rate=1e-7")
     found = kit.check_preflight(run, policy, data, rewards)
-    (fault,) = [fault for fault in found.errors if fault.stage == "gradient"]
-    assert fault.key == "rloo.learning_rate" and "bfloat16" in fault.message and "model.dtype=float32" in fault.message
+    (fault,) = [fault for fault in found.errors if fault.name == "gradient"]
+    assert fault.key == "rloo.learning_rate" and "bfloat16" in fault.text and "model.dtype=float32" in fault.text
     assert found.measures.moved < 0.05
-    run.rloo.learning_rate = float(fault.message.rpartition("rloo.learning_rate=")[2])
+    run.rloo.learning_rate = float(fault.text.rpartition("rloo.learning_rate=")[2])
     again = kit.check_preflight(run, policy, data, rewards)
-    assert again.measures.moved >= 0.5 and not [fault for fault in again.faults if fault.stage == "gradient"], again
+    assert again.measures.moved >= 0.5 and not [fault for fault in again.faults if fault.name == "gradient"], again
 
 
 def test_a_step_that_cannot_learn_is_named(prepare):
     """A gradient of NaN, of nothing, and a learning rate of 0 are three faults with three keys."""
     run, policy, data, rewards = prepare(DEMO, "rloo.learning_rate=0")
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.key == "rloo.learning_rate" and "rloo.learning_rate=0.0001" in fault.message
+    assert fault.key == "rloo.learning_rate" and "rloo.learning_rate=0.0001" in fault.text
     looked = FirstSteps({}, print)
     for norm, key in ((float("nan"), "model.dtype"), (0.0, "model.lora.target_modules")):
         looked.grad_norm = norm
         (fault,) = find_step_faults(run, looked)
-        assert (fault.stage, fault.key, fault.level) == ("gradient", key, "error")
+        assert (fault.name, fault.key, fault.level) == ("gradient", key, "error")
 
 
 def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):
@@ -267,7 +268,7 @@ def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):
     monkeypatch.setattr(RLOOStep, "loss", full)
     found = kit.check_preflight(run, policy, data, rewards)
     (fault,) = found.errors
-    assert fault.stage == "memory" and fault.key == "rloo.memory" and "rloo.memory=low" in fault.message
+    assert fault.name == "memory" and fault.key == "rloo.memory" and "rloo.memory=low" in fault.text
     assert found.measures.signal and found.measures.training_gib is None
     assert all(value.equal(before[name]) for name, value in policy.model.named_parameters())
 
@@ -282,8 +283,8 @@ def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
     monkeypatch.setattr("rloo_kit.measure.memory._decode_ends", full)
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go and found.measures.moved > 0.9
-    (fault,) = [fault for fault in found.warnings if fault.stage == "memory"]
-    assert fault.key == "rollout.rows" and "rollout.rows=64" in fault.message
+    (fault,) = [fault for fault in found.warnings if fault.name == "memory"]
+    assert fault.key == "rollout.rows" and "rollout.rows=64" in fault.text
 
 
 @pytest.mark.slow
@@ -293,7 +294,7 @@ def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
     monkeypatch.setattr("rloo_kit.plan.load.available_gib", lambda: 0.5)
     monkeypatch.setattr("rloo_kit.measure.first_steps.measure_steps", None)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.stage == "memory" and "was not run" in fault.message and fault.key
+    assert fault.name == "memory" and "was not run" in fault.text and fault.key
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
@@ -315,10 +316,10 @@ def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
 
     monkeypatch.setattr(NativeEngine, "sample", off)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.stage == "log-probs" and fault.key == "rloo.sampler_correction" and "0.01 nats" in fault.message
+    assert fault.name == "log-probs" and fault.key == "rloo.sampler_correction" and "0.01 nats" in fault.text
     run.rloo.sampler_correction = "token"
     again = kit.check_preflight(run, policy, data, rewards)
-    assert again.go and "log-probs" in [fault.stage for fault in again.warnings]
+    assert again.go and "log-probs" in [fault.name for fault in again.warnings]
 
 
 def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
@@ -327,7 +328,7 @@ def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
     run, policy, data, rewards = prepare(DEMO)
     policy.family = "instruct"
     found = kit.check_preflight(run, policy, data, rewards)
-    assert [one.key for one in found.warnings if "close a thought" in one.message] == ["model.family"]
+    assert [one.key for one in found.warnings if "close a thought" in one.text] == ["model.family"]
 
 
 def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tokenizer):
@@ -345,8 +346,8 @@ def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tok
     policy = kit.load_policy(run)
     data = kit.load_data(run, policy.tokenizer)
     found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
-    (fault,) = [one for one in found.warnings if one.stage == "log-probs"]
-    assert "padded on the left" in fault.message and "one length after another" in fault.message
+    (fault,) = [one for one in found.warnings if one.name == "log-probs"]
+    assert "padded on the left" in fault.text and "one length after another" in fault.text
     assert found.measures.logp_gap < 1e-4, "what is sampled is what is trained"
 
 
@@ -356,7 +357,7 @@ def test_a_reference_elsewhere_is_a_fault(prepare, monkeypatch):
     plain = PolicyScorer.score_reference
     monkeypatch.setattr(PolicyScorer, "score_reference", lambda self, *words: plain(self, *words) - 0.01)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.stage == "kl" and fault.key == "model.dtype" and "0.01 nats" in fault.message
+    assert fault.name == "kl" and fault.key == "model.dtype" and "0.01 nats" in fault.text
 
 
 # ------------------------------------------------------------------------------------------------ nothing is changed
@@ -505,32 +506,13 @@ def test_the_result_prints_without_a_model():
 def test_a_gap_of_nan_is_a_fault():
     """NaN is not above any limit; a comparison written the other way lets it pass."""
 
-    class Settings:
-        sampler_correction = "token"
-
-        class filters:
-            active = False
-
-    class Trainer:
-        class rloo:
-            settings = Settings
-
-            class sampler:
-                class engine:
-                    name = "native"
-
-        class args:
-            bf16 = fp16 = False
-
-        class accelerator:
-            @staticmethod
-            def unwrap_model(model: Any) -> Any:
-                return model
-
-        class model:
-            dtype = torch.float32
-
-    (fault,) = find_logp_faults(Trainer, Measures(logp_gap=float("nan")), starts_there=False)
+    model = SimpleNamespace(dtype=torch.float32)
+    settings = SimpleNamespace(sampler_correction="token", filters=SimpleNamespace(active=False))
+    rloo = SimpleNamespace(settings=settings, sampler=SimpleNamespace(engine=SimpleNamespace(name="native")))
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    args = SimpleNamespace(bf16=False, fp16=False)
+    trainer = SimpleNamespace(model=model, rloo=rloo, accelerator=accelerator, args=args)
+    (fault,) = find_logp_faults(trainer, Measures(logp_gap=float("nan")), starts_there=False)
     assert fault.level == "error" and fault.key == "model.dtype"
 
 
@@ -544,5 +526,5 @@ def test_own_rewards_that_are_all_equal(prepare, level, fix):
 
     found = kit.check_preflight(run, policy, data, [own])
     (fault,) = found.errors
-    assert fault.stage == "rollout" and fix in fault.message and ("harder" in fault.message) == (level == 1.0)
-    assert any("teaches nothing" in one.message for one in found.warnings) == (level > 0)
+    assert fault.name == "rollout" and fix in fault.text and ("harder" in fault.text) == (level == 1.0)
+    assert any("teaches nothing" in one.text for one in found.warnings) == (level > 0)

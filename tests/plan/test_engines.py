@@ -26,10 +26,7 @@ IN_16_BIT = ["model.load_in_4bit=false", "model.name=Qwen/Qwen3-4B-Thinking-2507
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    for name in ("RLOO_KIT_BACKEND", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
 
 

@@ -12,7 +12,7 @@ from rloo_kit.cli import app
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan import load as plan_load
 from rloo_kit.plan.corrections import UNMEASURED
-from rloo_kit.plan.machine_check import find_machine_problem
+from rloo_kit.plan.planner import find_machine_problem
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.without_gpu import MOST_WEIGHTS, ON_CPU, ON_GPU, fitting_config
 
@@ -23,11 +23,7 @@ SMALL = CONFIGS / "arithmetic_thinking.yaml"
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No models and no GPU."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("RLOO_KIT_BACKEND", raising=False)
-    monkeypatch.delenv("COLUMNS", raising=False)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_load, "is_cpu_torch", lambda: True)
     monkeypatch.setattr(plan_load, "available_gib", lambda: 24.0)
 
@@ -95,7 +91,7 @@ def test_a_laptop_without_a_gpu_gets_no_bare_fits() -> None:
     words = " ".join(str(plan).split())
     assert "No GPU: " in words and "--gpu-gib N" in words and ON_CPU in words and "days" in words
     assert not any(line.startswith(("Fits", "Tight")) for line in str(plan).splitlines())
-    assert plan.to_dict()["no_gpu"] == str(plan.no_gpu)
+    assert plan.to_dict()["no_gpu"] == plan.no_gpu.text
     assert plan_vram(load_config(THINKING), 12).no_gpu is None and plan_vram(load_config(SMALL)).no_gpu is None
 
 
@@ -120,13 +116,6 @@ def test_the_bound_is_where_steps_take_minutes(monkeypatch: pytest.MonkeyPatch) 
     assert 60 < seconds < 300 and 200 * seconds > 3 * 3600
 
 
-def test_the_speed_of_this_machine_is_measured() -> None:
-    """In operations a second: a laptop's core does tens of billions, a large server a few trillions."""
-    from rloo_kit.plan.without_gpu import matrix_flops
-
-    assert 1e9 < matrix_flops() < 2e13
-
-
 def problem(run: RunConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in ("planner", "engines"):
         monkeypatch.setattr(f"rloo_kit.plan.{module}.find_machine", lambda *_: machine)
@@ -137,15 +126,15 @@ def test_the_model_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatc
     """A 4B model was downloaded to a laptop before anything said that it cannot train it."""
     laptop = Machine("the CPU", 16.0, 0.3, False)
     found = problem(load_config(THINKING), laptop, monkeypatch)
-    assert "No GPU" in found.message and ON_CPU in found.fix and "--gpu-gib" in found.fix
+    assert "No GPU" in found.found and ON_CPU in found.fix and "--gpu-gib" in found.fix
     gpu = Machine("a GPU", 11.2, 0.8, True)
     assert problem(load_config(THINKING), gpu, monkeypatch) is None
     assert problem(load_config(SMALL), laptop, monkeypatch) is None
     wanted = load_config(THINKING, "rollout.rows=16")
     found = problem(wanted, gpu, monkeypatch)
-    assert "does not fit" in found.message and found.fix == "Set rollout.rows=8" and not found.is_fatal
+    assert "does not fit" in found.found and found.fix == "set rollout.rows=8" and found.level == "warning"
     found = problem(load_config(THINKING, "rloo.beta=0.05"), Machine("a GPU", 3.0, 0.8, True), monkeypatch)
-    assert found.is_fatal and "larger GPU" in found.fix
+    assert found.level == "error" and "larger GPU" in found.fix
     assert problem(load_config(THINKING, model={"name": "me/unknown"}), laptop, monkeypatch) is None
 
 

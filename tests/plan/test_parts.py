@@ -68,50 +68,6 @@ def test_qwen3_4b_in_4_bit() -> None:
         assert 0.88 * training < fused < training < 1.06 * plain and plain < 1.1 * training
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_and_cache_are_those_of_the_model(tied: bool) -> None:
-    """Norms of q and k are easily forgotten, and a tied table easily counted twice."""
-    import torch
-
-    model = make_model(tie_word_embeddings=tied)
-    shape = shape_of_config(model.config.to_dict())
-    assert shape.num_weights == model.num_parameters()
-    filled = model(torch.randint(0, 320, (1, 7)), use_cache=True).past_key_values
-    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in filled.layers)
-    plain = load_of(shape, four_bit=False, weight_bytes=4)
-    assert 7 * parts.cache_bytes_per_token(plain) == size
-    assert parts.body_bytes(plain) + parts.table_bytes(plain) == sum(p.nbytes for p in model.parameters())
-
-
-@pytest.mark.parametrize("kept", [[], ["lm_head", "model.layers.1.mlp", "model.layers.0.self_attn.q_proj"]])
-def test_weights_in_4_bit_are_those_of_bitsandbytes(tmp_path: Any, kept: list[str]) -> None:
-    """The scales of the blocks and their own quantisation add 3 % to half a byte a weight; the layers that a checkpoint
-    keeps in 16 bit, as Unsloth's do, four times their size."""
-    config, size = weigh_in_4_bit(make_model(tie_word_embeddings=False), tmp_path, kept)
-    load = load_of(shape_of_config(config))
-    assert load.shape.is_quantised and load.shape.kept == tuple(kept)
-    assert parts.body_bytes(load) + parts.table_bytes(load) == size
-
-
-def weigh_in_4_bit(model: Any, folder: Any, kept: list[str]) -> tuple[dict[str, Any], int]:
-    """The model loaded in NF4 but for the modules `kept`: its configuration, and the bytes of all of its tensors."""
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    model.save_pretrained(folder)
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    quantisation = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=kept or None, **nf4)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantisation)
-    tensors = {}
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        own = [parameter.data]
-        if state is not None:
-            own += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-        tensors |= {tensor.data_ptr(): tensor.nbytes for tensor in own}
-    return model.config.to_dict(), sum(tensors.values())
-
-
 def test_the_adapter_is_that_of_peft() -> None:
     """And the reference, where it is a copy of it."""
     from peft import LoraConfig, get_peft_model

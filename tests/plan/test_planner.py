@@ -24,13 +24,6 @@ THINKING = CONFIGS / "qwen3_4b_thinking_12gb.yaml"
 A10 = {"name": "A10", "capability": [8, 6], "total": 24 * 2**30, "used": 6 * 2**30, "uuid": "GPU-b"}
 
 
-@pytest.fixture(autouse=True)
-def no_models_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("RLOO_KIT_BACKEND", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-
 def shape_named(name: str, **keys: Any) -> Any:
     return find_shape(load_config(THINKING, model={"name": name} | keys))
 
@@ -200,13 +193,6 @@ def test_budgets_are_what_is_lowered_where_they_are_set() -> None:
     plan = plan_vram(load_config(THINKING, *words), 5)
     assert [change.key for change in plan.changes] == ["rloo.thinking_budget"] and plan.changes[0].fits
     load_config(THINKING, *words, plan.changes[0].override)
-
-
-LONG = [
-    "rloo.thinking_budget=38000", "rloo.answer_budget=500", "rloo.max_completion_length=38524", "rloo.memory=low",
-    "model.max_seq_length=40000",
-]  # fmt: skip
-PLAIN = "model.backend=transformers"
 
 
 def test_a_gpu_that_is_too_small_for_anything() -> None:

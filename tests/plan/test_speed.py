@@ -86,9 +86,8 @@ def test_a_gpu_is_known_by_its_name_and_size(name: str, gib: float, expected: An
     assert (found and (found.name, found.memory_gb)) == expected
 
 
-def test_the_plan_prints_it_where_it_knows_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_plan_prints_it_where_it_knows_the_gpu() -> None:
     """Two days were found out about on the second day."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     run = load_config(ROOT / "configs" / "qwen3_4b_thinking_12gb.yaml")
     plan = plan_vram(run, 12e9 / 2**30)
     assert plan.step is not None and plan.step.gpu == "RTX 3060" and plan.step.max_steps == 200
@@ -99,10 +98,3 @@ def test_the_plan_prints_it_where_it_knows_the_gpu(monkeypatch: pytest.MonkeyPat
     assert plan_vram(run, 140).step is None and plan_vram(run, 140).to_dict()["step"] is None
     run = load_config(ROOT / "configs" / "arithmetic_thinking.yaml")
     assert plan_vram(run).step is None, "a CPU's speed is not known"
-
-
-def test_every_config_for_a_gpu_is_in_the_table(step_times: Any) -> None:
-    """A config that was added, and no row with it."""
-    rows = step_times.times_table()
-    shipped = [path.name for path in (ROOT / "configs").glob("qwen3*.yaml")]
-    assert all(sum(f"`{name}`" in row for row in rows) == 1 for name in shipped) and len(rows) == len(shipped) + 2

@@ -1,24 +1,9 @@
-"""Faults that cost a user an hour: files, columns, rewards, folders. Each is found before a model is loaded.
+"""Faults that cost a user an hour: files, columns, rewards, folders. Each is found before a model is loaded."""
 
-`python tests/preflight/faulty.py` runs `rloo-kit train` on every one, and writes the seconds and the message of each
-into docs/preflight.md.
-"""
-
-import json
-import os
-import re
-import shlex
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-REPEATS = 3
 CONFIG = """\
 model: {name: embedded/thinking, max_seq_length: 128}
 data: {source: mine.csv, test_size: 8, max_prompt_length: 64}
@@ -197,50 +182,3 @@ def prepare(folder: Path, fault: Faulty) -> Path:
     (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
     fault.make(folder)
     return folder / "run.yaml"
-
-
-def measure(fault: Faulty) -> dict[str, object]:
-    """Seconds of the whole command `rloo-kit train`, and what it says."""
-    seconds = []
-    with tempfile.TemporaryDirectory() as place:
-        prepare(Path(place), fault)
-        command = "train" if fault.level == "error" else "config"
-        words = [sys.executable, "-m", "rloo_kit.cli", command, "run.yaml", *fault.overrides]
-        for _ in range(REPEATS):
-            started = time.perf_counter()
-            environment = os.environ | {"PYTHONPATH": str(ROOT)}
-            done = subprocess.run(words, cwd=place, capture_output=True, text=True, env=environment, check=False)
-            seconds.append(time.perf_counter() - started)
-        said = done.stderr.replace(f"{Path(place).resolve()}/", "").replace(place, ".").strip().splitlines()
-    lines = [line for line in said if "problem" not in line.split(",")[0]]
-    return {
-        "fault": fault.name,
-        "overrides": shlex.join(fault.overrides),
-        "exit_code": done.returncode,
-        "seconds": [round(one, 2) for one in seconds],
-        "median_s": round(statistics.median(seconds), 2),
-        "message": " ".join(lines).removeprefix("rloo-kit: "),
-    }
-
-
-def main() -> int:
-    rows = [measure(fault) for fault in FAULTS]
-    lines = ["| fault | seconds | message |", "|---|---|---|"]
-    for row in rows:
-        message = str(row["message"])
-        shown = message if len(message) <= 240 else message[:240] + " ..."
-        lines.append(f"| {row['fault']} | {row['median_s']:.1f} | `{shown.replace('|', '/').replace('`', '')}` |")
-    page = ROOT / "docs" / "preflight.md"
-    text = "<!-- table: faults -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    found = page.read_text(encoding="utf-8")
-    page.write_text(
-        re.sub(r"<!-- table: faults -->.*?<!-- end -->", lambda _: text, found, flags=re.S), encoding="utf-8"
-    )
-    result = ROOT / "benchmarks" / "results" / "faults_found.json"
-    result.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print("\n".join(lines))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

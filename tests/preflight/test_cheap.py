@@ -10,7 +10,8 @@ import pytest
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.preflight.cheap import FolderUse, find_faults, refuse_faults
-from rloo_kit.preflight.faults import Fault, PreflightError
+from rloo_kit.preflight.faults import PreflightError
+from rloo_kit.system.problems import Problem
 from tests.preflight.faulty import FAULTS, OWN, Faulty, prepare, reward
 
 SOUND = Faulty("a sound run", (), ())
@@ -22,13 +23,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def faults_of(folder: Path, fault: Faulty) -> list[Fault]:
+def faults_of(folder: Path, fault: Faulty) -> list[Problem]:
     """Faults of a run, those of its configuration included."""
     file = prepare(folder, fault)
     try:
         run = load_config(file, *fault.overrides)
     except ConfigError as error:
-        return [Fault("config", str(error))]
+        return [Problem("config", str(error))]
     return find_faults(run, folder=FolderUse())
 
 

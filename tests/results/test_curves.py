@@ -68,7 +68,7 @@ def test_panels_that_say_nothing_are_named_instead() -> None:
 
 def test_a_flat_panel_is_drawn_where_it_is_the_finding() -> None:
     """A reward that stays at 0 is what the reader has to see."""
-    finding = Finding("cold_start", 5, 1, 9, "0 % right", "too hard", "easier prompts", "alarming")
+    finding = Finding("cold_start", "0 % right", "easier prompts", level="alarming", since=1, last=9)
     metrics = rows(9, reward=0.0, rewards__answer_reward__mean=0.0, kl=0.0)
     html = draw_curves_of(metrics, [finding])
     assert titles(html) == ["Reward: answer_reward"] and "href='#finding-cold_start'>cold start</a>" in html

@@ -80,8 +80,10 @@ def finished(run: RunConfig) -> Any:
     (folder / "versions.json").write_text('{"versions": {"torch": "9.9.9"}, "written": "2026-01-02T03:04:05+0000"}')
     rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    over = Finding("repetition", 9, 8, 12, "31 % of the <tokens>", "circles", "read rollouts.jsonl", "alarming")
-    holds = Finding("truncation", 20, 16, 30, "90 % cut off", "too short", "raise it", "alarming", ["no_signal"])
+    over = Finding("repetition", "31 % of the <tokens>", "read rollouts.jsonl", level="alarming", cause="circles")
+    over.since, over.last = 8, 12
+    holds = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", since=16, last=30)
+    holds.explains = ["no_signal"]
     return TrainResult(
         folder=folder, adapter_folder=folder / "adapter", steps=30, metrics=make_metrics(30), seconds=75.4,
         stopped=None, findings=[over, holds],

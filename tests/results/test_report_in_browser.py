@@ -60,7 +60,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     rows[2] |= {"completion": f"{HOSTILE}</think>{'w' * 400}", "answer_start": len(HOSTILE) + 8, "truncated": True}
     (run.folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finding = Finding("truncation", 20, 16, 30, "90 % cut off", "too short", "raise it", "alarming", ["no_signal"])
+    since = {"since": 16, "last": 30, "explains": ["no_signal"]}
+    finding = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", **since)
     result = TrainResult(run.folder, run.folder / "adapter", 30, make_metrics(30), 75.4, findings=[finding])
     before = make_evaluation("before", 60, [make_sample(n, n % 2 == 0) for n in range(8)])
     after = make_evaluation("after", 20, [make_sample(n, n < 4, thinking=HOSTILE) for n in range(8)])

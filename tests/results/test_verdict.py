@@ -62,7 +62,7 @@ def result(run: RunConfig, *findings: Finding, **changes: Any) -> TrainResult:
 
 
 def finding(rule: str, level: str = "alarming", last: int = 30) -> Finding:
-    return Finding(rule, 5, 3, last, "what it saw", "why", "change rloo.key", level)
+    return Finding(rule, "what it saw", "change rloo.key", level=level, since=3, last=last, cause="why")
 
 
 def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
@@ -360,7 +360,7 @@ def test_health_knows_a_solved_start_from_rewards_alone(run: RunConfig) -> None:
             {"step": n, "reward": level, "reward_std": 0.1, "rewards/sentence/mean": level + 0.01 * (n % 2)}
             for n in range(1, 41)
         ]
-        assert {one.rule for one in examine(rows, Context.of(run))} == expected
+        assert {one.name for one in examine(rows, Context.of(run))} == expected
 
 
 def test_a_reward_with_accuracy_in_its_name_keeps_it() -> None:

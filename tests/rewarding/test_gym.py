@@ -251,7 +251,7 @@ def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.Monkey
         assert list(find_reward_faults(tried, tiny_tokenizer, True, drawn)) == []
     monkeypatch.setattr("rloo_kit.data.gym.is_importable", lambda name: False)
     (fault,) = find_reward_faults(run, tiny_tokenizer, True, drawn)
-    assert fault.key == "rewards.0.name" and "make reasoning-gym" in fault.message
+    assert fault.key == "rewards.0.name" and "make reasoning-gym" in fault.text
 
 
 def test_a_bare_trl_trainer_calls_it(

@@ -125,55 +125,6 @@ def test_bars_that_are_open_together_share_the_line(run_fresh: Run) -> None:
     assert {line.split(":")[0] for line in shown} == {f"file{number}" for number in range(8)}
 
 
-def test_sizes_unknown_totals_and_formats_of_the_caller(run_fresh: Run) -> None:
-    """A download has a unit that scales, a stream has no total, and who gave a format wants that one."""
-    code = SET_UP + (
-        "with bar(total=8_000_000_000, unit='B', unit_scale=True, desc='model.safetensors') as file:\n"
-        "    for _ in range(2): work(8); file.update(4_000_000_000)\n"
-        "for _ in bar(iter(range(4)), desc='Stream', unit='rows'): work(2)\n"
-        "for _ in trange(2, bar_format='{n_fmt} of {total_fmt}'): work(5)\n"
-        "for _ in trange(2, ncols=20, desc='a long name of a bar', leave=False, position=3): work(5)"
-    )
-    shown = lines(run_fresh(code))
-    assert [shown[0].split(" | eta")[0], *shown[1:]] == [
-        "model.safetensors: 50% | 4.00G/8.00G | 500MB/s",
-        "model.safetensors: 100% | 8.00G/8.00G | 500MB/s | took 00:16",
-        "Stream: 3 rows | 2.00s/rows | after 00:06",
-        "Stream: 4 rows | 2.00s/rows | took 00:08",
-        "1 of 2",
-        "2 of 2",
-        "a long name of a bar: 50% | 1/2 | 5.00s/it | eta 00:05",
-        "a long name of a bar: 100% | 2/2 | 5.00s/it | took 00:10",
-    ]
-
-
-def test_everything_that_a_bar_can_do_still_works(run_fresh: Run) -> None:
-    """Libraries subclass it, write through it, share its lock, and wait for coroutines with it."""
-    code = SET_UP + (
-        "import asyncio, pandas, threading\n"
-        "class Mine(bar):\n"
-        "    def __init__(self, *args, name=None, **kwargs): super().__init__(*args, **kwargs)\n"
-        "Mine.set_lock(threading.RLock())\n"
-        "mine = Mine(range(4), name='x', desc='Mine')\n"
-        "assert len(mine) == 4 and 2 in mine and mine and str(mine).startswith('Mine:   0%')\n"
-        "for n in mine: work(2); mine.write(f'in between {n}', file=sys.stderr) if n == 2 else None\n"
-        "mine.reset(total=3); mine.unpause(); mine.close(); mine.close()\n"
-        "bar.pandas(desc='Rows')\n"
-        "assert pandas.Series([1, 2, 3]).progress_apply(lambda x: work(3) or x + 1).sum() == 9\n"
-        "async def coroutines():\n"
-        "    async for n in bar(range(2), desc='Async'): work(6)\n"
-        "    return await bar.gather(*[asyncio.sleep(0, n) for n in range(3)])\n"
-        "assert asyncio.run(coroutines()) == [0, 1, 2]\n"
-        "from tqdm.contrib.concurrent import thread_map\n"
-        "assert thread_map(lambda n: n + 1, range(3)) == [1, 2, 3]\n"
-        "for _ in trange(3, disable=True): work(9)\n"
-        "for _ in trange(3, disable=None): work(9)\n"
-    )
-    assert [line.split("|")[0].strip() for line in lines(run_fresh(code))] == [
-        *("in between 2", "Mine: 50%", "Mine: 100%", "Rows: 100%", "Async: 100%"),
-    ]
-
-
 def test_the_libraries_bars_are_these_and_their_switches_hold(run_fresh: Run) -> None:
     """Each library wraps `tqdm.auto` in its own class; a switch of theirs that is set is a user's wish."""
     code = SET_UP + (

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.system import doctor
+from rloo_kit.system.problems import Problem
 from rloo_kit.system.versions import VLLM_INSTALL, VLLM_RANGES
 
 GIB = 2**30
@@ -110,24 +111,24 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def ask_hub(monkeypatch: pytest.MonkeyPatch, address: str) -> doctor.Check:
+def ask_hub(monkeypatch: pytest.MonkeyPatch, address: str) -> Problem:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", address)
-    return doctor._hub()
+    return doctor._check_hub()
 
 
 def test_any_answer_of_the_hub_is_an_answer(monkeypatch: pytest.MonkeyPatch, hub: str) -> None:
     """A mirror that wants a token is reachable."""
     found = ask_hub(monkeypatch, hub)
-    assert (found.status, found.found) == ("ok", "127.0.0.1 is reachable (status 501)")
+    assert (found.level, found.found) == ("ok", "127.0.0.1 is reachable (status 501)")
 
 
 @pytest.mark.parametrize("address", [f"http://me:{SECRET}@127.0.0.1:9", "http://127.0.0.1:9", "no address", "http://["])
 def test_a_hub_out_of_reach_warns_and_tells_no_password(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """Offline is no failure: the embedded model needs no network. An endpoint can carry a password."""
     found = ask_hub(monkeypatch, address)
-    assert found.status == "warn" and "is not reachable" in found.found and "HF_HUB_OFFLINE=1" in found.todo
+    assert found.level == "warning" and "is not reachable" in found.found and "HF_HUB_OFFLINE=1" in found.fix
     assert SECRET not in repr(found)
 
 
@@ -137,8 +138,8 @@ def test_a_full_disk_fails_and_names_the_folder(monkeypatch: pytest.MonkeyPatch,
     for name in ("RLOO_KIT_CACHE", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": GIB // 2}))
-    (found,) = doctor._disk()
-    assert (found.status, "0.5 GiB free at" in found.found, "hub's cache" in found.found) == ("fail", True, True)
+    (found,) = doctor._check_disks()
+    assert (found.level, "0.5 GiB free at" in found.found, "hub's cache" in found.found) == ("error", True, True)
 
 
 def test_the_hubs_folder_follows_the_cache_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_the_hubs_folder_follows_the_cache_variable(monkeypatch: pytest.MonkeyPa
     (tmp_path / "caches" / "huggingface").mkdir(parents=True)
     looked_at: list[Path] = []
     monkeypatch.setattr(Path, "stat", lambda path, **_: looked_at.append(path) or os.stat(path))
-    doctor._disk()
+    list(doctor._check_disks())
     assert tmp_path / "caches" / "huggingface" in looked_at
 
 
@@ -157,7 +158,7 @@ def test_the_kernel_spec_starts_this_python(monkeypatch: pytest.MonkeyPatch, tmp
     """An unregistered or foreign kernel fails every notebook, with an import error at best."""
     pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
-    assert doctor._kernel_spec().status == "ok"
+    assert doctor._check_kernel_spec().level == "ok"
     folder = tmp_path / "kernels" / "python3"
     folder.mkdir(parents=True)
     spec = {"argv": ["/elsewhere/bin/python"], "display_name": "x", "language": "python"}
@@ -187,9 +188,8 @@ def test_no_secret_in_any_output(run_fresh: RunFresh, tmp_path: Path) -> None:
 
 def test_the_real_bitsandbytes_answers_the_probe() -> None:
     """The probe reads its insides. Its CPU library makes up any attribute: the finding was once a function."""
-    found = doctor._bitsandbytes()
-    assert found.found.startswith("loads libbitsandbytes_cuda") or found.found == "only its CPU library loads"
-    assert (found.status == "ok") == found.found.startswith("loads")
+    loads, found = doctor._probe(doctor._BITSANDBYTES)
+    assert found.startswith("loads libbitsandbytes_cuda") if loads else found == "only its CPU library loads"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system.environment import choose_backend, render_rows
+from rloo_kit.system.environment import choose_backend
 from rloo_kit.system.gpu import Gpu
 from rloo_kit.system.versions import is_importable
 
@@ -159,12 +159,3 @@ def test_tqdm_notebook_true_in_env_file_leaves_tqdm_alone(run_fresh: Run, tmp_pa
     (tmp_path / "work" / ".env").write_text("TQDM_NOTEBOOK=True\n")
     code = "print(rloo_kit.setup_environment().progress, 'tqdm.autonotebook' in sys.modules)"
     assert printed(run_fresh(code)) == "left to tqdm (TQDM_NOTEBOOK=true) False"
-
-
-def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 80 columns a wider table wraps in the middle of its frame, and nothing in it can be read."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = render_rows([("versions", "torch 2.13.0, " * 20)], title="a table").splitlines()
-    assert max(map(len, lines)) == 80
-    assert lines[0] == "a table"
