@@ -23,7 +23,7 @@ _EXPORTS = {
     "generate_completions": "rollout.completions",
     "evaluate": "evals.evaluate",
     "ask": "evals.ask",
-    "compare": "results.evaluation",
+    "compare": "results.changes",
     "train": "measure.preflight",
     "fine_tune": "loop.sft",
     "measure_signal": "evals.signal",

@@ -12,7 +12,7 @@ from rloo_kit.evals.difficulty import measure_pass_rates, sampling_of
 from rloo_kit.evals.rewards import make_held_out_rewards
 from rloo_kit.health.signs import EQUAL_REWARDS, at_ceiling
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.intervals import Estimate, wilson
+from rloo_kit.results.intervals import Measured, wilson
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import generate_completions
@@ -41,7 +41,7 @@ class Signal:
         return sum(0.0 < rate < 1.0 for rate in self.rates) if self.unequal is None else self.unequal
 
     @property
-    def share(self) -> Estimate:
+    def share(self) -> Measured:
         """Their share, with its 95 % interval."""
         return wilson(self.num_mixed / len(self.rates), len(self.rates))
 
@@ -58,8 +58,7 @@ class Signal:
         return "too easy" if (self.mean_rate > 0.5 if self.unequal is None else self.is_easy) else "too low"
 
     def __str__(self) -> str:
-        share, low, high = self.share
-        found = f"{self.num_mixed} ({share:.0%} [{low:.0%}, {high:.0%}])"
+        found = f"{self.num_mixed} ({self.share:.0%})"
         meaning = {
             "enough": "enough signal for RLOO",
             "too low": f"still too low for RLOO, which needs {ENOUGH:.0%}: use more or better demonstrations "

@@ -140,7 +140,8 @@ class Evaluations(TrainerCallback):
         recorder.leave_out(found.evaluation.seconds)
         shown = ("accuracy", "reward") if found.evaluation.leading == "accuracy" else ("reward",)
         for name in dict.fromkeys((*shown, self.history.measure)):
-            for key, value in zip(("", "_low", "_high"), found.measure(name) or (), strict=False):
+            measured = found.measure(name)
+            for key, value in zip(("", "_low", "_high"), measured.ends if measured else (), strict=False):
                 if value is not None:
                     recorder.count(f"eval/{name}{key}", value)
         control.should_log = True
@@ -185,10 +186,11 @@ class Evaluations(TrainerCallback):
 
     def _write(self, found: HeldOut, is_best: bool, against: Any) -> None:
         measured = found.measure(self.history.measure)
-        value, low, high = (None, None, None) if measured is None else measured[:3]
+        value, low, high = (None, None, None) if measured is None else measured.ends
         best = None if self.history.best is None else self.history.best.step
         row = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
-        row |= {"low": low, "high": high, "is_best": is_best, "best_step": best, "against_best": against}
+        row |= {"low": low, "high": high, "is_best": is_best, "best_step": best}
+        row["against_best"] = None if against is None else list(against.ends)
         row["inputs"] = self.run_dir.inputs
         rest = found.evaluation.to_dict()
         del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
@@ -246,7 +248,8 @@ class Evaluations(TrainerCallback):
         wait_for_all()
         save_adapter(self.policy, staged)
         if is_main_process():
-            value, low, high, _ = found.measure(self.history.measure) or (None,) * 4
+            measured = found.measure(self.history.measure)
+            value, low, high = (None, None, None) if measured is None else measured.ends
             record = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
             write_json(staged / RECORD, record | {"low": low, "high": high, "prompts": len(self.prompts)})
         self._staged = found.step

@@ -12,7 +12,7 @@ from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.evals.signal import measure_signal
 from rloo_kit.loop.sft import SftResult, fine_tune
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import compare
+from rloo_kit.results.changes import compare
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.run_dir import RunDir

@@ -13,9 +13,10 @@ from rich.text import Text
 from rloo_kit.config.resume import COMPARED_ON_RESUME, changed_keys
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures, signed, with_interval
+from rloo_kit.results.changes import Change, change_of
+from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures
 from rloo_kit.results.result import TrainResult, load_evaluation, load_result
-from rloo_kit.results.verdict import Change, Verdict, change_of, judge_run, measured_words
+from rloo_kit.results.verdict import Verdict, judge_run, measured_words
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.run_dir import INPUTS
@@ -77,7 +78,7 @@ class RunComparison:
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
         for one in self.runs:
             change = one.verdict.change
-            lead = "-" if one.lead is None else signed(one.lead.value, one.lead.low, one.lead.high).replace(" [", "\n[")
+            lead = "-" if one.lead is None else f"{one.lead.difference:+.3f}".replace(" [", "\n[")
             sides = [_value(side, measure_of(self.runs)) for side in (one.before, one.after)]
             steps, time = str(one.result.steps), format_seconds(one.result.seconds)
             table.add_row(one.name, one.verdict.kind if change or one.after else "-", *sides, lead, steps, time)
@@ -169,16 +170,16 @@ def _describe(one: Contestant) -> dict[str, Any]:
     found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict()}
     for when, side in (("before", one.before), ("after", one.after)):
         values = {name: side.measure(name) for name in shared_measures(side)} if side is not None else {}
-        found[when] = {name: list(value[:3]) for name, value in values.items() if value is not None}
+        found[when] = {name: list(value.ends) for name, value in values.items() if value is not None}
         found[when] |= {} if side is None else {"thinking_tokens": side.mean_thinking_tokens}
-    lead = None if one.lead is None else vars(one.lead)
+    lead = None if one.lead is None else one.lead.to_dict()
     changed = {key: list(pair) for key, pair in (one.changed or {}).items()}
     return found | {"lead": lead, "word": one.word, "changed": changed}
 
 
 def _value(side: Evaluation | None, name: str) -> str:
     found = None if side is None else side.measure(name)
-    return "-" if found is None else with_interval(*found[:3]).replace(" [", "\n[")
+    return "-" if found is None else str(found).replace(" [", "\n[")
 
 
 def _keys(changed: dict[str, tuple[Any, Any]]) -> str:

@@ -110,7 +110,7 @@ def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
     row, evaluation = result.metrics[1], lines(result.folder, "evaluations.jsonl")[1]
     for name in ("accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high"):
         assert isinstance(row[f"eval/{name}"], float), name
-    assert row["eval/reward"] == pytest.approx(evaluation["evaluation"]["reward"])
+    assert row["eval/reward"] == pytest.approx(evaluation["evaluation"]["measures"]["reward"]["value"])
     assert row["eval/accuracy"] == evaluation["value"] and evaluation["measure"] == "accuracy"
     printed = capsys.readouterr().out
     assert "held-out at step 4: accuracy 0.000 [0.000, " in printed and "| held-out 0.000 |" in printed
@@ -121,7 +121,10 @@ def test_patience_follows_the_reward_where_none_compares_answers(start, capsys):
     result = start(*EVERY_TWO, "rloo.learning_rate=0.2", "eval.num_samples=4", "eval.patience=1", rewards=[low_ids])
     rows = lines(result.folder, "evaluations.jsonl")
     assert {row["measure"] for row in rows} == {"reward"} and rows[-1]["value"] > rows[0]["value"]
-    assert rows[0]["evaluation"]["judged_by"] == "exact match" and rows[-1]["evaluation"]["accuracy"] == 0
+    assert (
+        rows[0]["evaluation"]["judged_by"] == "exact match"
+        and rows[-1]["evaluation"]["measures"]["accuracy"]["value"] == 0
+    )
     assert result.stopped is None and result.adapter_step == 6
     assert not any(name.startswith("eval/accuracy") for row in result.metrics for name in row)
     assert "accuracy" not in capsys.readouterr().out
@@ -432,8 +435,9 @@ def test_a_learning_rate_that_breaks_the_policy(tmp_path, repository):
     )
     policy = load_policy(loaded)
     after = json.loads((run.folder / "after.json").read_text())
-    assert evaluate(loaded, policy, data.test).per_prompt == after["per_prompt"]
+    measured = evaluate(loaded, policy, data.test).measures["accuracy"]
+    assert measured.per_prompt == after["measures"]["accuracy"]["per_prompt"]
     again = evaluate(settings_during_training(loaded), policy, draw_prompts(loaded, data.test))
-    assert again.accuracy == best[1]
+    assert again.value("accuracy") == best[1]
     page = (run.folder / "report.html").read_text()
     assert f"the weights of step {best[0]}" in page and "stopped early" in page

@@ -12,11 +12,13 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT
 from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.watch import examine
-from rloo_kit.results.evaluation import Evaluation, compare, mean_reward, shared_measures
-from rloo_kit.results.intervals import clustered, mean_of_prompts
+from rloo_kit.results.changes import compare
+from rloo_kit.results.evaluation import Budget, Evaluation, shared_measures
+from rloo_kit.results.intervals import Measured
 from rloo_kit.results.result import TrainResult, load_result
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.runs.run_dir import RunDir
+from tests.evaluations import around, mean_of
 
 COUNT = 400
 
@@ -32,17 +34,18 @@ def run(tmp_path: Path) -> RunConfig:
     )
 
 
+def right_of_all(right: int) -> Measured:
+    return mean_of([1.0] * right + [0.0] * (COUNT - right))
+
+
 def evaluation(right: int, **changes: Any) -> Evaluation:
-    shares = [1.0] * right + [0.0] * (COUNT - right)
-    found = Evaluation("", COUNT, 1, 1.0, 64, prompts_digest="same", per_prompt=shares, num_judged=COUNT)
-    found.accuracy, found.low, found.high = clustered(shares, 1)
+    found = Evaluation("", COUNT, 1, 1.0, 64, {"accuracy": right_of_all(right)}, prompts_digest="same")
     found.samples = [{"prompt": "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n<think>\n"}]
     return replace(found, **changes)
 
 
 def with_reward(found: Evaluation, values: list[float]) -> Evaluation:
-    found.reward, found.reward_low, found.reward_high = mean_of_prompts(values, 1)
-    return replace(found, reward_per_prompt=values)
+    return replace(found, measures=found.measures | {"reward": mean_of(values)})
 
 
 def by_reward(right: int, exact: int = 0, greedy: int | None = None, **rewards: list[float]) -> Evaluation:
@@ -52,7 +55,7 @@ def by_reward(right: int, exact: int = 0, greedy: int | None = None, **rewards: 
     total = [sum(values) for values in zip(*rewards.values(), strict=True)]
     found.take_rewards([[one] for one in total], {name: [[one] for one in of] for name, of in rewards.items()})
     if greedy is not None:
-        found.greedy_reward = mean_reward([[1.0]] * greedy + [[0.0]] * (COUNT - greedy), 1)
+        found.measures["greedy_reward"] = right_of_all(greedy)
     return found
 
 
@@ -69,7 +72,7 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368))
     assert verdict.kind == "learnt"
     assert verdict.sentence.startswith("Accuracy rose from 22 % to 92 % (+70 points, 95 % CI 65 to 74, 400 held-out")
-    assert verdict.change is not None and verdict.change.value == pytest.approx(0.7)
+    assert verdict.change is not None and verdict.change.difference.value == pytest.approx(0.7)
     assert [command.split()[1] for command in verdict.commands] == ["ask", "export"]
     assert '"1+2="' in verdict.commands[0], "a question that the model was made for"
 
@@ -78,9 +81,8 @@ def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> No
     """Sampled accuracy alone also rises if sampling only got sharper: "from 24 % to 94 %" was no evidence."""
 
     def side(right: int, greedy: int, thinking: float) -> Evaluation:
-        shares = [1.0] * greedy + [0.0] * (COUNT - greedy)
-        measured = dict(zip(("greedy_accuracy", "greedy_low", "greedy_high"), clustered(shares, 1), strict=True))
-        return evaluation(right, greedy_per_prompt=shares, mean_thinking_tokens=thinking, **measured)
+        found = evaluation(right, mean_thinking_tokens=thinking)
+        return replace(found, measures=found.measures | {"greedy_accuracy": right_of_all(greedy)})
 
     verdict = judge_run(run, result(run), side(56, 4, 5.1), side(360, 396, 18.9))
     assert verdict.sentence.endswith("prompts); greedy from 1 % to 99 %; thinking from 5 to 19 tokens.")
@@ -119,7 +121,7 @@ def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) ->
 def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
     """The limit for an accuracy was applied to a reward too, which may be any number."""
     tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
-    no_answers = evaluation(0, accuracy=None, low=None, high=None, per_prompt=None, num_judged=0)
+    no_answers = evaluation(0, measures={})
     for reward in (0.5, 5.0):
         side = with_reward(no_answers, [reward] * COUNT)
         assert judge_run(run, result(run, metrics=tied), side, side).kind == "no signal"
@@ -187,7 +189,7 @@ def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
 
 def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
     sides = [
-        with_reward(evaluation(0, accuracy=None, low=None, high=None, per_prompt=None), values)
+        with_reward(evaluation(0, measures={}), values)
         for values in ([0.1 + 0.01 * (n % 9) for n in range(COUNT)], [1.1 + 0.01 * (n % 8) for n in range(COUNT)])
     ]
     verdict = judge_run(run, result(run), *sides)
@@ -196,9 +198,9 @@ def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
 
 def test_two_prompts_that_rise_equally_are_no_evidence(run: RunConfig) -> None:
     """Graded rewards of two prompts, each 0.2 higher: the interval was [0.20, 0.20] and the verdict "learnt"."""
-    nothing = evaluation(0, num_prompts=2, num_judged=0, accuracy=None, low=None, high=None, per_prompt=None)
+    nothing = evaluation(0, num_prompts=2, measures={})
     verdict = judge_run(run, result(run), with_reward(nothing, [0.3, 0.5]), with_reward(nothing, [0.5, 0.7]))
-    assert verdict.kind == "no evidence" and verdict.change.low < 0 < verdict.change.high
+    assert verdict.kind == "no evidence" and verdict.change.difference.low < 0 < verdict.change.difference.high
 
 
 @pytest.mark.parametrize(
@@ -216,13 +218,16 @@ def test_other_prompts_and_sample_counts_are_compared_with_a_word(run: RunConfig
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, prompts_digest="others"))
     assert verdict.kind == "learnt" and "on different prompts" in verdict.sentence
     digests = [str(number) for number in range(COUNT)]
-    before, half = evaluation(88, prompt_digests=digests), evaluation(0, num_prompts=300, num_judged=300)
-    half = replace(half, prompts_digest="others", prompt_digests=digests[100:], per_prompt=[0.0] * 60 + [1.0] * 240)
-    half.accuracy, half.low, half.high = clustered(half.per_prompt, 1)
+    before = evaluation(88, prompt_digests=digests)
+    half = evaluation(0, num_prompts=300, prompts_digest="others", prompt_digests=digests[100:])
+    half.measures["accuracy"] = mean_of([0.0] * 60 + [1.0] * 240)
     verdict = judge_run(run, result(run), before, half)
     assert "on the 300 prompts that both measured" in verdict.sentence and "different" not in verdict.sentence
     change = verdict.change
-    assert (change.before, change.after, change.value, change.prompts) == (0.0, 0.8, 0.8, 300), "22 % of all were right"
+    assert (change.before.value, change.after.value, change.difference.value) == (0.0, 0.8, 0.8), (
+        "22 % of all were right"
+    )
+    assert change.difference.count == 300
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, num_samples=4))
     assert "from 1 and 4 completions per prompt" in verdict.sentence
 
@@ -235,7 +240,7 @@ def test_rewards_of_an_edited_file_do_not_decide(run: RunConfig) -> None:
     found = judge_run(run, result(run), *sides)
     assert found.kind == "no evidence" and "without the rewards, which were edited in between" in found.sentence
     for side in sides:
-        side.accuracy = side.per_prompt = side.greedy_accuracy = side.greedy_per_prompt = None
+        del side.measures["accuracy"]
     assert "A reward was edited between the evaluations" in judge_run(run, result(run), *sides).sentence
 
 
@@ -265,7 +270,7 @@ def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> No
 
 def test_the_line_of_an_evaluation_names_each_thinking_budget() -> None:
     """When the line replaced the table in a run's output, the accuracies at thinking budgets were gone."""
-    budgets = [{"budget": 8, "accuracy": 0.5}, {"budget": 4, "accuracy": None}]
+    budgets = [Budget(8, 0.5, around(0.5)), Budget(4, 0.5)]
     line = Evaluation("after", 1000, 1, 1.0, 48, pass_at_k={4: 0.75}, budgets=budgets).describe()
     assert line == "Evaluation after: pass@4 0.750, 0.500 at 8 tokens of thinking, 0% truncated; 1,000 held-out prompts"
 
@@ -293,18 +298,13 @@ def test_exact_match_is_called_that_where_it_says_something(run: RunConfig) -> N
     assert rows.index("reward, weighted sum") < rows.index("exact match, temperature 1")
     assert "exact match +0.085" in str(compare(before, after)) and "exact match 0.100" in after.describe()
     assert "ccuracy" not in f"{compare(before, after)}{after}{judge_run(run, result(run), before, after)}"
-    no_reward = replace(before, reward=None), replace(after, reward=None)
+    no_reward = [replace(one, measures={"accuracy": one.measures["accuracy"]}) for one in (before, after)]
     assert judge_run(run, result(run), *no_reward).sentence.startswith("Exact match rose from 1.5 % to 10.0 %")
 
 
 def test_files_of_older_runs_lead_with_accuracy(run: RunConfig) -> None:
     """They do not say what judged; their verdicts stay."""
-    sides = [with_reward(evaluation(right), [0.5] * COUNT).to_dict() for right in (88, 368)]
-    for side in sides:
-        side["samples"] = []
-        for name in [name for name in side if name == "judged_by" or name.startswith("greedy_reward")]:
-            del side[name]
-    before, after = map(Evaluation.from_dict, sides)
+    before, after = (with_reward(evaluation(right), [0.5] * COUNT) for right in (88, 368))
     assert shared_measures(before, after) == ("accuracy", "reward")
     assert judge_run(run, result(run), before, after).sentence.startswith("Accuracy rose")
 
