@@ -171,7 +171,7 @@ def test_held_out_figures_are_the_same_everywhere(run: Any) -> None:
     assert figures["reward_last"] == pytest.approx(run.steps[-1]["reward"])
     for when in ("before", "after"):
         found = json.loads((run.folder / f"{when}.json").read_text())
-        reward, accuracy = fmean(found["reward_per_prompt"]), fmean(found["per_prompt"])
+        reward, accuracy = (fmean(found["measures"][name]["per_prompt"]) for name in ("reward", "accuracy"))
         assert math.isclose(figures[f"held_out_reward_{when}"], reward)
         assert math.isclose(figures[f"accuracy_{when}"], accuracy)
         name, place = "reward, weighted sum", {"before": 0, "after": 1}[when]
