@@ -26,7 +26,7 @@ _EXPORTS = {
     "compare": "results.changes",
     "train": "measure.preflight",
     "fine_tune": "loop.sft",
-    "measure_signal": "evals.signal",
+    "measure_signal": "evals.difficulty",
     "read_rollouts": "runs.rollouts",
     "judge_run": "results.verdict",
     "describe_run": "results.overview",

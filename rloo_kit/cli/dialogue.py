@@ -8,7 +8,7 @@ from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.system.console import fill_text
 
 if TYPE_CHECKING:  # slow to import
-    from rloo_kit.evals.asked import Asked
+    from rloo_kit.evals.ask import Asked
 
 COMMANDS = (
     "(/base toggles the base model, /budget N closes thinking after N tokens, /reset forgets earlier turns, /quit or "

@@ -32,6 +32,7 @@ from rloo_kit.results.held_out import (
     read_best_step,
     read_evaluations,
 )
+from rloo_kit.results.intervals import Measured
 from rloo_kit.rewarding.guard import guard, log_names, reward_name
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
@@ -140,8 +141,7 @@ class Evaluations(TrainerCallback):
         recorder.leave_out(found.evaluation.seconds)
         shown = ("accuracy", "reward") if found.evaluation.leading == "accuracy" else ("reward",)
         for name in dict.fromkeys((*shown, self.history.measure)):
-            measured = found.measure(name)
-            for key, value in zip(("", "_low", "_high"), measured.ends if measured else (), strict=False):
+            for key, value in zip(("", "_low", "_high"), found.evaluation.ends(name), strict=True):
                 if value is not None:
                     recorder.count(f"eval/{name}{key}", value)
         control.should_log = True
@@ -184,14 +184,15 @@ class Evaluations(TrainerCallback):
         with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
             return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, label)
 
-    def _write(self, found: HeldOut, is_best: bool, against: Any) -> None:
-        measured = found.measure(self.history.measure)
-        value, low, high = (None, None, None) if measured is None else measured.ends
+    def _record(self, found: HeldOut) -> dict[str, Any]:
+        measure = self.history.measure
+        values = zip(("value", "low", "high"), found.evaluation.ends(measure), strict=True)
+        return {"run": self.run_dir.id, "step": found.step, "measure": measure, **dict(values)}
+
+    def _write(self, found: HeldOut, is_best: bool, against: Measured | None) -> None:
         best = None if self.history.best is None else self.history.best.step
-        row = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
-        row |= {"low": low, "high": high, "is_best": is_best, "best_step": best}
-        row["against_best"] = None if against is None else list(against.ends)
-        row["inputs"] = self.run_dir.inputs
+        row = self._record(found) | {"is_best": is_best, "best_step": best}
+        row |= {"against_best": against and list(against.ends), "inputs": self.run_dir.inputs}
         rest = found.evaluation.to_dict()
         del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
@@ -248,10 +249,7 @@ class Evaluations(TrainerCallback):
         wait_for_all()
         save_adapter(self.policy, staged)
         if is_main_process():
-            measured = found.measure(self.history.measure)
-            value, low, high = (None, None, None) if measured is None else measured.ends
-            record = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
-            write_json(staged / RECORD, record | {"low": low, "high": high, "prompts": len(self.prompts)})
+            write_json(staged / RECORD, self._record(found) | {"prompts": len(self.prompts)})
         self._staged = found.step
 
     def _publish(self, saved: int) -> None:

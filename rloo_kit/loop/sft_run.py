@@ -8,8 +8,8 @@ from rloo_kit.config.resume import changed_keys
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
+from rloo_kit.evals.difficulty import measure_signal
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.evals.signal import measure_signal
 from rloo_kit.loop.sft import SftResult, fine_tune
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.changes import compare

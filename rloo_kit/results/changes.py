@@ -3,7 +3,7 @@ and samples for the report's browser."""
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.results.evaluation import (
@@ -250,7 +250,7 @@ def _prompts(
     before: Evaluation | None, after: Evaluation | None, kinds: dict[tuple[str, int], str]
 ) -> list[dict[str, Any]]:
     sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
-    pairs = pair_samples(**{name: _All(_samples(one)) for name, one in sides.items()})  # type: ignore[arg-type]
+    pairs = pair_samples(**{name: replace(one, samples=_samples(one)) for name, one in sides.items()})
     texts = [[sample[part] for part in ("thinking", "answer")] for pair in pairs for sample in pair.samples.values()]
     limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
     found = []
@@ -270,10 +270,3 @@ def _prompts(
         found.append(entry)
     order = {kind: place for place, kind in enumerate(KINDS)}
     return sorted(found, key=lambda entry: order.get(entry["kind"], len(order)))
-
-
-@dataclass
-class _All:
-    """An evaluation in the form that `pair_samples` reads, with all its stored samples."""
-
-    samples: list[dict[str, Any]]

@@ -132,6 +132,11 @@ class Evaluation:
         found = self.measure(name)
         return None if found is None else found.value
 
+    def ends(self, name: str) -> tuple[float | None, float | None, float | None]:
+        """Value, low and high of a measure; three Nones if it was not measured."""
+        found = self.measure(name)
+        return (None, None, None) if found is None else found.ends
+
     def take_rewards(self, total: Scores, single: dict[str, Scores]) -> None:
         """Fill in the mean rewards.
 

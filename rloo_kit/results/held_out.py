@@ -25,10 +25,6 @@ class HeldOut:
     step: int
     evaluation: Evaluation
 
-    def measure(self, name: str) -> Measured | None:
-        """See `Evaluation.measure`."""
-        return self.evaluation.measure(name)
-
 
 class HeldOutHistory:
     """Evaluations in order, each compared with the best before it; better is a higher mean of the measure.
@@ -56,12 +52,12 @@ class HeldOutHistory:
     @property
     def value(self) -> float | None:
         """The newest mean; None before the first."""
-        return self._value(self.last)
+        return None if self.last is None else self.last.evaluation.value(self.measure)
 
     @property
     def best_value(self) -> float | None:
         """The best one's mean."""
-        return self._value(self.best)
+        return None if self.best is None else self.best.evaluation.value(self.measure)
 
     def observe(self, found: HeldOut, was_best: bool | None = None) -> bool:
         """Add the next evaluation and return whether it is the new best. One that measured nothing does not count.
@@ -69,11 +65,10 @@ class HeldOutHistory:
         Args:
             was_best: the decision at the time of the evaluation; None: decide now.
         """
-        value = self._value(found)
+        value, best = found.evaluation.value(self.measure), self.best_value
         if value is None:
             return False
         self.last = found
-        best = self.best_value
         if best is None or (value > best if was_best is None else was_best):
             self.best, self.since = found, 0
             return True
@@ -87,7 +82,7 @@ class HeldOutHistory:
 
     def describe(self, found: HeldOut, against: Measured | None) -> str:
         """One line about `found`, already observed; `against`: `compare_with_best` before it was."""
-        measured = found.measure(self.measure)
+        measured = found.evaluation.measure(self.measure)
         if measured is None:
             return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
         text = f"held-out at step {found.step}: {name_of(self.measure, found.evaluation)} {measured}"
@@ -99,10 +94,6 @@ class HeldOutHistory:
         of = "" if self.patience is None else f" of {self.patience}"
         best = f"{self.best_value:.3f} at step {self.best.step}"
         return f"{text}; no new best for {self.since}{of} (best {best})"
-
-    def _value(self, found: HeldOut | None) -> float | None:
-        measured = None if found is None else found.measure(self.measure)
-        return None if measured is None else measured.value
 
 
 def read_evaluations(folder: Path, run: str, every: bool = False) -> list[dict[str, Any]]:

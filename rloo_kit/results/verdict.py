@@ -4,7 +4,6 @@
 """
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,16 +65,19 @@ def judge_run(
         result: its folder, steps, stopped, adapter_step, metrics, method and findings are read.
         before, after: evaluations of the same prompts; None if the run was not evaluated.
     """
-    change = _find_change(before, after)
+    change = None
+    if before is not None and after is not None and not setting_differences(before, after):
+        change = next((change_of(name, before, after) for name in shared_measures(before, after)), None)
     solved = _was_solved(run, result, before, after, change)
     kind, sentence, cause = _decide(result, before, after, change, solved)
     if change is not None and before is not None and after is not None:
         words = measured_words(before, after, change.measure)
         sentence += f", {words}" if words else ""
-    if change is not None and kind == "learnt":
-        sentence += _context_of(change, before, after)
-    if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
-        sentence += f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
+        if kind == "learnt":
+            sentence += _context_of(change, before, after)
+            if result.adapter_step not in (None, result.steps):
+                step = result.adapter_step
+                sentence += f"; the weights are the best evaluation's, of step {step}, so part of it is luck"
     if accepted := read_object(result.folder / "status.json").get("changed"):
         sentence += f"; the run continued {accepted}"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
@@ -104,32 +106,28 @@ def _decide(
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
     measured = "" if change is None else f"; {_lower(str(change))}"
     if GAMED in lasting and not (change is not None and not change.is_reward and change.rose):
-        return (
-            "gamed",
-            f"The policy earns reward in an unintended way: {lasting[GAMED].evidence}{measured}",
-            lasting[GAMED],
-        )
-    gamed = _gamed(before, after, change)
-    if gamed:
-        return "gamed", gamed, None
+        gamed = lasting[GAMED]
+        return "gamed", f"The policy earns reward in an unintended way: {gamed.evidence}{measured}", gamed
     if change is not None and change.rose:
         return "learnt", str(change), None
     if change is not None and change.fell:
-        return "broken", str(change), fallen or _first(result.findings)
+        reward = None if before is None or after is None else change_of("reward", before, after)
+        if reward is not None and reward.rose and not change.is_reward:
+            return "gamed", f"{reward}, but {_lower(str(change))}", None
+        return "broken", str(change), fallen or next(iter(result.findings), None)
     if fallen is not None:
         return "broken", f"The policy broke: {fallen.evidence}{measured}", fallen
     if blind is not None:
         return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
+    first = next(iter(result.lasting), None)
     if result.stopped == "running":
-        return "no evidence", f"The run has not ended; it is at step {result.steps}", _first(result.lasting)
+        return "no evidence", f"The run has not ended; it is at step {result.steps}", first
     tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
     if tied and not solved and all(one == 1.0 for one in tied):  # in a run too short for the health rule, too
         return "no signal", f"In every step all completions of a prompt earned the same reward{measured}", None
     if result.stopped not in (None, EARLY):
         return "no evidence", f"The run ended early, at step {result.steps} ({result.stopped})", None
-    if change is not None:
-        return "no evidence", str(change), _first(result.lasting)
-    return "no evidence", _why_not_compared(before, after), _first(result.lasting)
+    return "no evidence", _why_not_compared(before, after) if change is None else str(change), first
 
 
 def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
@@ -145,16 +143,13 @@ def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     return f"measured {' and '.join(words)}" if words else ""
 
 
-def _context_of(change: Change, before: Evaluation | None, after: Evaluation | None) -> str:
+def _context_of(change: Change, before: Evaluation, after: Evaluation) -> str:
     """The context of a rise: the greedy measure, which a sharper policy does not raise, and the thinking's length."""
-    if before is None or after is None:
-        return ""
     words = ""
-    greedy = change_of(f"greedy_{change.measure}", before, after)
-    if greedy is not None and greedy.is_reward:
-        words += f"; greedy from {greedy.before.value:.2f} to {greedy.after.value:.2f}"
-    elif greedy is not None:
-        words += f"; greedy from {100 * greedy.before.value:.0f} % to {100 * greedy.after.value:.0f} %"
+    if (greedy := change_of(f"greedy_{change.measure}", before, after)) is not None:
+        old, new = greedy.before.value, greedy.after.value
+        shares = f"{100 * old:.0f} % to {100 * new:.0f} %"
+        words += f"; greedy from {f'{old:.2f} to {new:.2f}' if greedy.is_reward else shares}"
     lengths = (before.mean_thinking_tokens, after.mean_thinking_tokens)
     if None not in lengths:
         words += "; thinking from {:.0f} to {:.0f} tokens".format(*lengths)
@@ -177,21 +172,6 @@ def _was_solved(
     means = {name.split("/")[1]: [row[name] for row in result.metrics if is_number(row.get(name))] for name in names}
     answers = {name: values for name, values in means.items() if name in Context.answers}
     return " (on the training prompts)" if at_ceiling({} if answers else run.reward_weights, answers or means) else ""
-
-
-def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:
-    """The sentence if the held-out reward rose while held-out accuracy fell; else empty."""
-    if before is None or after is None or change is None or change.is_reward or not change.fell:
-        return ""
-    reward = change_of("reward", before, after)
-    return f"{reward}, but {_lower(str(change))}" if reward is not None and reward.rose else ""
-
-
-def _find_change(before: Evaluation | None, after: Evaluation | None) -> Change | None:
-    """The change of the first of `shared_measures`; None if the two cannot be compared."""
-    if before is None or after is None or setting_differences(before, after):
-        return None
-    return next((change_of(name, before, after) for name in shared_measures(before, after)), None)
 
 
 def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> str:
@@ -247,10 +227,6 @@ def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, 
         question = "..."
     quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
     return (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")
-
-
-def _first(findings: Sequence[Finding]) -> Finding | None:
-    return next(iter(findings), None)
 
 
 def _lower(text: str) -> str:

@@ -16,8 +16,7 @@ import torch
 from rloo_kit.cli.dialogue import Dialogue
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
-from rloo_kit.evals.ask import Answer, ask, count_room
-from rloo_kit.evals.asked import open_model
+from rloo_kit.evals.ask import Answer, ask, count_room, open_model
 from rloo_kit.models.policy import load_policy, save_adapter
 from rloo_kit.models.trained import load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions

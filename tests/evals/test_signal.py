@@ -8,8 +8,7 @@ import pytest
 
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.errors import ConfigError
-from rloo_kit.evals.difficulty import select_prompts
-from rloo_kit.evals.signal import Signal, measure_signal
+from rloo_kit.evals.difficulty import Signal, measure_signal, select_prompts
 from tests.evals.test_difficulty import cache, make_dataset, make_run, policy  # noqa: F401 - fixtures
 
 
