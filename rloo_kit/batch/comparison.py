@@ -46,7 +46,8 @@ def read_figures(training: RunDir) -> dict[str, Any]:
     for when in ("before", "after"):
         found = Evaluation.read(training / f"{when}.json")
         for name, measure in MEASURES.items():
-            ends = (None, None, None) if found is None else found.ends(measure)
+            one = None if found is None else found.measure(measure)
+            ends = (None, None, None) if one is None else one.ends
             figures |= {f"{name}{end}_{when}": value for end, value in zip(("", "_low", "_high"), ends, strict=True)}
         figures |= {f"{name}_{when}": getattr(found, attribute, None) for name, attribute in ATTRIBUTES.items()}
         figures[f"greedy_reward_{when}"] = None if found is None else found.value("greedy_reward")

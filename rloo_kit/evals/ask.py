@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -282,22 +282,12 @@ class Printed:
             self._file.flush()
 
 
-class Asked(Protocol):
-    """A model that answers questions.
+class TrainedModel:
+    """A run's trained model, or exported weights; raises like `load_trained`.
 
     Attributes:
         single: why each question is asked alone by default; "" if earlier turns are kept.
     """
-
-    single: str
-
-    def ask(self, question: str | list[Message], *, base: bool = False, **options: Any) -> Answer:
-        """`evals.ask.ask` with the same options and errors."""
-        ...
-
-
-class TrainedModel:
-    """A run's trained model, or exported weights; raises like `load_trained`."""
 
     def __init__(self, source: Path, *overrides: str) -> None:
         self._source, self._overrides = source, overrides
@@ -306,7 +296,7 @@ class TrainedModel:
         self.single = ""
         if self.policy.family == "plain":
             self.single = "the model has no chat template"
-        elif self._is_embedded():
+        elif origin_of(source).model.is_embedded or (Path(self.policy.model.config.name_or_path) / RECORD).is_file():
             self.single = "the embedded model was trained on single questions only"
 
     def ask(self, question: str | list[Message], *, base: bool = False, **options: Any) -> Answer:
@@ -321,10 +311,6 @@ class TrainedModel:
     def _load_base(self) -> Policy | None:
         """The base model; None means the policy without its adapter."""
         return load_base(self._source, *self._overrides)
-
-    def _is_embedded(self) -> bool:
-        base = Path(self.policy.model.config.name_or_path)
-        return origin_of(self._source).model.is_embedded or (base / RECORD).is_file()
 
 
 class GgufModel(TrainedModel):
@@ -350,6 +336,6 @@ class GgufModel(TrainedModel):
         return load_policy(origin_of(self._source, *self._overrides), check=False)
 
 
-def open_model(source: Path, *overrides: str) -> Asked:
+def open_model(source: Path, *overrides: str) -> TrainedModel:
     """The model of a run's folder or config, a folder of weights or a GGUF file; raises like `load_trained`."""
     return TrainedModel(source, *overrides) if find_gguf(source) is None else GgufModel(source, *overrides)

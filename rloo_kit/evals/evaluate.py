@@ -85,13 +85,12 @@ def evaluate_with(
     generate = _Generator(run, policy, dataset, label, passes)
     with policy.whole_weights():
         completions = generate("sampled", run.eval.temperature, num_samples=run.eval.num_samples)
-        measured = _measure_sampled(run, policy, dataset, judge, completions, generate.limit, label)
+        measured = _measure_sampled(generate, judge, completions)
         if rewards is not None:
             rewards.measure(dataset, completions, measured)
         if run.eval.greedy:
-            _measure_greedy(run, judge, rewards, generate, measured)
-        for budget in run.eval.thinking_budgets:
-            measured.budgets.append(_measure_budget(run, judge, generate, budget))
+            _measure_greedy(generate, judge, rewards, measured)
+        measured.budgets = [_measure_budget(generate, judge, budget) for budget in run.eval.thinking_budgets]
     measured.unscored = judge.unscored
     measured.seconds = time.monotonic() - started
     return share(measured)
@@ -205,27 +204,20 @@ class _Generator:
         return gather_lists([replace(done, prompt_index=self.own[done.prompt_index]) for done in completions])
 
 
-def _measure_sampled(
-    run: RunConfig,
-    policy: Policy,
-    dataset: Any,
-    judge: AnswerJudge,
-    completions: list[Completion],
-    limit: int,
-    label: str,
-) -> Evaluation:
+def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list[Completion]) -> Evaluation:
+    run, policy, dataset = generate.run, generate.policy, generate.dataset
     num_samples = run.eval.num_samples
     verdicts = _judge(judge, completions)
     own = verdicts if judge.judged_by != EXACT else None  # "wrong" next to a reward of 1 would mislead
-    samples = _samples(run, policy, dataset, completions, own)
+    samples = _samples(generate, completions, own)
     thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
     is_thinking = thinks(policy.family, run.model.enable_thinking)
     measured = Evaluation(
-        label=label,
+        label=generate.label,
         num_prompts=len(dataset),
         num_samples=num_samples,
         temperature=run.eval.temperature,
-        max_completion_length=limit,
+        max_completion_length=generate.limit,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
@@ -245,11 +237,11 @@ def _measure_sampled(
 
 
 def _measure_greedy(
-    run: RunConfig, judge: AnswerJudge, rewards: HeldOutRewards | None, generate: _Generator, measured: Evaluation
+    generate: _Generator, judge: AnswerJudge, rewards: HeldOutRewards | None, measured: Evaluation
 ) -> None:
     by_reward = measured.leading == "reward"
     found: dict[str, Measured | None] = {}
-    if run.eval.temperature == 0:
+    if measured.temperature == 0:
         found = {"accuracy": measured.measure("accuracy"), "reward": measured.measure("reward") if by_reward else None}
     elif judge.gold is not None or by_reward:
         completions = generate("greedy", 0.0)
@@ -260,7 +252,8 @@ def _measure_greedy(
     measured.measures |= {f"greedy_{name}": one for name, one in found.items() if one is not None}
 
 
-def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, budget: int) -> Budget:
+def _measure_budget(generate: _Generator, judge: AnswerJudge, budget: int) -> Budget:
+    run = generate.run
     completions = generate(
         f"budget {budget}",
         run.eval.temperature,
@@ -280,10 +273,11 @@ def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, bu
 
 
 def _samples(
-    run: RunConfig, policy: Policy, dataset: Any, completions: list[Completion], verdicts: list[bool | None] | None
+    generate: _Generator, completions: list[Completion], verdicts: list[bool | None] | None
 ) -> list[dict[str, Any]]:
     """The first completion of each prompt, split into thinking and answer: for the first `eval.num_completions` prompts
     (0: none at all), and for later ones until their text reaches SAMPLE_CHARS."""
+    run, policy, dataset = generate.run, generate.policy, generate.dataset
     samples: list[dict[str, Any]] = []
     left = SAMPLE_CHARS
     for index in range(len(dataset) if run.eval.num_completions else 0):

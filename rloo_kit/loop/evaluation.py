@@ -7,7 +7,6 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -78,13 +77,8 @@ def draw_prompts(run: RunConfig, test: Any) -> Any:
 
 def settings_during_training(run: RunConfig) -> RunConfig:
     """The run with an `eval` that only measures sampled completions."""
-    alone: dict[str, Any] = {
-        "num_prompts": None,
-        "greedy": False,
-        "pass_at_k": [],
-        "thinking_budgets": [],
-        "num_completions": 0,
-    }
+    alone: dict[str, Any] = {"num_prompts": None, "greedy": False, "pass_at_k": []}
+    alone |= {"thinking_budgets": [], "num_completions": 0}
     return run.model_copy(update={"eval": run.eval.model_copy(update=alone)})
 
 
@@ -115,7 +109,8 @@ class Evaluations(TrainerCallback):
         self.seconds = 0.0
         self.stopped: str | None = None
         self.trainer: Any = None
-        self._staged: int | None = None  # the step whose weights wait for their checkpoint
+        self.staging = run_dir / UNFINISHED / BEST
+        self._staged: int | None = None  # the step whose weights wait there for their checkpoint
         self._measured: set[int] = set()
         self._count = 0
         self.rows = share(read_evaluations(run_dir.folder, run_dir.id, every=True))
@@ -243,7 +238,7 @@ class Evaluations(TrainerCallback):
 
     def _stage(self, found: HeldOut) -> None:
         """Write the weights to a staging folder; `_publish` moves them into place once their checkpoint is complete."""
-        staged = self._staging
+        staged = self.staging
         if is_main_process():
             shutil.rmtree(staged, ignore_errors=True)
         wait_for_all()
@@ -257,14 +252,10 @@ class Evaluations(TrainerCallback):
         if self._staged is None or self._staged > saved:
             return
         target = self.run_dir / BEST
-        if is_main_process() and self._staging.is_dir():
+        if is_main_process() and self.staging.is_dir():
             with saving(target):
-                publish(self._staging, target)
+                publish(self.staging, target)
         self._staged = None
-
-    @property
-    def _staging(self) -> Path:
-        return self.run_dir / UNFINISHED / BEST
 
     def _best_on_disk(self) -> int | None:
         return read_best_step(self.run_dir.folder, self.run_dir.id)

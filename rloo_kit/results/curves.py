@@ -102,7 +102,7 @@ def held_out_chart(
     ends = [(0, before), (last, after)]
     found = [_point(step, one.measure(measure)) for step, one in ends if one is not None]
     whole = [one for one in found if one is not None]
-    parts = [one for each in during if (one := _point(each.step, each.evaluation.measure(measure))) is not None]
+    parts = [one for each in during if (one := _point(each.step, each.measure(measure))) is not None]
     if len(whole) + len(parts) < 2:
         return None
     series = {}

@@ -120,8 +120,7 @@ class Evaluation:
     @property
     def rewards(self) -> dict[str, Measured]:
         """Each reward's own mean, by its name."""
-        found = {name.partition("/"): one for name, one in self.measures.items()}
-        return {name: one for (_, slash, name), one in found.items() if slash}
+        return {name.removeprefix("rewards/"): one for name, one in self.measures.items() if name not in MEASURES}
 
     def measure(self, name: str) -> Measured | None:
         """One of MEASURES, or one reward by name; None if it was not measured."""
@@ -158,8 +157,12 @@ class Evaluation:
     @classmethod
     def from_dict(cls, values: Any) -> "Evaluation":
         """The evaluation from `to_dict`, such as `before.json`; raises ValueError for anything else."""
-        is_older = isinstance(values, dict) and "measures" not in values
-        found: Evaluation = TypeAdapter(cls).validate_python(_gather_measures(values) if is_older else values)
+        if isinstance(values, dict) and "measures" not in values:
+            try:
+                values = _gather_measures(values)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ValueError(f"not an evaluation of an older version: {error!r}") from error
+        found: Evaluation = TypeAdapter(cls).validate_python(values)
         TypeAdapter(list[_Sample]).validate_python([*found.samples, *found.more_samples])
         for one in (found.prompt_digests, *(measured.per_prompt for measured in found.measures.values())):
             if one is not None and len(one) != found.num_prompts:
@@ -262,20 +265,17 @@ def _gather_measures(values: dict[str, Any]) -> dict[str, Any]:
         return {"value": entry[key], "low": entry.get(f"{prefix}low"), "high": entry.get(f"{prefix}high"),
                 "count": count, "per_prompt": means}  # fmt: skip
 
-    try:
-        found = {"accuracy": read(values, "accuracy"), "greedy_accuracy": read(values, "greedy_accuracy", "greedy_")}
-        found["reward"] = read(values, "reward", "reward_")
-        found["greedy_reward"] = read(values.get("greedy_reward") or {}, "mean")
-        found |= {f"rewards/{name}": read(entry, "mean") for name, entry in (values.get("rewards") or {}).items()}
-        budgets = []
-        for entry in values.get("budgets") or ():
-            forced = round(entry["forced_share"] * judged)
-            counts = {"": judged, "forced_": forced, "unforced_": judged - forced}
-            sides = [read(entry, f"{prefix}accuracy", prefix, count) for prefix, count in counts.items()]
-            budgets.append(dict(zip(("accuracy", "forced", "unforced"), sides, strict=True)))
-            budgets[-1] |= {"tokens": entry["budget"], "forced_share": entry["forced_share"]}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"not an evaluation of an older version: {error!r}") from error
+    found = {"accuracy": read(values, "accuracy"), "greedy_accuracy": read(values, "greedy_accuracy", "greedy_")}
+    found["reward"] = read(values, "reward", "reward_")
+    found["greedy_reward"] = read(values.get("greedy_reward") or {}, "mean")
+    found |= {f"rewards/{name}": read(entry, "mean") for name, entry in (values.get("rewards") or {}).items()}
+    budgets = []
+    for entry in values.get("budgets") or ():
+        forced = round(entry["forced_share"] * judged)
+        counts = {"": judged, "forced_": forced, "unforced_": judged - forced}
+        sides = [read(entry, f"{prefix}accuracy", prefix, count) for prefix, count in counts.items()]
+        budgets.append(dict(zip(("accuracy", "forced", "unforced"), sides, strict=True)))
+        budgets[-1] |= {"tokens": entry["budget"], "forced_share": entry["forced_share"]}
     measures = {name: one for name, one in found.items() if one is not None}
     return values | {"measures": measures, "budgets": budgets}
 

@@ -25,6 +25,10 @@ class HeldOut:
     step: int
     evaluation: Evaluation
 
+    def measure(self, name: str) -> Measured | None:
+        """See `Evaluation.measure`."""
+        return self.evaluation.measure(name)
+
 
 class HeldOutHistory:
     """Evaluations in order, each compared with the best before it; better is a higher mean of the measure.
@@ -82,7 +86,7 @@ class HeldOutHistory:
 
     def describe(self, found: HeldOut, against: Measured | None) -> str:
         """One line about `found`, already observed; `against`: `compare_with_best` before it was."""
-        measured = found.evaluation.measure(self.measure)
+        measured = found.measure(self.measure)
         if measured is None:
             return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
         text = f"held-out at step {found.step}: {name_of(self.measure, found.evaluation)} {measured}"

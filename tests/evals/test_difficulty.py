@@ -88,19 +88,28 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 RIGHT = {"0": 0, "1": 1, "2": 2, "3": 4, "4": 3, "5": 4}  # of 4 completions; the other prompts are never solved
 
 
-def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, capsys):
-    """If half of the groups have no learning signal, half of the run's time is wasted."""
+def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, cache, capsys):
+    """If half of the groups have no learning signal, half of the run's time is wasted. What was measured is not
+    measured again."""
     dataset = make_dataset(["7"] * 7)
     chosen = select_prompts(make_run(), policy, dataset, folder)
     assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 4)]
     assert chosen.column_names == dataset.column_names
     line = capsys.readouterr().out
+    assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
     assert "of 7 training prompts, 2 have a pass rate of at most 0" in line and "2 of at least 1" in line
     assert "4 completions each (0 from the cache): 3 are trained on" in line
     narrower = select_prompts(make_run(min_pass_rate=0.25, max_pass_rate=0.75), policy, dataset, folder)
     assert narrower["prompt"] == [dataset[2]["prompt"]], "both ends are skipped"
     off = make_run(difficulty_samples=0)
     assert select_prompts(off, policy, dataset, folder) is dataset
+    del sampled[:]  # measuring 1,000 prompts with a 4B model can take longer than the run itself
+    more = make_dataset(["7"] * 9)
+    select_prompts(make_run(), policy, more, folder)
+    assert sampled == [[more[row]["prompt"] for row in (7, 8)]]
+    (file,) = cache.iterdir()
+    conditions = json.loads(file.read_text().splitlines()[0])["conditions"]
+    assert conditions["model"] == "my-model" and conditions["temperature"] == 1.0 and conditions["samples"] == 4
 
 
 def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
@@ -125,19 +134,6 @@ def test_pass_rates_are_the_runs_own_right_answers(policy):
         closed = [one.ids for one in found if THINK_END in one.ids]
         answers = [ids[len(ids) - ids[::-1].index(THINK_END) :] for ids in closed]
         assert rates[row] == sum([token for token in ids if token != TURN_END] == [wanted] for ids in answers) / 8
-
-
-def test_what_was_measured_is_not_measured_again(policy, folder, sampled, cache):
-    """Measuring 1,000 prompts with a 4B model can take longer than the run itself."""
-    select_prompts(make_run(), policy, make_dataset(["7"] * 7), folder)
-    assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
-    del sampled[:]
-    more = make_dataset(["7"] * 9)
-    select_prompts(make_run(), policy, more, folder)
-    assert sampled == [[more[row]["prompt"] for row in (7, 8)]]
-    (file,) = cache.iterdir()
-    conditions = json.loads(file.read_text().splitlines()[0])["conditions"]
-    assert conditions["model"] == "my-model" and conditions["temperature"] == 1.0 and conditions["samples"] == 4
 
 
 def test_an_interrupted_measuring_goes_on(policy, folder, sampled, cache, monkeypatch):

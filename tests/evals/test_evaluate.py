@@ -137,18 +137,6 @@ def test_only_full_marks_count(make_run, make_policy):
     assert evaluate(make_run(rewards), policy, make_dataset(gold)).value("accuracy") == expected
 
 
-def test_judged_with_the_runs_own_parameters(make_run, make_policy):
-    """The run's reward looks for the last number, but the evaluation compared whole answers: training improved and
-    accuracy stayed at 0."""
-    seven, equals = 22, 28  # ids of the bytes "7" and "="
-    policy = make_policy(bias={seven: 9.0, equals: 9.0, THINK_END: 9.0, TURN_END: 9.0})
-    gold = ["7"] * NUM_PROMPTS
-    found = [{"name": "answer_reward", "params": {"find": "last_number"}}]
-    whole = evaluate(make_run(greedy=False, num_samples=8), policy, make_dataset(gold)).value("accuracy")
-    last = evaluate(make_run(found, greedy=False, num_samples=8), policy, make_dataset(gold)).value("accuracy")
-    assert whole is not None and last is not None and last > whole
-
-
 def test_model_that_never_thinks(make_run, make_policy):
     """For an instruct model the whole completion is the answer, and a closed share would be meaningless."""
     policy = digits_policy(make_policy, "instruct")
@@ -302,18 +290,6 @@ def test_same_seed_same_evaluation(make_run, make_policy):
     assert torch.equal(torch.get_rng_state(), state)
     first.seconds = second.seconds = 0.0
     assert first == second
-
-
-def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
-    """Two hundred prompts of a 4B model take many minutes; a silent evaluation looked hung and was killed. A short one
-    prints nothing."""
-    policy = digits_policy(make_policy)
-    evaluate(make_run(), policy, make_dataset(["1"] * NUM_PROMPTS))
-    assert capsys.readouterr().out == ""
-    run = make_run(batch_size=1, num_samples=16, thinking_budgets=[2])
-    run.run.progress_every_s = 0.0
-    evaluate(run, policy, make_dataset(), "before")
-    assert "evaluation before: " in capsys.readouterr().out  # at most ten lines a second: the parts vary
 
 
 def test_temperature_zero_is_greedy_already(make_run, make_policy):

@@ -77,6 +77,41 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
     assert '"1+2="' in verdict.commands[0], "a question that the model was made for"
 
 
+@pytest.mark.parametrize(
+    ("sides", "rule", "changes", "kind", "words", "advice"),
+    [
+        ((200, 204), "", {}, "no evidence", "went from 50.0 % to 51.0 %", "rloo.max_steps"),
+        ((200, 201), "", {}, "no evidence", "", "rloo.max_steps"),
+        ((396, 397), "", {}, "no evidence", "", "harder prompts"),
+        *(((*sides,), rule, {}, "no signal", "what it saw", "rloo.key") for sides in ((200, 201), ())
+          for rule in ("no_signal", "truncation", "cold_start", "zero_gradient", "all_none")),
+        ((300, 20), "", {}, "broken", "fell from 75 % to 5 %", "rloo.learning_rate"),
+        ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.max_steps"),
+        ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.max_steps"),
+        ((300, 20), "broken_policy", {}, "broken", "fell from 75 % to 5 %", "rloo.key"),
+        ((), "broken_policy", {}, "broken", "what it saw", "rloo.key"),
+        ((200, 199), "reward_hacking", {}, "gamed", "what it saw", "rloo.key"),
+        ((100, 300), "reward_hacking", {}, "learnt", "rose from 25 % to 75 %", ""),
+        ((88,), "", {"steps": 7, "stopped": "interrupted"}, "no evidence", "step 7", "--resume"),
+        ((88,), "", {"steps": 0, "stopped": "running"}, "no evidence", "has not ended", ""),
+        ((88,), "", {"steps": 1, "stopped": "running", "metrics": [{"step": 1, "frac_score_zero_std": 1.0}]},
+         "no evidence", "has not ended", ""),
+        ((88, 368), "", {"adapter_step": 10}, "learnt", "of step 10, so part of it is luck", ""),
+    ],
+)  # fmt: skip
+def test_what_is_concluded(
+    sides: tuple[int, ...], rule: str, changes: dict[str, Any], kind: str, words: str, advice: str, run: RunConfig
+) -> None:
+    """A run without a signal never looks like a success, one that was cut off has nothing to boast of, and supervised
+    training is advised in its own keys."""
+    found = [finding(rule)] if rule else []
+    verdict = judge_run(run, result(run, *found, **changes), *map(evaluation, sides))
+    assert verdict.kind == kind and words in verdict.sentence
+    assert advice in verdict.next if advice else not verdict.next
+    assert "ask" not in verdict.commands[0] or kind == "learnt"
+    assert changes.get("method") != "sft" or "rloo." not in verdict.next
+
+
 def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> None:
     """Sampled accuracy alone also rises if sampling only got sharper: "from 24 % to 94 %" was no evidence."""
 
@@ -86,26 +121,6 @@ def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> No
 
     verdict = judge_run(run, result(run), side(56, 4, 5.1), side(360, 396, 18.9))
     assert verdict.sentence.endswith("prompts); greedy from 1 % to 99 %; thinking from 5 to 19 tokens.")
-
-
-def test_a_difference_within_its_interval_is_no_evidence(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run), evaluation(200), evaluation(204))
-    assert verdict.kind == "no evidence" and "went from 50.0 % to 51.0 %" in verdict.sentence
-    assert "eval.num_prompts" in verdict.next or "rloo.max_steps" in verdict.next
-    assert not any("ask" in command for command in verdict.commands)
-
-
-def test_a_solved_task_is_told_to_find_harder_prompts(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run), evaluation(396), evaluation(397))
-    assert verdict.kind == "no evidence" and "harder prompts" in verdict.next
-
-
-@pytest.mark.parametrize("rule", ["no_signal", "truncation", "cold_start", "zero_gradient", "all_none"])
-@pytest.mark.parametrize("evaluated", [True, False])
-def test_a_run_without_signal_never_looks_like_a_success(run: RunConfig, rule: str, evaluated: bool) -> None:
-    sides = (evaluation(200), evaluation(201)) if evaluated else (None, None)
-    verdict = judge_run(run, result(run, finding(rule)), *sides)
-    assert verdict.kind == "no signal" and "what it saw" in verdict.sentence and "rloo.key" in verdict.next
 
 
 def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) -> None:
@@ -140,14 +155,6 @@ def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None
     assert verdict.kind == "no evidence"
 
 
-def test_a_run_that_still_trains_is_not_judged_as_ended(run: RunConfig) -> None:
-    """The advice was to continue with --resume, and after one step with tied groups that there was no signal."""
-    tied = [{"step": 1, "frac_score_zero_std": 1.0}]
-    for changes in ({"steps": 0}, {"steps": 1, "metrics": tied}):
-        verdict = judge_run(run, result(run, stopped="running", **changes), evaluation(88))
-        assert verdict.kind == "no evidence" and "has not ended" in verdict.sentence and not verdict.next
-
-
 def test_what_stopped_a_run_is_known_from_its_folder_too(run: RunConfig) -> None:
     """`rloo-kit report` wrote "ended as failed" over "no learning signal"."""
     with RunDir.create(run) as run_dir:
@@ -159,22 +166,9 @@ def test_what_stopped_a_run_is_known_from_its_folder_too(run: RunConfig) -> None
     assert load_result(run).stopped == "failed"
 
 
-def test_supervised_training_is_told_its_own_keys(run: RunConfig) -> None:
-    for sides in ((evaluation(300), evaluation(20)), (evaluation(200), evaluation(201))):
-        advice = judge_run(run, result(run, method="sft"), *sides).next
-        assert "sft." in advice and "rloo." not in advice
-
-
 def test_signal_that_came_back_is_no_verdict(run: RunConfig) -> None:
     verdict = judge_run(run, result(run, finding("no_signal", last=12)), evaluation(88), evaluation(368))
     assert verdict.kind == "learnt"
-
-
-def test_a_model_that_became_worse_is_broken(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run, finding("broken_policy")), evaluation(300), evaluation(20))
-    assert verdict.kind == "broken" and "fell from 75 % to 5 %" in verdict.sentence and "rloo.key" in verdict.next
-    assert judge_run(run, result(run, finding("broken_policy"))).kind == "broken", "without an evaluation too"
-    assert "rloo.learning_rate" in judge_run(run, result(run), evaluation(300), evaluation(20)).next
 
 
 def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
@@ -183,8 +177,6 @@ def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
     verdict = judge_run(run, result(run), before, after)
     assert verdict.kind == "gamed" and "reward rose from 0.20 to 0.90" in verdict.sentence
     assert "accuracy fell" in verdict.sentence
-    assert judge_run(run, result(run, finding("reward_hacking")), evaluation(200), evaluation(199)).kind == "gamed"
-    assert judge_run(run, result(run, finding("reward_hacking")), evaluation(100), evaluation(300)).kind == "learnt"
 
 
 def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
@@ -242,16 +234,6 @@ def test_rewards_of_an_edited_file_do_not_decide(run: RunConfig) -> None:
     for side in sides:
         del side.measures["accuracy"]
     assert "A reward was edited between the evaluations" in judge_run(run, result(run), *sides).sentence
-
-
-def test_the_best_of_many_evaluations_is_said_to_be_partly_luck(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run, adapter_step=10), evaluation(88), evaluation(368))
-    assert "of step 10" in verdict.sentence and "luck" in verdict.sentence
-
-
-def test_a_run_that_was_cut_off_has_no_verdict_to_boast_of(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run, steps=7, stopped="interrupted"), evaluation(88))
-    assert verdict.kind == "no evidence" and "step 7" in verdict.sentence and "--resume" in verdict.next
 
 
 def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> None:
