@@ -54,23 +54,41 @@ class RunComparison:
     @property
     def sentence(self) -> str:
         """Which run is ahead and by how much, with the interval, or that none is."""
-        first, others = self.runs[0], self.runs[1:]
-        apart = [one for one in others if one.lead is not None and (one.lead.rose or one.lead.fell)]
-        unknown = [one for one in others if one.lead is None]
-        parts = [_ahead(one, first) for one in apart]
-        tied = [one.name for one in others if one.lead is not None and one not in apart]
-        how = ", ".join({one.word: "" for one in others if one.name in tied and one.word})
+        first, tied = self.runs[0], []
+        ahead, unknown = [], []
+        for one in self.runs[1:]:
+            if one.lead is None:
+                unknown.append(f"{one.name} cannot be compared with {first.name}: {one.word}")
+            elif one.lead.rose or one.lead.fell:
+                better, worse = (one, first) if one.lead.rose else (first, one)
+                words = f", {one.word}" if one.word else ""
+                ahead.append(f"{better.name} is ahead of {worse.name}: {one.lead.describe_lead()}{words}")
+            else:
+                tied.append(one)
+        same = []
         if tied:
-            names = " and ".join(filter(None, (", ".join(tied[:-1]), tied[-1])))
-            same = f"{names} and {first.name} do not differ significantly on their held-out prompts"
-            parts.append(f"{same} ({how})" if how else same)
-        parts += [f"{one.name} cannot be compared with {first.name}: {one.word}" for one in unknown]
-        luck = "; among several runs the best is partly luck" if len(apart) > 1 else ""
-        return f"{'; '.join(parts)}{luck}."
+            *names, last = [one.name for one in tied]
+            together = f"{', '.join(names)} and {last}" if names else last
+            how = ", ".join(dict.fromkeys(one.word for one in tied if one.word))
+            same.append(f"{together} and {first.name} do not differ significantly on their held-out prompts")
+            same[0] += f" ({how})" if how else ""
+        luck = "; among several runs the best is partly luck" if len(ahead) > 1 else ""
+        return f"{'; '.join([*ahead, *same, *unknown])}{luck}."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"sentence": self.sentence, "runs": [_describe(one) for one in self.runs]}
+        runs = []
+        for one in self.runs:
+            found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
+            found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict(), "before": {}, "after": {}}
+            for when, side in (("before", one.before), ("after", one.after)):
+                if side is not None:
+                    found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
+                    found[when]["thinking_tokens"] = side.mean_thinking_tokens
+            lead = None if one.lead is None else one.lead.to_dict()
+            changed = {key: list(pair) for key, pair in (one.changed or {}).items()}
+            runs.append(found | {"lead": lead, "word": one.word, "changed": changed})
+        return {"sentence": self.sentence, "runs": runs}
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False)
@@ -161,26 +179,6 @@ def _rewards(one: Contestant) -> tuple[Any, ...]:
     entries = [entry.model_dump(include={"name", "weight", "params"}) for entry in one.run.rewards if entry.weight]
     names = [] if one.after is None else [name for name in one.after.rewards if one.run.reward_weights.get(name, 1)]
     return entries, sorted(names)
-
-
-def _ahead(one: Contestant, first: Contestant) -> str:
-    assert one.lead is not None
-    better, worse = (one, first) if one.lead.rose else (first, one)
-    words = f", {one.word}" if one.word else ""
-    return f"{better.name} is ahead of {worse.name}: {one.lead.describe_lead()}{words}"
-
-
-def _describe(one: Contestant) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
-    found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict()}
-    for when, side in (("before", one.before), ("after", one.after)):
-        found[when] = {}
-        if side is not None:
-            found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
-            found[when]["thinking_tokens"] = side.mean_thinking_tokens
-    lead = None if one.lead is None else one.lead.to_dict()
-    changed = {key: list(pair) for key, pair in (one.changed or {}).items()}
-    return found | {"lead": lead, "word": one.word, "changed": changed}
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
