@@ -11,11 +11,10 @@ from rich.text import Text
 
 from rloo_kit.batch.status import TRAINING, BatchDir, RunStatus, count_states
 from rloo_kit.data.answers import EXACT
-from rloo_kit.health.series import is_number
-from rloo_kit.results.evaluation import leading_measure
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.figures import BLUE, GREY, STYLE, to_svg
 from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section, mark_verdict
-from rloo_kit.runs.files import read_object, write_text
+from rloo_kit.runs.files import write_text
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import columns as terminal_columns
 from rloo_kit.system.console import format_seconds
@@ -23,17 +22,9 @@ from rloo_kit.system.console import format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Each figure of the comparison (with _before or _after appended) and its key in an evaluation file.
-MEASURES = {
-    "accuracy": "accuracy",
-    "accuracy_low": "low",
-    "accuracy_high": "high",
-    "greedy_accuracy": "greedy_accuracy",
-    "greedy_accuracy_low": "greedy_low",
-    "greedy_accuracy_high": "greedy_high",
-    "held_out_reward": "reward",
-    "held_out_reward_low": "reward_low",
-    "held_out_reward_high": "reward_high",
+# The figures of the comparison (with _before or _after appended): measures with their intervals, and attributes.
+MEASURES = {"accuracy": "accuracy", "greedy_accuracy": "greedy_accuracy", "held_out_reward": "reward"}
+ATTRIBUTES = {
     "thinking_tokens": "mean_thinking_tokens",
     "closed_share": "closed_share",
     "tokens": "mean_tokens",
@@ -48,17 +39,21 @@ COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 
 def read_figures(training: RunDir) -> dict[str, Any]:
-    """The figures of a training run, None if its folder is missing: every key of MEASURES with `_before` and `_after`,
-    `judged_by`, `measure` (the deciding one), `steps`, `reward_last`, `verdict`, and `report` (whether one exists)."""
+    """The figures of a training run, None if its folder is missing: MEASURES, ATTRIBUTES and `greedy_reward` with
+    `_before` and `_after`, `judged_by`, `measure` (the deciding one), `steps`, `reward_last`, `verdict`, and `report`
+    (whether one exists)."""
     figures: dict[str, Any] = {"judged_by": None, "measure": None}
     for when in ("before", "after"):
-        found = read_object(training / f"{when}.json")
-        values = {name: found.get(key) for name, key in MEASURES.items()}
-        values["greedy_reward"] = (found.get("greedy_reward") or {}).get("mean")
-        figures |= {f"{name}_{when}": value if is_number(value) else None for name, value in values.items()}
-        figures |= {"judged_by": judge} if (judge := found.get("judged_by")) else {}
-        has = [figures[f"{name}_{when}"] is not None for name in ("accuracy", "held_out_reward")]
-        figures |= {"measure": leading_measure(has[0], judge, has[1])} if any(has) else {}
+        found = Evaluation.read(training / f"{when}.json")
+        for name, measure in MEASURES.items():
+            one = None if found is None else found.measure(measure)
+            ends = (None, None, None) if one is None else one.ends
+            figures |= {f"{name}{end}_{when}": value for end, value in zip(("", "_low", "_high"), ends, strict=True)}
+        figures |= {f"{name}_{when}": getattr(found, attribute, None) for name, attribute in ATTRIBUTES.items()}
+        figures[f"greedy_reward_{when}"] = None if found is None else found.value("greedy_reward")
+        if found is not None:
+            figures["judged_by"] = found.judged_by or figures["judged_by"]
+            figures["measure"] = found.leading if found.measures else figures["measure"]
     rows, status = training.read_metrics(), training.status()
     verdict = status.get("verdict")
     figures |= {"steps": status.get("step"), "reward_last": rows[-1].get("reward") if rows else None}

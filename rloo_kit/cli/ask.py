@@ -56,7 +56,7 @@ def ask(
 
         run = with_warnings_as_lines(origin_of, source, *(overrides or []))
         setup_environment(run.model.backend)
-        from rloo_kit.evals.asked import open_model
+        from rloo_kit.evals.ask import open_model
 
         model = open_model(source, *(overrides or []))
         options: dict[str, Any] = {"base": base, "budget": budget, "temperature": temperature, "max_tokens": max_tokens}

@@ -8,7 +8,7 @@ from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.system.console import fill_text
 
 if TYPE_CHECKING:  # slow to import
-    from rloo_kit.evals.asked import Asked
+    from rloo_kit.evals.ask import TrainedModel
 
 COMMANDS = (
     "(/base toggles the base model, /budget N closes thinking after N tokens, /reset forgets earlier turns, /quit or "
@@ -24,7 +24,7 @@ class Dialogue:
         history: whether earlier turns are in the prompt, with their answers, without their thinking.
     """
 
-    def __init__(self, asked: "Asked", options: dict[str, Any], history: bool) -> None:
+    def __init__(self, asked: "TrainedModel", options: dict[str, Any], history: bool) -> None:
         self._asked, self._options, self._history = asked, options, history
         self._turns: list[dict[str, str]] = []  # question, answer, question, answer
 
@@ -68,11 +68,11 @@ class Dialogue:
             self._turns += [asked, {"role": "assistant", "content": answer.answer}]
 
 
-def hold_dialogue(asked: "Asked", options: dict[str, Any], history: bool | None) -> None:
+def hold_dialogue(asked: "TrainedModel", options: dict[str, Any], history: bool | None) -> None:
     """Read and answer lines until Ctrl-D or /quit; Ctrl-C stops an answer.
 
     Args:
-        history: None: keep earlier turns, unless the model takes single questions only (`Asked.single`).
+        history: None: keep earlier turns, unless the model takes single questions only (`TrainedModel.single`).
     """
     with suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line editor

@@ -1,23 +1,34 @@
 """Asks a trained model a question, rendered like the run's training prompts and sampled by the run's engine."""
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import Message, render_prompt, thinks
-from rloo_kit.errors import ConfigError, QuestionTooLongError
-from rloo_kit.evals.printed import BASE, Printed
-from rloo_kit.models.policy import Policy, find_vllm
-from rloo_kit.rollout.completions import Completion, generate_completions
-from rloo_kit.rollout.text_stream import TextStream
+from rloo_kit.data.chat import Message, render_prompt, resolve_family, thinks
+from rloo_kit.embedded.model import RECORD
+from rloo_kit.errors import BackendError, ConfigError, QuestionTooLongError
+from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.policy import Policy, find_vllm, load_policy
+from rloo_kit.models.trained import load_base, load_trained
+from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.llama import LlamaModel
+from rloo_kit.rollout.text_stream import THINKING, TextStream
 from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.runs.exported import find_gguf, origin_of
 from rloo_kit.system.console import picture_controls, plain_prompt
-from rloo_kit.think_tags import opens_thinking, split_thinking
+from rloo_kit.think_tags import bind_think_tags, opens_thinking, split_thinking
 
 OnText = Callable[[str, str], None]
+BASE = "base"  # title of the base model's answer, which comes first
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 NO_BASE = (
     "this policy has no separate base (every parameter was trained, or the adapter is merged): load the base with "
     "base = kit.load_policy(...) and its model.name, and pass base=base"
@@ -134,41 +145,50 @@ class _Plan:
         without_adapter: bool = False,
     ) -> Answer:
         """Ask one model; `title` names it if two are asked."""
-        run = self.run
-        system = run.data.system_prompt if self.system is None else self.system or None
+        run, tokenizer, tags = self.run, policy.tokenizer, policy.tags
         if isinstance(question, dict):  # rendered already
             prompt, asked = question["prompt"], plain_prompt(question["prompt"])
         else:
-            prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
+            system = run.data.system_prompt if self.system is None else self.system or None
+            prompt = render_prompt(tokenizer, question, policy.family, run.model.enable_thinking, system)
             asked = question if isinstance(question, str) else str(question[-1]["content"])
-        limits = self._limits(policy, len(policy.tokenizer(prompt)["input_ids"]))
+        limits = self._limits(policy, len(tokenizer(prompt)["input_ids"]))
+        if without_adapter and not hasattr(policy.model, "peft_config"):
+            raise ConfigError(NO_BASE)
         opened = opens_thinking(prompt)
-        with _shown(stream, title) as on_text, _base_of(policy) if without_adapter else nullcontext():
+        with _shown(stream, title) as on_text, policy.model.disable_adapter() if without_adapter else nullcontext():
             started = time.monotonic()
-            found = self._sample(policy, prompt, limits, opened, on_text)
-            given = _read(policy, found, opened, asked, time.monotonic() - started, base)
+            text = None if on_text is None else TextStream(tokenizer, tags, opened, on_text)
+            (found,) = generate_completions(
+                policy,
+                [prompt],
+                temperature=self.temperature,
+                seed=self.seed,
+                engine=run.rollout,
+                on_tokens=None if text is None else lambda _, ids: text.feed(ids),
+                **limits,
+            )
+            if text is not None:
+                text.feed(found.ids)
+                text.close()
+            thinking, answer = split_thinking(found.ids, tokenizer, tags, opened)
+            is_open = opened or tags.start_id in found.ids[:1]
+            unclosed = len(found.ids) - found.ended if is_open else 0
+            given = Answer(
+                question=asked,
+                thinking=thinking,
+                answer=answer,
+                tokens=len(found.ids),
+                thinking_tokens=unclosed if found.thinking_tokens is None else found.thinking_tokens,
+                ended=found.ended,
+                closed=found.closed,
+                forced=found.forced,
+                seconds=time.monotonic() - started,
+                base=base,
+            )
             if isinstance(on_text, Printed):
                 on_text.close(given.summary)
         return given
-
-    def _sample(
-        self, policy: Policy, prompt: str, limits: dict[str, Any], opened: bool, on_text: OnText | None
-    ) -> Completion:
-        """Sample a completion and stream its text to `on_text`."""
-        text = None if on_text is None else TextStream(policy.tokenizer, policy.tags, opened, on_text)
-        (found,) = generate_completions(
-            policy,
-            [prompt],
-            temperature=self.temperature,
-            seed=self.seed,
-            engine=self.run.rollout,
-            on_tokens=None if text is None else lambda _, ids: text.feed(ids),
-            **limits,
-        )
-        if text is not None:
-            text.feed(found.ids)
-            text.close()
-        return found
 
     def _limits(self, policy: Policy, prompt_tokens: int) -> dict[str, Any]:
         """The length limits for `generate_completions`; refuses a prompt that leaves no room for them."""
@@ -197,27 +217,6 @@ class _Plan:
         return limits
 
 
-def _read(
-    policy: Policy, found: Completion, opened: bool, question: str, seconds: float, base: Answer | None
-) -> Answer:
-    """A completion as an answer; `opened`: whether the prompt opened the thinking."""
-    thinking, answer = split_thinking(found.ids, policy.tokenizer, policy.tags, opened)
-    is_open = opened or policy.tags.start_id in found.ids[:1]
-    unclosed = len(found.ids) - found.ended if is_open else 0
-    return Answer(
-        question=question,
-        thinking=thinking,
-        answer=answer,
-        tokens=len(found.ids),
-        thinking_tokens=unclosed if found.thinking_tokens is None else found.thinking_tokens,
-        ended=found.ended,
-        closed=found.closed,
-        forced=found.forced,
-        seconds=seconds,
-        base=base,
-    )
-
-
 @contextmanager
 def _shown(stream: bool | OnText, title: str) -> Iterator[OnText | None]:
     """The receiver of the pieces of text. An unfinished line is ended on exit, even on Ctrl-C."""
@@ -235,8 +234,108 @@ def _shown(stream: bool | OnText, title: str) -> Iterator[OnText | None]:
         printed.end_line()
 
 
-def _base_of(policy: Policy) -> AbstractContextManager[Any]:
-    """A context in which the policy's adapter is disabled."""
-    if not hasattr(policy.model, "peft_config"):
-        raise ConfigError(NO_BASE)
-    return policy.model.disable_adapter()
+class Printed:
+    """Prints pieces of text to stdout as they arrive. In a kernel nothing is flushed, because each flush would be a
+    separate output.
+
+    Args:
+        title: printed first if two models are asked.
+    """
+
+    def __init__(self, title: str = "") -> None:
+        self._file = sys.stdout
+        self._dims = self._file.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._part, self._is_mid_line, self._title = "", False, title
+        if title:
+            self._write(f"{title}:\n")
+
+    def __call__(self, part: str, text: str) -> None:
+        """Print a piece of `part`, "thinking" or "answer"."""
+        if part != self._part:
+            self.end_line()
+            if not self._dims and (part == THINKING or self._part):
+                self._write(f"{part}:\n")
+            self._part = part
+        self._write(picture_controls(text), dim=part == THINKING)
+
+    def close(self, summary: str) -> None:
+        """Print the summary line."""
+        self.end_line()
+        self._write(f"{summary if self._dims else f'({summary})'}\n", dim=True)
+        if self._title == BASE:
+            self._write("\n")
+
+    def end_line(self) -> None:
+        """Start a new line, unless the current one is empty."""
+        if self._is_mid_line:
+            self._write("\n")
+
+    def _write(self, text: str, dim: bool = False) -> None:
+        self._is_mid_line = not text.endswith("\n")
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        if dim and self._dims:
+            line = text.rstrip("\n")
+            text = f"{DIM}{line}{PLAIN}{text[len(line) :]}"
+        self._file.write(text)
+        if "ipykernel" not in sys.modules:
+            self._file.flush()
+
+
+class TrainedModel:
+    """A run's trained model, or exported weights; raises like `load_trained`.
+
+    Attributes:
+        single: why each question is asked alone by default; "" if earlier turns are kept.
+    """
+
+    def __init__(self, source: Path, *overrides: str) -> None:
+        self._source, self._overrides = source, overrides
+        self.run, self.policy = self._load()
+        self._base: Policy | None = None
+        self.single = ""
+        if self.policy.family == "plain":
+            self.single = "the model has no chat template"
+        elif origin_of(source).model.is_embedded or (Path(self.policy.model.config.name_or_path) / RECORD).is_file():
+            self.single = "the embedded model was trained on single questions only"
+
+    def ask(self, question: str | list[Message], *, base: bool = False, **options: Any) -> Answer:
+        """`evals.ask.ask`; a separate base model is loaded on first use."""
+        if base and self._base is None:
+            self._base = self._load_base()
+        return ask(self.run, self.policy, question, base=base and (self._base or True), **options)
+
+    def _load(self) -> tuple[RunConfig, Policy]:
+        return load_trained(self._source, *self._overrides)
+
+    def _load_base(self) -> Policy | None:
+        """The base model; None means the policy without its adapter."""
+        return load_base(self._source, *self._overrides)
+
+
+class GgufModel(TrainedModel):
+    """A GGUF file, with the tokenizer and the prompts of the run that exported it."""
+
+    def _load(self) -> tuple[RunConfig, Policy]:
+        run = origin_of(self._source, *self._overrides)
+        file = find_gguf(self._source)
+        assert file is not None
+        base = find_source(run).base
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(base)
+        except OSError as error:
+            raise BackendError(
+                f"{file} needs the tokenizer of its base, {base}, which was not found: name the base's folder with "
+                f"--set model.name=FOLDER ({str(error).splitlines()[0]})"
+            ) from error
+        family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
+        model = LlamaModel(file, run.model.max_seq_length)
+        return run, Policy(model, tokenizer, "transformers", "llama.cpp", bind_think_tags(tokenizer), family, {})
+
+    def _load_base(self) -> Policy | None:
+        return load_policy(origin_of(self._source, *self._overrides), check=False)
+
+
+def open_model(source: Path, *overrides: str) -> TrainedModel:
+    """The model of a run's folder or config, a folder of weights or a GGUF file; raises like `load_trained`."""
+    return TrainedModel(source, *overrides) if find_gguf(source) is None else GgufModel(source, *overrides)

@@ -1,4 +1,5 @@
-"""Selects the training prompts that the initial policy solves sometimes.
+"""Pass rates of training prompts: selects those that the initial policy solves sometimes, and measures whether RLOO has
+a signal.
 
 Pass rates at or outside `rollout.min_pass_rate` and `rollout.max_pass_rate` are skipped. Rates are cached, and the
 selection is stored in the run's folder for a resume.
@@ -6,20 +7,28 @@ selection is stored in the run's folder for a resume.
 
 import hashlib
 import json
-import os
 import time
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import rloo_kit
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import answer_reward_of, gold_answers
+from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts
+from rloo_kit.evals.rewards import make_held_out_rewards
+from rloo_kit.health.signs import EQUAL_REWARDS, at_ceiling
 from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy
+from rloo_kit.results.intervals import Measured, wilson
+from rloo_kit.rewarding.worker import close_worker
+from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import is_count, read_object
+from rloo_kit.runs.rows import append_rows, read_rows
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import is_distributed, say
@@ -27,6 +36,7 @@ from rloo_kit.system.processes import is_distributed, say
 FOLDER = "difficulty"  # of `cache_folder()`
 SELECTION = "prompts.json"
 BATCHES_AT_ONCE = 4  # between two cache writes, because an engine that refills its rows benefits from long lists
+ENOUGH = 0.2  # share of prompts with a signal; below it most of a rollout is wasted
 SAMPLED_VALUES = 256  # of each tensor, for the fingerprint
 
 
@@ -98,7 +108,8 @@ class PassRateCache:
         self.conditions = conditions
         text = json.dumps(conditions, sort_keys=True)
         self.path = cache_folder() / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
-        self._right = self._read()
+        entries = [(row.get("prompt"), row.get("right")) for row in read_rows(self.path)]
+        self._right = {key: right for key, right in entries if isinstance(key, str) and is_count(right)}
 
     @staticmethod
     def key(prompt: str, answer: Any) -> str:
@@ -112,9 +123,10 @@ class PassRateCache:
     def add(self, measured: list[tuple[str, Any, int]]) -> None:
         """Store prompts, right answers and numbers of right completions; SetupError if the file cannot be written."""
         found = self.take(measured)
-        lines = [{"prompt": key, "right": right} for key, right in found.items()]
+        rows: list[dict[str, Any]] = [{"prompt": key, "right": right} for key, right in found.items()]
         try:
-            self._append(lines)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append_rows(self.path, rows if self.path.exists() else [{"conditions": self.conditions}, *rows])
         except OSError as error:
             raise SetupError(
                 f"pass rates cannot be written to {self.path}: {error.strerror or error}. Set {CACHE_VARIABLE} to a "
@@ -126,35 +138,6 @@ class PassRateCache:
         found = {self.key(prompt, answer): right for prompt, answer, right in measured}
         self._right |= found
         return found
-
-    def _append(self, lines: list[dict[str, Any]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size == 0:
-                lines = [{"conditions": self.conditions}, *lines]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash cut the last line off
-                text = "\n" + text
-            os.write(descriptor, text.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _read(self) -> dict[str, int]:
-        try:
-            lines = self.path.read_text(encoding="utf-8").split("\n")
-        except OSError:
-            return {}
-        right = {}
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                right[str(entry["prompt"])] = int(entry["right"])
-            except (ValueError, KeyError, TypeError):  # the line of conditions, or one that a crash cut off
-                continue
-        return right
 
 
 def fingerprint(model: Any) -> str:
@@ -270,3 +253,96 @@ def _conditions(run: RunConfig, policy: Policy, judge: AnswerJudge) -> dict[str,
 def _seed(seed: int, prompt: str) -> int:
     """A seed for each chunk, so that two chunks draw independently; the same in each run."""
     return int.from_bytes(hashlib.sha256(f"{seed} {prompt}".encode()).digest()[:4], "big")
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Pass rates of training prompts.
+
+    Attributes:
+        rates: for each prompt, the share of its `num_generations` completions that are right, or their mean reward.
+        unequal: prompts with unequal rewards; None if answers were judged. is_easy: whether its rewards are mostly
+            at their ceiling.
+    """
+
+    rates: list[float]
+    num_generations: int
+    unequal: int | None = None
+    is_easy: bool = False
+
+    @property
+    def num_mixed(self) -> int:
+        """Number of prompts with right and wrong completions; for all others every advantage is 0."""
+        return sum(0.0 < rate < 1.0 for rate in self.rates) if self.unequal is None else self.unequal
+
+    @property
+    def share(self) -> Measured:
+        """Their share, with its 95 % interval."""
+        return wilson(self.num_mixed / len(self.rates), len(self.rates))
+
+    @property
+    def mean_rate(self) -> float:
+        """The mean pass rate."""
+        return sum(self.rates) / len(self.rates)
+
+    @property
+    def verdict(self) -> str:
+        """ "enough", "too low" (too little is solved) or "too easy" (too little is left to learn)."""
+        if self.share.value >= ENOUGH:
+            return "enough"
+        return "too easy" if (self.mean_rate > 0.5 if self.unequal is None else self.is_easy) else "too low"
+
+    def __str__(self) -> str:
+        found = f"{self.num_mixed} ({self.share:.0%})"
+        meaning = {
+            "enough": "enough signal for RLOO",
+            "too low": f"still too low for RLOO, which needs {ENOUGH:.0%}: use more or better demonstrations "
+            "(sft.source), more steps (sft.max_steps, sft.num_train_epochs), a higher sft.learning_rate, or easier "
+            "prompts (data.source)",
+            "too easy": "nearly everything is solved, so little is left for RLOO: use harder prompts (data.source) or "
+            "fewer steps (sft.max_steps)",
+        }[self.verdict]
+        what, mean = "right and wrong among", f"pass rate {self.mean_rate:.0%}"
+        if self.unequal is not None:
+            what, mean = "unequal rewards among", f"reward {self.mean_rate:.3g}"
+        return (
+            f"signal: of {len(self.rates)} training prompts {found} have {what} {self.num_generations} completions, "
+            f"mean {mean}: {meaning}"
+        )
+
+
+def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int = 64) -> Signal | None:
+    """The pass rates of the first `num_prompts` training prompts with an answer, from `rloo.num_generations`
+    completions each, sampled as RLOO samples; None if no prompt has an answer. Of the first prompts and the rewards if
+    no reward compares answers; None if they cannot be called."""
+    if answer_reward_of(one.name for one in run.rewards) is None:
+        return _measure_rewards(run, policy, data.train.select(range(min(num_prompts, len(data.train)))))
+    answers = gold_answers(data.train) or []
+    rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
+    if not rows:
+        return None
+    measured = run.model_copy(deep=True)
+    samples = run.rloo.num_generations
+    measured.rollout = run.rollout.model_copy(update={"difficulty_samples": samples})
+    prompts = data.train.select(rows)["prompt"]
+    rates, _ = measure_pass_rates(measured, policy, list(prompts), [answers[row] for row in rows])
+    return Signal(rates, samples)
+
+
+def _measure_rewards(run: RunConfig, policy: Policy, prompts: Any) -> Signal | None:
+    samples, rows = run.rloo.num_generations, run.rollout.rows or run.eval.batch_size
+    rewards, built = make_held_out_rewards(run, policy.tokenizer)
+    if rewards is None:
+        return None
+    completions = generate_completions(
+        policy, list(prompts["prompt"]), num_samples=samples, batch_size=rows, seed=run.run.seed, engine=run.rollout,
+        **sampling_of(run),
+    )  # fmt: skip
+    total, single = rewards.score(prompts, completions, samples)
+    for reward in built:
+        close_worker(reward)
+    groups = [[value for value in values if value is not None] for values in total]
+    unequal = sum(max(values) - min(values) > EQUAL_REWARDS for values in groups if values)
+    earned = {name: [value for values in of for value in values if value is not None] for name, of in single.items()}
+    is_easy = at_ceiling(run.reward_weights, earned, share=0.5)
+    return Signal([fmean(values) for values in groups if values] or [0.0], samples, unequal, is_easy)

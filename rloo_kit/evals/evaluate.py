@@ -17,10 +17,10 @@ from rloo_kit.data.answers import EXACT, GYM_REWARD, REWARDS_WITH_ANSWERS, GymRo
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.gym import GYM_COLUMN
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evals.rewards import HeldOutRewards, make_held_out_rewards
+from rloo_kit.evals.rewards import HeldOutRewards, by_prompt, make_held_out_rewards
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import Evaluation, digest_prompt, mean_reward
-from rloo_kit.results.intervals import clustered, pass_at_k
+from rloo_kit.results.evaluation import Budget, Evaluation, digest_prompt
+from rloo_kit.results.intervals import Measured, clustered, mean_of_completions, pass_at_k
 from rloo_kit.rewarding.guard import guard, reward_name
 from rloo_kit.rewarding.registry import build_reward
 from rloo_kit.rewarding.worker import close_worker
@@ -85,13 +85,12 @@ def evaluate_with(
     generate = _Generator(run, policy, dataset, label, passes)
     with policy.whole_weights():
         completions = generate("sampled", run.eval.temperature, num_samples=run.eval.num_samples)
-        measured = _measure_sampled(run, policy, dataset, judge, completions, generate.limit, label)
+        measured = _measure_sampled(generate, judge, completions)
         if rewards is not None:
             rewards.measure(dataset, completions, measured)
         if run.eval.greedy:
-            _measure_greedy(run, judge, rewards, generate, measured)
-        for budget in run.eval.thinking_budgets:
-            measured.budgets.append(_measure_budget(run, judge, generate, budget))
+            _measure_greedy(generate, judge, rewards, measured)
+        measured.budgets = [_measure_budget(generate, judge, budget) for budget in run.eval.thinking_budgets]
     measured.unscored = judge.unscored
     measured.seconds = time.monotonic() - started
     return share(measured)
@@ -205,27 +204,20 @@ class _Generator:
         return gather_lists([replace(done, prompt_index=self.own[done.prompt_index]) for done in completions])
 
 
-def _measure_sampled(
-    run: RunConfig,
-    policy: Policy,
-    dataset: Any,
-    judge: AnswerJudge,
-    completions: list[Completion],
-    limit: int,
-    label: str,
-) -> Evaluation:
+def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list[Completion]) -> Evaluation:
+    run, policy, dataset = generate.run, generate.policy, generate.dataset
     num_samples = run.eval.num_samples
     verdicts = _judge(judge, completions)
     own = verdicts if judge.judged_by != EXACT else None  # "wrong" next to a reward of 1 would mislead
-    samples = _samples(run, policy, dataset, completions, own)
+    samples = _samples(generate, completions, own)
     thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
     is_thinking = thinks(policy.family, run.model.enable_thinking)
     measured = Evaluation(
-        label=label,
+        label=generate.label,
         num_prompts=len(dataset),
         num_samples=num_samples,
         temperature=run.eval.temperature,
-        max_completion_length=limit,
+        max_completion_length=generate.limit,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
@@ -235,13 +227,9 @@ def _measure_sampled(
         prompts_digest=digest_prompts(dataset),
         prompt_digests=list(map(digest_prompt, dataset["prompt"])),
     )
-    if verdicts is not None:
-        measured.judged_by = judge.judged_by
-        measured.per_prompt = _per_prompt(verdicts, num_samples)
-        measured.accuracy, measured.low, measured.high = clustered(measured.per_prompt, num_samples)
-        measured.num_judged = len(measured.per_prompt)
-        measured.unjudged = [place for place, one in enumerate(verdicts[::num_samples]) if one is None]
-        rights = [round(share * num_samples) for share in measured.per_prompt]
+    if verdicts is not None and (accuracy := mean_of_completions(by_prompt(verdicts, num_samples), num_samples)):
+        measured.judged_by, measured.measures["accuracy"] = judge.judged_by, accuracy
+        rights = [round(share * num_samples) for share in accuracy.per_prompt or () if share is not None]
         measured.pass_at_k = {
             k: _mean([pass_at_k(right, num_samples, k) for right in rights]) for k in sorted(set(run.eval.pass_at_k))
         }
@@ -249,28 +237,23 @@ def _measure_sampled(
 
 
 def _measure_greedy(
-    run: RunConfig, judge: AnswerJudge, rewards: HeldOutRewards | None, generate: _Generator, measured: Evaluation
+    generate: _Generator, judge: AnswerJudge, rewards: HeldOutRewards | None, measured: Evaluation
 ) -> None:
     by_reward = measured.leading == "reward"
-    if run.eval.temperature == 0:
-        measured.greedy_per_prompt = measured.per_prompt
-        found = measured.measure("reward")
-        if found is not None and by_reward:
-            measured.greedy_reward = dict(zip(("mean", "low", "high", "per_prompt"), found, strict=True))
+    found: dict[str, Measured | None] = {}
+    if measured.temperature == 0:
+        found = {"accuracy": measured.measure("accuracy"), "reward": measured.measure("reward") if by_reward else None}
     elif judge.gold is not None or by_reward:
         completions = generate("greedy", 0.0)
-        verdicts = _judge(judge, completions)
-        measured.greedy_per_prompt = None if verdicts is None else _per_prompt(verdicts, 1)
+        if (verdicts := _judge(judge, completions)) is not None:
+            found["accuracy"] = mean_of_completions([[one] for one in verdicts], 1)
         if rewards is not None and by_reward:
-            measured.greedy_reward = mean_reward(rewards.score(generate.dataset, completions, 1)[0], 1)
-    if measured.greedy_per_prompt is not None:
-        estimate = clustered(measured.greedy_per_prompt, 1)
-        measured.greedy_accuracy, measured.greedy_low, measured.greedy_high = estimate
+            found["reward"] = mean_of_completions(rewards.score(generate.dataset, completions, 1)[0], 1)
+    measured.measures |= {f"greedy_{name}": one for name, one in found.items() if one is not None}
 
 
-def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, budget: int) -> dict[str, Any]:
-    """An entry of `Evaluation.budgets`: accuracy over all completions, over those that the budget closed, and over the
-    others."""
+def _measure_budget(generate: _Generator, judge: AnswerJudge, budget: int) -> Budget:
+    run = generate.run
     completions = generate(
         f"budget {budget}",
         run.eval.temperature,
@@ -278,22 +261,23 @@ def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, bu
         answer_budget=run.eval.answer_budget,
         thinking_close=run.rloo.thinking_close,
     )
-    verdicts = _judge(judge, completions)
     forced = [completion.forced for completion in completions]
-    entry: dict[str, Any] = {"budget": budget, "forced_share": _mean(forced)}
-    for prefix, sides in (("", (True, False)), ("forced_", (True,)), ("unforced_", (False,))):
-        pairs = zip(verdicts or [], forced, strict=verdicts is not None)
+    verdicts = _judge(judge, completions) or [None] * len(forced)
+
+    def accuracy(*sides: bool) -> Measured | None:
+        pairs = zip(verdicts, forced, strict=True)
         chosen = [float(verdict) for verdict, closed in pairs if closed in sides and verdict is not None]
-        estimate = clustered(chosen, 1) if chosen else (None, None, None)
-        entry |= dict(zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True))
-    return entry
+        return clustered(chosen, 1) if chosen else None
+
+    return Budget(budget, _mean(forced), accuracy(True, False), forced=accuracy(True), unforced=accuracy(False))
 
 
 def _samples(
-    run: RunConfig, policy: Policy, dataset: Any, completions: list[Completion], verdicts: list[bool | None] | None
+    generate: _Generator, completions: list[Completion], verdicts: list[bool | None] | None
 ) -> list[dict[str, Any]]:
     """The first completion of each prompt, split into thinking and answer: for the first `eval.num_completions` prompts
     (0: none at all), and for later ones until their text reaches SAMPLE_CHARS."""
+    run, policy, dataset = generate.run, generate.policy, generate.dataset
     samples: list[dict[str, Any]] = []
     left = SAMPLE_CHARS
     for index in range(len(dataset) if run.eval.num_completions else 0):
@@ -359,12 +343,6 @@ def _check_budgets(run: RunConfig, policy: Policy) -> None:
 def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool | None] | None:
     """One verdict per completion. Only the main process judges, because a time limit may expire in one alone."""
     return share(judge.judge(completions) if is_main_process() else None)
-
-
-def _per_prompt(verdicts: list[bool | None], num_samples: int) -> list[float]:
-    """The share of right completions of each prompt that has an answer, in order."""
-    starts = (start for start in range(0, len(verdicts), num_samples) if verdicts[start] is not None)
-    return [_mean(verdicts[start : start + num_samples]) for start in starts]
 
 
 def _mean(values: list[Any]) -> float:

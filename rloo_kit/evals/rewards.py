@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import TrainerState
 
@@ -11,6 +11,7 @@ from rloo_kit.collective import gather_objects, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.intervals import Scores
 from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.sources import read_sources
@@ -19,6 +20,7 @@ from rloo_kit.rewarding.worker import digest_texts
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
 
+_Value = TypeVar("_Value")
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # not passed as columns, as in TRL
 
 
@@ -59,9 +61,7 @@ class HeldOutRewards:
         sources = sorted(read_sources(self._rewards).items())
         measured.sources = digest_texts(map(str, sources)) if sources else ""
 
-    def score(
-        self, dataset: Any, completions: list[Completion], size: int
-    ) -> tuple[list[list[float | None]], dict[str, list[list[float | None]]]]:
+    def score(self, dataset: Any, completions: list[Completion], size: int) -> tuple[Scores, dict[str, Scores]]:
         """The weighted sum of each completion of each prompt (`size` of them), and each reward by name; None where
         nothing was scored. Each process scores a part."""
         own = share_of(range(len(dataset)))  # whole prompts: a reward may compare siblings
@@ -73,7 +73,7 @@ class HeldOutRewards:
             share = total.count(None) / len(rows)
             say(f"WARNING: {failures[0]} ({share:.0%} of the held-out completions have no reward)")
         columns = {name: [_readable(row[number]) for row in rows] for number, name in enumerate(self.names)}
-        return _by_prompt(total, size), {name: _by_prompt(column, size) for name, column in columns.items()}
+        return by_prompt(total, size), {name: by_prompt(column, size) for name, column in columns.items()}
 
     def _score(
         self, dataset: Any, completions: list[Completion], num_samples: int
@@ -117,7 +117,8 @@ def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutReward
     return HeldOutRewards(run, made), [reward.reward for reward in made]
 
 
-def _by_prompt(values: list[float | None], size: int) -> list[list[float | None]]:
+def by_prompt(values: Sequence[_Value], size: int) -> list[Sequence[_Value]]:
+    """The values of each prompt's completions, `size` of them."""
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 

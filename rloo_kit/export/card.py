@@ -12,7 +12,8 @@ from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2_PREFIX, is_family_
 from rloo_kit.config.methods import describe_method, name_method
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
-from rloo_kit.results.evaluation import Evaluation, compare
+from rloo_kit.results.changes import compare
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.result import load_evaluation
 from rloo_kit.runs.files import read_object
 

@@ -7,7 +7,6 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -32,6 +31,7 @@ from rloo_kit.results.held_out import (
     read_best_step,
     read_evaluations,
 )
+from rloo_kit.results.intervals import Measured
 from rloo_kit.rewarding.guard import guard, log_names, reward_name
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
@@ -77,13 +77,8 @@ def draw_prompts(run: RunConfig, test: Any) -> Any:
 
 def settings_during_training(run: RunConfig) -> RunConfig:
     """The run with an `eval` that only measures sampled completions."""
-    alone: dict[str, Any] = {
-        "num_prompts": None,
-        "greedy": False,
-        "pass_at_k": [],
-        "thinking_budgets": [],
-        "num_completions": 0,
-    }
+    alone: dict[str, Any] = {"num_prompts": None, "greedy": False, "pass_at_k": []}
+    alone |= {"thinking_budgets": [], "num_completions": 0}
     return run.model_copy(update={"eval": run.eval.model_copy(update=alone)})
 
 
@@ -114,7 +109,8 @@ class Evaluations(TrainerCallback):
         self.seconds = 0.0
         self.stopped: str | None = None
         self.trainer: Any = None
-        self._staged: int | None = None  # the step whose weights wait for their checkpoint
+        self.staging = run_dir / UNFINISHED / BEST
+        self._staged: int | None = None  # the step whose weights wait there for their checkpoint
         self._measured: set[int] = set()
         self._count = 0
         self.rows = share(read_evaluations(run_dir.folder, run_dir.id, every=True))
@@ -140,7 +136,7 @@ class Evaluations(TrainerCallback):
         recorder.leave_out(found.evaluation.seconds)
         shown = ("accuracy", "reward") if found.evaluation.leading == "accuracy" else ("reward",)
         for name in dict.fromkeys((*shown, self.history.measure)):
-            for key, value in zip(("", "_low", "_high"), found.measure(name) or (), strict=False):
+            for key, value in zip(("", "_low", "_high"), found.evaluation.ends(name), strict=True):
                 if value is not None:
                     recorder.count(f"eval/{name}{key}", value)
         control.should_log = True
@@ -183,13 +179,15 @@ class Evaluations(TrainerCallback):
         with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
             return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, label)
 
-    def _write(self, found: HeldOut, is_best: bool, against: Any) -> None:
-        measured = found.measure(self.history.measure)
-        value, low, high = (None, None, None) if measured is None else measured[:3]
+    def _record(self, found: HeldOut) -> dict[str, Any]:
+        measure = self.history.measure
+        values = zip(("value", "low", "high"), found.evaluation.ends(measure), strict=True)
+        return {"run": self.run_dir.id, "step": found.step, "measure": measure, **dict(values)}
+
+    def _write(self, found: HeldOut, is_best: bool, against: Measured | None) -> None:
         best = None if self.history.best is None else self.history.best.step
-        row = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
-        row |= {"low": low, "high": high, "is_best": is_best, "best_step": best, "against_best": against}
-        row["inputs"] = self.run_dir.inputs
+        row = self._record(found) | {"is_best": is_best, "best_step": best}
+        row |= {"against_best": against and list(against.ends), "inputs": self.run_dir.inputs}
         rest = found.evaluation.to_dict()
         del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
@@ -240,15 +238,13 @@ class Evaluations(TrainerCallback):
 
     def _stage(self, found: HeldOut) -> None:
         """Write the weights to a staging folder; `_publish` moves them into place once their checkpoint is complete."""
-        staged = self._staging
+        staged = self.staging
         if is_main_process():
             shutil.rmtree(staged, ignore_errors=True)
         wait_for_all()
         save_adapter(self.policy, staged)
         if is_main_process():
-            value, low, high, _ = found.measure(self.history.measure) or (None,) * 4
-            record = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
-            write_json(staged / RECORD, record | {"low": low, "high": high, "prompts": len(self.prompts)})
+            write_json(staged / RECORD, self._record(found) | {"prompts": len(self.prompts)})
         self._staged = found.step
 
     def _publish(self, saved: int) -> None:
@@ -256,14 +252,10 @@ class Evaluations(TrainerCallback):
         if self._staged is None or self._staged > saved:
             return
         target = self.run_dir / BEST
-        if is_main_process() and self._staging.is_dir():
+        if is_main_process() and self.staging.is_dir():
             with saving(target):
-                publish(self._staging, target)
+                publish(self.staging, target)
         self._staged = None
-
-    @property
-    def _staging(self) -> Path:
-        return self.run_dir / UNFINISHED / BEST
 
     def _best_on_disk(self) -> int | None:
         return read_best_step(self.run_dir.folder, self.run_dir.id)

@@ -8,11 +8,11 @@ from rloo_kit.config.resume import changed_keys
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
+from rloo_kit.evals.difficulty import measure_signal
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.evals.signal import measure_signal
 from rloo_kit.loop.sft import SftResult, fine_tune
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import compare
+from rloo_kit.results.changes import compare
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.run_dir import RunDir

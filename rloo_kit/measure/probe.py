@@ -108,7 +108,7 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
     answers = find_answer_column(judged.rewards_per_func, list(probe.failed_by))
     if answers is not None:
         shares = (answers == 1.0).view(-1, size).float().mean(dim=1).tolist()
-        measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size)
+        measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size).ends
 
 
 def is_unsure(probe: Probe, measures: Measures) -> bool:
@@ -183,7 +183,7 @@ def _advise(rate: float | None) -> str:
 def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) -> Problem:
     """Why no group has a signal."""
     count, rate = len(probe.batch), measures.pass_rate
-    name, bound, fix = "rollout", wilson(0.0, count).high, _advise(rate)
+    name, bound, fix = "rollout", wilson(0.0, count).high or 0.0, _advise(rate)
     columns = zip(probe.failed_by, probe.batch.judged.rewards_per_func.T.tolist(), strict=True)
     earned = {reward: [value for value in values if value == value] for reward, values in columns}
     if probe.batch.scores.isnan().all():

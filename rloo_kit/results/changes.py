@@ -1,7 +1,9 @@
-"""What training changed, prompt by prompt: counts over all held-out prompts, and samples for the report's browser."""
+"""What training changed: the difference between two evaluations with its interval; counts over all held-out prompts,
+and samples for the report's browser."""
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.results.evaluation import (
@@ -10,14 +12,19 @@ from rloo_kit.results.evaluation import (
     describe_sample,
     digest_prompt,
     is_thinking,
+    name_of,
     number_repeats,
-    pair_means,
     pair_samples,
+    rewards_differ,
+    says_nothing,
+    setting_differences,
     shared_measures,
 )
+from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_difference, unpaired_difference
 from rloo_kit.results.pages import show_text
 from rloo_kit.results.texts import cut_parts, longest_that_fits, plain
 
+EXACTLY = 0.1  # a difference of shares below this is shown with a decimal
 RIGHT = 0.5  # share of a prompt's completions from which it counts as right
 ROOM = 4_000_000  # characters of completions in a page
 # Kinds of prompts, regressions first: right or wrong; if the reward leads, the change of the prompt's mean reward.
@@ -32,6 +39,158 @@ KINDS = (
     "wrong",
     "right",
 )
+
+
+@dataclass(frozen=True)
+class Change:
+    """`after - before` of a measure. If paired, everything is of the prompts that both measured; else the two means are
+    each evaluation's own.
+
+    Attributes:
+        measure: one of MEASURES, or the name of a reward. name: `name_of` the measure.
+        before, after: the two. difference: with its interval, and the number of prompts.
+    """
+
+    measure: str
+    name: str
+    before: Measured
+    after: Measured
+    difference: Measured
+    paired: bool
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether it is a reward, which may be any number, and not a share."""
+        return self.measure.endswith("reward")
+
+    @property
+    def rose(self) -> bool:
+        """Whether the interval is above 0."""
+        return self.difference.low is not None and self.difference.low > 0
+
+    @property
+    def fell(self) -> bool:
+        """Whether the interval is below 0."""
+        return self.difference.high is not None and self.difference.high < 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers for JSON; `low` and `high` are of the difference, `value`."""
+        found: dict[str, Any] = {"measure": self.measure, "before": self.before.value, "after": self.after.value}
+        found |= dict(zip(("value", "low", "high"), self.difference.ends, strict=True))
+        return found | {"prompts": self.difference.count, "name": self.name}
+
+    def __str__(self) -> str:
+        """For example: Accuracy rose from 26 % to 93 % (+67 points, 95 % CI 64 to 70, 1,000 held-out prompts)."""
+        name = f"The held-out {self.name}" if self.is_reward else self.name.capitalize()
+        verb = "rose" if self.rose else "fell" if self.fell else "went"
+        unit = "" if self.is_reward else " %"
+        ends = f"from {self._text(self.before.value)}{unit} to {self._text(self.after.value)}{unit}"
+        return f"{name} {verb} {ends} ({self._by(*self.difference.ends)})"
+
+    def describe_lead(self) -> str:
+        """The lead of one run over another after training, as a positive number whichever is ahead."""
+        value, low, high = self.difference.ends
+        if value < 0 and low is not None and high is not None:
+            low, high = -high, -low
+        return f"{self.name} {self._by(abs(value), low, high)}"
+
+    def _by(self, value: float, low: float | None, high: float | None) -> str:
+        points = "" if self.is_reward else " points"
+        interval = "no interval" if low is None or high is None else f"95 % CI {self._text(low)} to {self._text(high)}"
+        return f"{self._text(value, '+')}{points}, {interval}, {self.difference.count:,} held-out prompts"
+
+    def _text(self, value: float, sign: str = "") -> str:
+        if self.is_reward:
+            return f"{value:{sign}.2f}"
+        return f"{100 * value:{sign}.{0 if abs(self.difference.value) >= EXACTLY else 1}f}"
+
+
+def change_of(measure: str, before: Evaluation, after: Evaluation) -> Change | None:
+    """The change of `Evaluation.measure(measure)`, paired if possible; None if one of the two lacks it, or the rewards
+    were edited in between."""
+    old, new = before.measure(measure), after.measure(measure)
+    if old is None or new is None or (measure not in ACCURACIES and rewards_differ(before, after)):
+        return None
+    both = list(pair_means(before, after, measure).values())
+    if both:
+        is_greedy = measure.startswith("greedy")
+        sizes = [1, 1] if is_greedy else [before.num_samples, after.num_samples]
+        first, second = [a for a, _ in both], [b for _, b in both]
+        old, new = mean_of_prompts(first, sizes[0]), mean_of_prompts(second, sizes[1])
+        difference = paired_difference(first, second, math.lcm(*sizes))
+    else:
+        difference = unpaired_difference(old, new)
+    return Change(measure, name_of(measure, before, after), old, new, difference, paired=bool(both))
+
+
+def pair_means(before: Evaluation, after: Evaluation, name: str) -> dict[Any, tuple[float, float]]:
+    """Both means of each prompt that both measured, by prompt; empty if they share less than half of the smaller one's:
+    all prompts then say more. Evaluations without a digest of each prompt share all or none."""
+    whole = before.prompt_digests is None or after.prompt_digests is None
+    old, new = (_means_by_prompt(one, name, whole) for one in (before, after))
+    shared = [key for key in old if key in new]
+    if 2 * len(shared) < min(len(old), len(new)):
+        return {}
+    return {key: (a, b) for key in shared if (a := old[key]) is not None and (b := new[key]) is not None}
+
+
+def _means_by_prompt(one: Evaluation, name: str, whole: bool) -> dict[Any, float | None]:
+    """The measure's mean of each prompt, by its digest and number of earlier ones; `whole`: by the digest of all."""
+    measured = one.measure(name)
+    if measured is None or measured.per_prompt is None:
+        return {}
+    digests = one.prompt_digests or [""] * len(measured.per_prompt)
+    pairs = list(zip(digests, measured.per_prompt, strict=True))
+    if name in ACCURACIES:
+        pairs = [(digest, mean) for digest, mean in pairs if mean is not None]  # the prompts with an answer
+    keys = number_repeats((one.prompts_digest, len(pairs)) if whole else digest for digest, _ in pairs)
+    return dict(zip(keys, (mean for _, mean in pairs), strict=True))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed between two evaluations.
+
+    Attributes:
+        leading: the measure that decides, "accuracy" or "reward". word: for the accuracy: that, "exact match", or empty
+            where it says nothing.
+        changes: by measure: "accuracy" and "reward", and the deciding one at temperature 0 ("greedy_accuracy").
+        apart: whether the own intervals of the deciding measure do not overlap; None without two intervals.
+        made_differently: descriptions of settings whose difference makes the means incomparable.
+    """
+
+    leading: str
+    word: str
+    changes: dict[str, Change]
+    apart: bool | None
+    made_differently: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        texts = {name: f"{one.difference:+.3f}" for name, one in self.changes.items()}
+        parts = [f"{self.word} {texts['accuracy']}"] if "accuracy" in texts and self.word else []
+        if "reward" in texts and (self.leading == "reward" or texts["reward"] != texts.get("accuracy")):
+            parts.insert(0 if self.leading == "reward" else 1, f"reward {texts['reward']}")
+        if not parts:
+            return "nothing to compare: at least one evaluation has neither an accuracy nor a reward"
+        lead = self.changes.get(self.leading) or next(iter(self.changes.values()))
+        greedy = texts.get(f"greedy_{self.leading}")
+        parts[0] += f" on {'the same' if lead.paired else 'different'} {lead.difference.count} prompts"
+        parts += [f"greedy {greedy}"] if greedy else []
+        parts += [f"but made differently: {', '.join(self.made_differently)}"] if self.made_differently else []
+        return "; ".join(parts)
+
+
+def compare(before: Evaluation, after: Evaluation) -> Comparison:
+    """The difference between two evaluations, with intervals; paired on the prompts that both measured."""
+    leading = next(iter(shared_measures(before, after)), "accuracy").removeprefix("greedy_")
+    names = ("accuracy", f"greedy_{leading}", "reward")
+    changes = {name: found for name in names if (found := change_of(name, before, after)) is not None}
+    word = "" if says_nothing(before, after) else name_of("accuracy", before, after)
+    old, new = before.measure(leading), after.measure(leading)
+    apart = None
+    if old is not None and new is not None and not (old.is_open or new.is_open):
+        apart = old.high < new.low or new.high < old.low  # type: ignore[operator]
+    return Comparison(leading, word, changes, apart, tuple(setting_differences(before, after)))
 
 
 @dataclass
@@ -91,7 +250,7 @@ def _prompts(
     before: Evaluation | None, after: Evaluation | None, kinds: dict[tuple[str, int], str]
 ) -> list[dict[str, Any]]:
     sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
-    pairs = pair_samples(**{name: _All(_samples(one)) for name, one in sides.items()})  # type: ignore[arg-type]
+    pairs = pair_samples(**{name: replace(one, samples=_samples(one)) for name, one in sides.items()})
     texts = [[sample[part] for part in ("thinking", "answer")] for pair in pairs for sample in pair.samples.values()]
     limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
     found = []
@@ -111,10 +270,3 @@ def _prompts(
         found.append(entry)
     order = {kind: place for place, kind in enumerate(KINDS)}
     return sorted(found, key=lambda entry: order.get(entry["kind"], len(order)))
-
-
-@dataclass
-class _All:
-    """An evaluation in the form that `pair_samples` reads, with all its stored samples."""
-
-    samples: list[dict[str, Any]]

@@ -54,7 +54,13 @@ class PickedCompletions:
             parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
             answer = one["text"] if "text" in one else one["answer"]
             parts += [Text(picture_controls(answer))] if answer else []
-            parts.append(Text(_notes(one), style="italic"))
+            notes = ["not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"]
+            notes += [f"advantage {one['advantage']:+.2f}"] if isinstance(one["advantage"], float) else []
+            notes.append(f"{one['completion_tokens']} tokens")
+            notes += [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
+            gold = one["columns"].get("answer") if isinstance(one["columns"], dict) else None
+            notes += [] if gold is None else [f"right answer {gold}"]
+            parts.append(Text(", ".join(notes), style="italic"))
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -85,7 +91,13 @@ def pick_completions(
         asked = last[0]["step"] if step is None else step
         raise RunNotFoundError(f"{folder} has no rollout of step {asked}; it has steps {first} to {last[0]['step']}")
     end_id = next((found for row in rows if (found := find_end_id(row)) is not None), None)
-    picked = [describe_completion(row, end_id, max_chars) for row in _sort(rows, order)[:num]]
+    ordered = rows
+    if order == "longest":
+        ordered = sorted(rows, key=lambda row: -row["completion_tokens"])
+    elif order != "first":
+        scored = [row for row in rows if row["reward"] is not None]
+        ordered = sorted(scored, key=lambda row: row["reward"], reverse=order == "best")
+    picked = [describe_completion(row, end_id, max_chars) for row in ordered[:num]]
     return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
 
 
@@ -130,21 +142,3 @@ def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mean_thinking_tokens": sum(thinking) / len(thinking) if thinking else None,
         "mean_reward": sum(scored) / len(scored) if scored else None,
     }
-
-
-def _sort(rows: list[dict[str, Any]], order: str) -> list[dict[str, Any]]:
-    if order == "longest":
-        return sorted(rows, key=lambda row: -row["completion_tokens"])
-    if order == "first":
-        return rows
-    scored = [row for row in rows if row["reward"] is not None]
-    return sorted(scored, key=lambda row: row["reward"], reverse=order == "best")
-
-
-def _notes(one: dict[str, Any]) -> str:
-    reward = "not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"
-    advantage = f", advantage {one['advantage']:+.2f}" if isinstance(one["advantage"], float) else ""
-    marks = [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
-    gold = one["columns"].get("answer") if isinstance(one["columns"], dict) else None
-    right = [] if gold is None else [f"right answer {gold}"]
-    return ", ".join([f"{reward}{advantage}", f"{one['completion_tokens']} tokens", *marks, *right])

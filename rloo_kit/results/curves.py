@@ -9,8 +9,9 @@ from rloo_kit.health.rule import Finding
 from rloo_kit.health.rules import RULES
 from rloo_kit.health.series import is_number, logged
 from rloo_kit.results.charts import Chart, Mark, Point, draw_chart, format_value, from_to, series_class
-from rloo_kit.results.evaluation import Evaluation, Measured, name_of, says_nothing
+from rloo_kit.results.evaluation import Evaluation, name_of, says_nothing
 from rloo_kit.results.held_out import HeldOut
+from rloo_kit.results.intervals import Measured
 from rloo_kit.results.pages import escape_text
 
 Row = Mapping[str, Any]
@@ -119,17 +120,17 @@ def held_out_chart(
 def budget_chart(before: Evaluation | None, after: Evaluation | None) -> str:
     """Accuracy by thinking budget, before and after, as a figure; empty if none was measured."""
     measured = [(name, one) for name, one in (("before", before), ("after", after)) if one is not None and one.budgets]
-    budgets = sorted({entry["budget"] for _, one in measured for entry in one.budgets})
+    budgets = sorted({entry.tokens for _, one in measured for entry in one.budgets})
     series: dict[str, list[Point]] = {}
     for name, one in measured:
-        entries = {entry["budget"]: entry for entry in one.budgets}
+        entries = {entry.tokens: entry.accuracy for entry in one.budgets}
         found = [
-            Point(place, entry["accuracy"], entry["low"], entry["high"])
+            Point(place, *accuracy.ends)
             for place, budget in enumerate(budgets)
-            if (entry := entries.get(budget)) is not None and entry["accuracy"] is not None
+            if (accuracy := entries.get(budget)) is not None
         ]
-        if one.accuracy is not None and found:
-            found.append(Point(len(budgets), one.accuracy, one.low, one.high))
+        if (accuracy := one.measure("accuracy")) is not None and found:
+            found.append(Point(len(budgets), *accuracy.ends))
         if found:
             series[name] = found
     if not series or says_nothing(before, after):
@@ -159,7 +160,7 @@ def signal_shares(metrics: Sequence[Row]) -> list[Point]:
 
 
 def _point(step: int, found: Measured | None) -> Point | None:
-    return None if found is None else Point(step, found.value, found.low, found.high)
+    return None if found is None else Point(step, *found.ends)
 
 
 def _in_order(metrics: Sequence[Row]) -> list[Row]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.results.evaluation import Evaluation, Measured, difference, name_of, signed, with_interval
+from rloo_kit.results.changes import change_of
+from rloo_kit.results.evaluation import Evaluation, name_of
+from rloo_kit.results.intervals import Measured
 from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.rows import read_rows
 
@@ -54,12 +56,12 @@ class HeldOutHistory:
     @property
     def value(self) -> float | None:
         """The newest mean; None before the first."""
-        return self._value(self.last)
+        return None if self.last is None else self.last.evaluation.value(self.measure)
 
     @property
     def best_value(self) -> float | None:
         """The best one's mean."""
-        return self._value(self.best)
+        return None if self.best is None else self.best.evaluation.value(self.measure)
 
     def observe(self, found: HeldOut, was_best: bool | None = None) -> bool:
         """Add the next evaluation and return whether it is the new best. One that measured nothing does not count.
@@ -67,41 +69,35 @@ class HeldOutHistory:
         Args:
             was_best: the decision at the time of the evaluation; None: decide now.
         """
-        value = self._value(found)
+        value, best = found.evaluation.value(self.measure), self.best_value
         if value is None:
             return False
         self.last = found
-        best = self.best_value
         if best is None or (value > best if was_best is None else was_best):
             self.best, self.since = found, 0
             return True
         self.since += 1
         return False
 
-    def compare_with_best(self, found: HeldOut) -> tuple[float | None, float | None, float | None] | None:
-        """The difference of `found` from the best, with its interval; None without a best."""
-        change = None if self.best is None else difference(self.best.evaluation, found.evaluation, self.measure)
-        return None if change is None else change.estimate
+    def compare_with_best(self, found: HeldOut) -> Measured | None:
+        """The difference of `found` from the best; None without a best."""
+        change = None if self.best is None else change_of(self.measure, self.best.evaluation, found.evaluation)
+        return None if change is None else change.difference
 
-    def describe(self, found: HeldOut, against: tuple[float | None, float | None, float | None] | None) -> str:
+    def describe(self, found: HeldOut, against: Measured | None) -> str:
         """One line about `found`, already observed; `against`: `compare_with_best` before it was."""
         measured = found.measure(self.measure)
         if measured is None:
             return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
-        name = name_of(self.measure, found.evaluation)
-        text = f"held-out at step {found.step}: {name} {with_interval(*measured[:3])}"
+        text = f"held-out at step {found.step}: {name_of(self.measure, found.evaluation)} {measured}"
         if against is not None:
-            text += f", {signed(*against)} against the best before"
+            text += f", {against:+.3f} against the best before"
         assert self.best is not None
         if self.best is found:
             return text if against is None else f"{text}; the best so far"
         of = "" if self.patience is None else f" of {self.patience}"
         best = f"{self.best_value:.3f} at step {self.best.step}"
         return f"{text}; no new best for {self.since}{of} (best {best})"
-
-    def _value(self, found: HeldOut | None) -> float | None:
-        measured = None if found is None else found.measure(self.measure)
-        return None if measured is None else measured.value
 
 
 def read_evaluations(folder: Path, run: str, every: bool = False) -> list[dict[str, Any]]:

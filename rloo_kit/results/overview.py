@@ -13,10 +13,10 @@ from rloo_kit.errors import RunNotFoundError
 from rloo_kit.health.rule import LEVELS, Context
 from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import HealthWatch, Judgement, judge
-from rloo_kit.results.changes import find_changes
+from rloo_kit.results.changes import Comparison, compare, find_changes
 from rloo_kit.results.charts import format_value
 from rloo_kit.results.curves import select_panels
-from rloo_kit.results.evaluation import Comparison, Evaluation, compare
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.figures import SMOOTH_FROM, first_and_last, mean_window
 from rloo_kit.results.result import load_evaluation, load_result
 from rloo_kit.results.verdict import Verdict, judge_run
@@ -69,9 +69,9 @@ class RunOverview:
         if self.comparison is not None:
             one = self.comparison
             found["measure"] = one.leading
-            found["accuracy"]["difference"] = {"value": one.difference, "low": one.low, "high": one.high}
-            rewards = {"value": one.reward_difference, "low": one.reward_low, "high": one.reward_high}
-            found["accuracy"]["reward_difference"] = rewards
+            for key, name in (("difference", "accuracy"), ("reward_difference", "reward")):
+                ends = one.changes[name].difference.ends if name in one.changes else (None, None, None)
+                found["accuracy"][key] = dict(zip(("value", "low", "high"), ends, strict=True))
             found["prompts"] = find_changes(self.before, self.after).counts
         means = {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
         metrics = {"metrics": [one.to_dict() for one in self.judgements]}
@@ -211,8 +211,11 @@ def _describe(finding: dict[str, Any]) -> str:
 
 
 def _brief(one: Evaluation) -> dict[str, Any]:
-    found: dict[str, Any] = {"accuracy": one.accuracy, "low": one.low, "high": one.high, "greedy": one.greedy_accuracy}
-    found |= {"judged_by": one.judged_by, "reward": one.reward, "greedy_reward": one.greedy_reward.get("mean")}
+    accuracy = one.measure("accuracy")
+    ends = (None, None, None) if accuracy is None else accuracy.ends
+    found: dict[str, Any] = dict(zip(("accuracy", "low", "high"), ends, strict=True))
+    found |= {"greedy": one.value("greedy_accuracy"), "judged_by": one.judged_by, "reward": one.value("reward")}
+    found["greedy_reward"] = one.value("greedy_reward")
     found |= {"thinking_tokens": one.mean_thinking_tokens, "closed_share": one.closed_share}
     return found | {"truncated_share": one.truncated_share, "prompts": one.num_prompts}
 

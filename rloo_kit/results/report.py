@@ -6,19 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.results.changes import Changes, find_changes
+from rloo_kit.results.changes import Changes, Comparison, compare, find_changes
 from rloo_kit.results.charts import Chart
 from rloo_kit.results.curves import budget_chart, draw_curves_of, held_out_chart, tokens_generated
-from rloo_kit.results.evaluation import (
-    Comparison,
-    Evaluation,
-    compare,
-    name_of,
-    says_nothing,
-    shared_measures,
-    signed,
-    with_interval,
-)
+from rloo_kit.results.evaluation import Evaluation, name_of, says_nothing, shared_measures
 from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.results.pages import escape_text, format_count, format_duration, make_page, make_section, make_table
 from rloo_kit.results.result import EARLY, TrainResult
@@ -259,13 +250,13 @@ def _during_training(during: Sequence[dict[str, Any]]) -> str:
     rows, thoughts = [], ["thinking tokens"] if any(one.mean_thinking_tokens is not None for one in sides) else []
     for one in found:
         entry = one.evaluation
-        values = [with_interval(*value[:3]) for name in shown if (value := entry.measure(name)) is not None]
+        values = [str(value) for name in shown if (value := entry.measure(name)) is not None]
         tokens = ["-" if (mean := entry.mean_thinking_tokens) is None else f"{mean:.1f}" for _ in thoughts]
         against = history.compare_with_best(one)
         history.observe(one)
         rows.append((
             one.step, *values, *tokens,
-            signed(*against) if against else "-", "best" if one.step == best else "",
+            f"{against:+.3f}" if against else "-", "best" if one.step == best else "",
         ))  # fmt: skip
     named = name_of(measure, *sides)
     text = (

@@ -1,9 +1,10 @@
 """The tiles at the top of a report: each measure before and after, with the difference and drawn intervals."""
 
 from rloo_kit.data.answers import EXACT
-from rloo_kit.results.evaluation import Evaluation, Measured, name_of, says_nothing
+from rloo_kit.results.changes import Change, change_of
+from rloo_kit.results.evaluation import Evaluation, name_of, says_nothing
+from rloo_kit.results.intervals import Measured
 from rloo_kit.results.pages import escape_text
-from rloo_kit.results.verdict import Change, change_of
 
 PERCENT = 100
 
@@ -12,9 +13,9 @@ def make_tiles(before: Evaluation | None, after: Evaluation | None) -> str:
     """The tiles as HTML, the deciding measure first; empty if nothing was measured."""
     sides = [one for one in (before, after) if one is not None]
     by_reward = any(one.leading == "reward" for one in sides)
-    repeats = all(one.judged_by == EXACT and one.accuracy == one.reward for one in sides)
+    repeats = all(one.judged_by == EXACT and one.value("accuracy") == one.value("reward") for one in sides)
     names = [] if says_nothing(*sides) or repeats else ["accuracy", "greedy_accuracy"]
-    if by_reward or any(one.reward != one.accuracy for one in sides):
+    if by_reward or any(one.value("reward") != one.value("accuracy") for one in sides):
         names = ["reward", "greedy_reward", *names] if by_reward else [*names, "reward"]
     tiles = []
     for name in names:
@@ -57,9 +58,7 @@ def _change(change: Change | None, is_share: bool) -> str:
     if change is None:
         return ""
     factor, digits, unit = (PERCENT, 1, " points") if is_share else (1, 2, "")
-    value, low, high = (
-        None if one is None else f"{factor * one:+.{digits}f}" for one in (change.value, change.low, change.high)
-    )
+    value, low, high = (None if one is None else f"{factor * one:+.{digits}f}" for one in change.difference.ends)
     return f"{value}{unit}" + (f" [{low}, {high}]" if low is not None and high is not None else "")
 
 

@@ -4,8 +4,7 @@
 """
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +12,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.series import is_number
 from rloo_kit.health.signs import CEILING, REWARD_MEAN, at_ceiling
-from rloo_kit.results.evaluation import (
-    Evaluation,
-    difference,
-    name_of,
-    rewards_differ,
-    setting_differences,
-    shared_measures,
-)
+from rloo_kit.results.changes import Change, change_of
+from rloo_kit.results.evaluation import Evaluation, rewards_differ, setting_differences, shared_measures
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import RunDir
@@ -30,67 +23,8 @@ Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 NO_SIGNAL = ("no_signal", "truncation", "cold_start", "zero_gradient", "no_movement", "all_none", "reward_failures")
 BY_SUCCESS = ("no_signal", "zero_gradient", "nothing_learnt")  # what a solved task shows too
 BROKEN, GAMED = "broken_policy", "reward_hacking"
-EXACTLY = 0.1  # a difference below this is shown with a decimal
 LONGEST_QUESTION = 60  # characters of an example in a command
 CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
-
-
-@dataclass(frozen=True)
-class Change:
-    """The change of a held-out measure through training; `low`, `high`: 95 % interval of `value`, None: open.
-
-    Attributes:
-        measure: one of MEASURES. before, after: its means. prompts: number of prompts. name: `name_of` the measure.
-    """
-
-    measure: str
-    before: float
-    after: float
-    value: float
-    low: float | None
-    high: float | None
-    prompts: int
-    name: str = ""
-
-    @property
-    def is_reward(self) -> bool:
-        """Whether it is a reward, which may be any number, and not a share."""
-        return self.measure.endswith("reward")
-
-    @property
-    def rose(self) -> bool:
-        """Whether the interval is above 0."""
-        return self.low is not None and self.low > 0
-
-    @property
-    def fell(self) -> bool:
-        """Whether the interval is below 0."""
-        return self.high is not None and self.high < 0
-
-    def __str__(self) -> str:
-        """For example: Accuracy rose from 26 % to 93 % (+67 points, 95 % CI 64 to 70, 1,000 held-out prompts)."""
-        name = f"The held-out {self.name}" if self.is_reward else self.name.capitalize()
-        verb = "rose" if self.rose else "fell" if self.fell else "went"
-        unit = "" if self.is_reward else " %"
-        ends = f"from {self._text(self.before)}{unit} to {self._text(self.after)}{unit}"
-        return f"{name} {verb} {ends} ({self._by(self.value, self.low, self.high)})"
-
-    def describe_lead(self) -> str:
-        """The lead of one run over another after training, as a positive number whichever is ahead."""
-        low, high = self.low, self.high
-        if self.value < 0 and low is not None and high is not None:
-            low, high = -high, -low
-        return f"{self.name} {self._by(abs(self.value), low, high)}"
-
-    def _by(self, value: float, low: float | None, high: float | None) -> str:
-        points = "" if self.is_reward else " points"
-        interval = "no interval" if low is None or high is None else f"95 % CI {self._text(low)} to {self._text(high)}"
-        return f"{self._text(value, '+')}{points}, {interval}, {self.prompts:,} held-out prompts"
-
-    def _text(self, value: float, sign: str = "") -> str:
-        if self.is_reward:
-            return f"{value:{sign}.2f}"
-        return f"{100 * value:{sign}.{0 if abs(self.value) >= EXACTLY else 1}f}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +48,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `status.json`."""
-        return asdict(self) | {"commands": list(self.commands)}
+        change = None if self.change is None else self.change.to_dict()
+        return vars(self) | {"commands": list(self.commands), "change": change}
 
     def __str__(self) -> str:
         words = [f"{self.kind}: {self.sentence}", *([f"  to do: {self.next}"] if self.next else [])]
@@ -130,16 +65,19 @@ def judge_run(
         result: its folder, steps, stopped, adapter_step, metrics, method and findings are read.
         before, after: evaluations of the same prompts; None if the run was not evaluated.
     """
-    change = _find_change(before, after)
+    change = None
+    if before is not None and after is not None and not setting_differences(before, after):
+        change = next((change_of(name, before, after) for name in shared_measures(before, after)), None)
     solved = _was_solved(run, result, before, after, change)
     kind, sentence, cause = _decide(result, before, after, change, solved)
     if change is not None and before is not None and after is not None:
         words = measured_words(before, after, change.measure)
         sentence += f", {words}" if words else ""
-    if change is not None and kind == "learnt":
-        sentence += _context_of(change, before, after)
-    if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
-        sentence += f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
+        if kind == "learnt":
+            sentence += _context_of(change, before, after)
+            if result.adapter_step not in (None, result.steps):
+                step = result.adapter_step
+                sentence += f"; the weights are the best evaluation's, of step {step}, so part of it is luck"
     if accepted := read_object(result.folder / "status.json").get("changed"):
         sentence += f"; the run continued {accepted}"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
@@ -168,39 +106,35 @@ def _decide(
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
     measured = "" if change is None else f"; {_lower(str(change))}"
     if GAMED in lasting and not (change is not None and not change.is_reward and change.rose):
-        return (
-            "gamed",
-            f"The policy earns reward in an unintended way: {lasting[GAMED].found}{measured}",
-            lasting[GAMED],
-        )
-    gamed = _gamed(before, after, change)
-    if gamed:
-        return "gamed", gamed, None
+        gamed = lasting[GAMED]
+        return "gamed", f"The policy earns reward in an unintended way: {gamed.found}{measured}", gamed
     if change is not None and change.rose:
         return "learnt", str(change), None
     if change is not None and change.fell:
-        return "broken", str(change), fallen or _first(result.findings)
+        reward = None if before is None or after is None else change_of("reward", before, after)
+        if reward is not None and reward.rose and not change.is_reward:
+            return "gamed", f"{reward}, but {_lower(str(change))}", None
+        return "broken", str(change), fallen or next(iter(result.findings), None)
     if fallen is not None:
         return "broken", f"The policy broke: {fallen.found}{measured}", fallen
     if blind is not None:
         return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.found}{measured}", blind
+    first = next(iter(result.lasting), None)
     if result.stopped == "running":
-        return "no evidence", f"The run has not ended; it is at step {result.steps}", _first(result.lasting)
+        return "no evidence", f"The run has not ended; it is at step {result.steps}", first
     tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
     if tied and not solved and all(one == 1.0 for one in tied):  # in a run too short for the health rule, too
         return "no signal", f"In every step all completions of a prompt earned the same reward{measured}", None
     if result.stopped not in (None, EARLY):
         return "no evidence", f"The run ended early, at step {result.steps} ({result.stopped})", None
-    if change is not None:
-        return "no evidence", str(change), _first(result.lasting)
-    return "no evidence", _why_not_compared(before, after), _first(result.lasting)
+    return "no evidence", _why_not_compared(before, after) if change is None else str(change), first
 
 
 def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     """The caveat for two evaluations that are comparable but were not made alike; empty without one."""
-    words, found = [], difference(before, after, name)
+    words, found = [], change_of(name, before, after)
     if before.prompts_digest != after.prompts_digest and found is not None:
-        shared = f"the {found.num_prompts:,} prompts that both measured"
+        shared = f"the {found.difference.count:,} prompts that both measured"
         words.append(f"on {shared if found.paired else 'different prompts'}")
     if before.num_samples != after.num_samples:
         words.append(f"from {before.num_samples} and {after.num_samples} completions per prompt")
@@ -209,16 +143,13 @@ def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     return f"measured {' and '.join(words)}" if words else ""
 
 
-def _context_of(change: Change, before: Evaluation | None, after: Evaluation | None) -> str:
+def _context_of(change: Change, before: Evaluation, after: Evaluation) -> str:
     """The context of a rise: the greedy measure, which a sharper policy does not raise, and the thinking's length."""
-    if before is None or after is None:
-        return ""
     words = ""
-    greedy = change_of(f"greedy_{change.measure}", before, after)
-    if greedy is not None and greedy.is_reward:
-        words += f"; greedy from {greedy.before:.2f} to {greedy.after:.2f}"
-    elif greedy is not None:
-        words += f"; greedy from {100 * greedy.before:.0f} % to {100 * greedy.after:.0f} %"
+    if (greedy := change_of(f"greedy_{change.measure}", before, after)) is not None:
+        old, new = greedy.before.value, greedy.after.value
+        shares = f"{100 * old:.0f} % to {100 * new:.0f} %"
+        words += f"; greedy from {f'{old:.2f} to {new:.2f}' if greedy.is_reward else shares}"
     lengths = (before.mean_thinking_tokens, after.mean_thinking_tokens)
     if None not in lengths:
         words += "; thinking from {:.0f} to {:.0f} tokens".format(*lengths)
@@ -232,40 +163,15 @@ def _was_solved(
 
     The answers were right, or, if the reward leads, each reward with a weight was at its ceiling (`at_ceiling`)."""
     if change is not None and not change.is_reward:
-        return f" ({100 * change.before:.0f} %)" if change.before >= CEILING else ""
+        return f" ({100 * change.before.value:.0f} %)" if change.before.value >= CEILING else ""
     if before is not None and before.leading == "reward":
         entries = [one.rewards.items() for one in (before, after) if one is not None]
-        sides = [{name: [v for v in one["per_prompt"] if v is not None] for name, one in found} for found in entries]
-        return f" (reward {before.reward:.2f})" if at_ceiling(run.reward_weights, *sides) else ""
+        sides = [{name: [v for v in one.per_prompt or () if v is not None] for name, one in found} for found in entries]
+        return f" (reward {before.value('reward'):.2f})" if at_ceiling(run.reward_weights, *sides) else ""
     names = list(dict.fromkeys(name for row in result.metrics for name in row if REWARD_MEAN.fullmatch(name)))
     means = {name.split("/")[1]: [row[name] for row in result.metrics if is_number(row.get(name))] for name in names}
     answers = {name: values for name, values in means.items() if name in Context.answers}
     return " (on the training prompts)" if at_ceiling({} if answers else run.reward_weights, answers or means) else ""
-
-
-def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:
-    """The sentence if the held-out reward rose while held-out accuracy fell; else empty."""
-    if before is None or after is None or change is None or change.is_reward or not change.fell:
-        return ""
-    reward = change_of("reward", before, after)
-    return f"{reward}, but {_lower(str(change))}" if reward is not None and reward.rose else ""
-
-
-def _find_change(before: Evaluation | None, after: Evaluation | None) -> Change | None:
-    """The change of the first of `shared_measures`; None if the two cannot be compared."""
-    if before is None or after is None or setting_differences(before, after):
-        return None
-    return next((change_of(name, before, after) for name in shared_measures(before, after)), None)
-
-
-def change_of(name: str, before: Evaluation, after: Evaluation) -> Change | None:
-    """The change of a measure; None if one of the two lacks it, or they cannot be compared."""
-    found = difference(before, after, name)
-    if found is None:
-        return None
-    low, high = (end if abs(end) != float("inf") else None for end in found.estimate[1:])
-    words = name_of(name, before, after)
-    return Change(name, found.before, found.after, found.estimate.value, low, high, found.num_prompts, words)
 
 
 def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> str:
@@ -301,9 +207,10 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
         return "continue with --resume"
     if change is None:
         return "evaluate it: run.evaluate=true, with the same eval.* before and after"
-    if change.value > 0 and change.low is not None and change.value - change.low > CLOSE:
-        count = change.prompts * ((change.value - change.low) / max(change.value, CLOSE)) ** 2
-        more = max(-(-int(1.2 * count) // 100) * 100, change.prompts + 100)
+    value, low, _ = change.difference.ends
+    if value > 0 and low is not None and value - low > CLOSE:
+        count = change.difference.count * ((value - low) / max(value, CLOSE)) ** 2
+        more = max(-(-int(1.2 * count) // 100) * 100, change.difference.count + 100)
         return (
             f"train longer ({result.method}.max_steps), or evaluate on about {more:,} prompts (eval.num_prompts) to "
             "resolve a change of this size"
@@ -320,10 +227,6 @@ def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, 
         question = "..."
     quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
     return (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")
-
-
-def _first(findings: Sequence[Finding]) -> Finding | None:
-    return next(iter(findings), None)
 
 
 def _lower(text: str) -> str:

@@ -13,9 +13,10 @@ from rich.text import Text
 from rloo_kit.config.resume import COMPARED_ON_RESUME, changed_keys
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures, signed, with_interval
+from rloo_kit.results.changes import Change, change_of
+from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures
 from rloo_kit.results.result import TrainResult, load_evaluation, load_result
-from rloo_kit.results.verdict import Change, Verdict, change_of, judge_run, measured_words
+from rloo_kit.results.verdict import Verdict, judge_run, measured_words
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.run_dir import INPUTS
@@ -53,36 +54,60 @@ class RunComparison:
     @property
     def sentence(self) -> str:
         """Which run is ahead and by how much, with the interval, or that none is."""
-        first, others = self.runs[0], self.runs[1:]
-        apart = [one for one in others if one.lead is not None and (one.lead.rose or one.lead.fell)]
-        unknown = [one for one in others if one.lead is None]
-        parts = [_ahead(one, first) for one in apart]
-        tied = [one.name for one in others if one.lead is not None and one not in apart]
-        how = ", ".join({one.word: "" for one in others if one.name in tied and one.word})
+        first, tied = self.runs[0], []
+        ahead, unknown = [], []
+        for one in self.runs[1:]:
+            if one.lead is None:
+                unknown.append(f"{one.name} cannot be compared with {first.name}: {one.word}")
+            elif one.lead.rose or one.lead.fell:
+                better, worse = (one, first) if one.lead.rose else (first, one)
+                words = f", {one.word}" if one.word else ""
+                ahead.append(f"{better.name} is ahead of {worse.name}: {one.lead.describe_lead()}{words}")
+            else:
+                tied.append(one)
+        same = []
         if tied:
-            same = f"{_join(tied)} and {first.name} do not differ significantly on their held-out prompts"
-            parts.append(f"{same} ({how})" if how else same)
-        parts += [f"{one.name} cannot be compared with {first.name}: {one.word}" for one in unknown]
-        luck = "; among several runs the best is partly luck" if len(apart) > 1 else ""
-        return f"{'; '.join(parts)}{luck}."
+            *names, last = [one.name for one in tied]
+            together = f"{', '.join(names)} and {last}" if names else last
+            how = ", ".join(dict.fromkeys(one.word for one in tied if one.word))
+            same.append(f"{together} and {first.name} do not differ significantly on their held-out prompts")
+            same[0] += f" ({how})" if how else ""
+        luck = "; among several runs the best is partly luck" if len(ahead) > 1 else ""
+        return f"{'; '.join([*ahead, *same, *unknown])}{luck}."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"sentence": self.sentence, "runs": [_describe(one) for one in self.runs]}
+        runs = []
+        for one in self.runs:
+            found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
+            found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict(), "before": {}, "after": {}}
+            for when, side in (("before", one.before), ("after", one.after)):
+                if side is not None:
+                    found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
+                    found[when]["thinking_tokens"] = side.mean_thinking_tokens
+            lead = None if one.lead is None else one.lead.to_dict()
+            changed = {key: list(pair) for key, pair in (one.changed or {}).items()}
+            runs.append(found | {"lead": lead, "word": one.word, "changed": changed})
+        return {"sentence": self.sentence, "runs": runs}
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False)
-        name = name_of(measure_of(self.runs), *(one.after for one in self.runs))
+        measure = measure_of(self.runs)
+        name = name_of(measure, *(one.after for one in self.runs))
         for title in ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time"):
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
         for one in self.runs:
-            change = one.verdict.change
-            lead = "-" if one.lead is None else signed(one.lead.value, one.lead.low, one.lead.high).replace(" [", "\n[")
-            sides = [_value(side, measure_of(self.runs)) for side in (one.before, one.after)]
-            steps, time = str(one.result.steps), format_seconds(one.result.seconds)
-            table.add_row(one.name, one.verdict.kind if change or one.after else "-", *sides, lead, steps, time)
-        keys = [f"{one.name}: {_keys(one.changed)}" for one in self.runs if one.changed]
-        return Group(Text(fill_text(self.sentence)), Text(""), table, *(Text(fill_text(f"  {key}")) for key in keys))
+            sides = [None if side is None else side.measure(measure) for side in (one.before, one.after)]
+            values = ["-" if side is None else str(side) for side in sides]
+            values.append("-" if one.lead is None else f"{one.lead.difference:+.3f}")
+            values = [value.replace(" [", "\n[") for value in values]
+            kind = one.verdict.kind if one.verdict.change or one.after else "-"
+            table.add_row(one.name, kind, *values, str(one.result.steps), format_seconds(one.result.seconds))
+        lines = []
+        for one in self.runs:
+            keys = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in (one.changed or {}).items())
+            lines += [Text(fill_text(f"  {one.name}: {keys}"))] if keys else []
+        return Group(Text(fill_text(self.sentence)), Text(""), table, *lines)
 
     def __str__(self) -> str:
         return render_text(self)
@@ -110,21 +135,20 @@ def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
         before, after = load_evaluation(run, "before"), load_evaluation(run, "after")
         made.append(Contestant(name, run, result, before, after, judge_run(run, result, before, after)))
     first, measure = made[0], measure_of(made)
-    return RunComparison([first, *(_against(first, one, measure) for one in made[1:])])
+    compared = [first]
+    for one in made[1:]:
+        sections = [
+            {"run": {"seed": side.run.run.seed}} | side.run.model_dump(mode="json", include=set(COMPARED_ON_RESUME))
+            for side in (first, one)
+        ]
+        lead, word = _lead(first, one, measure)
+        compared.append(replace(one, lead=lead, word=word, changed=changed_keys(*sections)))
+    return RunComparison(compared)
 
 
 def measure_of(runs: Sequence[Contestant]) -> str:
     """The measure to compare the runs by: the first that every evaluated one has."""
     return next(iter(shared_measures(*(one.after for one in runs))), "accuracy")
-
-
-def _against(first: Contestant, one: Contestant, measure: str) -> Contestant:
-    sections = [
-        {"run": {"seed": side.run.run.seed}} | side.run.model_dump(mode="json", include=set(COMPARED_ON_RESUME))
-        for side in (first, one)
-    ]
-    lead, word = _lead(first, one, measure)
-    return replace(one, lead=lead, word=word, changed=changed_keys(*sections))
 
 
 def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | None, str]:
@@ -155,38 +179,6 @@ def _rewards(one: Contestant) -> tuple[Any, ...]:
     entries = [entry.model_dump(include={"name", "weight", "params"}) for entry in one.run.rewards if entry.weight]
     names = [] if one.after is None else [name for name in one.after.rewards if one.run.reward_weights.get(name, 1)]
     return entries, sorted(names)
-
-
-def _ahead(one: Contestant, first: Contestant) -> str:
-    assert one.lead is not None
-    better, worse = (one, first) if one.lead.rose else (first, one)
-    words = f", {one.word}" if one.word else ""
-    return f"{better.name} is ahead of {worse.name}: {one.lead.describe_lead()}{words}"
-
-
-def _describe(one: Contestant) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
-    found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict()}
-    for when, side in (("before", one.before), ("after", one.after)):
-        values = {name: side.measure(name) for name in shared_measures(side)} if side is not None else {}
-        found[when] = {name: list(value[:3]) for name, value in values.items() if value is not None}
-        found[when] |= {} if side is None else {"thinking_tokens": side.mean_thinking_tokens}
-    lead = None if one.lead is None else vars(one.lead)
-    changed = {key: list(pair) for key, pair in (one.changed or {}).items()}
-    return found | {"lead": lead, "word": one.word, "changed": changed}
-
-
-def _value(side: Evaluation | None, name: str) -> str:
-    found = None if side is None else side.measure(name)
-    return "-" if found is None else with_interval(*found[:3]).replace(" [", "\n[")
-
-
-def _keys(changed: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
-
-
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:

@@ -54,8 +54,8 @@ def _table(found: RunComparison, place: Path) -> str:
             link = f"<a href='{escape_text(Path(os.path.relpath(report, place)).as_posix())}'>{link}</a>"
         mark = f"<span aria-hidden='true' class='key c{number % COLORS}'></span>"
         sides = [None if side is None else side.measure(measure) for side in (one.before, one.after)]
-        values = ["-" if value is None else _value(*value[:3]) for value in sides]
-        lead = "-" if one.lead is None else _value(one.lead.value, one.lead.low, one.lead.high, "+")
+        values = ["-" if value is None else _value(*value.ends) for value in sides]
+        lead = "-" if one.lead is None else _value(*one.lead.difference.ends, "+")
         lead += f"<span class='under'>{escape_text(one.word)}</span>" if one.word else ""
         cells = [
             mark + link,
@@ -100,7 +100,7 @@ def _held_out(one: Contestant, measure: str) -> list[Point]:
     sides = {found.step: found.evaluation for found in during}
     sides |= {step: side for step, side in ends.items() if side is not None}
     found = {step: side.measure(measure) for step, side in sides.items()}
-    return [Point(step, *value[:3]) for step, value in sorted(found.items()) if value is not None]
+    return [Point(step, *value.ends) for step, value in sorted(found.items()) if value is not None]
 
 
 def _changes(runs: Sequence[Contestant]) -> str:

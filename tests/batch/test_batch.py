@@ -35,6 +35,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.system.console import render_text
+from tests.evaluations import around
 from tests.notebooks.batch_notebooks import wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -349,7 +350,7 @@ def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> 
 
 
 def evaluation(accuracy: float, thinking: float) -> dict:
-    found = Evaluation("x", 50, 1, 1.0, 48, accuracy, accuracy - 0.1, accuracy + 0.1, accuracy, 0.0, 1.0)
+    found = Evaluation("x", 50, 1, 1.0, 48, {"accuracy": around(accuracy), "greedy_accuracy": around(accuracy)})
     found.mean_thinking_tokens, found.closed_share = thinking, 0.5
     return found.to_dict()
 
@@ -618,9 +619,10 @@ def test_a_batch_of_own_rewards_is_compared_by_them(
     for status in list(compared.statuses.values())[:2]:
         for name, reward in (("before", 0.2), ("after", 0.8)):
             file = compared.training(status.name).folder / f"{name}.json"
-            found = json.loads(file.read_text()) | {"judged_by": "exact match", "greedy_reward": {"mean": 0.9}}
-            found |= {"accuracy": 0.0, "reward": reward, "reward_low": reward - 0.1, "reward_high": reward + 0.1}
-            file.write_text(json.dumps(found))
+            found = Evaluation.read(file)
+            found.judged_by = "exact match"
+            found.measures |= {"accuracy": around(0.0), "reward": around(reward), "greedy_reward": around(0.9)}
+            file.write_text(json.dumps(found.to_dict()))
     page, table = write_comparison(compared)
     row = next(csv.DictReader(table.open(encoding="utf-8")))
     assert (row["measure"], row["judged_by"], row["greedy_reward_after"]) == ("reward", "exact match", "0.9")
@@ -635,5 +637,7 @@ def test_a_batch_of_own_rewards_is_compared_by_them(
     for status in list(compared.statuses.values())[:2]:  # a reward of 0 throughout: exact match says as much
         for name in ("before", "after"):
             file = compared.training(status.name).folder / f"{name}.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | {"reward": 0.0}))
+            found = Evaluation.read(file)
+            found.measures["reward"] = around(0.0)
+            file.write_text(json.dumps(found.to_dict()))
     assert "0.000 → 0.000 (exact match)" in write_comparison(compared)[0].read_text(encoding="utf-8")

@@ -16,8 +16,7 @@ import torch
 from rloo_kit.cli.dialogue import Dialogue
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
-from rloo_kit.evals.ask import Answer, ask, count_room
-from rloo_kit.evals.asked import open_model
+from rloo_kit.evals.ask import Answer, ask, count_room, open_model
 from rloo_kit.models.policy import load_policy, save_adapter
 from rloo_kit.models.trained import load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions
@@ -108,13 +107,27 @@ def test_a_budget_closes_the_thinking(trained):
         ask(run, policy, "1+2=", budget=3, max_tokens=4, stream=False)
 
 
-def test_an_empty_system_prompt_is_none(trained):
+MESSAGES = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+TURNS = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n<think>\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("question", "system", "prompt", "asked"),
+    [
+        ("1+2=", "", PROMPT.partition("<|im_end|>\n")[2], "1+2="),  # an empty system prompt is none
+        (MESSAGES, None, TURNS, "3"),  # earlier turns are in the prompt as the template renders them
+        ({"prompt": PROMPT, "answer": "3"}, None, PROMPT, "system: Be brief.\nuser: 1+2="),  # a held-out row as it is
+    ],
+)
+def test_what_the_model_reads(question, system, prompt, asked, trained):
+    """The notebook asked the demo's sum of any model, and a row's prompt would have been rendered a second time."""
     run, policy = trained
-    assert run.data.system_prompt == "Be brief."
-    given = ask(run, policy, "1+2=", system="", temperature=0, stream=False)
-    plain = PROMPT.partition("<|im_end|>\n")[2]
-    assert given.tokens == len(sampled(run, policy, plain, temperature=0).ids)
-    assert given.thinking != ask(run, policy, "1+2=", temperature=0, stream=False).thinking
+    given = ask(run, policy, question, system=system, stream=False)
+    wanted = policy.tokenizer.decode(sampled(run, policy, prompt).ids, skip_special_tokens=True).strip()
+    assert given.thinking == wanted and given.question == asked
 
 
 def test_the_base_is_the_model_without_its_adapter(trained, capsys):
@@ -248,28 +261,6 @@ def test_the_oldest_turns_make_room(capsys):
     assert "oldest is dropped" in capsys.readouterr().out
     with pytest.raises(QuestionTooLongError):
         dialogue.take("x" * 300)
-
-
-def test_history_is_rendered_by_the_template(trained):
-    """Earlier turns are in the prompt as the template renders them."""
-    run, policy = trained
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    given = ask(run, policy, [*messages, {"role": "user", "content": "3"}], stream=False)
-    prompt = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
-        "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    )
-    wanted = policy.tokenizer.decode(sampled(run, policy, prompt).ids, skip_special_tokens=True).strip()
-    assert given.question == "3" and given.thinking == wanted
-
-
-def test_a_held_out_row_is_asked_as_it_is(trained):
-    """The notebook asked the demo's sum of any model, and a row's prompt would have been rendered a second time."""
-    run, policy = trained
-    row = {"prompt": PROMPT, "answer": "3"}
-    wanted = policy.tokenizer.decode(sampled(run, policy, PROMPT).ids, skip_special_tokens=True).strip()
-    given = ask(run, policy, row, stream=False)
-    assert given.thinking == wanted and given.question == "system: Be brief.\nuser: 1+2="
 
 
 # ------------------------------------------------------------------------------------------------ the command

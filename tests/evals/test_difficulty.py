@@ -1,4 +1,5 @@
-"""The difficulty cache: pass rates measured once and kept on disk, and the prompts selected by them."""
+"""The difficulty cache: pass rates measured once and kept on disk, the prompts selected by them, and whether RLOO has a
+signal."""
 
 import json
 from collections.abc import Callable
@@ -13,9 +14,17 @@ from peft import LoraConfig, get_peft_model
 
 from rloo_kit import load_config, load_data, load_policy, train
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import RewardSection
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals import difficulty
-from rloo_kit.evals.difficulty import PassRateCache, fingerprint, measure_pass_rates, select_prompts
+from rloo_kit.evals.difficulty import (
+    PassRateCache,
+    Signal,
+    fingerprint,
+    measure_pass_rates,
+    measure_signal,
+    select_prompts,
+)
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.runs.files import read_object
@@ -88,19 +97,28 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 RIGHT = {"0": 0, "1": 1, "2": 2, "3": 4, "4": 3, "5": 4}  # of 4 completions; the other prompts are never solved
 
 
-def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, capsys):
-    """If half of the groups have no learning signal, half of the run's time is wasted."""
+def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, cache, capsys):
+    """If half of the groups have no learning signal, half of the run's time is wasted. What was measured is not
+    measured again."""
     dataset = make_dataset(["7"] * 7)
     chosen = select_prompts(make_run(), policy, dataset, folder)
     assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 4)]
     assert chosen.column_names == dataset.column_names
     line = capsys.readouterr().out
+    assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
     assert "of 7 training prompts, 2 have a pass rate of at most 0" in line and "2 of at least 1" in line
     assert "4 completions each (0 from the cache): 3 are trained on" in line
     narrower = select_prompts(make_run(min_pass_rate=0.25, max_pass_rate=0.75), policy, dataset, folder)
     assert narrower["prompt"] == [dataset[2]["prompt"]], "both ends are skipped"
     off = make_run(difficulty_samples=0)
     assert select_prompts(off, policy, dataset, folder) is dataset
+    del sampled[:]  # measuring 1,000 prompts with a 4B model can take longer than the run itself
+    more = make_dataset(["7"] * 9)
+    select_prompts(make_run(), policy, more, folder)
+    assert sampled == [[more[row]["prompt"] for row in (7, 8)]]
+    (file,) = cache.iterdir()
+    conditions = json.loads(file.read_text().splitlines()[0])["conditions"]
+    assert conditions["model"] == "my-model" and conditions["temperature"] == 1.0 and conditions["samples"] == 4
 
 
 def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
@@ -125,19 +143,6 @@ def test_pass_rates_are_the_runs_own_right_answers(policy):
         closed = [one.ids for one in found if THINK_END in one.ids]
         answers = [ids[len(ids) - ids[::-1].index(THINK_END) :] for ids in closed]
         assert rates[row] == sum([token for token in ids if token != TURN_END] == [wanted] for ids in answers) / 8
-
-
-def test_what_was_measured_is_not_measured_again(policy, folder, sampled, cache):
-    """Measuring 1,000 prompts with a 4B model can take longer than the run itself."""
-    select_prompts(make_run(), policy, make_dataset(["7"] * 7), folder)
-    assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
-    del sampled[:]
-    more = make_dataset(["7"] * 9)
-    select_prompts(make_run(), policy, more, folder)
-    assert sampled == [[more[row]["prompt"] for row in (7, 8)]]
-    (file,) = cache.iterdir()
-    conditions = json.loads(file.read_text().splitlines()[0])["conditions"]
-    assert conditions["model"] == "my-model" and conditions["temperature"] == 1.0 and conditions["samples"] == 4
 
 
 def test_an_interrupted_measuring_goes_on(policy, folder, sampled, cache, monkeypatch):
@@ -284,3 +289,60 @@ def test_training_takes_the_chosen_prompts(tmp_path, tiny_folder, sampled, monke
     assert trained == kept and len(trained) >= 2
     calls = len(sampled)
     assert start("rloo.max_steps=3", resume=True).steps == 3 and len(sampled) == calls
+
+
+# ------------------------------------------------------------------------------------------------ the signal
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict", "word"),
+    [
+        ([0.0] * 9 + [0.5], "too low", "sft.max_steps"),
+        ([0.0] * 8 + [0.5, 0.125], "enough", "enough signal for RLOO"),
+        ([1.0] * 9 + [0.875], "too easy", "data.source"),
+        ([0.0] * 10, "too low", "sft.source"),
+    ],
+)
+def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
+    """A prompt that is always solved gives as little signal as one that never is; the mean pass rate alone shows
+    neither."""
+    signal = Signal(rates, 8)
+    assert signal.verdict == verdict and word in str(signal)
+    assert signal.num_mixed == sum(rate not in (0.0, 1.0) for rate in rates)
+    assert signal.share.low <= signal.num_mixed / 10 <= signal.share.high
+
+
+def test_it_samples_as_rloo_does(policy: Any) -> None:
+    """The policy sometimes answers 7 or 8, so a prompt is sometimes solved if one of them is the answer, and else
+    never."""
+    run = make_run(difficulty_samples=0)
+    run.rloo.per_device_train_batch_size = 64
+    run.rloo.num_generations = 64
+    data = SimpleNamespace(train=make_dataset(["7", "9", None, "8", "7"]))
+    signal = measure_signal(run, policy, data, 3)
+    assert signal is not None and signal.num_generations == run.rloo.num_generations == 64
+    assert len(signal.rates) == 3 and signal.rates[1] == 0.0, "the row without an answer is passed over"
+    assert signal.num_mixed == 2
+    assert run.rollout.difficulty_samples == 0, "the run is asked, not changed"
+    assert measure_signal(run, policy, SimpleNamespace(train=make_dataset([None, None])), 3) is None
+
+
+def test_the_signal_of_an_own_reward(policy: Any, tmp_path: Any) -> None:
+    """An SFT whose own reward had reached 98 % had a pass rate of 0 % by exact match: "a higher sft.learning_rate"."""
+    (tmp_path / "mine.py").write_text(
+        "def has(completions, level, **_):\n"
+        "    return [float(each > 1 or '7' in text) for text, each in zip(completions, level)]\n"
+    )
+    data = SimpleNamespace(train=make_dataset(["0"] * 3).add_column("level", [1, 1, 2]))
+    run = make_run(difficulty_samples=0)
+    run.rloo.per_device_train_batch_size = run.rloo.num_generations = 64
+    run.rewards = [RewardSection(name=f"{tmp_path / 'mine.py'}:has")]
+    signal = measure_signal(run, policy, data, 3)
+    assert signal is not None and signal.num_mixed == 2 and signal.verdict == "enough" and signal.rates[2] == 1.0
+    assert 0.1 < signal.rates[0] < 0.9 and "unequal rewards among 64 completions" in str(signal)
+    solved = measure_signal(run, policy, SimpleNamespace(train=data.train.select([2])), 1)
+    assert solved is not None and solved.verdict == "too easy" and "harder prompts (data.source)" in str(solved)
+    with pytest.raises(ConfigError, match="rollout.difficulty_samples=0"):
+        select_prompts(
+            make_run().model_copy(update={"rewards": run.rewards}), policy, data.train, SimpleNamespace(resumed=False)
+        )

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -18,13 +19,15 @@ from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.evals.rewards import HeldOutRewards
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import Evaluation, compare, difference, pair_means
-from rloo_kit.results.intervals import wilson
+from rloo_kit.results.changes import change_of, compare, pair_means
+from rloo_kit.results.evaluation import Budget, Evaluation
+from rloo_kit.results.intervals import Measured, wilson
 from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.think_tags import bind_think_tags, split_thinking
+from tests.evaluations import mean_of
 from tests.rollout.models import lean
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
@@ -92,14 +95,8 @@ def test_accuracy_counts_the_right_answers(make_run, make_policy):
         measured = evaluate(make_run(), policy, make_dataset(gold))
         expected = [float(a != "" and g == a) for a, g in zip(own, gold, strict=True)]
         assert 2 <= sum(expected) <= 8
-        per_prompt = measured.per_prompt if own is sampled else measured.greedy_per_prompt
-        assert per_prompt == expected
-        values = (
-            (measured.accuracy, measured.low, measured.high)
-            if own is sampled
-            else (measured.greedy_accuracy, measured.greedy_low, measured.greedy_high)
-        )
-        assert values == tuple(wilson(sum(expected) / NUM_PROMPTS, NUM_PROMPTS))
+        found = measured.measures["accuracy" if own is sampled else "greedy_accuracy"]
+        assert found == replace(wilson(sum(expected) / NUM_PROMPTS, NUM_PROMPTS), per_prompt=expected)
 
 
 def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
@@ -111,21 +108,23 @@ def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
     judged = [index for index in range(NUM_PROMPTS) if index % 3]
     some = [answer if index in judged else None for index, answer in enumerate(gold)]
     whole, part = (evaluate(make_run(**options), policy, make_dataset(each)) for each in (gold, some))
-    assert (part.num_prompts, part.num_judged, part.unscored) == (NUM_PROMPTS, len(judged), 0)
-    assert part.per_prompt == [whole.per_prompt[index] for index in judged]
-    assert part.greedy_per_prompt == [whole.greedy_per_prompt[index] for index in judged]
-    assert 0 < part.accuracy == sum(part.per_prompt) / len(judged)
-    assert part.pass_at_k[2] == sum(share > 0 for share in part.per_prompt) / len(judged)
-    assert part.budgets[0]["forced_share"] == whole.budgets[0]["forced_share"]
+    assert (part.num_prompts, part.measures["accuracy"].count, part.unscored) == (NUM_PROMPTS, len(judged), 0)
+    for name in ("accuracy", "greedy_accuracy"):
+        shares = [share if place in judged else None for place, share in enumerate(whole.measures[name].per_prompt)]
+        assert part.measures[name].per_prompt == shares
+        known = [share for share in shares if share is not None]
+        assert part.value(name) == sum(known) / len(judged)
+    assert part.value("accuracy") > 0
+    assert part.pass_at_k[2] == sum(bool(share) for share in part.measures["accuracy"].per_prompt) / len(judged)
+    assert part.budgets[0].forced_share == whole.budgets[0].forced_share
     assert [sample["correct"] is None for sample in part.samples] == [True, False]
     assert f"{len(judged)} of {NUM_PROMPTS}" in str(part) and "with an answer" not in str(whole)
     assert Evaluation.from_dict(json.loads(json.dumps(part.to_dict()))) == part
-    change = compare(part, part)
-    assert change.paired and change.num_prompts == len(judged)
-    change = compare(whole, part)
-    assert change.paired and change.num_prompts == len(judged) and change.difference == 0
+    for before in (part, whole):
+        change = compare(before, part).changes["accuracy"]
+        assert change.paired and change.difference.count == len(judged) and change.difference.value == 0
     nothing = evaluate(make_run(greedy=False), policy, make_dataset([None] * NUM_PROMPTS))
-    assert nothing.accuracy is None and nothing.per_prompt is None and "no answers" in str(nothing)
+    assert "accuracy" not in nothing.measures and "no answers" in str(nothing)
 
 
 def test_only_full_marks_count(make_run, make_policy):
@@ -133,21 +132,9 @@ def test_only_full_marks_count(make_run, make_policy):
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
     rewards = [{"name": "length_reward"}, {"name": "answer_reward", "weight": 0.1}]
-    expected = evaluate(make_run(), policy, make_dataset(gold)).accuracy
+    expected = evaluate(make_run(), policy, make_dataset(gold)).value("accuracy")
     assert expected is not None and expected > 0.1
-    assert evaluate(make_run(rewards), policy, make_dataset(gold)).accuracy == expected
-
-
-def test_judged_with_the_runs_own_parameters(make_run, make_policy):
-    """The run's reward looks for the last number, but the evaluation compared whole answers: training improved and
-    accuracy stayed at 0."""
-    seven, equals = 22, 28  # ids of the bytes "7" and "="
-    policy = make_policy(bias={seven: 9.0, equals: 9.0, THINK_END: 9.0, TURN_END: 9.0})
-    gold = ["7"] * NUM_PROMPTS
-    found = [{"name": "answer_reward", "params": {"find": "last_number"}}]
-    whole = evaluate(make_run(greedy=False, num_samples=8), policy, make_dataset(gold)).accuracy
-    last = evaluate(make_run(found, greedy=False, num_samples=8), policy, make_dataset(gold)).accuracy
-    assert whole is not None and last is not None and last > whole
+    assert evaluate(make_run(rewards), policy, make_dataset(gold)).value("accuracy") == expected
 
 
 def test_model_that_never_thinks(make_run, make_policy):
@@ -155,7 +142,7 @@ def test_model_that_never_thinks(make_run, make_policy):
     policy = digits_policy(make_policy, "instruct")
     gold = answers_of(policy, num_samples=4)[::4]
     measured = evaluate(make_run(num_samples=4, greedy=False), policy, make_dataset([text or "0" for text in gold]))
-    assert measured.accuracy is not None and measured.accuracy > 0.1
+    assert measured.value("accuracy") > 0.1
     assert measured.closed_share is None and measured.mean_thinking_tokens is None
     assert [sample["thinking"] for sample in measured.samples] == [""] * 10
     assert [sample["answer"] for sample in measured.samples] == gold[:10]
@@ -166,8 +153,8 @@ def test_without_answers_accuracy_is_none(make_run, make_policy):
     """A run on prompts without answers is valid; an accuracy of 0 would be wrong."""
     run = make_run([{"name": "thinking_reward"}], thinking_budgets=[2], pass_at_k=[1])
     measured = evaluate(run, digits_policy(make_policy), make_dataset())
-    assert (measured.accuracy, measured.greedy_accuracy, measured.pass_at_k) == (None, None, {})
-    assert measured.budgets[0]["accuracy"] is None and measured.budgets[0]["forced_share"] > 0
+    assert measured.pass_at_k == {} and not any("accuracy" in name for name in measured.measures)
+    assert measured.budgets[0].accuracy is None and measured.budgets[0].forced_share > 0
     assert "not measured: no answers" in str(measured)
     assert measured.closed_share is not None and measured.samples[0]["gold"] is None
 
@@ -180,7 +167,7 @@ def test_answers_that_cannot_be_judged(make_run, make_policy, monkeypatch):
 
     monkeypatch.setattr(answer_judge, "build_reward", lambda *_: unsure)
     measured = evaluate(make_run(greedy=False), digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
-    assert measured.accuracy == pytest.approx(1 / 3) and measured.unscored == 8
+    assert measured.value("accuracy") == pytest.approx(1 / 3) and measured.unscored == 8
     assert "could not be judged" in str(measured)
 
 
@@ -206,10 +193,10 @@ def test_pass_at_k(make_run, make_policy):
     measured = evaluate(make_run(num_samples=8, pass_at_k=[8, 1, 2]), policy, make_dataset(gold))
     assert list(measured.pass_at_k) == [1, 2, 8]
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured, "JSON's keys are text"
-    assert measured.accuracy is not None and measured.per_prompt is not None
-    assert measured.pass_at_k[1] == pytest.approx(measured.accuracy)
+    accuracy = measured.measures["accuracy"]
+    assert measured.pass_at_k[1] == pytest.approx(accuracy.value)
     assert measured.pass_at_k[1] < measured.pass_at_k[2] < measured.pass_at_k[8]
-    assert measured.pass_at_k[8] == pytest.approx(sum(share > 0 for share in measured.per_prompt) / NUM_PROMPTS)
+    assert measured.pass_at_k[8] == pytest.approx(sum(share > 0 for share in accuracy.per_prompt) / NUM_PROMPTS)
 
 
 def test_accuracy_at_thinking_budgets(make_run, make_policy):
@@ -218,13 +205,9 @@ def test_accuracy_at_thinking_budgets(make_run, make_policy):
     policy = make_policy(bias={seven: 100.0, THINK_END: -1000.0})
     run = make_run(thinking_budgets=[1, 4], answer_budget=1)
     measured = evaluate(run, policy, make_dataset(["7"] * NUM_PROMPTS))
-    assert measured.accuracy == 0.0 and measured.closed_share == 0.0
-    assert [entry["budget"] for entry in measured.budgets] == [1, 4]
-    for entry in measured.budgets:
-        assert (entry["accuracy"], entry["forced_share"]) == (1.0, 1.0)
-        assert entry["low"] == pytest.approx(wilson(1.0, NUM_PROMPTS).low)
-        assert (entry["forced_accuracy"], entry["forced_low"]) == (1.0, entry["low"])
-        assert entry["unforced_accuracy"] is entry["unforced_low"] is None
+    assert measured.value("accuracy") == 0.0 and measured.closed_share == 0.0
+    right = wilson(1.0, NUM_PROMPTS)
+    assert measured.budgets == [Budget(tokens, 1.0, right, right, None) for tokens in (1, 4)]
     rows = dict(measured.rows())
     assert rows["closed by the budget at 4"] == "100.0%" and rows["accuracy at 4, closed by the budget"][:5] == "1.000"
     assert "accuracy at 4, the others" not in rows
@@ -243,8 +226,7 @@ def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
     verdicts = [float(answer != "no such answer") for answer in gold]
     for side, name in ((True, "forced"), (False, "unforced")):
         chosen = [right for right, completion in zip(verdicts, found, strict=True) if completion.forced is side]
-        assert chosen and entry[f"{name}_accuracy"] == pytest.approx(sum(chosen) / len(chosen))
-        assert entry[f"{name}_high"] == pytest.approx(wilson(sum(chosen) / len(chosen), len(chosen)).high)
+        assert chosen and getattr(entry, name) == wilson(sum(chosen) / len(chosen), len(chosen))
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     assert "accuracy at 2, closed by the budget" in str(measured) and "accuracy at 2, the others" in str(measured)
 
@@ -287,7 +269,7 @@ def test_a_local_engine_of_training_evaluates(engine, make_run, make_policy):
     """An engine that only the trainer could reach ended a run at its first evaluation."""
     run = make_run(greedy=False)
     run.rollout.engine = engine
-    assert evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS)).accuracy is not None
+    assert evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS)).measures
 
 
 def test_evaluation_never_swaps_the_engine(make_run, make_policy):
@@ -310,23 +292,11 @@ def test_same_seed_same_evaluation(make_run, make_policy):
     assert first == second
 
 
-def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
-    """Two hundred prompts of a 4B model take many minutes; a silent evaluation looked hung and was killed. A short one
-    prints nothing."""
-    policy = digits_policy(make_policy)
-    evaluate(make_run(), policy, make_dataset(["1"] * NUM_PROMPTS))
-    assert capsys.readouterr().out == ""
-    run = make_run(batch_size=1, num_samples=16, thinking_budgets=[2])
-    run.run.progress_every_s = 0.0
-    evaluate(run, policy, make_dataset(), "before")
-    assert "evaluation before: " in capsys.readouterr().out  # at most ten lines a second: the parts vary
-
-
 def test_temperature_zero_is_greedy_already(make_run, make_policy):
     """The same completions are not sampled twice."""
     policy = digits_policy(make_policy)
     measured = evaluate(make_run(temperature=0), policy, make_dataset(["1"] * NUM_PROMPTS))
-    assert (measured.greedy_accuracy, measured.greedy_per_prompt) == (measured.accuracy, measured.per_prompt)
+    assert measured.measures["greedy_accuracy"] == measured.measures["accuracy"]
 
 
 def test_nothing_to_evaluate_on(make_run, make_policy):
@@ -370,16 +340,16 @@ def test_held_out_reward_is_that_of_training(make_run, make_policy):
     values = {reward.__name__: reward(**batch) for reward in build_rewards(run, policy.tokenizer)}
     for name, numbers in values.items():
         entry = found.rewards[name]
-        assert entry["mean"] == pytest.approx(sum(numbers) / len(numbers))
-        assert entry["per_prompt"] == pytest.approx([sum(numbers[at : at + 4]) / 4 for at in range(0, len(numbers), 4)])
-        assert entry["low"] <= entry["mean"] <= entry["high"]
+        assert entry.value == pytest.approx(sum(numbers) / len(numbers)) and entry.low <= entry.value <= entry.high
+        assert entry.per_prompt == pytest.approx([sum(numbers[at : at + 4]) / 4 for at in range(0, len(numbers), 4)])
     sums = [0.5 * a + 2.0 * b for a, b in zip(values["length_reward"], values["thinking_reward"], strict=True)]
-    assert found.reward == pytest.approx(sum(sums) / len(sums)) and found.reward_low < found.reward < found.reward_high
-    assert found.accuracy is None and found.reward_unscored == 0
+    reward = found.measures["reward"]
+    assert reward.value == pytest.approx(sum(sums) / len(sums)) and reward.low < reward.value < reward.high
+    assert "accuracy" not in found.measures and found.reward_unscored == 0
     assert "reward, weighted sum" in str(found) and "reward length_reward" in str(found)
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    same = compare(found, found)
-    assert same.reward_difference == 0 and same.reward_low < 0 < same.reward_high and same.num_prompts == 12
+    same = compare(found, found).changes["reward"].difference
+    assert same.value == 0 and same.low < 0 < same.high and same.count == 12
 
 
 def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
@@ -404,7 +374,7 @@ def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
     assert columns["thinking_forced"] == [False] * 8 and "prompt" not in columns
     assert completions == [policy.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
     assert (columns["trainer_state"].global_step, columns["trainer_state"].max_steps) == (9, 9)
-    assert found.reward == found.rewards["watching"]["mean"] == pytest.approx(found.mean_tokens)
+    assert found.value("reward") == found.rewards["watching"].value == pytest.approx(found.mean_tokens)
     run.rloo.thinking_budget = None
     evaluate(run, policy, data, reward_funcs=[watching])
     assert "thinking_forced" not in calls[-1][3]
@@ -423,10 +393,9 @@ def test_a_reward_that_fails_leaves_its_samples_out(make_run, make_policy, capsy
 
     data = make_dataset().add_column("level", list(range(NUM_PROMPTS)))
     found = evaluate(make_run(), digits_policy(make_policy), data, reward_funcs=[sometimes, plain])
-    assert found.reward_unscored == 1 and found.reward_per_prompt[3] is None
-    assert found.reward_per_prompt[:3] == [1.0, 3.0, 4.0] and found.reward_per_prompt[4] == 1.0
-    assert found.rewards["sometimes"]["per_prompt"][:5] == [None, 2.0, 3.0, None, None]
-    assert found.rewards["plain"]["mean"] == 1.0
+    assert found.reward_unscored == 1 and found.measures["reward"].per_prompt[:5] == [1.0, 3.0, 4.0, None, 1.0]
+    assert found.rewards["sometimes"].per_prompt[:5] == [None, 2.0, 3.0, None, None]
+    assert found.rewards["plain"].value == 1.0
     assert "without a reward, excluded from its mean" in str(found)
     assert "ValueError: no level 3 (8% of the held-out completions have no reward)" in capsys.readouterr().out
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
@@ -436,43 +405,57 @@ def test_a_reward_file_that_is_gone_leaves_the_accuracy(make_run, make_policy, c
     """`rloo-kit eval` of an old run needs only its answers; its reward file may be on another machine."""
     run = make_run([{"name": "no_such_module_here:brevity"}])
     found = evaluate(run, digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
-    assert found.accuracy is not None and found.reward is None
+    assert "accuracy" in found.measures and "reward" not in found.measures
     assert "the held-out reward is not measured" in capsys.readouterr().out
 
 
-def test_evaluations_from_before_there_were_rewards(make_run, make_policy):
-    """The before.json of a run that an older version started is half of its report."""
-    found = evaluate(make_run(), digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS)).to_dict()
-    old = {name: value for name, value in found.items() if not name.startswith("reward")}
-    read = Evaluation.from_dict(old)
-    assert read.reward is None and read.measure("reward") is None and read.measure("brevity") is None
-    assert "accuracy" in str(compare(read, Evaluation.from_dict(found))) and "reward" not in str(compare(read, read))
-    for wrong in ({"a": {"mean": float("nan")}}, {"a": {"mean": 1.0, "low": None, "high": None, "per_prompt": [1.0]}}):
+def test_a_file_of_an_older_version_is_read():
+    """The before.json of a run that an older version started is half of its report. Each measure had keys of its own,
+    and an accuracy no value for a prompt without an answer."""
+    older = {
+        "label": "before", "num_prompts": 3, "num_samples": 2, "temperature": 1.0, "max_completion_length": 6,
+        "prompts_digest": "x", "prompt_digests": ["a", "b", "c"], "num_judged": 2, "unjudged": [1],
+        "accuracy": 0.75, "low": 0.2, "high": 0.95, "per_prompt": [1.0, 0.5],
+        "greedy_accuracy": None, "greedy_low": None, "greedy_high": None, "greedy_per_prompt": None,
+        "reward": 1.5, "reward_low": None, "reward_high": None, "reward_per_prompt": [1.0, None, 2.0],
+        "rewards": {"own": {"mean": 3.0, "low": 1.0, "high": 4.0, "per_prompt": [2.0, None, 4.0]}}, "greedy_reward": {},
+        "budgets": [{"budget": 8, "accuracy": 0.5, "low": 0.1, "high": 0.9, "forced_share": 0.5,
+                     "forced_accuracy": 1.0, "forced_low": 0.2, "forced_high": 1.0, "unforced_accuracy": None}],
+    }  # fmt: skip
+    found = Evaluation.from_dict(older)
+    assert found.measures == {
+        "accuracy": Measured(0.75, 0.2, 0.95, 2, [1.0, None, 0.5]),
+        "reward": Measured(1.5, None, None, 2, [1.0, None, 2.0]),
+        "rewards/own": Measured(3.0, 1.0, 4.0, 2, [2.0, None, 4.0]),
+    }
+    assert found.budgets == [Budget(8, 0.5, Measured(0.5, 0.1, 0.9, 2), Measured(1.0, 0.2, 1.0, 1), None)]
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    oldest = Evaluation.from_dict({name: older[name] for name in list(older)[:6] + ["accuracy", "low", "high"]})
+    assert oldest.measures == {"accuracy": Measured(0.75, 0.2, 0.95, 3)} and "reward" not in str(oldest)
+    for wrong in ({"rewards": {"a": {"mean": float("nan")}}}, {"rewards": [1]}, {"reward_per_prompt": [1.0]},
+                  {"accuracy": "high"}, {"budgets": [{}]}, {"prompt_digests": ["a"]}):  # fmt: skip
         with pytest.raises(ValueError):
-            Evaluation.from_dict(found | {"rewards": wrong})
+            Evaluation.from_dict(older | wrong)
 
 
 def measured(shares: list[float], digest: str = "x", greedy: list[float] | None = None) -> Evaluation:
-    evaluation = Evaluation("", len(shares), 1, 1.0, 6, prompts_digest=digest, per_prompt=shares)
-    evaluation.accuracy, evaluation.low, evaluation.high = wilson(sum(shares) / len(shares), len(shares))
-    if greedy is not None:
-        evaluation.greedy_per_prompt = greedy
-        found = wilson(sum(greedy) / len(greedy), len(greedy))
-        evaluation.greedy_accuracy, evaluation.greedy_low, evaluation.greedy_high = found
-    return evaluation
+    measures = {"accuracy": mean_of(shares)} | ({"greedy_accuracy": mean_of(greedy)} if greedy else {})
+    return Evaluation("", len(shares), 1, 1.0, 6, measures, prompts_digest=digest)
 
 
 def test_compare_pairs_the_same_prompts():
     """Paired if possible, and the result says which it was; the demo claims that the intervals do not overlap."""
     before, after = measured([1.0] * 50 + [0.0] * 50), measured([1.0] * 60 + [0.0] * 40)
     paired = compare(before, after)
-    assert paired.paired and paired.difference == pytest.approx(0.1) and paired.low > 0 and paired.apart is False
+    change = paired.changes["accuracy"]
+    assert change.paired and change.difference.value == pytest.approx(0.1) and change.rose and paired.apart is False
     high = measured([1.0] * 80 + [0.0] * 20)
     assert compare(before, high).apart is compare(high, before).apart is True
     other = compare(before, measured([1.0] * 60 + [0.0] * 40, digest="y"))
-    assert not other.paired and other.difference == pytest.approx(0.1) and other.low < 0
+    change = other.changes["accuracy"]
+    assert not change.paired and change.difference.value == pytest.approx(0.1) and not change.rose
     assert "on the same 100 prompts" in str(paired) and "on different 100 prompts" in str(other)
-    assert paired.greedy_difference is None and "greedy" not in str(paired)
+    assert list(paired.changes) == ["accuracy"] and "greedy" not in str(paired)
 
 
 def test_nested_evaluations_are_paired_on_what_they_share(make_run, make_policy):
@@ -487,32 +470,20 @@ def test_nested_evaluations_are_paired_on_what_they_share(make_run, make_policy)
     before = evaluate(make_run(), policy, data, reward_funcs=[long])
     order = [7, 3, 0, 11, 5]
     after = evaluate(make_run(temperature=0.7), digits_policy(make_policy), data.select(order), reward_funcs=[long])
-    for name, old, new in (
-        ("accuracy", before.per_prompt, after.per_prompt),
-        ("greedy_accuracy", before.greedy_per_prompt, after.greedy_per_prompt),
-        ("reward", before.reward_per_prompt, after.reward_per_prompt),
-    ):
+    for name in ("accuracy", "greedy_accuracy", "reward"):
+        old, new = (one.measures[name].per_prompt for one in (before, after))
         for sides, sign in (((before, after), 1), ((after, before), -1)):
-            found = difference(*sides, name)
-            assert found.paired and found.num_prompts == 5
-            expected = sum(new) / 5 - sum(old[place] for place in order) / 5
-            assert found.estimate.value == pytest.approx(sign * expected) == found.after - found.before
-    assert len(set(before.reward_per_prompt)) > 1, "else the order would not matter"
-    assert compare(before, after).num_prompts == 5 and compare(before, after).paired
-    old = [Evaluation.from_dict({k: v for k, v in one.to_dict().items() if k not in NEW}) for one in (before, after)]
-    assert not compare(*old).paired and not compare(before, old[1]).paired
+            found = change_of(name, *sides)
+            assert found.paired and found.difference.count == 5
+            expected = sign * (sum(new) / 5 - sum(old[place] for place in order) / 5)
+            assert found.difference.value == pytest.approx(expected) == found.after.value - found.before.value
+    assert len(set(before.measures["reward"].per_prompt)) > 1, "else the order would not matter"
+    old = [replace(one, prompt_digests=None) for one in (before, after)]  # as of older versions
+    for first, second in (old, (before, old[1])):
+        assert not change_of("accuracy", first, second).paired
     assert compare(before, old[0]) == compare(before, before) == compare(old[0], old[0])
-    shifted = evaluate(make_run(), policy, data.select([11, 0]), reward_funcs=[long])
-    assert (
-        compare(after, shifted).paired
-        and not compare(evaluate(make_run(), policy, data.select([1, 2, 7])), after).paired
-    )
-    for wrong in ({"prompt_digests": before.prompt_digests[1:]}, {"unjudged": [3]}):
-        with pytest.raises(ValueError):
-            Evaluation.from_dict(before.to_dict() | wrong)
-
-
-NEW = ("prompt_digests", "unjudged")  # keys that evaluations of older versions lack
+    shifted, other = (evaluate(make_run(), policy, data.select(places)) for places in ([11, 0], [1, 2, 7]))
+    assert change_of("accuracy", after, shifted).paired and not change_of("accuracy", other, after).paired
 
 
 def test_of_two_equal_prompts_the_first_is_paired_with_the_first():
@@ -525,10 +496,12 @@ def test_of_two_equal_prompts_the_first_is_paired_with_the_first():
 def test_compare_greedy_and_none():
     """Greedy accuracy is compared separately; without answers there is nothing to compare."""
     found = compare(measured([0.0, 1.0], greedy=[1.0, 1.0]), measured([1.0, 1.0], greedy=[0.0, 1.0]))
-    assert (found.difference, found.greedy_difference) == (0.5, -0.5)
+    assert {name: one.difference.value for name, one in found.changes.items()} == {
+        "accuracy": 0.5, "greedy_accuracy": -0.5
+    }  # fmt: skip
     assert "greedy -0.500 [" in str(found)
     nothing = compare(Evaluation("", 2, 1, 1.0, 6), measured([1.0, 0.0]))
-    assert nothing.difference is None and nothing.apart is None and "neither an accuracy nor a reward" in str(nothing)
+    assert nothing.changes == {} and nothing.apart is None and "neither an accuracy nor a reward" in str(nothing)
 
 
 # ------------------------------------------------------------------------------------------ rewards of ones own
@@ -547,16 +520,17 @@ def test_an_own_reward_leads_and_exact_match_is_called_that(make_run, make_polic
     run = make_run([{"name": "length_reward"}])
     measured = evaluate(run, policy, rows, reward_funcs=[sentence])
     assert (measured.judged_by, measured.leading) == ("exact match", "reward")
-    assert 0 < measured.reward == measured.rewards["sentence"]["mean"] and measured.reward != measured.accuracy
+    reward = measured.measures["reward"]
+    assert 0 < reward.value == measured.rewards["sentence"].value != measured.value("accuracy")
     greedy = generate_completions(policy, rows["prompt"][:], max_completion_length=6, temperature=0, seed=0)
     expected = [float("7" in one.text) for one in greedy]
-    assert measured.greedy_reward["per_prompt"] == expected and 0 < sum(expected) < NUM_PROMPTS
+    assert measured.measures["greedy_reward"].per_prompt == expected and 0 < sum(expected) < NUM_PROMPTS
     samples = [*measured.samples, *measured.more_samples]
-    assert [one["reward"] for one in samples] == measured.reward_per_prompt
+    assert [one["reward"] for one in samples] == reward.per_prompt
     assert {one["correct"] for one in samples} == {None}
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     same = evaluate(make_run([{"name": "length_reward"}], temperature=0), policy, rows, reward_funcs=[sentence])
-    assert same.greedy_reward["mean"] == same.reward == measured.greedy_reward["mean"]
+    assert same.value("greedy_reward") == same.value("reward") == measured.value("greedy_reward")
 
 
 def test_a_reward_without_a_weight_does_not_count_where_no_other_applies(make_run):
@@ -576,9 +550,9 @@ def test_an_answer_reward_made_in_python_judges_with_its_own_settings(make_run, 
     own = AnswerReward(think_end_id=THINK_END, find="last_number")
     measured = evaluate(run, policy, rows, reward_funcs=[own])
     assert (measured.judged_by, measured.leading) == ("answer_reward", "accuracy")
-    assert 0 < measured.accuracy == measured.reward and not measured.greedy_reward
+    assert 0 < measured.value("accuracy") == measured.value("reward") and "greedy_reward" not in measured.measures
     configured = make_run([{"name": "answer_reward", "params": {"find": "last_number"}}], greedy=False, num_samples=8)
-    assert evaluate(configured, policy, rows).accuracy == measured.accuracy
+    assert evaluate(configured, policy, rows).value("accuracy") == measured.value("accuracy")
 
 
 @pytest.mark.parametrize("gold", [{"sum": 7, "steps": ["1+6"]}, [7, "seven"], True, "7 because 1+6 = 7 #### 7", 7])
@@ -597,7 +571,7 @@ def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_po
     measured = evaluate(run, make_policy(), data.test, reward_funcs=[own])
     assert seen == data.test["answer"][:] and all(one in (gold, {"other": None}) for one in seen) and gold in seen
     is_text = isinstance(gold, str) or gold == 7
-    assert (measured.accuracy is not None, measured.judged_by) == (is_text, "exact match" if is_text else None)
+    assert ("accuracy" in measured.measures, measured.judged_by) == (is_text, "exact match" if is_text else None)
     assert measured.leading == "reward" and measured.samples[0]["gold"] == seen[0]
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     if not is_text:
@@ -616,8 +590,12 @@ def test_a_reward_file_that_was_edited_in_between_is_not_compared(
         file.write_text(f"def score(completions):\n    return [{pay}] * len(completions)\n")
         found.append(evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS)))
     first, edited, again = found
-    assert (first.reward, edited.reward, first.sources) == (1.0, 9.0, again.sources) and first.sources != edited.sources
-    assert compare(first, edited).reward_difference is None and compare(first, again).reward_difference == 0.0
+    assert (first.value("reward"), edited.value("reward"), first.sources) == (
+        1.0,
+        9.0,
+        again.sources,
+    ) and first.sources != edited.sources
+    assert change_of("reward", first, edited) is None and change_of("reward", first, again).difference.value == 0.0
     assert Evaluation.from_dict(json.loads(json.dumps(first.to_dict()))) == first
 
     functions = []
@@ -626,7 +604,7 @@ def test_a_reward_file_that_was_edited_in_between_is_not_compared(
         file.write_text(f"def score(completions):\n    return [{pay}] * len(completions)\n")
         exec(compile(file.read_text(), str(file), "exec"), names := {"__name__": "__main__"})
         functions.append(evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS), reward_funcs=[names["score"]]))
-    assert compare(*functions).reward_difference is None
+    assert change_of("reward", *functions) is None
 
 
 def test_progress_counts_all_passes_and_says_when_it_ends(make_run, make_policy, monkeypatch, capsys):

@@ -14,7 +14,7 @@ QUESTION = "58+67="
 
 
 def ask(source: Path) -> Any:
-    from rloo_kit.evals.asked import open_model
+    from rloo_kit.evals.ask import open_model
 
     return open_model(source).ask(QUESTION, temperature=0.0, stream=False)
 

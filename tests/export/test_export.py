@@ -27,6 +27,7 @@ from rloo_kit.export import export as exporting
 from rloo_kit.export import parity
 from rloo_kit.export.targets import WRITERS
 from rloo_kit.results.evaluation import Evaluation
+from tests.evaluations import around
 
 CASES = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "q8_0"})]
 SWITCH = " --default-chat-template-kwargs"
@@ -246,9 +247,8 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     folder = make_run("card", "rloo.beta=0.01", "data.source=/data/of/mine/rows.jsonl")
     for when, value in (("before", 0.25), ("after", 0.75)):
         shares = [1.0] * int(value * 100) + [0.0] * int(100 - value * 100)
-        found = Evaluation(
-            when, 100, 1, 1.0, 48, value, value - 0.08, value + 0.08, prompts_digest="same", per_prompt=shares
-        )
+        measures = {"accuracy": around(value, 0.08, shares)}
+        found = Evaluation(when, 100, 1, 1.0, 48, measures, prompts_digest="same")
         (folder / f"{when}.json").write_text(json.dumps(found.to_dict()))
     (folder / "versions.json").write_text(json.dumps({"versions": {"torch": "2.13.0", "unsloth": None}}))
     run = find_run(folder)

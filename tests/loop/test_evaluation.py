@@ -110,7 +110,7 @@ def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
     row, evaluation = result.metrics[1], lines(result.folder, "evaluations.jsonl")[1]
     for name in ("accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high"):
         assert isinstance(row[f"eval/{name}"], float), name
-    assert row["eval/reward"] == pytest.approx(evaluation["evaluation"]["reward"])
+    assert row["eval/reward"] == pytest.approx(evaluation["evaluation"]["measures"]["reward"]["value"])
     assert row["eval/accuracy"] == evaluation["value"] and evaluation["measure"] == "accuracy"
     printed = capsys.readouterr().out
     assert "held-out at step 4: accuracy 0.000 [0.000, " in printed and "| held-out 0.000 |" in printed
@@ -121,7 +121,10 @@ def test_patience_follows_the_reward_where_none_compares_answers(start, capsys):
     result = start(*EVERY_TWO, "rloo.learning_rate=0.2", "eval.num_samples=4", "eval.patience=1", rewards=[low_ids])
     rows = lines(result.folder, "evaluations.jsonl")
     assert {row["measure"] for row in rows} == {"reward"} and rows[-1]["value"] > rows[0]["value"]
-    assert rows[0]["evaluation"]["judged_by"] == "exact match" and rows[-1]["evaluation"]["accuracy"] == 0
+    assert (
+        rows[0]["evaluation"]["judged_by"] == "exact match"
+        and rows[-1]["evaluation"]["measures"]["accuracy"]["value"] == 0
+    )
     assert result.stopped is None and result.adapter_step == 6
     assert not any(name.startswith("eval/accuracy") for row in result.metrics for name in row)
     assert "accuracy" not in capsys.readouterr().out
@@ -136,6 +139,9 @@ def test_a_run_is_stopped_early_and_its_adapter_is_the_best(start, capsys):
     assert found_by(folder) == [(0, 1.0, True, 0), (2, 2.0, True, 2), (4, -3.0, False, 2), (6, -4.0, False, 2)]
     assert (result.stopped, result.steps, result.adapter_step) == ("early", 6, 2)
     assert_same(weights(folder / "adapter"), weights(folder / "best"))
+    parameters = start.policy.model.named_parameters()
+    live = {name.replace(".default", ""): value.detach() for name, value in parameters if "lora_" in name}
+    assert_same(live, weights(folder / "best"))
     record = json.loads((folder / "best" / "evaluation.json").read_text())
     assert (record["step"], record["value"], record["measure"]) == (2, 2.0, "reward")
     said = status(folder)
@@ -147,18 +153,6 @@ def test_a_run_is_stopped_early_and_its_adapter_is_the_best(start, capsys):
     assert_same(weights(folder / "adapter"), weights(two_steps.folder / "adapter"))
     last = weights(folder / "checkpoints" / "checkpoint-6")
     assert any(not torch.equal(tensor, last[name]) for name, tensor in weights(folder / "adapter").items())
-
-
-def test_what_is_in_memory_afterwards_is_the_best(start):
-    """`after.json` measured the last weights while adapter/ held the best ones: the report described neither."""
-    result = start(*EVERY_TWO, "eval.measure=reward", rewards=[falling(6)])
-    live = {
-        name.replace(".default", ""): value.detach()
-        for name, value in start.policy.model.named_parameters()
-        if "lora_" in name
-    }
-    assert result.stopped is None and result.adapter_step == 2
-    assert_same(live, weights(result.folder / "best"))
 
 
 def test_the_best_weights_earn_what_is_written_about_them(write_config):
@@ -261,9 +255,10 @@ def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
     """`--resume` of a finished run trains no step; more patience goes on where it stopped."""
     words = (*EVERY_TWO, "eval.measure=reward", "rloo.max_steps=12")
     first = start(*words, "eval.patience=2", rewards=[falling(12)])
-    again = start(*words, "eval.patience=2", rewards=[falling(12)], resume=True)
-    assert (again.stopped, again.steps, again.adapter_step) == ("early", 6, 2)
-    assert "stopped early (raise eval.patience to continue) already" in capsys.readouterr().out
+    for other in ((), ("eval.num_samples=2",)):  # whatever is measured, its patience is used up
+        again = start(*words, "eval.patience=2", *other, rewards=[falling(12)], resume=True)
+        assert (again.stopped, again.steps, again.adapter_step) == ("early", 6, 2)
+        assert "stopped early (raise eval.patience to continue) already" in capsys.readouterr().out
     run = load_config(first.folder / "config.yaml", f"run.output_dir={first.folder.parent}", "run.name=tiny")
     assert (load_result(run).stopped, load_result(run).adapter_step) == ("early", 2)
     on = start(*words, "eval.patience=3", rewards=[falling(12)], resume=True)
@@ -271,24 +266,16 @@ def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
     assert ("stopped_early" in status(on.folder)) == (on.stopped == "early")
 
 
-@pytest.mark.parametrize("key", ["num_samples=2", "every_prompts=3", "measure=by_ids", "every_steps=0"])
-def test_a_finished_run_keeps_its_best_weights_whatever_else_is_measured(key, start):
+def test_a_finished_run_keeps_its_best_weights_whatever_else_is_measured(start):
     """A finished run that was resumed with another `eval` key, to measure more, got its last, broken weights back."""
     folder = start(*EVERY_TWO, "eval.measure=reward", rewards=[falling(6), by_ids]).folder
     best = weights(folder / "best")
-    again = start(*EVERY_TWO, "eval.measure=reward", f"eval.{key}", rewards=[falling(6), by_ids], resume=True)
-    assert (again.steps, again.adapter_step, status(folder)["adapter_step"]) == (6, 2, 2)
-    assert_same(weights(folder / "adapter"), best)
-    live = {name.replace(".default", ""): value for name, value in start.policy.model.named_parameters()}
-    assert all(torch.equal(tensor, live[name]) for name, tensor in best.items())
-
-
-def test_a_run_that_stopped_early_stays_stopped_whatever_else_is_measured(start):
-    """Its evaluations had other settings than those of now, so its patience counted as unused and it trained on."""
-    words = (*EVERY_TWO, "eval.measure=reward", "rloo.max_steps=12", "eval.patience=2")
-    assert start(*words, rewards=[falling(12)]).steps == 6
-    again = start(*words, "eval.num_samples=2", rewards=[falling(12)], resume=True)
-    assert (again.stopped, again.steps, again.adapter_step) == ("early", 6, 2)
+    for key in ("num_samples=2", "every_prompts=3", "measure=by_ids", "every_steps=0"):
+        again = start(*EVERY_TWO, "eval.measure=reward", f"eval.{key}", rewards=[falling(6), by_ids], resume=True)
+        assert (again.steps, again.adapter_step, status(folder)["adapter_step"]) == (6, 2, 2)
+        assert_same(weights(folder / "adapter"), best)
+        live = {name.replace(".default", ""): value for name, value in start.policy.model.named_parameters()}
+        assert all(torch.equal(tensor, live[name]) for name, tensor in best.items())
 
 
 def test_the_best_so_far_is_measured_again_when_the_settings_change(start, capsys):
@@ -432,8 +419,9 @@ def test_a_learning_rate_that_breaks_the_policy(tmp_path, repository):
     )
     policy = load_policy(loaded)
     after = json.loads((run.folder / "after.json").read_text())
-    assert evaluate(loaded, policy, data.test).per_prompt == after["per_prompt"]
+    measured = evaluate(loaded, policy, data.test).measures["accuracy"]
+    assert measured.per_prompt == after["measures"]["accuracy"]["per_prompt"]
     again = evaluate(settings_during_training(loaded), policy, draw_prompts(loaded, data.test))
-    assert again.accuracy == best[1]
+    assert again.value("accuracy") == best[1]
     page = (run.folder / "report.html").read_text()
     assert f"the weights of step {best[0]}" in page and "stopped early" in page

@@ -193,7 +193,7 @@ def test_an_evaluation_by_two_processes_is_that_of_one(launched, config):
         policy = load_policy(loaded)
         alone = evaluate(run, policy, load_data(loaded, policy.tokenizer).test).to_dict()
         two = json.loads((launched[0] / f"{name}.json").read_text())
-        for key in ("samples", "per_prompt", "greedy_per_prompt", "mean_tokens", "num_prompts", "prompts_digest"):
+        for key in ("samples", "measures", "mean_tokens", "num_prompts", "prompts_digest"):
             assert two[key] == alone[key], f"{name}: {key}"
 
 

@@ -330,7 +330,7 @@ def test_an_adapter_on_the_embedded_model_is_continued(tmp_path, repository):
     assert f"model.adapter={tmp_path}/arithmetic_thinking-sft/adapter" in command
     call(command[1:])
     folder = tmp_path / "arithmetic_thinking"
-    assert json.loads((folder / "before.json").read_text())["accuracy"] == after["accuracy"]
+    assert json.loads((folder / "before.json").read_text())["measures"]["accuracy"] == after["measures"]["accuracy"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["kl"] == 0.0
 

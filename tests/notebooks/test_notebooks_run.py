@@ -116,7 +116,7 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     assert {"text/html", "text/plain"} <= shown(output, "kit.show_completions(before, after")
     before = json.loads((folder / "small" / "before.json").read_text(encoding="utf-8"))
     assert before["num_prompts"] == SMALL["eval_prompts"]
-    assert f"{before['accuracy']:.3f}" in text_of(output, "before = kit.evaluate")
+    assert f"{before['measures']['accuracy']['value']:.3f}" in text_of(output, "before = kit.evaluate")
     assert re.search(r"^accuracy [+-]\d", text_of(output, "kit.compare("))
     check_group(text_of(output, "scored = "))
     asked = text_of(output, "kit.ask(")

@@ -10,8 +10,9 @@ import pytest
 from rloo_kit.health.rule import Finding
 from rloo_kit.results.charts import MOST_POINTS, Chart, Mark, Point, draw_chart, thin_out
 from rloo_kit.results.curves import budget_chart, draw_curves_of, held_out_chart, tokens_generated, tokens_per_second
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Budget, Evaluation
 from rloo_kit.results.figures import moving_mean
+from tests.evaluations import around
 
 
 def titles(html: str) -> list[str]:
@@ -106,9 +107,7 @@ def test_the_drawing_is_the_same_each_time_and_escaped() -> None:
 
 def test_held_out_points_are_before_during_and_after() -> None:
     """Held-out accuracy is the curve that counts, but was drawn without the two largest evaluations."""
-    before, after = (
-        Evaluation("", 100, 1, 1.0, 64, accuracy=value, low=value - 0.1, high=value + 0.1) for value in (0.2, 0.8)
-    )
+    before, after = (Evaluation("", 100, 1, 1.0, 64, {"accuracy": around(value)}) for value in (0.2, 0.8))
     chart = held_out_chart(before, after, [], "accuracy", 60)
     assert chart is not None and list(chart.series.values()) == [
         [Point(0, 0.2, 0.1, 0.30000000000000004), Point(60, 0.8, 0.7000000000000001, 0.9)]
@@ -118,9 +117,8 @@ def test_held_out_points_are_before_during_and_after() -> None:
 
 def test_accuracy_against_the_thinking_budget() -> None:
     """Budgets were rows of a table, without a curve."""
-    entry = {"low": 0.1, "high": 0.4, "forced_share": 0.5}
-    one = Evaluation("", 100, 1, 1.0, 64, accuracy=0.9, low=0.8, high=1.0)
-    one.budgets = [{"budget": 2048, "accuracy": 0.5, **entry}, {"budget": 512, "accuracy": 0.2, **entry}]
+    one = Evaluation("", 100, 1, 1.0, 64, {"accuracy": around(0.9)})
+    one.budgets = [Budget(2048, 0.5, around(0.5)), Budget(512, 0.5, around(0.2))]
     html = budget_chart(None, one)
     assert "20.0 % at 512, 90.0 % at no budget" in html and "2,048" in html
     assert budget_chart(one, None) and budget_chart(None, None) == ""

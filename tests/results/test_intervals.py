@@ -12,7 +12,6 @@ from rloo_kit.results.intervals import (
     clustered,
     mean_of_prompts,
     paired_difference,
-    paired_mean_difference,
     pass_at_k,
     unpaired_difference,
     wilson,
@@ -47,13 +46,13 @@ def test_one_completion_a_prompt_is_wilsons() -> None:
     """With one completion per prompt, the clustered interval has to equal the plain one exactly."""
     for right in range(8):
         shares = [1.0] * right + [0.0] * (7 - right)
-        assert clustered(shares, 1) == pytest.approx(wilson(right / 7, 7), abs=1e-12)
+        assert clustered(shares, 1).ends == pytest.approx(wilson(right / 7, 7).ends, abs=1e-12)
 
 
 def test_completions_of_a_prompt_are_no_independent_trials() -> None:
     """100 prompts x 8 completions that all agree are 100 observations; counted as 800, the interval was too narrow."""
     agreeing = clustered([1.0] * 30 + [0.0] * 70, 8)
-    assert agreeing == pytest.approx(wilson(0.3, 100), abs=1e-12)
+    assert agreeing.ends == pytest.approx(wilson(0.3, 100).ends, abs=1e-12)
     assert clustered([0.25] * 100, 8) == wilson(0.25, 100)  # no spread at all: as cautious as can be
     rng = random.Random(0)
     independent = clustered([sum(rng.random() < 0.3 for _ in range(8)) / 8 for _ in range(2000)], 8)
@@ -102,7 +101,7 @@ def test_interval_of_a_mean_reward() -> None:
     values = [0.5, -1.0, 2.0, 3.5]
     padded = [*values, -1.0, 3.5]
     half = 1.959964 * statistics.pstdev(padded) / math.sqrt(6)
-    assert mean_of_prompts(values, 1) == pytest.approx((1.25, 1.25 - half, 1.25 + half), rel=1e-6)
+    assert mean_of_prompts(values, 1).ends == pytest.approx((1.25, 1.25 - half, 1.25 + half), rel=1e-6)
     assert mean_of_prompts([0.5, 1.0, 0.0], 2) == clustered([0.5, 1.0, 0.0], 2)
     assert mean_of_prompts([0.5, 1.0, 0.0], 1) != clustered([0.5, 1.0, 0.0], 1)
     for equal in ([0.3], [0.3] * 5, [1.0, 0.9], [0.02, 0.02], [2.5] * 5, [-0.2] * 200, [0.12] * 9, [-0.5, 0.9]):
@@ -119,7 +118,7 @@ def test_a_small_penalty_with_a_large_reward() -> None:
     """Accuracy and a length penalty of at most 0.1: the interval went down to -0.21, as if the penalty could be 1."""
     values = [-0.02, -0.1, 0.97, 0.29, 0.1 - 0.2]
     assert mean_of_prompts(values, 1).low >= -0.1 - 1e-9
-    change = paired_mean_difference(values, [value + 0.01 for value in values], 1)
+    change = paired_difference(values, [value + 0.01 for value in values], 1)
     assert -1.1 - 1e-9 <= change.low < 0 < change.high <= 1.1 + 1e-9
 
 
@@ -131,11 +130,11 @@ def test_an_equal_change_of_two_prompts_is_no_certainty() -> None:
         changes = []
         for values in (few, many):
             before, after = [unit * value for value in values], [unit * (value + 0.1) for value in values]
-            changes.append(paired_mean_difference(before, after, 1))
+            changes.append(paired_difference(before, after, 1))
         assert changes[0].low < 0 < changes[0].high and changes[0].value == pytest.approx(unit / 10)
         assert changes[1].low > 0 and changes[1].high < unit
-    assert paired_mean_difference([0.1, 0.1], [1.0, 0.9], 1).high == 1.0
-    assert paired_mean_difference([-0.9, -1.0], [0.9, 1.0], 1).high == 2.0
+    assert paired_difference([0.1, 0.1], [1.0, 0.9], 1).high == 1.0
+    assert paired_difference([-0.9, -1.0], [0.9, 1.0], 1).high == 2.0
 
 
 def student(values: list[float]) -> float:
@@ -172,7 +171,7 @@ def test_interval_of_a_mean_reward_covers(name: str, num: int) -> None:
     hits, width, of_student = [0, 0], [0.0, 0.0], [0.0, 0.0]
     for _ in range(trials):
         before, after = zip(*rng.choices(draws, k=num), strict=True)
-        found = mean_of_prompts(after, 1), paired_mean_difference(before, after, 1)
+        found = mean_of_prompts(after, 1), paired_difference(before, after, 1)
         differences = [new - old for old, new in zip(before, after, strict=True)]
         for place, (estimate, values) in enumerate(zip(found, (after, differences), strict=True)):
             hits[place] += estimate.low <= truths[place] <= estimate.high

@@ -10,10 +10,13 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Finding
-from rloo_kit.results.evaluation import Evaluation, compare
+from rloo_kit.results.changes import compare
+from rloo_kit.results.evaluation import Budget, Evaluation
+from rloo_kit.results.intervals import Measured
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import TrainResult
 from rloo_kit.runs.files import saved_paths
+from tests.evaluations import mean_of
 from tests.html_page import Page
 
 HOSTILE = "</pre><script>alerted=1</script><img src=x onerror=alerted=2> \x00\x1b[31m & <think> ünïcode 你好"
@@ -27,15 +30,11 @@ def make_sample(number: int, correct: bool | None, **changes: Any) -> dict[str, 
 
 
 def make_evaluation(label: str, right: int, samples: list[dict[str, Any]]) -> Evaluation:
-    from rloo_kit.results.intervals import clustered
-
-    shares = [1.0] * right + [0.0] * (100 - right)
+    accuracy = mean_of([1.0] * right + [0.0] * (100 - right))
     evaluation = Evaluation(label, 100, 1, 1.0, 64, closed_share=0.9, mean_thinking_tokens=20.0, samples=samples)
-    evaluation.per_prompt = evaluation.greedy_per_prompt = shares
-    evaluation.accuracy, evaluation.low, evaluation.high = clustered(shares, 1)
-    evaluation.greedy_accuracy, evaluation.greedy_low, evaluation.greedy_high = clustered(shares, 1)
-    evaluation.budgets = [{"budget": 8, "accuracy": 0.1, "low": 0.05, "high": 0.2, "forced_share": 0.75}]
-    evaluation.budgets[0] |= {"forced_accuracy": 0.0625, "forced_low": 0.01, "forced_high": 0.3}
+    evaluation.measures = {"accuracy": accuracy, "greedy_accuracy": accuracy}
+    forced = Measured(0.0625, 0.01, 0.3, 75)
+    evaluation.budgets = [Budget(8, 0.75, accuracy=Measured(0.1, 0.05, 0.2, 100), forced=forced)]
     return evaluation
 
 
@@ -133,7 +132,7 @@ def test_report_holds_everything(written: str, run: RunConfig, evaluations: tupl
     assert "model embedded/thinking" in text and "seed 0" in text and "training time 1 min 15 s" in text
     assert f"learning rate {run.rloo.learning_rate:g}" in text and "Use it" in text and "Made by" not in text
     assert "tokens generated 66,528" in text  # 64 completions a step of 30.3 to 39 tokens
-    assert f"0.200 [{before.low:.3f}, {before.high:.3f}]" in text and "accuracy, thinking at most 8 tokens" in text
+    assert str(before.measures["accuracy"]) in text and "accuracy, thinking at most 8 tokens" in text
     assert "max_steps: 30" in text and "9.9.9" in text
     assert {"adapter", "config.yaml", "versions.json", "rollouts.jsonl"} <= set(page.values("href"))
     titles = re.findall(r"<figcaption><span>(.*?)</span>", written)
@@ -306,9 +305,9 @@ def test_a_report_of_an_own_reward_leads_with_it(run: RunConfig, result: Any) ->
     sides = []
     for name, rewards in (("before", [0.0, 0.0, 1.0, 0.0]), ("after", [1.0, 1.0, 1.0, 1.0])):
         side = with_reward(name, rewards, own=rewards)
-        side.accuracy, side.low, side.high, side.per_prompt, side.num_judged = 0.0, 0.0, 0.5, [0.0] * 4, 4
+        side.measures["accuracy"] = Measured(0.0, 0.0, 0.5, 4, [0.0] * 4)
         side.judged_by, side.samples = "exact match", [make_sample(1, None, reward=rewards[0])]
-        side.greedy_reward = side.rewards["own"]
+        side.measures["greedy_reward"] = side.rewards["own"]
         sides.append(side)
     page = write_report(run, result, *sides).read_text("utf-8")
     shown = words(page)

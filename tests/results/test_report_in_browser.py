@@ -17,6 +17,7 @@ from rloo_kit.results.result import TrainResult
 from rloo_kit.results.versus import compare_runs
 from rloo_kit.results.versus_page import write_comparison_page
 from tests.browser import CHROMIUM, Browser
+from tests.evaluations import mean_of
 from tests.results.test_report import HOSTILE, make_evaluation, make_metrics, make_rollout, make_sample
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (Debian: apt-get install chromium)")
@@ -65,8 +66,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = TrainResult(run.folder, run.folder / "adapter", 30, make_metrics(30), 75.4, findings=[finding])
     before = make_evaluation("before", 60, [make_sample(n, n % 2 == 0) for n in range(8)])
     after = make_evaluation("after", 20, [make_sample(n, n < 4, thinking=HOSTILE) for n in range(8)])
-    before.per_prompt = [1.0, 0.0] * 50
-    after.per_prompt = [1.0] * 4 + [0.0] * 96
+    before.measures["accuracy"] = mean_of([1.0, 0.0] * 50)
+    after.measures["accuracy"] = mean_of([1.0] * 4 + [0.0] * 96)
     return write_report(run, result, before, after)
 
 

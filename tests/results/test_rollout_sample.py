@@ -7,8 +7,8 @@ from typing import Any
 
 from rloo_kit.results.changes import find_changes
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
-from rloo_kit.results.intervals import clustered
 from rloo_kit.results.rollout_sample import EACH, ROOM, WHOLE, sample_rollouts
+from tests.evaluations import mean_of
 from tests.results.test_report import make_rollout, make_sample
 
 K = 4
@@ -133,11 +133,8 @@ def test_damaged_rows_and_messages_are_no_trouble() -> None:
 def make_sides(old: list[float], new: list[float], samples: int) -> tuple[Evaluation, Evaluation]:
     made = []
     for values in (old, new):
-        one = Evaluation(
-            "", len(values), 1, 1.0, 64, per_prompt=values, greedy_per_prompt=values[::-1], prompts_digest="x"
-        )
-        one.accuracy, one.low, one.high = clustered(values, 1)
-        one.greedy_accuracy, one.greedy_low, one.greedy_high = clustered(values, 1)
+        measures = {"accuracy": mean_of(values), "greedy_accuracy": mean_of(values[::-1])}
+        one = Evaluation("", len(values), 1, 1.0, 64, measures, prompts_digest="x")
         kept = [make_sample(n, value == 1.0) for n, value in enumerate(values[:samples])]
         one.samples, one.more_samples = kept[:1], kept[1:]
         made.append(one)
@@ -157,7 +154,8 @@ def test_prompts_without_an_answer_are_in_no_kind() -> None:
     """Only prompts with an answer have a share, so indices in the two lists differ."""
     before, after = make_sides([0, 1], [1, 1], samples=2)
     for one in (before, after):
-        one.num_prompts, one.num_judged = 3, 2
+        one.num_prompts = 3
+        one.measures["accuracy"].per_prompt.insert(0, None)
         one.samples, one.more_samples = [make_sample(9, None)], [*one.samples, *one.more_samples]
     kinds = {entry["prompt"]: entry["kind"] for entry in find_changes(before, after).prompts}
     assert kinds == {"0+1=": "fixed", "1+1=": "still right", "9+1=": None}

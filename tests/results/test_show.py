@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from rloo_kit import load_config
 from rloo_kit.cli import app
-from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,13 +243,11 @@ ONE = {"mean": 0.98, "low": 0.9, "high": 1.0, "per_prompt": [1.0] * 98 + [0.0] *
 
 
 def write_evaluation(folder: Path, right: int, digest: str = "same", name: str = "after", **changes: Any) -> None:
-    """Write after.json with `right` of 100 prompts right."""
-    shares = [1.0] * right + [0.0] * (100 - right)
-    found = Evaluation("after", 100, 1, 1.0, 48, right / 100, right / 100 - 0.1, right / 100 + 0.1)
-    found.prompts_digest, found.per_prompt = digest, shares
-    for key, value in changes.items():
-        setattr(found, key, value)
-    RunDir(folder).write_json(f"{name}.json", found.to_dict())
+    """Write after.json with `right` of 100 prompts right, as older versions did."""
+    found = {"label": "after", "num_prompts": 100, "num_samples": 1, "temperature": 1.0, "max_completion_length": 48}
+    found |= {"accuracy": right / 100, "low": right / 100 - 0.1, "high": right / 100 + 0.1}
+    found |= {"prompts_digest": digest, "per_prompt": [1.0] * right + [0.0] * (100 - right)}
+    RunDir(folder).write_json(f"{name}.json", found | changes)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT
 from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.watch import examine
-from rloo_kit.results.evaluation import Evaluation, compare, mean_reward, shared_measures
-from rloo_kit.results.intervals import clustered, mean_of_prompts
+from rloo_kit.results.changes import compare
+from rloo_kit.results.evaluation import Budget, Evaluation, shared_measures
+from rloo_kit.results.intervals import Measured
 from rloo_kit.results.result import TrainResult, load_result
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.runs.run_dir import RunDir
+from tests.evaluations import around, mean_of
 
 COUNT = 400
 
@@ -32,17 +34,18 @@ def run(tmp_path: Path) -> RunConfig:
     )
 
 
+def right_of_all(right: int) -> Measured:
+    return mean_of([1.0] * right + [0.0] * (COUNT - right))
+
+
 def evaluation(right: int, **changes: Any) -> Evaluation:
-    shares = [1.0] * right + [0.0] * (COUNT - right)
-    found = Evaluation("", COUNT, 1, 1.0, 64, prompts_digest="same", per_prompt=shares, num_judged=COUNT)
-    found.accuracy, found.low, found.high = clustered(shares, 1)
+    found = Evaluation("", COUNT, 1, 1.0, 64, {"accuracy": right_of_all(right)}, prompts_digest="same")
     found.samples = [{"prompt": "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n<think>\n"}]
     return replace(found, **changes)
 
 
 def with_reward(found: Evaluation, values: list[float]) -> Evaluation:
-    found.reward, found.reward_low, found.reward_high = mean_of_prompts(values, 1)
-    return replace(found, reward_per_prompt=values)
+    return replace(found, measures=found.measures | {"reward": mean_of(values)})
 
 
 def by_reward(right: int, exact: int = 0, greedy: int | None = None, **rewards: list[float]) -> Evaluation:
@@ -52,7 +55,7 @@ def by_reward(right: int, exact: int = 0, greedy: int | None = None, **rewards: 
     total = [sum(values) for values in zip(*rewards.values(), strict=True)]
     found.take_rewards([[one] for one in total], {name: [[one] for one in of] for name, of in rewards.items()})
     if greedy is not None:
-        found.greedy_reward = mean_reward([[1.0]] * greedy + [[0.0]] * (COUNT - greedy), 1)
+        found.measures["greedy_reward"] = right_of_all(greedy)
     return found
 
 
@@ -69,41 +72,55 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368))
     assert verdict.kind == "learnt"
     assert verdict.sentence.startswith("Accuracy rose from 22 % to 92 % (+70 points, 95 % CI 65 to 74, 400 held-out")
-    assert verdict.change is not None and verdict.change.value == pytest.approx(0.7)
+    assert verdict.change is not None and verdict.change.difference.value == pytest.approx(0.7)
     assert [command.split()[1] for command in verdict.commands] == ["ask", "export"]
     assert '"1+2="' in verdict.commands[0], "a question that the model was made for"
+
+
+@pytest.mark.parametrize(
+    ("sides", "rule", "changes", "kind", "words", "advice"),
+    [
+        ((200, 204), "", {}, "no evidence", "went from 50.0 % to 51.0 %", "rloo.max_steps"),
+        ((200, 201), "", {}, "no evidence", "", "rloo.max_steps"),
+        ((396, 397), "", {}, "no evidence", "", "harder prompts"),
+        *(((*sides,), rule, {}, "no signal", "what it saw", "rloo.key") for sides in ((200, 201), ())
+          for rule in ("no_signal", "truncation", "cold_start", "zero_gradient", "all_none")),
+        ((300, 20), "", {}, "broken", "fell from 75 % to 5 %", "rloo.learning_rate"),
+        ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.max_steps"),
+        ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.max_steps"),
+        ((300, 20), "broken_policy", {}, "broken", "fell from 75 % to 5 %", "rloo.key"),
+        ((), "broken_policy", {}, "broken", "what it saw", "rloo.key"),
+        ((200, 199), "reward_hacking", {}, "gamed", "what it saw", "rloo.key"),
+        ((100, 300), "reward_hacking", {}, "learnt", "rose from 25 % to 75 %", ""),
+        ((88,), "", {"steps": 7, "stopped": "interrupted"}, "no evidence", "step 7", "--resume"),
+        ((88,), "", {"steps": 0, "stopped": "running"}, "no evidence", "has not ended", ""),
+        ((88,), "", {"steps": 1, "stopped": "running", "metrics": [{"step": 1, "frac_score_zero_std": 1.0}]},
+         "no evidence", "has not ended", ""),
+        ((88, 368), "", {"adapter_step": 10}, "learnt", "of step 10, so part of it is luck", ""),
+    ],
+)  # fmt: skip
+def test_what_is_concluded(
+    sides: tuple[int, ...], rule: str, changes: dict[str, Any], kind: str, words: str, advice: str, run: RunConfig
+) -> None:
+    """A run without a signal never looks like a success, one that was cut off has nothing to boast of, and supervised
+    training is advised in its own keys."""
+    found = [finding(rule)] if rule else []
+    verdict = judge_run(run, result(run, *found, **changes), *map(evaluation, sides))
+    assert verdict.kind == kind and words in verdict.sentence
+    assert advice in verdict.next if advice else not verdict.next
+    assert "ask" not in verdict.commands[0] or kind == "learnt"
+    assert changes.get("method") != "sft" or "rloo." not in verdict.next
 
 
 def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> None:
     """Sampled accuracy alone also rises if sampling only got sharper: "from 24 % to 94 %" was no evidence."""
 
     def side(right: int, greedy: int, thinking: float) -> Evaluation:
-        shares = [1.0] * greedy + [0.0] * (COUNT - greedy)
-        measured = dict(zip(("greedy_accuracy", "greedy_low", "greedy_high"), clustered(shares, 1), strict=True))
-        return evaluation(right, greedy_per_prompt=shares, mean_thinking_tokens=thinking, **measured)
+        found = evaluation(right, mean_thinking_tokens=thinking)
+        return replace(found, measures=found.measures | {"greedy_accuracy": right_of_all(greedy)})
 
     verdict = judge_run(run, result(run), side(56, 4, 5.1), side(360, 396, 18.9))
     assert verdict.sentence.endswith("prompts); greedy from 1 % to 99 %; thinking from 5 to 19 tokens.")
-
-
-def test_a_difference_within_its_interval_is_no_evidence(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run), evaluation(200), evaluation(204))
-    assert verdict.kind == "no evidence" and "went from 50.0 % to 51.0 %" in verdict.sentence
-    assert "eval.num_prompts" in verdict.next or "rloo.max_steps" in verdict.next
-    assert not any("ask" in command for command in verdict.commands)
-
-
-def test_a_solved_task_is_told_to_find_harder_prompts(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run), evaluation(396), evaluation(397))
-    assert verdict.kind == "no evidence" and "harder prompts" in verdict.next
-
-
-@pytest.mark.parametrize("rule", ["no_signal", "truncation", "cold_start", "zero_gradient", "all_none"])
-@pytest.mark.parametrize("evaluated", [True, False])
-def test_a_run_without_signal_never_looks_like_a_success(run: RunConfig, rule: str, evaluated: bool) -> None:
-    sides = (evaluation(200), evaluation(201)) if evaluated else (None, None)
-    verdict = judge_run(run, result(run, finding(rule)), *sides)
-    assert verdict.kind == "no signal" and "what it saw" in verdict.sentence and "rloo.key" in verdict.next
 
 
 def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) -> None:
@@ -119,7 +136,7 @@ def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) ->
 def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
     """The limit for an accuracy was applied to a reward too, which may be any number."""
     tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
-    no_answers = evaluation(0, accuracy=None, low=None, high=None, per_prompt=None, num_judged=0)
+    no_answers = evaluation(0, measures={})
     for reward in (0.5, 5.0):
         side = with_reward(no_answers, [reward] * COUNT)
         assert judge_run(run, result(run, metrics=tied), side, side).kind == "no signal"
@@ -138,14 +155,6 @@ def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None
     assert verdict.kind == "no evidence"
 
 
-def test_a_run_that_still_trains_is_not_judged_as_ended(run: RunConfig) -> None:
-    """The advice was to continue with --resume, and after one step with tied groups that there was no signal."""
-    tied = [{"step": 1, "frac_score_zero_std": 1.0}]
-    for changes in ({"steps": 0}, {"steps": 1, "metrics": tied}):
-        verdict = judge_run(run, result(run, stopped="running", **changes), evaluation(88))
-        assert verdict.kind == "no evidence" and "has not ended" in verdict.sentence and not verdict.next
-
-
 def test_what_stopped_a_run_is_known_from_its_folder_too(run: RunConfig) -> None:
     """`rloo-kit report` wrote "ended as failed" over "no learning signal"."""
     with RunDir.create(run) as run_dir:
@@ -157,22 +166,9 @@ def test_what_stopped_a_run_is_known_from_its_folder_too(run: RunConfig) -> None
     assert load_result(run).stopped == "failed"
 
 
-def test_supervised_training_is_told_its_own_keys(run: RunConfig) -> None:
-    for sides in ((evaluation(300), evaluation(20)), (evaluation(200), evaluation(201))):
-        advice = judge_run(run, result(run, method="sft"), *sides).next
-        assert "sft." in advice and "rloo." not in advice
-
-
 def test_signal_that_came_back_is_no_verdict(run: RunConfig) -> None:
     verdict = judge_run(run, result(run, finding("no_signal", last=12)), evaluation(88), evaluation(368))
     assert verdict.kind == "learnt"
-
-
-def test_a_model_that_became_worse_is_broken(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run, finding("broken_policy")), evaluation(300), evaluation(20))
-    assert verdict.kind == "broken" and "fell from 75 % to 5 %" in verdict.sentence and "rloo.key" in verdict.next
-    assert judge_run(run, result(run, finding("broken_policy"))).kind == "broken", "without an evaluation too"
-    assert "rloo.learning_rate" in judge_run(run, result(run), evaluation(300), evaluation(20)).next
 
 
 def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
@@ -181,13 +177,11 @@ def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
     verdict = judge_run(run, result(run), before, after)
     assert verdict.kind == "gamed" and "reward rose from 0.20 to 0.90" in verdict.sentence
     assert "accuracy fell" in verdict.sentence
-    assert judge_run(run, result(run, finding("reward_hacking")), evaluation(200), evaluation(199)).kind == "gamed"
-    assert judge_run(run, result(run, finding("reward_hacking")), evaluation(100), evaluation(300)).kind == "learnt"
 
 
 def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
     sides = [
-        with_reward(evaluation(0, accuracy=None, low=None, high=None, per_prompt=None), values)
+        with_reward(evaluation(0, measures={}), values)
         for values in ([0.1 + 0.01 * (n % 9) for n in range(COUNT)], [1.1 + 0.01 * (n % 8) for n in range(COUNT)])
     ]
     verdict = judge_run(run, result(run), *sides)
@@ -196,9 +190,9 @@ def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
 
 def test_two_prompts_that_rise_equally_are_no_evidence(run: RunConfig) -> None:
     """Graded rewards of two prompts, each 0.2 higher: the interval was [0.20, 0.20] and the verdict "learnt"."""
-    nothing = evaluation(0, num_prompts=2, num_judged=0, accuracy=None, low=None, high=None, per_prompt=None)
+    nothing = evaluation(0, num_prompts=2, measures={})
     verdict = judge_run(run, result(run), with_reward(nothing, [0.3, 0.5]), with_reward(nothing, [0.5, 0.7]))
-    assert verdict.kind == "no evidence" and verdict.change.low < 0 < verdict.change.high
+    assert verdict.kind == "no evidence" and verdict.change.difference.low < 0 < verdict.change.difference.high
 
 
 @pytest.mark.parametrize(
@@ -216,13 +210,16 @@ def test_other_prompts_and_sample_counts_are_compared_with_a_word(run: RunConfig
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, prompts_digest="others"))
     assert verdict.kind == "learnt" and "on different prompts" in verdict.sentence
     digests = [str(number) for number in range(COUNT)]
-    before, half = evaluation(88, prompt_digests=digests), evaluation(0, num_prompts=300, num_judged=300)
-    half = replace(half, prompts_digest="others", prompt_digests=digests[100:], per_prompt=[0.0] * 60 + [1.0] * 240)
-    half.accuracy, half.low, half.high = clustered(half.per_prompt, 1)
+    before = evaluation(88, prompt_digests=digests)
+    half = evaluation(0, num_prompts=300, prompts_digest="others", prompt_digests=digests[100:])
+    half.measures["accuracy"] = mean_of([0.0] * 60 + [1.0] * 240)
     verdict = judge_run(run, result(run), before, half)
     assert "on the 300 prompts that both measured" in verdict.sentence and "different" not in verdict.sentence
     change = verdict.change
-    assert (change.before, change.after, change.value, change.prompts) == (0.0, 0.8, 0.8, 300), "22 % of all were right"
+    assert (change.before.value, change.after.value, change.difference.value) == (0.0, 0.8, 0.8), (
+        "22 % of all were right"
+    )
+    assert change.difference.count == 300
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, num_samples=4))
     assert "from 1 and 4 completions per prompt" in verdict.sentence
 
@@ -235,18 +232,8 @@ def test_rewards_of_an_edited_file_do_not_decide(run: RunConfig) -> None:
     found = judge_run(run, result(run), *sides)
     assert found.kind == "no evidence" and "without the rewards, which were edited in between" in found.sentence
     for side in sides:
-        side.accuracy = side.per_prompt = side.greedy_accuracy = side.greedy_per_prompt = None
+        del side.measures["accuracy"]
     assert "A reward was edited between the evaluations" in judge_run(run, result(run), *sides).sentence
-
-
-def test_the_best_of_many_evaluations_is_said_to_be_partly_luck(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run, adapter_step=10), evaluation(88), evaluation(368))
-    assert "of step 10" in verdict.sentence and "luck" in verdict.sentence
-
-
-def test_a_run_that_was_cut_off_has_no_verdict_to_boast_of(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run, steps=7, stopped="interrupted"), evaluation(88))
-    assert verdict.kind == "no evidence" and "step 7" in verdict.sentence and "--resume" in verdict.next
 
 
 def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> None:
@@ -265,7 +252,7 @@ def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> No
 
 def test_the_line_of_an_evaluation_names_each_thinking_budget() -> None:
     """When the line replaced the table in a run's output, the accuracies at thinking budgets were gone."""
-    budgets = [{"budget": 8, "accuracy": 0.5}, {"budget": 4, "accuracy": None}]
+    budgets = [Budget(8, 0.5, around(0.5)), Budget(4, 0.5)]
     line = Evaluation("after", 1000, 1, 1.0, 48, pass_at_k={4: 0.75}, budgets=budgets).describe()
     assert line == "Evaluation after: pass@4 0.750, 0.500 at 8 tokens of thinking, 0% truncated; 1,000 held-out prompts"
 
@@ -293,18 +280,13 @@ def test_exact_match_is_called_that_where_it_says_something(run: RunConfig) -> N
     assert rows.index("reward, weighted sum") < rows.index("exact match, temperature 1")
     assert "exact match +0.085" in str(compare(before, after)) and "exact match 0.100" in after.describe()
     assert "ccuracy" not in f"{compare(before, after)}{after}{judge_run(run, result(run), before, after)}"
-    no_reward = replace(before, reward=None), replace(after, reward=None)
+    no_reward = [replace(one, measures={"accuracy": one.measures["accuracy"]}) for one in (before, after)]
     assert judge_run(run, result(run), *no_reward).sentence.startswith("Exact match rose from 1.5 % to 10.0 %")
 
 
 def test_files_of_older_runs_lead_with_accuracy(run: RunConfig) -> None:
     """They do not say what judged; their verdicts stay."""
-    sides = [with_reward(evaluation(right), [0.5] * COUNT).to_dict() for right in (88, 368)]
-    for side in sides:
-        side["samples"] = []
-        for name in [name for name in side if name == "judged_by" or name.startswith("greedy_reward")]:
-            del side[name]
-    before, after = map(Evaluation.from_dict, sides)
+    before, after = (with_reward(evaluation(right), [0.5] * COUNT) for right in (88, 368))
     assert shared_measures(before, after) == ("accuracy", "reward")
     assert judge_run(run, result(run), before, after).sentence.startswith("Accuracy rose")
 

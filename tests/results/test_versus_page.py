@@ -15,6 +15,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.versus import compare_runs
 from rloo_kit.results.versus_page import _held_out, write_comparison_page
 from rloo_kit.runs.run_dir import RunDir
+from tests.evaluations import around
 from tests.html_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,8 +34,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             run_dir.set_status("finished", step=steps, max_steps=steps)
             for when, count in (("before", 10), ("after", right)):
                 shares = [1.0] * count + [0.0] * (100 - count)
-                found = Evaluation(when, 100, 1, 1.0, 48, count / 100, count / 100 - 0.1, count / 100 + 0.1)
-                found.prompts_digest, found.per_prompt, found.num_judged = "same", shares, 100
+                measures = {"accuracy": around(count / 100, shares=shares)}
+                found = Evaluation(when, 100, 1, 1.0, 48, measures, prompts_digest="same")
                 run_dir.write_json(f"{when}.json", found.to_dict())
         return run_dir.folder
 
@@ -108,7 +109,7 @@ def test_evaluations_during_training_are_drawn_without_the_others(
     run_dir = RunDir(folder)
     for when in ("before", "after"):
         (folder / f"{when}.json").unlink()
-    side = Evaluation("", 100, 1, 1.0, 48, 0.4, 0.3, 0.5).to_dict()
+    side = Evaluation("", 100, 1, 1.0, 48, {"accuracy": around(0.4)}).to_dict()
     rows = [
         {
             "step": step,
@@ -132,10 +133,10 @@ def test_the_lead_is_over_the_prompts_with_answers(make_run: Callable[..., Path]
     runs = [make_run("a", 40), make_run("b", 80)]
     for folder in runs:
         found = json.loads((folder / "after.json").read_text())
-        del found["per_prompt"][40:]
-        (folder / "after.json").write_text(json.dumps(found | {"num_judged": 40}))
+        found["measures"]["accuracy"]["per_prompt"][40:] = [None] * 60
+        (folder / "after.json").write_text(json.dumps(found))
     lead = compare_runs(runs).runs[1].lead
-    assert lead is not None and lead.prompts == 40
+    assert lead is not None and lead.difference.count == 40
 
 
 def test_the_command_writes_it_beside_the_first(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -96,20 +96,21 @@ class Checks:
     def _evaluation_file(self, where: str, found: dict[str, Any], side: Side) -> None:
         if found["num_prompts"] != side.count:
             self.say(where, f"{found['num_prompts']} prompts, completions of {side.count}")
-        for name, key in (("accuracy", ""), ("greedy_accuracy", "greedy_"), ("reward", "reward_")):
-            value = found["reward"] if name == "reward" else found[f"{key}accuracy"]
-            estimate = side.measure(name)
+        for name in ("accuracy", "greedy_accuracy", "reward"):
+            entry, estimate = found["measures"].get(name), side.measure(name)
+            value = None if entry is None else entry["value"]
             if name == "accuracy" and estimate is None and value == 0:
                 continue  # exact match with a list or JSON: 0 is true, and no surface may show it
             self.near(where, name, value, None if estimate is None else estimate.value)
-            if estimate is not None and value is not None:
-                self.ends(where, name, [found[f"{key}low"], found[f"{key}high"]], estimate)
+            if estimate is not None and entry is not None:
+                self.ends(where, name, [entry["low"], entry["high"]], estimate)
         for name, _ in self.run.rewards:
-            entry, estimate = found["rewards"][name], side.measure(name)
+            entry, estimate = found["measures"][f"rewards/{name}"], side.measure(name)
             assert estimate is not None
-            self.near(where, f"reward {name}", entry["mean"], estimate.value)
+            self.near(where, f"reward {name}", entry["value"], estimate.value)
             self.ends(where, f"reward {name}", [entry["low"], entry["high"]], estimate)
-        self._in_range(where, "reward", found["reward_low"], found["reward_high"])
+        reward = found["measures"]["reward"]
+        self._in_range(where, "reward", reward["low"], reward["high"])
         thoughts = side.thinking if side.closed else None
         pairs = {"closed_share": side.closed, "truncated_share": side.truncated, "mean_tokens": side.tokens,
                  "mean_thinking_tokens": thoughts}  # fmt: skip
@@ -132,13 +133,14 @@ class Checks:
         side = self._side_of(found)
         if row["measure"] != self.run.leads:
             self.say(where, f"the deciding measure is {row['measure']}, not {self.run.leads}")
-        for name, key in (("accuracy", ""), ("reward", "reward_")):
+        for name in ("accuracy", "reward"):
             estimate = side.measure(name)
             if estimate is None:
                 continue
-            self.near(where, name, found[name], estimate.value)
-            self.ends(where, name, [found[f"{key}low"], found[f"{key}high"]], estimate)
-        self._in_range(where, "reward", found["reward_low"], found["reward_high"])
+            entry = found["measures"][name]
+            self.near(where, name, entry["value"], estimate.value)
+            self.ends(where, name, [entry["low"], entry["high"]], estimate)
+        self._in_range(where, "reward", found["measures"]["reward"]["low"], found["measures"]["reward"]["high"])
         estimate = side.measure(row["measure"])
         assert estimate is not None
         self.near(where, "value", row["value"], estimate.value)
@@ -152,10 +154,8 @@ class Checks:
             self.ends(where, "against the best", against[1:], change)
 
     def _side_of(self, found: dict[str, Any]) -> Side:
-        per_prompt = {"reward": found["reward_per_prompt"]}
-        per_prompt |= {name: entry["per_prompt"] for name, entry in found["rewards"].items()}
-        if found.get("per_prompt") is not None:
-            per_prompt["accuracy"] = found["per_prompt"]
+        measures = found["measures"].items()
+        per_prompt = {name.removeprefix("rewards/"): entry["per_prompt"] for name, entry in measures}
         return Side(
             found["num_prompts"], per_prompt, found.get("closed_share"), found["truncated_share"],
             found["mean_tokens"], found.get("mean_thinking_tokens"),

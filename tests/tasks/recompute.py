@@ -189,10 +189,8 @@ class Recomputed:
         per_prompt |= {name: [self.score(name, one) for one in completions] for name, _ in self.rewards}
         if all(isinstance(one.gold, str) for one in completions):
             per_prompt["accuracy"] = [_answer_reward(one, self.thinks) for one in completions]
-        if found.get("greedy_per_prompt") is not None:
-            per_prompt["greedy_accuracy"] = found["greedy_per_prompt"]
-        if found.get("greedy_reward"):
-            per_prompt["greedy_reward"] = found["greedy_reward"]["per_prompt"]
+        greedy = {name: found["measures"].get(name) for name in ("greedy_accuracy", "greedy_reward")}
+        per_prompt |= {name: entry["per_prompt"] for name, entry in greedy.items() if entry is not None}
         thoughts = [one.thinking_tokens for one in completions if one.closed and one.thinking_tokens is not None]
         return Side(
             count=len(completions),
