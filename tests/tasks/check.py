@@ -796,14 +796,14 @@ class Checks:
         """`report.html`."""
         where, run, page = "report", self.run, self.on.report
         verdict = run.status["verdict"]
-        if f"<span class='kind'>{verdict['kind']}</span>" not in page:
+        if f'<span class="kind">{verdict["kind"]}</span>' not in page:
             self.say(where, "the word of the verdict is not that of status.json")
-        if _text(_between(page, "<p class='sentence'>", "</p>")) != verdict["sentence"]:
+        if _text(_between(page, '<p class="sentence">', "</p>")) != verdict["sentence"]:
             self.say(where, "the verdict's sentence is not that of status.json")
         if verdict["next"] and f"Next: {verdict['next']}" not in html.unescape(page):
             self.say(where, "the advice is not that of status.json")
-        tiles = re.findall(r"<div class='tile'>(.*?)(?=<div class='tile'>|</div>\n?<dl)", page, re.S)
-        if not tiles or _measure_in(_text(_between(tiles[0], "<div class='name'>", "</div>"))) != run.leads:
+        tiles = re.findall(r'<div class="tile">(.*?)(?=<div class="tile">|<dl)', page, re.S)
+        if not tiles or _measure_in(_text(_between(tiles[0], '<div class="name">', "</div>"))) != run.leads:
             self.say(where, f"the first tile is not the {run.leads}")
         for tile in tiles:
             self._tile(where, tile)
@@ -817,14 +817,9 @@ class Checks:
         self._constants(where, page)
         section = _between(page, '<section id="evaluation"', "</section>")
         self.difference(where, _text(_between(section, "<p>After minus before: ", "</p>")))
-        self.prompts(where, _text(_between(section, "<p class='notes'>", ", one completion")), run.sides["after"])
+        self.prompts(where, _text(_between(section, '<p class="notes">', ", one completion")), run.sides["after"])
         self.table(where, _table(section, "Evaluations before and after training"))
-        head = [
-            _text(one)
-            for one in re.findall(
-                r"<th scope='col'.*?>(.*?)</th>", _between(page, "<caption>Held-out prompts by change", "</thead>")
-            )
-        ]
+        head = _head(page, "Held-out prompts by change")
         for title, *counts in _table(page, "Held-out prompts by change"):
             self.kinds(
                 where, title, {kind: int(count.replace(",", "")) for kind, count in zip(head[1:], counts, strict=True)}
@@ -836,8 +831,8 @@ class Checks:
         )  # type: ignore[index]
 
     def _tile(self, where: str, tile: str) -> None:
-        title = _text(_between(tile, "<div class='name'>", "</div>"))
-        old, new = _text(_between(tile, "<span class='old'>", "</span>")), _text(_between(tile, "→ </span>", "</div>"))
+        title = _text(_between(tile, '<div class="name">', "</div>"))
+        old, new = _text(_between(tile, '<span class="old">', "</span>")), _text(_between(tile, "→ </span>", "</div>"))
         found = [self.quantity(title, side) for side in self.run.sides.values()]
         name = _measure_in(title)
         for shown, value in zip((old, new), found, strict=True):
@@ -848,7 +843,7 @@ class Checks:
             self.shown(where, f"tile {title!r}", shown, number)
         if name == "accuracy" and self.run.says_nothing:
             self.say(where, "a tile of exact match, although it is 0 before and after")
-        change = _text(_between(tile, "<div class='change'>", "</div>")) if "class='change'" in tile else ""
+        change = _text(_between(tile, '<div class="change">', "</div>")) if 'class="change"' in tile else ""
         if name:
             self.cell(where, f"tile {title!r}, change", change, self.run.change(name))
 
@@ -858,7 +853,7 @@ class Checks:
         for figure in re.findall(r"<figure.*?</figure>", section, re.S):
             title = _text(_between(figure, "<figcaption><span>", "</span>"))
             label = html.unescape(_between(figure, 'aria-label="', '"'))
-            ends = _text(_between(figure, "<span class='ends'>", "</span>")).split(" → ")
+            ends = _text(_between(figure, '<span class="ends">', "</span>")).split(" → ")
             if title.startswith("Held-out"):
                 self._held_out_figure(where, title, ends, label)
                 continue
@@ -936,8 +931,8 @@ class Checks:
 
     def _during_table(self, where: str, page: str) -> None:
         section = _between(page, '<section id="during"', "</section>")
-        head = [_text(one) for one in re.findall(r"<th scope='col'.*?>(.*?)</th>", section)]
-        note = _text(_between(section, "<p class='notes'>", "</p>"))
+        head = _head(section, "Each evaluation, with its interval")
+        note = _text(_between(section, '<p class="notes">', "</p>"))
         if (
             _measure_in((re.search(r"The deciding measure is (?:the )?([a-z -]+)", note) or ["", ""])[1])
             != self.run.leads
@@ -1053,11 +1048,8 @@ class Checks:
         page = self.on.page
         if html.escape(found["sentence"]) not in page and found["sentence"] not in html.unescape(page):
             self.say("comparison page", "its sentence is another")
-        body = _between(_between(page, "<table class='runs'>", "</table>"), "<tbody>", "</tbody>")
-        rows = [[_text(cell.replace("<span class='under'>", " ")) for cell in re.findall(r"<td>(.*?)</td>", row, re.S)]
-                for row in re.findall(r"<tr>(.*?)</tr>", body, re.S)]  # fmt: skip
-        self._versus_rows("comparison page", rows)
-        head = _text(_between(page, "<th scope='col'>verdict</th><th scope='col'>", "</th>"))
+        self._versus_rows("comparison page", _table(page, "Every run"))
+        head = _head(page, "Every run")[2]
         if _measure_in(head) != run.leads:
             self.say("comparison page", f"the column {head!r}, not the {run.leads}")
 
@@ -1180,16 +1172,11 @@ class Checks:
                 self.say(where, f"no recomputation of the column {title!r}: {cell}")
 
     def _batch_page(self, where: str) -> None:
-        table = _between(self.on.batch_page, "<table class='runs'>", "</table>")
-        head = [_text(one) for one in re.findall(r"<th>(.*?)</th>", table)]
+        head, rows = _head(self.on.batch_page, "Every run"), _table(self.on.batch_page, "Every run")
         before, after = self.run.sides.values()
-        rows = re.findall(r"<tr>(<td>.*?)</tr>", table, re.S)
         if len(rows) != 2:
             self.say(f"{where} page", f"{len(rows)} rows of 2 runs")
-        for row, sides in zip(rows, ((before, after), (before, before)), strict=False):
-            cells = [
-                _text(cell.replace("<span class='under'>", " ")) for cell in re.findall(r"<td>(.*?)</td>", row, re.S)
-            ]
+        for cells, sides in zip(rows, ((before, after), (before, before)), strict=False):
             self._batch_cells(f"{where} page", head, cells, sides)
 
     # -------------------------------------------------------------------------------------------- the notebook
@@ -1259,7 +1246,7 @@ class Checks:
             gold = self.run.sides["before"].completions[place].gold
             if gold is not None and f"(right answer: {gold})" not in " ".join(self.on.completions.split()):
                 self.say(where, f"show_completions has no (right answer: {gold})")
-            if gold is not None and html.escape(str(gold)) not in self.on.cells:
+            if gold is not None and str(gold) not in html.unescape(self.on.cells):
                 self.say(where, f"the cell has no {gold}")
 
     # -------------------------------------------------------------------------------------------- words
@@ -1328,6 +1315,12 @@ def _text(part: str) -> str:
     return " ".join(
         html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script).*?</\1>", "", part, flags=re.S))).split()
     )
+
+
+def _head(page: str, caption: str) -> list[str]:
+    """The names of the columns of the table with this caption."""
+    head = _between(page, f"<caption>{caption}", "</thead>")
+    return [_text(cell) for cell in re.findall(r"<th .*?>(.*?)</th>", head, re.S)]
 
 
 def _table(page: str, caption: str) -> list[list[str]]:

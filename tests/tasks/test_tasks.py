@@ -58,7 +58,7 @@ CHANGES = {
     "show": (" steps, ", " steps, 9"),
     "report": ("<dt>tokens generated</dt><dd>", "<dt>tokens generated</dt><dd>9"),
     "versus": ("[", "[9"),
-    "page": ("<span class='under'>[", "<span class='under'>[9"),
+    "page": ('<span class="under">[', '<span class="under">[9'),
     "batch": ("→ ", "→ 9"),
     "batch_page": ("→ ", "→ 9"),
     "plot": (" -> ", " -> 9"),
