@@ -10,7 +10,7 @@ from rloo_kit.data.answers import EXACT
 from rloo_kit.results.changes import Changes, change_of, compare, find_changes
 from rloo_kit.results.charts import SMOOTH_FROM, draw_bar, draw_chart
 from rloo_kit.results.curves import budget_chart, choose_curves, held_out_chart, tokens_generated
-from rloo_kit.results.evaluation import Evaluation, name_of, says_nothing, shared_measures
+from rloo_kit.results.evaluation import ACCURACIES, Evaluation, name_of, says_nothing, shared_measures
 from rloo_kit.results.held_out import HeldOut, HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.results.pages import Table, format_count, format_duration, make_page
 from rloo_kit.results.result import EARLY, TrainResult
@@ -119,40 +119,34 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
     names = [] if says_nothing(*sides) or repeats else ["accuracy", "greedy_accuracy"]
     if by_reward or any(one.value("reward") != one.value("accuracy") for one in sides):
         names = ["reward", "greedy_reward", *names] if by_reward else [*names, "reward"]
+    titles = {name: name_of(name, *sides).capitalize() for name in names}
+    titles |= {"mean_thinking_tokens": "Thinking tokens", "closed_share": "Thinking closed"}
     tiles = []
-    for name in names:
-        measured = [None if one is None else one.measure(name) for one in (before, after)]
-        if measured == [None, None]:
+    for name, title in titles.items():
+        values = [
+            None if one is None else one.value(name) if name in names else getattr(one, name) for one in (before, after)
+        ]
+        if values == [None, None]:
             continue
-        is_share = "accuracy" in name
-        tile = _tile(name_of(name, *sides).capitalize(), [None if one is None else one.value for one in measured], is_share)
+        is_share = name in (*ACCURACIES, "closed_share")
+        old, new = (_number(value, is_share) for value in values)
+        tile: dict[str, Any] = {"title": title, "before": old, "after": new, "change": "", "bar": []}
         change = None if before is None or after is None else change_of(name, before, after)
         if change is not None:
             factor, digits, unit = (100, 1, " points") if is_share else (1, 2, "")
             value, *interval = (f"{factor * end:+.{digits}f}" for end in change.difference.ends if end is not None)
             tile["change"] = f"{value}{unit}" + (f" [{', '.join(interval)}]" if len(interval) == 2 else "")
-        if is_share:
-            found = zip(("s0", "s1"), measured, strict=True)
+        if name in ACCURACIES:
+            found = [(kind, one.measure(name)) for kind, one in (("s0", before), ("s1", after)) if one is not None]
             tile["bar"] = draw_bar([(kind, *one.ends) for kind, one in found if one is not None], 1)
         tiles.append(tile)
-    for name, title, is_share in (
-        ("mean_thinking_tokens", "Thinking tokens", False),
-        ("closed_share", "Thinking closed", True),
-    ):
-        values = [getattr(one, name, None) for one in (before, after)]
-        if values != [None, None]:
-            tiles.append(_tile(title, values, is_share))
     return tiles
 
 
-def _tile(title: str, values: Sequence[float | None], is_share: bool) -> dict[str, Any]:
-    def text(value: float | None) -> str:
-        if value is None:
-            return "-"
-        return f"{100 * value:.1f} %" if is_share else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-    before, after = map(text, values)
-    return {"title": title, "before": before, "after": after, "change": "", "bar": []}
+def _number(value: float | None, is_share: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f} %" if is_share else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def _settings(
