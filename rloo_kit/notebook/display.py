@@ -15,22 +15,16 @@ from rloo_kit.results.pages import render
 from rloo_kit.results.texts import cut_middle
 from rloo_kit.system.console import picture_controls, plain_prompt
 
-# Metric, title, form of the chart (see `Chart`), and format of a value in the text.
-_Panel = tuple[str, str, str, str]
-_REWARD: _Panel = ("reward", "Reward", "number", ".3f")
-_KL: _Panel = ("kl", "KL to the reference, nats a token", "number", ".4f")
-_THINKING: list[_Panel] = [
-    ("thinking/mean_length", "Thinking tokens", "count", ".1f"),
-    ("thinking/closed_ratio", "Share that closes its thinking", "share", ".1%"),
-]
-_ANSWERING: list[_Panel] = [
-    ("completions/mean_length", "Completion tokens", "count", ".1f"),
-    ("completions/clipped_ratio", "Share truncated", "share", ".1%"),
-]
-_HELD_OUT: list[_Panel] = [
-    ("eval/accuracy", "Held-out accuracy", "share", ".3f"),
-    ("eval/reward", "Held-out reward", "number", ".3f"),
-]
+PANELS = {  # metric: title, form of its chart (see `Chart`), format of a value in the text
+    "reward": ("Reward", "number", ".3f"),
+    "eval/accuracy": ("Held-out accuracy", "share", ".3f"),
+    "eval/reward": ("Held-out reward", "number", ".3f"),
+    "kl": ("KL to the reference, nats a token", "number", ".4f"),
+    "thinking/mean_length": ("Thinking tokens", "count", ".1f"),
+    "thinking/closed_ratio": ("Share that closes its thinking", "share", ".1%"),
+    "completions/mean_length": ("Completion tokens", "count", ".1f"),
+    "completions/clipped_ratio": ("Share truncated", "share", ".1%"),
+}
 PANEL_WIDTH, PANEL_HEIGHT, GAP = 360, 224, 20  # in the image; two panels in a row
 WIDTH = 432  # of a panel, as shown, in pixels
 _Display = TypeVar("_Display")
@@ -107,9 +101,11 @@ def plot_training(result: Any) -> TrainingPlot:
     rows = [by_step[step] for step in sorted(by_step)]
     # Other models log it too, if a completion happens to contain a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
+    lengths = [name for name in PANELS if name.startswith("thinking/" if thinks else "completions/")]
+    held_out = [name for name in ("eval/accuracy", "eval/reward") if any(is_number(row.get(name)) for row in rows)]
     curves, parts, notes = [], [], []
-    held_out = [panel for panel in _HELD_OUT if any(is_number(row.get(panel[0])) for row in rows)][:1]
-    for metric, title, form, text in (_REWARD, *held_out, _KL, *(_THINKING if thinks else _ANSWERING)):
+    for metric in ("reward", *held_out[:1], "kl", *lengths):
+        title, form, text = PANELS[metric]
         points = [Point(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
         logged = sum(metric in row for row in rows) if metric[:5] != "eval/" else len(points)
         if points:

@@ -79,7 +79,7 @@ class Line:
 
     Attributes:
         kind: class of the style. path: the line. raw: the values behind a moving mean. area: of the intervals.
-        ends: x, low and high of each interval. dots: centre of each point, `radius` their size.
+        ends: x, low and high of each interval. dots: centre of each point.
         sparse: nothing was measured between the two points.
     """
 
@@ -89,7 +89,6 @@ class Line:
     area: str = ""
     ends: list[tuple[float, float, float]] = field(default_factory=list)
     dots: list[tuple[float, float]] = field(default_factory=list)
-    radius: float = 3.5
     sparse: bool = False
 
 
@@ -134,8 +133,7 @@ def draw_chart(chart: Chart) -> Drawing:
             if len(points) < SMOOTH_FROM:
                 return Line(kind, path(points))
             return Line(kind, path(moving_mean(points)), path(points))
-        points = thin_out(points, MOST_POINTS // 2)
-        drawn = Line(kind, radius=3.5 if len(points) <= 40 else 2, dots=[(x(one.step), y(one.value)) for one in points])
+        drawn = Line(kind, dots=[(x(one.step), y(one.value)) for one in points])
         drawn.ends = [
             (x(step), y(low), y(high)) for step, _, low, high in points if low is not None and high is not None
         ]
@@ -224,12 +222,11 @@ def format_value(value: float, form: str) -> str:
     return f"{value:.1f}" if form == "count" else f"{value:.3g}"
 
 
-def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """At most `most` points of a line: the minimum and maximum of each bin, in step order."""
-    if len(points) <= most:
+def thin_out(points: Sequence[Point]) -> Sequence[Point]:
+    """At most MOST_POINTS of a line: the minimum and maximum of each bin, in step order."""
+    if len(points) <= MOST_POINTS:
         return points
-    bins = max(most // 2, 1)
-    kept: list[Point] = []
+    bins, kept = MOST_POINTS // 2, list[Point]()
     for number in range(bins):
         part = points[number * len(points) // bins : (number + 1) * len(points) // bins]
         ends = min(part, key=lambda one: one.value), max(part, key=lambda one: one.value)
@@ -248,9 +245,9 @@ def first_and_last(values: Sequence[float]) -> tuple[float, float]:
     return math.fsum(values[:window]) / window, math.fsum(values[-window:]) / window
 
 
-def moving_mean(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """The mean of points and of up to `mean_window - 1` before each, at no more than about `most` steps."""
-    window, each = mean_window(len(points)), -(-len(points) // most)
+def moving_mean(points: Sequence[Point]) -> list[Point]:
+    """The mean of points and of up to `mean_window - 1` before each, at MOST_POINTS steps at most."""
+    window, each = mean_window(len(points)), -(-len(points) // MOST_POINTS)
     means = []
     for place in range((len(points) - 1) % each, len(points), each):  # the last one is there
         values = [one.value for one in points[max(0, place - window + 1) : place + 1]]

@@ -70,7 +70,7 @@ def test_no_point_is_cut_by_an_axis(values: list[float]) -> None:
     (line,) = draw_chart(Chart("x", {"": [Point(*one) for one in enumerate(values)]}, dots=True)).lines
     assert len(line.dots) == len(values)
     for x, y in line.dots:
-        assert line.radius <= x <= WIDTH - line.radius and line.radius <= y <= HEIGHT - 30 - line.radius
+        assert 3.5 <= x <= WIDTH - 3.5 and 3.5 <= y <= HEIGHT - 30 - 3.5
 
 
 def test_held_out_points_are_before_during_and_after() -> None:
