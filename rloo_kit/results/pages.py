@@ -88,7 +88,7 @@ def _environment() -> "Environment":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -96,6 +96,8 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else show_text(value),
     )
+    environment.filters["thousands"] = "{:,}".format
+    return environment
 
 
 def show_text(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import EXACT
 from rloo_kit.results.changes import Changes, change_of, compare, find_changes
-from rloo_kit.results.charts import SMOOTH_FROM, draw_bar, draw_chart
+from rloo_kit.results.charts import draw_bar, draw_chart
 from rloo_kit.results.curves import budget_chart, choose_curves, held_out_chart, tokens_generated
 from rloo_kit.results.evaluation import ACCURACIES, Evaluation, name_of, says_nothing, shared_measures
 from rloo_kit.results.held_out import HeldOut, HeldOutHistory, parse_evaluations, read_evaluations
@@ -40,6 +40,11 @@ FILES = {
     "checkpoints": "what --resume continues from",
 }
 KINDS = {"rloo": "RLOO", "sft": "Supervised"}
+ENDS = {
+    "interrupted": "The run was interrupted",
+    "no signal": "The run stopped: no learning signal",
+    EARLY: "The run stopped early, because there was no new best (eval.patience)",
+}
 
 
 def write_report(
@@ -58,9 +63,9 @@ def write_report(
     folder = Path(result.folder)
     folder.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(folder)
-    for name, evaluation in (("before.json", before), ("after.json", after)):
-        if evaluation is not None:
-            run_dir.write_json(name, evaluation.to_dict())
+    sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
+    for name, evaluation in sides.items():
+        run_dir.write_json(f"{name}.json", evaluation.to_dict())
     status, recorded = (read_object(folder / name) for name in ("status.json", "versions.json"))
     verdict = judge_run(run, result, before, after)
     evaluations = read_evaluations(folder, run_dir.id)
@@ -85,15 +90,19 @@ def write_report(
         verdict=verdict,
         tiles=_tiles(before, after),
         settings=_settings(run, result, status, recorded),
-        ending=_how_it_ended(result),
+        result=result,
+        ends=ENDS,
         commands={
             "Made by": [command] if isinstance(command := status.get("command"), str) and command else [],
             "Use it" if verdict.kind == "learnt" else "Look closer": verdict.commands,
         },
         curves=curves,
-        curves_note=_curves_note(result, constant),
+        constant=constant,
+        steps_logged=len({row["step"] for row in result.metrics if "step" in row}),
         health=_health(result),
-        **_before_and_after(before, after),
+        measures=_measures(sides),
+        comparison=compare(before, after) if before is not None and after is not None else None,
+        last=after or before,
         budgets=None if budgets is None else draw_chart(budgets),
         changes=changes,
         changed=_changed(changes),
@@ -170,28 +179,6 @@ def _settings(
     }
 
 
-def _how_it_ended(result: TrainResult) -> str:
-    """What is unusual about the end; empty for a complete run whose last weights were kept."""
-    if result.stopped == "running":
-        return f"The run has not ended; it is at step {result.steps:,}."
-    end = {"interrupted": "The run was interrupted", "no signal": "The run stopped: no learning signal"}
-    end[EARLY] = "The run stopped early, because there was no new best (eval.patience)"
-    text = ""
-    if result.stopped is not None:
-        text = f"{end.get(result.stopped, f'The run ended as {result.stopped}')}, at step {result.steps:,}. "
-    adapter_step = result.adapter_step
-    if adapter_step not in (None, result.steps):
-        text += f"adapter/ has the weights of step {adapter_step}, the best evaluation."
-    return text.strip()
-
-
-def _curves_note(result: TrainResult, constant: Sequence[str]) -> str:
-    steps = len({row["step"] for row in result.metrics if "step" in row})
-    smooth = "Thin: each logged step. Thick: moving mean over 10 % of them. " if steps >= SMOOTH_FROM else ""
-    what = "Constant or nearly so" if steps > 1 else "One step was logged"
-    return smooth + (f"{what}: {'; '.join(constant)}." if constant else "")
-
-
 def _health(result: TrainResult) -> Table:
     rows, lasting = [], {one.rule for one in result.lasting}
     for one in result.findings:
@@ -202,27 +189,12 @@ def _health(result: TrainResult) -> Table:
     return Table("Health findings", head, rows, ids=[f"finding-{one.rule}" for one in result.findings])
 
 
-def _before_and_after(before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
-    """The table of measures, the sentence that compares the two, and how they were measured."""
-    measured = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
-    if not measured:
-        return {"measures": None, "compared": "", "prompts_measured": ""}
-    compared = ""
-    if before is not None and after is not None:
-        comparison = compare(before, after)
-        apart = {True: " The two intervals do not overlap.", False: " The two intervals overlap."}
-        compared = f"After minus before: {comparison}.{apart.get(comparison.apart, '')}"  # type: ignore[arg-type]
-    columns = [dict(evaluation.rows(*measured.values())) for evaluation in measured.values()]
+def _measures(sides: Mapping[str, Evaluation]) -> Table:
+    columns = [dict(one.rows(*sides.values())) for one in sides.values()]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
-    head = ("measure [95 % interval]", *measured)
-    last = list(measured.values())[-1]
-    each = "one completion" if last.num_samples == 1 else f"{last.num_samples} completions"
-    return {
-        "measures": Table("Evaluations before and after training", head, rows, numbers=(1, 2)),
-        "compared": compared,
-        "prompts_measured": f"{last.num_prompts:,} held-out prompts, {each} each.",
-    }
+    head = ("measure [95 % interval]", *sides)
+    return Table("Evaluations before and after training", head, rows, numbers=(1, 2))
 
 
 def _changed(changes: Changes) -> Table:
