@@ -41,7 +41,7 @@ DROPPED = (
 )
 Versions = dict[str, str | None]
 # 60 MB, mostly present wherever torch with CUDA is installed; use.sh says which are missing.
-USUAL: Versions = dict.fromkeys(["matplotlib", "numpy", "pandas", "pillow", "pyarrow"])
+USUAL: Versions = dict.fromkeys(["numpy", "pandas", "pillow", "pyarrow"])
 IMPORTED_AS = {"pillow": "PIL"}
 NEWEST = "99999"  # for what came with torch: pip took the newest version, which an upper bound refuses
 Fetch = Callable[[Versions], dict[str, Path]]  # versions by name -> wheels by name

@@ -52,7 +52,7 @@ from rloo_kit.cli import app
 try:
     app({words!r})
 finally:
-    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets", "matplotlib"}} & set(sys.modules)))
+    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     code = {"batch": 125, "init": 2}.get(words[0], 0)

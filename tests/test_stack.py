@@ -165,7 +165,7 @@ print(first, rloo_kit.setup_environment().backend, os.environ["ACCELERATE_MIXED_
 def test_the_stack_leaves_what_a_run_may_not_need(run_fresh: RunFresh) -> None:
     """peft (with bitsandbytes) and datasets (with pandas) took more time than torch, before a line was printed."""
     code = "from rloo_kit._stack import load_stack\nstack = load_stack()\n"
-    code += "late = ('peft', 'datasets', 'bitsandbytes', 'pandas', 'matplotlib', 'trl.trainer.rloo_trainer')\n"
+    code += "late = ('peft', 'datasets', 'bitsandbytes', 'pandas', 'trl.trainer.rloo_trainer')\n"
     code += "print([name for name in late if name in sys.modules], stack.peft.__name__, stack.datasets.__name__)"
     assert printed(run_fresh(code)) == "[] peft datasets"
 

@@ -9,26 +9,24 @@ from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.health.series import is_number
+from rloo_kit.results.charts import SMOOTH_FROM, Chart, Point, draw_chart, first_and_last, mean_window
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
-from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, first_and_last, mean_window, shown_width
+from rloo_kit.results.pages import render
+from rloo_kit.results.texts import cut_middle
 from rloo_kit.system.console import picture_controls, plain_prompt
 
-# Metric, title, lower and upper end of the axis, and the format of a value in the text.
-_Panel = tuple[str, str, float | None, float | None, str]
-_REWARD: _Panel = ("reward", "Reward", None, None, ".3f")
-_KL: _Panel = ("kl", "KL to the reference, nats a token", None, None, ".4f")
-_THINKING: list[_Panel] = [
-    ("thinking/mean_length", "Thinking tokens", 0.0, None, ".1f"),
-    ("thinking/closed_ratio", "Share that closes its thinking", 0.0, 1.0, ".1%"),
-]
-_ANSWERING: list[_Panel] = [
-    ("completions/mean_length", "Completion tokens", 0.0, None, ".1f"),
-    ("completions/clipped_ratio", "Share truncated", 0.0, 1.0, ".1%"),
-]
-_HELD_OUT: list[_Panel] = [
-    ("eval/accuracy", "Held-out accuracy", 0.0, 1.0, ".3f"),
-    ("eval/reward", "Held-out reward", None, None, ".3f"),
-]
+PANELS = {  # metric: title, form of its chart (see `Chart`), format of a value in the text
+    "reward": ("Reward", "number", ".3f"),
+    "eval/accuracy": ("Held-out accuracy", "share", ".3f"),
+    "eval/reward": ("Held-out reward", "number", ".3f"),
+    "kl": ("KL to the reference, nats a token", "number", ".4f"),
+    "thinking/mean_length": ("Thinking tokens", "count", ".1f"),
+    "thinking/closed_ratio": ("Share that closes its thinking", "share", ".1%"),
+    "completions/mean_length": ("Completion tokens", "count", ".1f"),
+    "completions/clipped_ratio": ("Share truncated", "share", ".1%"),
+}
+PANEL_WIDTH, PANEL_HEIGHT, GAP = 360, 224, 20  # in the image; two panels in a row
+WIDTH = 432  # of a panel, as shown, in pixels
 _Display = TypeVar("_Display")
 
 
@@ -55,30 +53,35 @@ class TrainingPlot:
     """
 
     summary: str
-    curves: list[Curve] = field(default_factory=list)
+    curves: list[Chart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    _png: bytes | None = None
 
     @property
-    def png(self) -> bytes | None:
+    def svg(self) -> str | None:
         """The image, to save to a file; None if there is nothing to draw."""
-        if self._png is None and self.curves:
-            self._png = draw_curves(self.curves, "; ".join(self.notes))
-        return self._png
+        if not self.curves:
+            return None
+        columns, step = min(len(self.curves), 2), PANEL_WIDTH + GAP
+        panels = [
+            (number % columns * step, number // columns * (PANEL_HEIGHT + GAP), draw_chart(chart))
+            for number, chart in enumerate(self.curves)
+        ]
+        most = max(len(chart.values) for chart in self.curves)
+        smooth = [f"thick: mean of the last {mean_window(most)} steps"] if most >= SMOOTH_FROM else []
+        height, note = panels[-1][1] + PANEL_HEIGHT + GAP, "; ".join([*smooth, *self.notes])
+        return render("curves.svg.jinja", panels=panels, width=columns * step, height=height, note=note)
 
     def __repr__(self) -> str:
         return self.summary
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         data: dict[str, Any] = {"text/plain": self.summary}
-        if self.png is None:
-            return data, {}
-        image, width = base64.b64encode(self.png).decode("ascii"), shown_width(self.png)
-        # JupyterLab gives an image/png output no alt text, whatever its metadata say; nbconvert reads the metadata.
-        alt = f"Training curves, {self.summary}"
-        data["text/html"] = f'<img src="data:image/png;base64,{image}" width="{width}" alt="{html.escape(alt)}">'
-        data["image/png"] = image
-        return data, {"image/png": {"width": width, "alt": alt}}
+        if self.svg is not None:  # an <img>, because JupyterLab shows an SVG only in trusted notebooks
+            image = base64.b64encode(self.svg.encode()).decode("ascii")
+            alt = html.escape(f"Training curves, {self.summary}")
+            width = WIDTH * min(len(self.curves), 2)
+            data["text/html"] = f'<img src="data:image/svg+xml;base64,{image}" width="{width}" alt="{alt}">'
+        return data
 
 
 def plot_training(result: Any) -> TrainingPlot:
@@ -92,21 +95,24 @@ def plot_training(result: Any) -> TrainingPlot:
         result: what `train` returned, interrupted and resumed runs included; only `metrics` is read.
 
     Returns:
-        an object that displays itself: a PNG with a transparent background, and one line of text. A script prints the
-    line."""
+        an object that displays itself: an image without a background, and one line of text. A script prints the line.
+    """
     by_step = {row["step"]: row for row in result.metrics if "step" in row}  # of a repeated step the last row counts
     rows = [by_step[step] for step in sorted(by_step)]
     # Other models log it too, if a completion happens to contain a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
+    lengths = [name for name in PANELS if name.startswith("thinking/" if thinks else "completions/")]
+    held_out = [name for name in ("eval/accuracy", "eval/reward") if any(is_number(row.get(name)) for row in rows)]
     curves, parts, notes = [], [], []
-    held_out = [panel for panel in _HELD_OUT if any(is_number(row.get(panel[0])) for row in rows)][:1]
-    for metric, title, low, high, form in (_REWARD, *held_out, _KL, *(_THINKING if thinks else _ANSWERING)):
-        points = [(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
+    for metric in ("reward", *held_out[:1], "kl", *lengths):
+        title, form, text = PANELS[metric]
+        points = [Point(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
         logged = sum(metric in row for row in rows) if metric[:5] != "eval/" else len(points)
         if points:
-            curves.append((title, points, low, high))
+            curves.append(Chart(title, {"": points}, form))
             name = title.split(",")[0].lower().replace("kl", "KL")
-            parts.append(f"{name} {_from_to([value for _, value in points], form)}")
+            ends = first_and_last([one.value for one in points])
+            parts.append(f"{name} {' -> '.join(format(end, text) for end in ends[: len(points)])}")
         elif rows and not logged:
             notes.append("KL not measured: rloo.beta is 0" if metric == "kl" else f"{title.lower()} not logged")
         if len(points) < logged:
@@ -123,29 +129,12 @@ def _summary(rows: list[dict[str, Any]], parts: list[str], notes: list[str]) -> 
     return f"{steps}: {'; '.join([', '.join(parts), *notes] if parts else notes)}"
 
 
-def _from_to(values: list[float], form: str) -> str:
-    """The start and the end of a curve as text; means if the curve is smoothed."""
-    if len(values) == 1:
-        return format(values[0], form)
-    first, last = first_and_last(values)
-    return f"{first:{form}} -> {last:{form}}"
-
-
 # ------------------------------------------------------------------------------------------------ completions
 
-# JupyterLab's sanitiser drops style sheets and scripts of untrusted notebooks; these inline properties survive it.
 MUTED, RIGHT, WRONG = "#797979", "#1a8a4a", "#c9510c"  # legible on light and dark backgrounds
 MAX_HTML, MAX_TEXT = 6000, 600  # characters shown per part
 TEXT_WIDTH = 100  # columns
 _MARKS = {True: ("✓ right", RIGHT), False: ("✗ wrong", WRONG), None: ("not judged", MUTED)}
-_BOX = "border: 1px solid rgba(128, 128, 128, 0.4); border-radius: 6px; padding: 8px 12px; margin: 8px 0"
-_PAIR = "display: flex; flex-wrap: wrap; gap: 12px; margin: 6px 0 0"
-_SIDE = "flex: 1 1 280px; min-width: 0; border-left: 3px solid rgba(128, 128, 128, 0.4); padding: 0 0 0 10px"
-_PRE = (
-    "white-space: pre-wrap; overflow-wrap: break-word; word-break: normal; max-height: 16em; overflow-y: auto; "
-    "margin: 0; padding: 0; background-color: transparent; font-family: monospace; font-size: 13px; line-height: 1.4"
-)
-_LABEL = f"color: {MUTED}; font-size: 12px; margin: 6px 0 0"
 
 
 @dataclass(repr=False)
@@ -193,26 +182,15 @@ def show_completions(before: Evaluation, after: Evaluation | None = None, num: i
 
 def pairs_as_html(note: str, pairs: list[SamplePair]) -> str:
     """One box per prompt; its sides are next to each other and wrap if there is no room."""
-    boxes = "".join(_box(number, pair) for number, pair in enumerate(pairs, 1))
-    return f'<div style="text-align: left"><div style="{_LABEL}">{_escape(note)}</div>{boxes}</div>'
-
-
-def _box(number: int, pair: SamplePair) -> str:
-    gold = "" if pair.gold is None else f" · right answer <code>{_escape(pair.gold)}</code>"
-    sides = "".join(_side(title, sample) for title, sample in pair.samples.items())
-    return (
-        f'<div style="{_BOX}"><div style="color: {MUTED}; font-size: 12px">{number}{gold}</div>'
-        f'{_pre(plain_prompt(pair.prompt))}<div style="{_PAIR}">{sides}</div></div>'
-    )
-
-
-def _side(title: str, sample: dict[str, Any]) -> str:
-    mark, color = _mark(sample)
-    parts = "".join(f'<div style="{_LABEL}">{label}</div>{_pre(text)}' for label, text in _parts(sample))
-    return (
-        f'<div style="{_SIDE}"><div><b>{_escape(title)}</b> <b style="color: {color}">{mark}</b></div>{parts}'
-        f'<div style="{_LABEL}">{_escape(describe_sample(sample))}</div></div>'
-    )
+    boxes = []
+    for pair in pairs:
+        sides = [
+            (title, *_mark(sample), [(label, cut_middle(text, MAX_HTML)) for label, text in _parts(sample)],
+             describe_sample(sample))
+            for title, sample in pair.samples.items()
+        ]  # fmt: skip
+        boxes.append((cut_middle(plain_prompt(pair.prompt), MAX_HTML), pair.gold, sides))
+    return render("completions.html.jinja", note=note, boxes=boxes)
 
 
 def _mark(sample: dict[str, Any]) -> tuple[str, str]:
@@ -222,16 +200,6 @@ def _mark(sample: dict[str, Any]) -> tuple[str, str]:
 
 def _parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
     return [*([("thinking", sample["thinking"])] if is_thinking(sample) else []), ("answer", sample["answer"])]
-
-
-def _pre(text: str) -> str:
-    if not text:
-        return f'<div style="{_LABEL}">(none)</div>'
-    return f'<pre style="{_PRE}">{_escape(_shorten(text, MAX_HTML))}</pre>'
-
-
-def _escape(value: Any) -> str:
-    return html.escape(picture_controls(str(value)))
 
 
 def pairs_as_text(note: str, pairs: list[SamplePair]) -> str:
@@ -250,14 +218,6 @@ def pairs_as_text(note: str, pairs: list[SamplePair]) -> str:
 def _wrap(head: str, text: str) -> list[str]:
     """Text with `head` before its first line and an equal indent before the others; line breaks are kept."""
     lines: list[str] = []
-    for line in picture_controls(_shorten(text, MAX_TEXT)).splitlines():
+    for line in picture_controls(cut_middle(text, MAX_TEXT)).splitlines():
         lines += textwrap.wrap(line, TEXT_WIDTH - len(head)) or [""]
     return [f"{head if number == 0 else ' ' * len(head)}{line}".rstrip() for number, line in enumerate(lines)]
-
-
-def _shorten(text: str, limit: int) -> str:
-    """Cut the middle out of long text."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

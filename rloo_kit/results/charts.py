@@ -1,19 +1,21 @@
-"""The report's charts: small SVGs in the page's colours and font, for any number of steps."""
+"""Charts and bars of the report, the comparisons and the notebook: plain values in, coordinates out.
+
+`templates/parts.html.jinja` writes the coordinates as SVG; the page's style gives colours and fonts.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rloo_kit.results.figures import SMOOTH_FROM, first_and_last, mean_window, moving_mean
-from rloo_kit.results.pages import escape_text
-
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
 INSET = 6  # between the ends of the grid and the first and the last point
 MOST_POINTS = 240  # of a line; longer ones show the minimum and maximum of each bin
+SMOOTH_FROM = 20  # points from which a moving mean is drawn over the values
 COLORS = 8  # for series of equal rank
 MARGIN = 0.06  # share of the range beyond the values, so that no axis cuts a point
+BAR_WIDTH, BAR_INSET = 200, 4  # of a bar's viewBox
 
 
 class Point(NamedTuple):
@@ -26,11 +28,12 @@ class Point(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The first and last step of a finding, and its name."""
+    """The first and last step of a finding, its name, and the rule that found it."""
 
     since: float
     last: float
     name: str
+    rule: str = ""
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Chart:
         dots: whether each point is a dot with its interval (measurements); else a line with its moving mean.
         alike: the series are of equal rank, each with its own colour (`c0` to `c7` of the style).
         marks: drawn in the background. note: unit of the horizontal axis. ends_of: index of the series for `from_to`.
+        metrics: names of those it shows.
     """
 
     title: str
@@ -55,35 +59,131 @@ class Chart:
     labels: Sequence[str] = ()
     note: str = "step"
     ends_of: int = -1
+    metrics: set[str] = field(default_factory=set)
 
     @property
     def values(self) -> list[float]:
-        """Every value and every interval end."""
-        ends = (end for points in self.series.values() for one in points for end in one[1:])
-        return [end for end in ends if end is not None]
+        """Every value, without the intervals."""
+        return [one.value for points in self.series.values() for one in points]
+
+    def kind(self, number: int) -> str:
+        """The style's class of a series."""
+        if self.alike:
+            return f"c{number % COLORS}"
+        return "s1" if number == len(self.series) - 1 else "s0"
 
 
-def draw_chart(chart: Chart) -> str:
-    """The chart as an SVG element; a screen reader reads it as one sentence."""
-    scale = _Scale.of(chart)
-    parts = [_grid(chart, scale), *(_mark(one, scale, row) for row, one in enumerate(chart.marks))]
-    lines = [
-        _line(points, scale, series_class(chart, number), chart.dots)
-        for number, points in enumerate(chart.series.values())
-        if points
+@dataclass
+class Line:
+    """A series in coordinates; what is empty is not drawn.
+
+    Attributes:
+        kind: class of the style. path: the line. raw: the values behind a moving mean. area: of the intervals.
+        ends: x, low and high of each interval. dots: centre of each point.
+        sparse: nothing was measured between the two points.
+    """
+
+    kind: str
+    path: str = ""
+    raw: str = ""
+    area: str = ""
+    ends: list[tuple[float, float, float]] = field(default_factory=list)
+    dots: list[tuple[float, float]] = field(default_factory=list)
+    sparse: bool = False
+
+
+@dataclass
+class Drawing:
+    """A figure in coordinates of the viewBox.
+
+    Attributes:
+        title, from_to: above the figure. text: the chart as a sentence, for screen readers.
+        ticks: height and text of each horizontal line. below: x, y and text of the horizontal axis.
+        bands: start, width, x, y and anchor of the name, name. legend: class and name. found: rules and their names.
+    """
+
+    title: str
+    from_to: str
+    text: str
+    ticks: list[tuple[float, str]]
+    below: list[tuple[float, float, str]]
+    bands: list[tuple[float, float, float, float, str, str]]
+    lines: list[Line]
+    legend: list[tuple[str, str]]
+    found: dict[str, str]
+
+
+def draw_chart(chart: Chart) -> Drawing:
+    """The coordinates of a chart with at least one point."""
+    first, last = _steps_shown(chart)
+    low, high, heights = _values_shown(chart)
+
+    def x(step: float) -> float:
+        inner = WIDTH - LEFT - RIGHT - 2 * INSET
+        return round(LEFT + INSET + inner * (step - first) / (last - first), 1)
+
+    def y(value: float) -> float:
+        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low), 1)
+
+    def path(points: Sequence[Point]) -> str:
+        return "M" + "L".join(f"{x(one.step)} {y(one.value)}" for one in thin_out(points))
+
+    def line(points: Sequence[Point], kind: str) -> Line:
+        if not chart.dots and len(points) > 1:
+            if len(points) < SMOOTH_FROM:
+                return Line(kind, path(points))
+            return Line(kind, path(moving_mean(points)), path(points))
+        drawn = Line(kind, dots=[(x(one.step), y(one.value)) for one in points])
+        drawn.ends = [
+            (x(step), y(low), y(high)) for step, _, low, high in points if low is not None and high is not None
+        ]
+        if len(drawn.ends) > 2 and kind == "s1":
+            edge = [*((at, top) for at, _, top in drawn.ends), *((at, foot) for at, foot, _ in reversed(drawn.ends))]
+            drawn.area = " ".join(f"{at},{end}" for at, end in edge)
+        if len(points) > 2 or (len(points) == 2 and kind != "s0"):
+            drawn.path, drawn.sparse = path(points), len(points) == 2
+        return drawn
+
+    shown = [(chart.kind(number), name, points) for number, (name, points) in enumerate(chart.series.items()) if points]
+    lines = [line(points, kind) for kind, _, points in shown]
+    labels: list[tuple[float, str]] = [*enumerate(chart.labels)]
+    labels = labels or [(one, f"{one:,.0f}") for one in nice_ticks(first, last, 5, whole=True)]
+    bands: list[tuple[float, float, float, float, str, str]] = []
+    for row, mark in enumerate(chart.marks):
+        start, end = (x(min(max(step, first), last)) for step in (mark.since, mark.last))
+        at, anchor = (start - 4, "end") if start > WIDTH * 0.55 else (start + 4, "start")
+        bands.append((start, round(max(end - start, 1), 1), at, TOP + 2 + 12 * row, anchor, mark.name))
+    return Drawing(
+        title=chart.title,
+        from_to="" if chart.alike else from_to(chart),
+        text=describe_chart(chart),
+        ticks=[(y(tick), _tick_text(tick, chart.form, heights)) for tick in heights],
+        below=[*((x(at), HEIGHT - 15, text) for at, text in labels),
+               ((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, chart.note)],
+        bands=bands,
+        lines=lines[::-1] if chart.dots else lines,  # the strong line in front, but behind another's dots
+        legend=[(kind, name) for kind, name, _ in shown if name],
+        found={mark.rule: mark.name for mark in chart.marks if mark.rule},
+    )  # fmt: skip
+
+
+def draw_bar(parts: Sequence[tuple[str, float, float | None, float | None]], top: float) -> list[tuple[str, ...]]:
+    """Values with their intervals on a scale from 0 to `top`.
+
+    Args:
+        parts: class of the style, value, low and high; None without an interval.
+
+    Returns:
+        class, dot, left and right end of each, in the bar's viewBox.
+    """
+
+    def x(value: float) -> str:
+        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(value / (top or 1.0), 0.0), 1.0):.1f}"
+
+    return [
+        (kind, x(value), x(value if low is None else low), x(value if high is None else high))
+        for kind, value, low, high in parts
     ]
-    parts += lines[::-1] if chart.dots else lines  # the strong line in front, but behind another's dots
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape_text(describe_chart(chart))}">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def series_class(chart: Chart, number: int) -> str:
-    """The CSS class of a series, for its line and its legend entry."""
-    if chart.alike:
-        return f"c{number % COLORS}"
-    return "s1" if number == len(chart.series) - 1 else "s0"
 
 
 def describe_chart(chart: Chart) -> str:
@@ -92,11 +192,10 @@ def describe_chart(chart: Chart) -> str:
     for name, points in chart.series.items():
         if not points:
             continue
-        first, last = points[0], points[-1]
-        ends = [format_value(one.value, chart.form) for one in (first, last)]
-        at = [chart.labels[int(one.step)] if chart.labels else f"{chart.note} {one.step:g}" for one in (first, last)]
-        whole = f"{ends[0]} at {at[0]}" + (f", {ends[1]} at {at[1]}" if len(points) > 1 else "")
-        texts.append(f"{name} {whole}".strip())
+        ends = [points[0], points[-1]] if len(points) > 1 else points
+        at = [chart.labels[int(one.step)] if chart.labels else f"{chart.note} {one.step:g}" for one in ends]
+        said = (f"{format_value(one.value, chart.form)} at {place}" for one, place in zip(ends, at, strict=True))
+        texts.append(f"{name} {', '.join(said)}".strip())
     text = f"{chart.title}: {'; '.join(texts)}"
     return text + "".join(f"; {one.name} from step {one.since:g}" for one in chart.marks)
 
@@ -105,12 +204,9 @@ def from_to(chart: Chart) -> str:
     """The start and end of a line, as means if it is smoothed; empty if the points are not steps."""
     if chart.labels:
         return ""
-    points = list(chart.series.values())[chart.ends_of]
-    if len(points) == 1:
-        return format_value(points[0].value, chart.form)
-    values = [one.value for one in points]
+    values = [one.value for one in list(chart.series.values())[chart.ends_of]]
     ends = (values[0], values[-1]) if chart.dots else first_and_last(values)
-    return " → ".join(format_value(end, chart.form) for end in ends)
+    return " → ".join(format_value(end, chart.form) for end in ends[: len(values)])
 
 
 def format_value(value: float, form: str) -> str:
@@ -126,12 +222,11 @@ def format_value(value: float, form: str) -> str:
     return f"{value:.1f}" if form == "count" else f"{value:.3g}"
 
 
-def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points of a line: the minimum and maximum of each bin, in step order."""
-    if len(points) <= most:
-        return list(points)
-    bins = max(most // 2, 1)
-    kept: list[Point] = []
+def thin_out(points: Sequence[Point]) -> Sequence[Point]:
+    """At most MOST_POINTS of a line: the minimum and maximum of each bin, in step order."""
+    if len(points) <= MOST_POINTS:
+        return points
+    bins, kept = MOST_POINTS // 2, list[Point]()
     for number in range(bins):
         part = points[number * len(points) // bins : (number + 1) * len(points) // bins]
         ends = min(part, key=lambda one: one.value), max(part, key=lambda one: one.value)
@@ -139,41 +234,25 @@ def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     return kept
 
 
-# ------------------------------------------------------------------------------------------------ parts
+def mean_window(rows: int) -> int:
+    """The window of the moving mean for `rows` rows."""
+    return max(5, rows // 10)
 
 
-@dataclass
-class _Scale:
-    """Maps steps and values to the viewBox."""
+def first_and_last(values: Sequence[float]) -> tuple[float, float]:
+    """The start and the end of a curve of at least one value: from `SMOOTH_FROM` values on, means over the window."""
+    window = mean_window(len(values)) if len(values) >= SMOOTH_FROM else 1
+    return math.fsum(values[:window]) / window, math.fsum(values[-window:]) / window
 
-    first: float
-    last: float
-    low: float
-    high: float
-    ticks: list[float]
 
-    @classmethod
-    def of(cls, chart: Chart) -> "_Scale":
-        steps = [one.step for points in chart.series.values() for one in points]
-        first, last = min(steps), max(steps)
-        if chart.labels or first == last:
-            first, last = (-0.5, len(chart.labels) - 0.5) if chart.labels else (first - 1, last + 1)
-        low, high = min(chart.values), max(chart.values)
-        if chart.form == "share" and high - low > 0.25:
-            low, high = 0.0, 1.0
-        elif chart.form != "share" and 0 <= low <= 0.6 * high:
-            low = 0.0
-        elif chart.form == "share" and high - low < 0.1:
-            low, high = (max(high - 0.1, 0.0), high) if high > 0.5 else (low, min(low + 0.1, 1.0))
-        spread = (high - low) or abs(high) or 1.0
-        ticks = nice_ticks(low, high) if high > low else [low]
-        return cls(first, last, low - MARGIN * spread, high + MARGIN * spread, ticks)
-
-    def x(self, step: float) -> float:
-        return LEFT + INSET + (WIDTH - LEFT - RIGHT - 2 * INSET) * (step - self.first) / (self.last - self.first)
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.low) / (self.high - self.low)
+def moving_mean(points: Sequence[Point]) -> list[Point]:
+    """The mean of points and of up to `mean_window - 1` before each, at MOST_POINTS steps at most."""
+    window, each = mean_window(len(points)), -(-len(points) // MOST_POINTS)
+    means = []
+    for place in range((len(points) - 1) % each, len(points), each):  # the last one is there
+        values = [one.value for one in points[max(0, place - window + 1) : place + 1]]
+        means.append(Point(points[place].step, math.fsum(values) / len(values)))
+    return means
 
 
 def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) -> list[float]:
@@ -192,25 +271,27 @@ def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) ->
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _grid(chart: Chart, scale: _Scale) -> str:
-    parts = []
-    for tick in scale.ticks:
-        y = scale.y(tick)
-        text = _tick_text(tick, chart.form, scale.ticks)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+def _steps_shown(chart: Chart) -> tuple[float, float]:
+    """The ends of the horizontal axis."""
     if chart.labels:
-        below = [(float(place), label) for place, label in enumerate(chart.labels)]
-    else:
-        ticks = nice_ticks(scale.first, scale.last, 5, whole=True)
-        below = [(tick, f"{tick:,.0f}") for tick in ticks]
-    places = [(scale.x(place), HEIGHT - 15, label) for place, label in below]
-    places.append(((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, chart.note))
-    parts += [
-        f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{escape_text(label)}</text>'
-        for x, y, label in places
-    ]
-    return "".join(parts)
+        return -0.5, len(chart.labels) - 0.5
+    steps = [one.step for points in chart.series.values() for one in points]
+    first, last = min(steps), max(steps)
+    return (first, last) if first < last else (first - 1, last + 1)
+
+
+def _values_shown(chart: Chart) -> tuple[float, float, list[float]]:
+    """The ends of the vertical axis, and its ticks: all of a share that moves much, 0 where it is near."""
+    ends = [end for points in chart.series.values() for one in points for end in one[1:] if end is not None]
+    low, high = min(ends), max(ends)
+    if chart.form != "share":
+        low = 0.0 if 0 <= low <= 0.6 * high else low
+    elif high - low > 0.25:
+        low, high = 0.0, 1.0
+    elif high - low < 0.1:
+        low, high = (max(high - 0.1, 0.0), high) if high > 0.5 else (low, min(low + 0.1, 1.0))
+    margin = MARGIN * ((high - low) or abs(high) or 1.0)
+    return low - margin, high + margin, nice_ticks(low, high) if high > low else [low]
 
 
 def _tick_text(tick: float, form: str, ticks: Sequence[float]) -> str:
@@ -221,54 +302,3 @@ def _tick_text(tick: float, form: str, ticks: Sequence[float]) -> str:
     decimals = 0 if not apart else max(0, -math.floor(math.log10(apart) + 1e-9))
     decimals += abs(round(apart, decimals) - apart) > 1e-9 * abs(apart)  # a spacing such as 2.5 needs one more
     return f"{shown + 0.0:,.{min(decimals, 6)}f}{unit}"
-
-
-def _mark(mark: Mark, scale: _Scale, row: int) -> str:
-    since, last = (scale.x(min(max(step, scale.first), scale.last)) for step in (mark.since, mark.last))
-    top, bottom = TOP - 8, HEIGHT - BOTTOM
-    is_right = since > WIDTH * 0.55
-    x, anchor = (since - 4, "end") if is_right else (since + 4, "start")
-    return (
-        f'<rect class="band" x="{since:.1f}" y="{top}" width="{max(last - since, 1):.1f}" height="{bottom - top}"/>'
-        f'<line class="mark" x1="{since:.1f}" x2="{since:.1f}" y1="{top}" y2="{bottom}"/>'
-        f'<text class="flag" x="{x:.1f}" y="{top + 10 + 12 * row}" text-anchor="{anchor}">'
-        f"{escape_text(mark.name)}</text>"
-    )
-
-
-def _line(points: Sequence[Point], scale: _Scale, kind: str, dots: bool) -> str:
-    if dots or len(points) == 1:
-        return _dots(points, scale, kind)
-    raw = _path(thin_out(points), scale)
-    if len(points) < SMOOTH_FROM:
-        return f'<path class="line {kind}" d="{raw}"/>'
-    means = moving_mean([one.value for one in points], mean_window(len(points)))
-    smooth = [Point(one.step, mean) for one, mean in zip(points, means, strict=True)]
-    return f'<path class="raw {kind}" d="{raw}"/><path class="line {kind}" d="{_path(thin_out(smooth), scale)}"/>'
-
-
-def _dots(points: Sequence[Point], scale: _Scale, kind: str) -> str:
-    points = thin_out(points, MOST_POINTS // 2)
-    known = [one for one in points if one.low is not None and one.high is not None]
-    parts = []
-    if len(known) > 2 and kind == "s1":
-        upper = [(one.step, one.high) for one in known]
-        lower = [(one.step, one.low) for one in reversed(known)]
-        edge = " ".join(f"{scale.x(step):.1f},{scale.y(end or 0.0):.1f}" for step, end in [*upper, *lower])
-        parts.append(f'<polygon class="area {kind}" points="{edge}"/>')
-    if len(points) > 2 or (len(points) == 2 and kind != "s0"):
-        way = " sparse" if len(points) == 2 else ""  # nothing was measured between the two
-        parts.append(f'<path class="line {kind}{way}" d="{_path(points, scale)}"/>')
-    for one in known:
-        x = scale.x(one.step)
-        low, high = scale.y(one.low or 0.0), scale.y(one.high or 0.0)
-        parts.append(f'<line class="ends {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>')
-    size = 3.5 if len(points) <= 40 else 2
-    for one in points:
-        x, y = scale.x(one.step), scale.y(one.value)
-        parts.append(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>')
-    return "".join(parts)
-
-
-def _path(points: Sequence[Point], scale: _Scale) -> str:
-    return "M" + "L".join(f"{scale.x(one.step):.1f} {scale.y(one.value):.1f}" for one in points)

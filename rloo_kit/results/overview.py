@@ -14,10 +14,9 @@ from rloo_kit.health.rule import LEVELS, Context
 from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import HealthWatch, Judgement, judge
 from rloo_kit.results.changes import Comparison, compare, find_changes
-from rloo_kit.results.charts import format_value
-from rloo_kit.results.curves import select_panels
+from rloo_kit.results.charts import SMOOTH_FROM, first_and_last, format_value, mean_window
+from rloo_kit.results.curves import select_charts
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.results.figures import SMOOTH_FROM, first_and_last, mean_window
 from rloo_kit.results.result import load_evaluation, load_result
 from rloo_kit.results.verdict import Verdict, judge_run
 from rloo_kit.runs.find import find_run
@@ -130,9 +129,8 @@ class RunOverview:
     def _curves(self) -> Table:
         """The report's curves that are not flat, with its starts and ends (means, if there are many steps)."""
         found = [
-            (f"{chart.title}, {name}" if len(chart.series) > 1 else chart.title, [one.value for one in points], panel)
-            for panel in select_panels(self.rows)
-            for chart in [panel.chart]
+            (f"{chart.title}, {name}" if len(chart.series) > 1 else chart.title, [one.value for one in points], chart)
+            for chart in select_charts(self.rows)
             for name, points in chart.series.items()
         ]
         width = columns() - 24 - max((len(title) for title, *_ in found), default=0)
@@ -140,9 +138,9 @@ class RunOverview:
         table = Table(box=None, pad_edge=False)
         for title in ("training", "over the steps", f"first{each}", f"last{each}"):
             table.add_column(title, justify="right" if title.startswith(("first", "last")) else "left", no_wrap=True)
-        for title, values, panel in found:
+        for title, values, chart in found:
             if len(set(values)) > 1:
-                ends = (format_value(end, panel.chart.form) for end in first_and_last(values))
+                ends = (format_value(end, chart.form) for end in first_and_last(values))
                 table.add_row(title, sparkline(values, max(width, 10)), *ends)
         return table
 

@@ -1,95 +1,105 @@
-"""The frame of the kit's HTML pages (a single file that fetches nothing, two colour schemes), and escaping.
+"""The kit's HTML pages: single files from the templates, which fetch nothing and escape every text.
 
-All text from the model, the data or the configuration goes through `escape_text` or `embed_json`.
+A page is a template and plain values. Only `embed_json` and the kit's own files are put in as they are.
 """
 
 import base64
 import hashlib
-import html
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.system.console import picture_controls
 
-_VERDICTS = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong"}
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATES = Path(__file__).with_name("templates")
+TONES = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong", "done": "right"}
+TONES |= {"failed": "wrong", "killed": "wrong"}
 _SURROGATES = re.compile("[\ud800-\udfff]")  # lone ones, which UTF-8 cannot encode
 _IN_SCRIPTS = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
-def make_page(title: str, sections: Iterable[str], script: str = "", data: Any = None) -> str:
-    """A complete page that fetches nothing, enforced by its content security policy.
+@dataclass
+class Cell:
+    """A cell of a table, when it is more than a text.
+
+    Attributes:
+        text: the value. under: small, below it. link: relative address. key: class of a series, for its colour.
+        tone: "right" or "wrong", for its colour.
+        bar: the same as a picture, from `draw_bar`.
+    """
+
+    text: str
+    under: str = ""
+    link: str = ""
+    key: str = ""
+    tone: str = ""
+    bar: list[tuple[str, ...]] = field(default_factory=list)
+
+
+@dataclass
+class Table:
+    """A table; the first cell of a row is its heading.
+
+    Attributes:
+        caption: for screen readers. head: names of the columns. rows: of plain values or `Cell`.
+        numbers: columns aligned to the right. ids: of the rows, for links.
+    """
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    numbers: Sequence[int] = ()
+    ids: Sequence[str] = ()
+
+
+def make_page(template: str, data: Any = None, **values: Any) -> str:
+    """A complete page; its content security policy lets it fetch nothing and run only the kit's script.
 
     Args:
-        title: plain text.
-        sections: HTML, already escaped.
-        script: the kit's JavaScript, run at the end of the page; the only script that the policy allows.
-        data: plain values that the script finds as JSON in the element `data`.
+        template: file in TEMPLATES. data: plain values that the script finds as JSON; None: the page has no script.
+        values: for the template; its texts are escaped there.
     """
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = f"'sha256-{digest}'" if script else "'none'"
+    from markupsafe import Markup
+
+    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    allowed, script = "'none'", ""
+    if data is not None:
+        script = Markup((TEMPLATES / "report.js").read_text(encoding="utf-8"))
+        allowed = f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
-    scripts = ""
-    if script:
-        scripts = f'<script type="application/json" id="data">{embed_json(data)}</script>\n<script>{script}</script>\n'
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape_text(title)}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n{scripts}</body>\n</html>\n"
+    # Megabytes of JSON do not go through the template, which copies them; no other text has a NUL.
+    page = render(template, policy=Markup(policy), style=style, script=script, data=Markup("\0"), **values)
+    head, _, tail = page.partition("\0")
+    return "".join([head, embed_json(data), tail]) if script else page
+
+
+def render(template: str, **values: Any) -> str:
+    """A template with every text printable and escaped."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else show_text(value),
     )
-
-
-def make_section(title: str, content: str, name: str = "") -> str:
-    """A section with its heading; `name`: its id, for links."""
-    if not name:
-        return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
-    label = f"{name}-title"
-    return f'<section id="{name}" aria-labelledby="{label}">\n<h2 id="{label}">{title}</h2>\n{content}\n</section>\n'
-
-
-def make_table(
-    caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Iterable[int] = (), ids: Any = ()
-) -> str:
-    """A table of plain values; the first cell of a row is its heading.
-
-    Args:
-        caption: for screen readers. head: names of the columns. numbers: columns aligned to the right.
-        ids: of the rows, for links.
-    """
-    right = set(numbers)
-    ids = list(ids)
-
-    def cell(place: int, value: Any) -> str:
-        kind = " class='num'" if place in right else ""
-        tag, scope = ("th", " scope='row'") if place == 0 else ("td", "")
-        return f"<{tag}{scope}{kind}>{escape_text(value)}</{tag}>"
-
-    top = "".join(
-        f"<th scope='col'{' class=num' if place in right else ''}>{escape_text(name)}</th>"
-        for place, name in enumerate(head)
-    )
-    body = ""
-    for number, row in enumerate(rows):
-        name = f' id="{escape_text(ids[number])}"' if ids else ""
-        body += f"<tr{name}>{''.join(cell(place, value) for place, value in enumerate(row))}</tr>\n"
-    label = escape_text(caption)
-    return (
-        f"<div class='scroll' role='region' aria-label='{label}' tabindex='0'><table><caption>{label}</caption>"
-        f"<thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>\n"
-    )
-
-
-def escape_text(value: Any) -> str:
-    """Any value as text, escaped for HTML.
-
-    >>> escape_text("a <b> & c")
-    'a &lt;b&gt; &amp; c'
-    """
-    return html.escape(show_text(value))
+    environment.filters["thousands"] = "{:,}".format
+    return environment
 
 
 def show_text(value: Any) -> str:
@@ -105,11 +115,6 @@ def embed_json(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(_IN_SCRIPTS)
-
-
-def mark_verdict(kind: str) -> str:
-    """A verdict's word in its colour; any other text unchanged."""
-    return f"<span class='{_VERDICTS.get(kind, '')}'>{escape_text(kind)}</span>"
 
 
 def format_duration(seconds: float) -> str:

@@ -1,12 +1,11 @@
 """Selects the rollouts for a report: whole groups of some steps, and the most informative of the others.
 
-Makes one pass over the files, with one step in memory at a time.
+Makes one pass over the files, with two steps in memory at a time.
 """
 
-import heapq
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
@@ -16,10 +15,16 @@ from rloo_kit.results.texts import cut_parts, find_end_id, longest_that_fits, pl
 
 WHOLE = 1000  # rollouts in whole groups
 STEPS = 10  # minimum number of steps, if there are that many
-EACH = 100  # rollouts from the other steps for each of MARKS
+EACH = 100  # rollouts from the other steps for each of TELLING
 ROOM = 4_000_000  # characters of completions in a page
 LONGEST = 40_000  # characters of a completion that are considered
-MARKS = ("regressed", "truncated", "worst", "best", "longest")
+TELLING: dict[str, Callable[[dict[str, Any]], float | None]] = {  # the greatest are kept; None: never
+    "regressed": lambda one: one["was"] - one["reward"] if one["regressed"] else None,
+    "truncated": lambda one: one["step"] if one["truncated"] else None,
+    "worst": lambda one: -(one["advantage"] or 0.0),
+    "best": lambda one: one["advantage"] or 0.0,
+    "longest": lambda one: one["tokens"],
+}
 
 
 @dataclass
@@ -59,106 +64,58 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
     Args:
         last_step: of the run; the shown steps are spread evenly from the first step to it.
     """
-    found, heaps = RolloutSample(), {name: _Top(EACH) for name in MARKS}
-    plan: _Plan | None = None
+    found, due, each = RolloutSample(), None, 1
     kept: list[dict[str, Any]] = []
-    rest: list[dict[str, Any]] = []  # the previous step's, while it may be the last
+    top: dict[str, list[dict[str, Any]]] = {name: [] for name in TELLING}
     earned: dict[int, float] = {}  # each prompt's most recent mean reward
-    end_id: int | None = None
-    number = 0
+    for step, groups, is_last in _read_steps(rows):
+        found.total += (size := sum(map(len, groups)))
+        for group in groups:
+            _compare(group, earned)
+        if due is None:  # every step has about as many rollouts as the first
+            ahead = max(last_step - step, 0)
+            count = min(max(WHOLE // size, STEPS), ahead + 1)
+            each = max(len(groups) * (WHOLE // count) // size, 1)
+            due = sorted({step + round(place * ahead / max(count - 1, 1)) for place in range(count)})
+        is_due = is_last or (bool(due) and due[0] <= step)  # a planned step without rollouts: the next that has some
+        due = [one for one in due if one > step]
+        shown = min(each, len(groups)) if is_due else 0
+        whole = [place * len(groups) // shown for place in range(shown)]  # evenly spaced
+        if is_due:
+            found.steps.append(step)
+        kept += [record | {"whole": True} for place in whole for record in groups[place]]
+        others = [record for place, group in enumerate(groups) if place not in whole for record in group]
+        for name, value in TELLING.items():
+            able = [record for record in reversed(others) if value(record) is not None]  # of equals the newest
+            top[name] = sorted(able + top[name], key=value, reverse=True)[:EACH]  # type: ignore[arg-type]
+    by_number = {record["number"]: record for records in (*top.values(), kept) for record in records}
+    _finish(found, [by_number[number] for number in sorted(by_number)])
+    return found
+
+
+def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
+    """Each step with its completions grouped by prompt, and whether it is the last. Groups are numbered from 1; older
+    rows have no group: adjacent rows with the same prompt form one."""
     typed = {"step": int, "completion_ids": list, "completion_tokens": int, "rewards": dict}
     whole = (  # not damaged by an editor or a full disk
         row for row in rows if "prompt" in row and all(isinstance(row.get(name), kind) for name, kind in typed.items())
     )
-    for step, batch in groupby(whole, key=lambda row: row["step"]):
+    end_id, number = None, itertools.count()
+    before: tuple[int, list[list[dict[str, Any]]]] | None = None
+    for step, batch in itertools.groupby(whole, key=lambda row: row["step"]):
         records = []
         for row in batch:
             end_id = find_end_id(row) if end_id is None else end_id
-            records.append(_record(row, number, end_id))
-            number += 1
-        found.total += len(records)
-        groups = _groups(records)
-        for group in groups:
-            _compare(group, earned)
-        plan = plan or _Plan(step, last_step, records, len(groups))
-        for record in rest:
-            _offer(record, heaps)
-        rest = []
-        if plan.takes(step):
-            shown = plan.pick(groups)
-            found.steps.append(step)
-            kept += [record for group in shown for record in group]
-            taken = {record["number"] for group in shown for record in group}
-            others = [record for record in records if record["number"] not in taken]
-            for record in others:
-                _offer(record, heaps)
-        else:
-            rest = records
-    if rest and plan is not None:  # the run ended between two planned steps: show its last step
-        shown = plan.pick(_groups(rest))
-        taken = {record["number"] for group in shown for record in group}
-        for record in rest:
-            if record["number"] not in taken:
-                _offer(record, heaps)
-        found.steps.append(rest[0]["step"])
-        kept += [record for group in shown for record in group]
-    by_number = {record["number"]: record | {"whole": True} for record in kept}
-    for name in MARKS:
-        for record in heaps[name].items():
-            by_number.setdefault(record["number"], record)
-    _finish(found, [by_number[place] for place in sorted(by_number)])
-    return found
-
-
-class _Plan:
-    """The steps to show, and the number of groups from each."""
-
-    def __init__(self, first: int, last: int, records: list[dict[str, Any]], groups: int) -> None:
-        size = max(len(records), 1)
-        last = max(last, first)
-        count = min(max(WHOLE // size, STEPS), last - first + 1)
-        self.groups = max(groups * (WHOLE // count) // size, 1)
-        self.due = sorted({first + round(place * (last - first) / max(count - 1, 1)) for place in range(count)})
-
-    def takes(self, step: int) -> bool:
-        """Whether to show a step; a planned one without rollouts is replaced by the next that has some."""
-        is_due = bool(self.due) and self.due[0] <= step
-        self.due = [one for one in self.due if one > step]
-        return is_due
-
-    def pick(self, groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-        """Groups of a step, evenly spaced."""
-        count = min(self.groups, len(groups))
-        return [groups[place * len(groups) // count] for place in range(count)]
-
-
-class _Top:
-    """The `most` records with the greatest keys."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._heap: list[tuple[float, int, dict[str, Any]]] = []
-
-    def offer(self, key: float, record: dict[str, Any]) -> None:
-        entry = (key, record["number"], record)
-        if len(self._heap) < self.most:
-            heapq.heappush(self._heap, entry)
-        elif entry[:2] > self._heap[0][:2]:
-            heapq.heapreplace(self._heap, entry)
-
-    def items(self) -> Iterator[dict[str, Any]]:
-        return (record for _, _, record in self._heap)
-
-
-def _offer(record: dict[str, Any], heaps: dict[str, _Top]) -> None:
-    advantage = record["advantage"] or 0.0
-    if record["regressed"]:
-        heaps["regressed"].offer(record["was"] - record["reward"], record)
-    if record["truncated"]:
-        heaps["truncated"].offer(record["step"], record)
-    heaps["worst"].offer(-advantage, record)
-    heaps["best"].offer(advantage, record)
-    heaps["longest"].offer(record["tokens"], record)
+            records.append(_record(row, next(number), end_id))
+        groups = [list(group) for _, group in itertools.groupby(records, key=lambda one: (one["group"], one["prompt"]))]
+        for place, group in enumerate(groups, 1):
+            for record in group:
+                record["group"] = record["group"] if isinstance(record["group"], int) else place
+        if before is not None:
+            yield *before, False
+        before = step, groups
+    if before is not None:
+        yield *before, True
 
 
 def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, Any]:
@@ -179,16 +136,6 @@ def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, A
         "advantage": row["advantage"] if is_number(row.get("advantage")) else None, "rewards": rewards,
         "gold": columns.get("answer"), "was": None, "regressed": False,
     }  # fmt: skip
-
-
-def _groups(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The completions grouped by prompt, numbered from 1. Older rows have no group: adjacent rows with the same prompt
-    form one."""
-    found = [list(group) for _, group in groupby(records, key=lambda one: (one["group"], one["prompt"]))]
-    for place, group in enumerate(found, 1):
-        for record in group:
-            record["group"] = place if not isinstance(record["group"], int) else record["group"]
-    return found
 
 
 def _compare(group: list[dict[str, Any]], earned: dict[int, float]) -> None:

@@ -33,7 +33,7 @@ HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"
 
 LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective", "starter"}
 LIGHT_LIBRARIES = {"pydantic", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
-LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "matplotlib", "numpy", "jinja2", "tokenizers"}
+LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "markupsafe", "numpy", "jinja2", "tokenizers"}
 # Where a kernel runs, or papermill, they are loaded; inside functions only.
 LIGHT_LIBRARIES |= {"jupyter_core", "jupyter_client", "papermill", "traitlets"}
 MAY_IMPORT_UNSLOTH = {"rloo_kit/_stack.py", "rloo_kit/models/unsloth.py"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HEAVY = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth"]
-HEAVY += ["numpy", "pandas", "pyarrow", "matplotlib", "IPython"]
+HEAVY += ["numpy", "pandas", "pyarrow", "IPython"]
 REPORT = f"import json, sys; print('LOADED', json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
 
 

@@ -57,6 +57,6 @@ def test_an_installed_wheel_trains_beside_a_rewards_module_of_the_user(repositor
     rewards = "rewards=[{name: answer_reward}, {name: 'rewards:brevity', weight: 0.1}]"
     command = (python, "-m", "rloo_kit.cli", "train", "run.yaml", f"model.name={model}", "rloo.max_steps=2", rewards)
     printed = run(*command, *small, cwd=work, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    assert "brevity" in printed and (work / "outputs").is_dir()
+    assert "brevity" in printed and list((work / "outputs").glob("*/report.html")), "with its templates"
     where = run(python, "-P", "-c", "import rloo_kit.rewards as r; print(r.__file__)", cwd=work).strip()
     assert Path(where).is_relative_to(tmp_path / "venv"), where

@@ -1,8 +1,6 @@
 """What a notebook shows: it has to read well on a light and on a dark ground, saved, and as text alone."""
 
 import base64
-import html
-import io
 import json
 import math
 import re
@@ -17,12 +15,12 @@ import pytest
 from rloo_kit.errors import ConfigError
 from rloo_kit.notebook import display
 from rloo_kit.notebook.display import plot_training, show_completions
-from rloo_kit.results import figures
+from rloo_kit.results.charts import Point
 from rloo_kit.results.evaluation import Evaluation
 from tests.html_page import Page
 
 HOSTILE = "</pre></div><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & $x^2$ ünïcode 你好"
-GROUNDS = {"white": "#ffffff", "JupyterLab dark": "#111111", "a code host's dark": "#0d1117"}
+GROUNDS = ("#ffffff", "#111111", "#0d1117")  # white, JupyterLab's dark, a code host's dark
 # Properties that JupyterLab's sanitiser leaves in the outputs of a notebook that is not trusted, with these values.
 SURVIVES = re.compile(
     r"border(-left)?: \dpx solid rgba\(128, 128, 128, 0\.4\)|border-radius: 6px|"
@@ -68,14 +66,19 @@ def html_of(shown: Any) -> str:
     return shown._repr_mimebundle_()["text/html"]
 
 
-@pytest.mark.parametrize("ground", GROUNDS)
-@pytest.mark.parametrize(
-    "color",
-    [figures.MID_INK, figures.LINE, display.MUTED, display.RIGHT, display.WRONG],
-)
-def test_colors_read_well_on_either_ground(color: str, ground: str) -> None:
+def titles_of(plot: Any) -> list[str]:
+    return [chart.title for chart in plot.curves]
+
+
+def test_colors_read_well_on_either_ground() -> None:
     """Black axes on JupyterLab's dark ground are invisible, and so are pale ones in a saved page."""
-    assert contrast(color, GROUNDS[ground]) >= 4.0
+    shown = show_completions(make_evaluation(make_sample("q")), make_evaluation(make_sample("q", correct=False)))
+    image = plot_training(result_of(thinking_rows(30, kl=0.01))).svg
+    assert image is not None
+    colors = set(re.findall(r"#[0-9a-f]{6}", html_of(shown) + image))
+    assert {"#797979", "#2878e0", display.RIGHT, display.WRONG} == colors
+    for color in colors:
+        assert all(contrast(color, ground) >= 4.0 for ground in GROUNDS), color
 
 
 def test_evaluations_during_training_are_a_curve_of_their_own() -> None:
@@ -85,47 +88,32 @@ def test_evaluations_during_training_are_a_curve_of_their_own() -> None:
     for step, accuracy in ((10, 0.5), (20, 0.25)):
         rows[step - 1] |= {"eval/accuracy": accuracy, "eval/reward": accuracy}
     shown = plot_training(result_of(rows))
-    assert [title for title, *_ in shown.curves][:2] == ["Reward", "Held-out accuracy"]
-    assert shown.curves[1][1] == [(10, 0.5), (20, 0.25)] and "held-out accuracy 0.500 -> 0.250" in shown.summary
-    assert not shown.notes and shown.png
+    assert titles_of(shown)[:2] == ["Reward", "Held-out accuracy"]
+    assert (
+        shown.curves[1].series == {"": [Point(10, 0.5), Point(20, 0.25)]}
+        and "held-out accuracy 0.500 -> 0.250" in shown.summary
+    )
+    assert not shown.notes
     only = plot_training(result_of([{"step": 5, "reward": 1.0, "kl": 0.1, "eval/reward": 2.5}]))
-    assert [title for title, *_ in only.curves][:2] == ["Reward", "Held-out reward"]
-
-
-def test_image_is_transparent_and_has_no_other_colors() -> None:
-    """A white box in a dark notebook, or one label left black: seen in the pixels, not in the settings."""
-    from PIL import Image
-
-    bundle, metadata = plot_training(result_of(thinking_rows(30, kl=0.01)))._repr_mimebundle_()
-    image = Image.open(io.BytesIO(base64.b64decode(bundle["image/png"])))
-    assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0
-    assert image.width == 2 * metadata["image/png"]["width"] == 2 * figures.WIDTH_PX
-    opaque = {pixel[:3] for _, pixel in image.getcolors(2**24) if pixel[3] == 255}
-    inks = [tuple(int(color[n : n + 2], 16) for n in (1, 3, 5)) for color in (figures.MID_INK, figures.LINE)]
-    for pixel in opaque:  # a pixel where the two meet is between them
-        assert all(min(a, b) - 3 <= value <= max(a, b) + 3 for value, a, b in zip(pixel, *inks, strict=True)), pixel
-    assert set(inks) <= opaque
-    clear = sum(count for count, pixel in image.getcolors(2**24) if pixel[3] == 0)
-    assert clear > 0.85 * image.width * image.height
+    assert titles_of(only)[:2] == ["Reward", "Held-out reward"]
 
 
 def test_plot_of_a_thinking_model() -> None:
     """The four curves; the text says what they show, because a log and a screen reader have nothing else."""
     plot = plot_training(result_of(thinking_rows(30, kl=0.01)))
-    assert [title for title, *_ in plot.curves] == [
-        "Reward", "KL to the reference, nats a token", "Thinking tokens", "Share that closes its thinking"
-    ]  # fmt: skip
-    assert plot.curves[0][1][:2] == [(1, 1 / 30), (2, 2 / 30)] and plot.notes == []
+    titles = ["Reward", "KL to the reference, nats a token", "Thinking tokens", "Share that closes its thinking"]
+    assert titles_of(plot) == titles and plot.notes == []
+    assert plot.curves[0].series[""][:2] == [Point(1, 1 / 30), Point(2, 2 / 30)]
     assert repr(plot) == plot.summary
     for part in ("steps 1 to 30 ", "reward 0.100 -> 0.933", "reference 0.0100 -> 0.0100", "thinking tokens 20.0 ->"):
         assert part in plot.summary
-    data, metadata = plot._repr_mimebundle_()
-    alt = metadata["image/png"]["alt"]
-    assert data["text/plain"] == plot.summary and alt == f"Training curves, {plot.summary}"
-    # JupyterLab's image renderer drops the metadata's alt text, so that it has to be in HTML.
-    assert html.unescape(data["text/html"].split(' alt="')[1].removesuffix('">')) == alt
-    assert f'src="data:image/png;base64,{data["image/png"]}"' in data["text/html"]
-    assert base64.b64decode(data["image/png"]) == plot.png and plot.png.startswith(b"\x89PNG")
+    page = Page(html_of(plot))
+    assert page.tags == ["img"] and page.values("alt") == [f"Training curves, {plot.summary}"]
+    image = base64.b64decode(page.values("src")[0].removeprefix("data:image/svg+xml;base64,")).decode()
+    assert image == plot.svg and [text for text in Page(image).texts if text[1] in titles] == [
+        ("text", title) for title in titles
+    ]
+    assert "thick: mean of the last 5 steps" in image
 
 
 def test_plot_of_a_model_that_does_not_think() -> None:
@@ -133,7 +121,7 @@ def test_plot_of_a_model_that_does_not_think() -> None:
     rows = [{key: value for key, value in row.items() if "thinking" not in key} for row in thinking_rows(8)]
     rows[3] |= {"thinking/mean_length": 4.0, "thinking/closed_ratio": 0.0}
     plot = plot_training(result_of(rows))
-    assert [title for title, *_ in plot.curves] == ["Reward", "Completion tokens", "Share truncated"]
+    assert titles_of(plot) == ["Reward", "Completion tokens", "Share truncated"]
     assert "completion tokens 26.0 -> 26.0, share truncated 10.0% -> 10.0%" in plot.summary
 
 
@@ -152,36 +140,13 @@ def test_plot_of_hardly_anything(rows: list[dict[str, Any]], summary: str) -> No
     """A run stopped at once, a metric that was not finite (null in metrics.jsonl): a clear line, no empty axes."""
     plot = plot_training(result_of(rows))
     assert plot.summary.startswith(summary)
-    data, metadata = plot._repr_mimebundle_()
-    assert ("image/png" in data) == bool(plot.curves) == bool(metadata)
-    assert plot.png is None or plot.png.startswith(b"\x89PNG")
+    assert ("text/html" in plot._repr_mimebundle_()) == bool(plot.curves) == (plot.svg is not None)
 
 
 def test_plot_of_a_resumed_run() -> None:
     """Steps that were done again are there once, in order, as they were done last."""
     rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (3, 0.3), (2, 0.2), (3, 0.4))]
-    assert plot_training(result_of(rows)).curves[0][1] == [(1, 0.1), (2, 0.2), (3, 0.4)]
-
-
-def test_plots_leave_no_state_behind() -> None:
-    """pyplot keeps every figure alive and picks a backend for the whole process; settings leaked once."""
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    images = {plot_training(result_of(thinking_rows(25))).png for _ in range(3)}
-    assert len(images) == 1 and dict(matplotlib.rcParams) == before
-    code = (
-        "import sys, types\nimport rloo_kit as kit\nimport rloo_kit.results.report, rloo_kit.notebook.display\n"
-        "assert 'matplotlib' not in sys.modules, 'a training run draws at its end'\n"
-        "rows = [{'step': n, 'reward': n} for n in range(3)]\n"
-        "kit.plot_training(types.SimpleNamespace(metrics=rows)).png\n"
-        "assert 'matplotlib.pyplot' not in sys.modules and 'IPython' not in sys.modules and 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "steps 0 to 2: reward 0.000 -> 2.000; KL not measured: rloo.beta is 0; " + (
-        "completion tokens not logged; share truncated not logged\n"
-    )
+    assert plot_training(result_of(rows)).curves[0].series[""] == [Point(1, 0.1), Point(2, 0.2), Point(3, 0.4)]
 
 
 def test_completions_side_by_side() -> None:
@@ -192,15 +157,15 @@ def test_completions_side_by_side() -> None:
         make_evaluation(wrong, make_sample("2")), make_evaluation(make_sample(chat), make_sample("2"))
     )
     page = Page(html_of(shown))
-    texts = [text for _, text in page.texts]
+    texts = [text for _, text in page.texts if text.strip()]
     assert texts[0] == "2 of 2 kept prompts, one completion of each"
     assert texts[1:] == [
         "1 · right answer ", "46", "12+34=",
-        "before", " ", "✗ wrong", "thinking", "(none)", "answer", "47", "4 tokens, 0 of them thinking",
-        "after", " ", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
+        "before", "✗ wrong", "thinking", "(none)", "answer", "47", "4 tokens, 0 of them thinking",
+        "after", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
         "2 · right answer ", "46", "2",
-        "before", " ", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
-        "after", " ", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
+        "before", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
+        "after", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
     ]  # fmt: skip
 
 
@@ -249,8 +214,8 @@ def test_long_completions_are_cut_in_the_middle() -> None:
     long = make_sample("p" * 9000, thinking="a" * 50_000 + "END", answer="word " * 20_000)
     shown = show_completions(make_evaluation(*[long] * 4), make_evaluation(*[long] * 4))
     assert len(html_of(shown)) < 200_000 and len(repr(shown)) < 30_000
-    assert "\n... 44003 characters left out ...\n" in html_of(shown) and "aEND<" in html_of(shown)
-    assert "... 49403 characters left out ..." in repr(shown)
+    assert "\n[... 44,003 characters left out ...]\n" in html_of(shown) and "aEND<" in html_of(shown)
+    assert "[... 49,403 characters left out ...]" in repr(shown)
     assert max(map(len, repr(shown).splitlines())) <= 100
 
 

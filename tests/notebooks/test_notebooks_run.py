@@ -112,7 +112,7 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     assert not re.search(r"unknown parameter|Unable to parse|Traceback", done.stderr), done.stderr
     check_folder(folder / "small", steps=3)
 
-    assert {"image/png", "text/plain"} <= shown(output, "kit.plot_training(")
+    assert {"text/html", "text/plain"} <= shown(output, "kit.plot_training(")
     assert {"text/html", "text/plain"} <= shown(output, "kit.show_completions(before, after")
     before = json.loads((folder / "small" / "before.json").read_text(encoding="utf-8"))
     assert before["num_prompts"] == SMALL["eval_prompts"]

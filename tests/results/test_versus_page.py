@@ -13,7 +13,7 @@ from rloo_kit import load_config
 from rloo_kit.cli import app
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.versus import compare_runs
-from rloo_kit.results.versus_page import _held_out, write_comparison_page
+from rloo_kit.results.versus_page import held_out_points, write_comparison_page
 from rloo_kit.runs.run_dir import RunDir
 from tests.evaluations import around
 from tests.html_page import Page
@@ -50,7 +50,7 @@ def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> Non
     text = page.read_text(encoding="utf-8")
     parsed = Page(text)
     assert "is ahead of first: accuracy +40 points" in parsed.text
-    assert "<b>other" not in text and re.search(r"href='\.\./[^']*report\.html'", text)
+    assert "<b>other" not in text and re.search(r'href="\.\./[^"]*report\.html"', text)
     assert text.count("report.html") == 1, "the first has none"
     assert text.count("<svg") == 2, "held-out accuracy and reward; a flat entropy says nothing"
     assert re.search(r'aria-label="Reward: first 0\.0333 at step 1, 1 at step 30;', text)
@@ -81,13 +81,6 @@ def test_a_full_disk_ends_in_a_line(make_run: Callable[..., Path], tmp_path: Pat
     assert not [path for path in run.iterdir() if path.name.endswith((".tmp", ".html"))]
 
 
-def test_a_long_run_is_drawn_with_few_points(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """A page with 50,000 points per curve takes seconds to open."""
-    runs = [make_run("long", 40, 5_000), make_run("short", 40, 30)]
-    page = write_comparison_page(compare_runs(runs), tmp_path / "comparison.html")
-    assert page.stat().st_size < 150_000
-
-
 def test_a_run_without_evaluations_keeps_the_colours(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """The table numbered all runs, the charts only those with points, so one run had two colours."""
     runs = [make_run(name, right) for name, right in (("a", 40), ("b", 60), ("c", 80))]
@@ -97,8 +90,8 @@ def test_a_run_without_evaluations_keeps_the_colours(make_run: Callable[..., Pat
     figure = text[text.index("<figure") : text.index("</figure>")]
     assert "Held-out accuracy" in figure and 'class="dot c0"' not in figure and "key c0" not in figure
     for number, name in ((1, "b"), (2, "c")):
-        assert re.search(rf"c{number}\W[^>]*></span>(<a [^>]*>)?{name}<", text)
-        assert f"c{number}'>{name}</span>" in figure
+        assert re.search(rf'key c{number}"[^>]*></span>\s*<[^>]*>{name}<', text)
+        assert f'c{number}">{name}</span>' in figure
 
 
 def test_evaluations_during_training_are_drawn_without_the_others(
@@ -125,7 +118,7 @@ def test_evaluations_during_training_are_drawn_without_the_others(
     run_dir.append_jsonl("evaluations.jsonl", [edited, *rows])
     run_dir.set_status("interrupted", step=20, adapter_step=10)
     found = compare_runs([folder, make_run("b", 60)]).runs[0]
-    assert [point.step for point in _held_out(found, "accuracy")] == [0, 10, 20]
+    assert [point.step for point in held_out_points(found, "accuracy")] == [0, 10, 20]
 
 
 def test_the_lead_is_over_the_prompts_with_answers(make_run: Callable[..., Path]) -> None:

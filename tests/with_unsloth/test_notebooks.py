@@ -60,9 +60,6 @@ def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tu
     """`play(name, config, **parameters)` runs the cells; gives what was printed, the run's folder and the policy."""
 
     def run(name: str, config: Path, **parameters: Any) -> tuple[str, Path, Any]:
-        import matplotlib
-
-        matplotlib.use("agg")
         interpreter.keep_on_cpu()
         values = PARAMETERS | {"config": str(config), "output_dir": str(tmp_path / "outputs")} | parameters
         namespace: dict[str, Any] = {"__name__": "notebook"}
