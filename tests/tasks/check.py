@@ -487,7 +487,7 @@ class Checks:
             gold = self.run.sides["before"].completions[place].gold
             if gold is not None and f"(right answer: {gold})" not in " ".join(self.on.completions.split()):
                 self.say(where, f"show_completions has no (right answer: {gold})")
-            if gold is not None and html.escape(str(gold)) not in self.on.cells:
+            if gold is not None and str(gold) not in html.unescape(self.on.cells):
                 self.say(where, f"the cell has no {gold}")
 
     # -------------------------------------------------------------------------------------------- words
