@@ -172,7 +172,10 @@ def pack_site(wheels: Iterable[Path], cuda: str, target: Path) -> dict[str, int]
     with tarfile.open(target, mode="w:xz") as tar:
         for name in sorted(files, key=lambda name: (Path(name).suffix, name)):  # similar files together compress better
             archive, inside = files[name]
-            _add(tar, name, records.get(name) or archive.read(inside))
+            content = records.get(name) or archive.read(inside)
+            entry = tarfile.TarInfo(name)  # without owner and time: the same wheels make the same archive
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
     return sizes
 
 
@@ -180,13 +183,6 @@ def _is_dropped(name: str, cuda: str) -> bool:
     needed = (f"_cuda{cuda}.so", "_cpu.so")
     is_other_cuda = fnmatch(name, "bitsandbytes/libbitsandbytes_*.so") and not name.endswith(needed)
     return is_other_cuda or ".data/" in name or any(fnmatch(name, pattern) for pattern in DROPPED)
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Add a file without owner and time: the same wheels make the same archive, which is unpacked once."""
-    entry = tarfile.TarInfo(name)
-    entry.size = len(content)
-    tar.addfile(entry, io.BytesIO(content))
 
 
 def git(*arguments: str) -> str:
