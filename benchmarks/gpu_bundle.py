@@ -102,9 +102,7 @@ def close(wanted: list[str], pins: Versions, have: Versions, target: dict[str, s
                     "with the version that `make setup` installs on a machine with a GPU"
                 )
             if name in packed and not _satisfied(found, True, pins[name]):
-                raise SystemExit(
-                    f"constraints.txt has {name}=={pins[name]}, which {found} refuses: move one of the two"
-                )
+                raise SystemExit(f"constraints.txt has {name}=={pins[name]}, which {found} refuses: move one of them")
         wheels |= fetch({name: pins[name] for name, _ in read if name not in wheels})
         wanted = [
             text
@@ -265,9 +263,7 @@ def write_bundle(dest: Path, have: Versions | None, python: str, cuda: str) -> N
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dest", type=Path, default=ROOT / ".gpu-bundle", help="folder, default .gpu-bundle")
-    parser.add_argument(
-        "--have", type=Path, help="packages of that machine; default: torch's own and the usual large ones"
-    )
+    parser.add_argument("--have", type=Path, help="packages of that machine; default: torch's own, usual large ones")
     parser.add_argument("--python", default="3.12", help="its Python version, default 3.12")
     parser.add_argument("--cuda", default="130", help="CUDA version of its torch, default 130 (13.0): for bitsandbytes")
     given = parser.parse_args()

@@ -188,9 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = reporting.header("benchmarks/health_runs.py") | {"within_steps": WITHIN, "runs": []}
     with tempfile.TemporaryDirectory() as name:
         make_folder(Path(name))
-        for one in RUNS:
-            if options.only and one.name not in options.only:
-                continue
+        for one in (one for one in RUNS if not options.only or one.name in options.only):
             found, rows = run_one(one, Path(name))
             result["runs"].append(found)
             if options.series is not None:

@@ -186,19 +186,9 @@ def describe() -> dict[str, Any]:
     """What the rows have in common."""
     import trl_head
 
-    return {
-        "workload": {
-            "backbone": BACKBONE,
-            "lora": LORA,
-            "completion_lengths": completion_lengths(K4),
-            "prompt_tokens": [len(row["prompt"]) for row in prompt_rows(K4)],
-            "micro_batch": "one group, K completions; 16 / K micro-batches a step, on both sides",
-            "precision": "float32",
-        },
-        "stand_in": trl_head.tile_sizes() | {"what": "TRL's Triton head in plain torch, benchmarks/trl_head.py"},
-        "threads": 1,
-        "imposed_lengths": "the end token is impossible before a row's target and certain at it, on both sides",
-    }
+    workload = {"backbone": BACKBONE, "lora": LORA, "completion_lengths": completion_lengths(K4)}
+    workload |= {"prompt_tokens": [len(row["prompt"]) for row in prompt_rows(K4)], "precision": "float32"}
+    return {"workload": workload, "stand_in": trl_head.tile_sizes(), "threads": 1}
 
 
 def step_line(row: dict[str, Any]) -> str:
