@@ -18,14 +18,15 @@ import statistics
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import reporting
-from on_gpu.checks import BACKENDS, Check, Found, Part, list_checks, read_part
+from on_gpu.checks import BACKENDS, Check, Found, Part, read_part
 from on_gpu.expected import EXPECTED, RATIOS, find, floors
+from on_gpu.listing import list_checks
 from reporting import ROOT, step_value, table
 from startup import startup_table
 
@@ -36,7 +37,7 @@ from rloo_kit.plan.speed import GPUS
 GPU_RESULTS = reporting.RESULTS / "gpu"
 CORRECTIONS = ROOT / "rloo_kit" / "plan" / "corrections.json"
 CONFIGS = ROOT / "configs"
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "compare", "plan")),
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "plan")),
          ROOT / "README.md")  # fmt: skip
 GPUS_GB = (8, 12, 16, 24)
 STEPS = 200  # of a shipped config
@@ -59,16 +60,6 @@ def step_table(result: dict[str, Any]) -> list[str]:
         )
         rows.append([row["what"], row["workload"], f"`{row['side']}`", stock, ours, step_value(row), limits, held])
     return table(["part", "workload", "`memory`", "stock", "ours", "result", "bar / aim", ""], rows)
-
-
-def short_step_table(result: dict[str, Any]) -> list[str]:
-    """rloo_step.json: the promised rows, for the README."""
-    rows = [
-        [row["what"], row["workload"], f"`{row['side']}`", step_value(row)]
-        for row in result["rows"]
-        if row["holds"] is not None and row["what"] != "gradient"
-    ]
-    return table(["part", "workload", "`rloo.memory`", "vs. stock TRL"], rows)
 
 
 def _amount(row: dict[str, Any], side: str) -> str:
@@ -95,20 +86,6 @@ def health_table(result: dict[str, Any]) -> list[str]:
 # ------------------------------------------------------------------------------------------ computed by the plan
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Ignore this machine's model cache and any launcher, so that the tables are the same everywhere."""
-    hidden = ("HF_HUB_CACHE", "RLOO_KIT_BACKEND", "WORLD_SIZE")
-    before = {name: os.environ.pop(name, None) for name in hidden}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["HF_HUB_CACHE"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["HF_HUB_CACHE"]
-            os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
 def _times() -> list[list[str]]:
     """Cells of `times_table`, a row for each config for a GPU; the smallest GPU first."""
     found = []
@@ -116,7 +93,9 @@ def _times() -> list[list[str]]:
         if needs := re.search(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8")):
             found.append((int(needs[1]), path.stem, path))
     rows = []
-    with alone():
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, {"HF_HUB_CACHE": cache}):
+        for name in ("RLOO_KIT_BACKEND", "WORLD_SIZE"):  # nor another choice of this machine
+            os.environ.pop(name, None)
         for size, _, path in sorted(found):
             gpu = next(gpu for gpu in GPUS if gpu.memory_gb == size)
             cells = [f"`{path.name}`", f"{gpu.name}, {size} GB"]
@@ -467,7 +446,6 @@ GPU_TABLES = {
 }  # fmt: skip
 TABLES: reporting.Tables = {
     "step": (step_table, "rloo_step.json"),
-    "step-short": (short_step_table, "rloo_step.json"),
     "health": (health_table, "health_runs.json"),
     "startup": (startup_table, "startup.json"),
     "step-times": (times_table, ""),

@@ -101,10 +101,10 @@ def test_both_sides_take_the_same_step(name: str, module: Any, monkeypatch: pyte
 def run_part(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Any]]:
     """`run_part(*names, minutes=1, kept_s=0, without_unsloth="")`: exit code and lines of a part with stand-ins for its
     checks; `kept_s`: of its time for transformers."""
-    hour, checks = module("first_hour"), module("on_gpu.checks")
+    hour, checks, listing = module("first_hour"), module("on_gpu.checks"), module("on_gpu.listing")
     stand_in = module("tests.contracts.first_hour_worker")
     monkeypatch.setattr(hour, "WORKER", Path(stand_in.__file__))
-    monkeypatch.setattr(checks, "list_checks", lambda: stand_in.CHECKS)
+    monkeypatch.setattr(listing, "list_checks", lambda: stand_in.CHECKS)
     for name, value in {"CLOSING_S": 0.0, "GRACE_S": 0.5, "POLL_S": 0.05}.items():
         monkeypatch.setattr(hour, name, value)
 
@@ -223,7 +223,7 @@ def test_a_gpu_is_simulated_by_a_cap(module: Any) -> None:
 
 def test_the_list_is_whole(module: Any) -> None:
     """An expectation of a check that was renamed is silently compared with nothing."""
-    known = module("on_gpu.checks").list_checks()
+    known = module("on_gpu.listing").list_checks()
     expected = module("on_gpu.expected")
     assert all(check.what and check.budget_s > 0 for check in known.values())
     assert {one.check for one in expected.EXPECTED} <= known.keys()
@@ -238,7 +238,8 @@ def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) ->
     """Code that runs for the first time on a rented GPU spends the lease on its typing errors. The hour itself is
     rehearsed by `make test-unsloth`."""
     checks = module("on_gpu.checks")
-    names = [name for name, check in checks.list_checks().items() if check.part == 0 and check.backend != "unsloth"]
+    known = module("on_gpu.listing").list_checks()
+    names = [name for name, check in known.items() if check.part == 0 and check.backend != "unsloth"]
     command = [sys.executable, str(FOLDER / "first_hour.py"), "--rehearse", "--out", str(tmp_path), "--only", *names]
     environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
