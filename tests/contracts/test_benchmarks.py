@@ -253,17 +253,6 @@ def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_any_amount_of_completions_is_opened_in_the_same_memory(module: Any, tmp_path: Path) -> None:
-    """276 MB of completions took 1.6 GB and 55 s to resume. Here a few files in both layouts; --gib 5 is long."""
-    out = tmp_path / "load.json"
-    assert module("rollouts_load").main(["--gib", "0.2", "--folder", str(tmp_path), "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 10 and {row["layout"] for row in rows} == {"one file", "parts"}
-    assert all(row["above_mib"] < 0.2 * 1024 / 3 for row in rows), "the bar would hold for a reader of whole files"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), [
     ("seven", "reward_hacking"),
     *(pytest.param(*one, marks=pytest.mark.long) for one in (("rate", "broken_policy"), ("none", "all_none"))),

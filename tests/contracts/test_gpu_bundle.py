@@ -103,13 +103,6 @@ def test_versions_that_the_lock_cannot_give_are_named(close: Callable[..., set[s
         close(["kit_d>=2"])
 
 
-def test_lists_of_packages_are_read(bundle: Any) -> None:
-    """pip freeze, pip list and a person write names differently."""
-    text = "# packages\n\nruamel.yaml==0.19.1\ntorch==2.11.0+cu130\n-e ../kit\nPyYAML\nDill == 0.4.1 \nkit @ file:kit\n"
-    versions = {"ruamel-yaml": "0.19.1", "torch": "2.11.0+cu130", "pyyaml": None, "dill": "0.4.1", "kit": None}
-    assert bundle.read_versions(text) == versions
-
-
 def test_the_lock_holds_the_roots_of_the_bundle(bundle: Any) -> None:
     """The lock had no version of Unsloth's own requirements; the build of the bundle was the first to need them."""
     pins = bundle.read_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))

@@ -36,17 +36,6 @@ def test_blocks_compile_and_call_what_is_there(page: str, blocks: list[Block]) -
     assert find_faults(calls) == []
 
 
-def test_the_pages_have_calls_to_check() -> None:
-    """A reader that resolved nothing would find no fault."""
-    origins = {call.origin for _, blocks in PAGES for call in read_calls(blocks)}
-    wanted = {
-        "trl:RLOOConfig", "trl:DPOTrainer", "peft:LoraConfig", "rloo_kit:RLOOTrainer",
-        "unsloth:FastLanguageModel.from_pretrained", "transformers:AutoModelForCausalLM.from_pretrained",
-    }  # fmt: skip
-    assert wanted <= origins, wanted - origins
-    assert len(YAML_BLOCKS) >= 4
-
-
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
