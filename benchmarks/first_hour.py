@@ -90,7 +90,7 @@ class PartRun:
         scratch: Path,
         adds: bool = False,
     ) -> None:
-        from on_gpu.checks import list_checks
+        from on_gpu.listing import list_checks
 
         self.part, self.minutes, self.rehearsed, self.scratch = part, minutes, rehearsed, scratch
         self.checks = {name: list_checks()[name] for name in names}
@@ -188,7 +188,7 @@ class PartRun:
         command += ["--make", *(sizes[:1] if self.rehearsed else sizes)] * makes
         command += ["--grpo"] * any("grpo" in name for name in self.checks) + ["--rehearse"] * self.rehearsed
         path = os.pathsep.join(filter(None, [str(reporting.ROOT), os.environ.get("PYTHONPATH")]))
-        path = os.pathsep.join([path, str(reporting.ROOT / "benchmarks")])  # last: its rewards.py is not the package
+        path = os.pathsep.join([path, str(reporting.ROOT / "benchmarks")])
         environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         if self.rehearsed:
             environment |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -309,7 +309,8 @@ def describe_gpu() -> dict[str, Any]:
 
 def list_all(out: Path) -> None:
     """Print every check with its state and budget."""
-    from on_gpu.checks import PARTS, list_checks, read_part
+    from on_gpu.checks import PARTS, read_part
+    from on_gpu.listing import list_checks
 
     parts = {number: read_part(out / f"part{number}.jsonl") for number in PARTS}
     for number, title in PARTS.items():
@@ -323,7 +324,7 @@ def list_all(out: Path) -> None:
 
 def choose(options: argparse.Namespace) -> list[tuple[int, list[str]]]:
     """The parts to run, with the names of their checks."""
-    from on_gpu.checks import list_checks
+    from on_gpu.listing import list_checks
 
     known = list_checks()
     if options.only:

@@ -102,9 +102,7 @@ def close(wanted: list[str], pins: Versions, have: Versions, target: dict[str, s
                     "with the version that `make setup` installs on a machine with a GPU"
                 )
             if name in packed and not _satisfied(found, True, pins[name]):
-                raise SystemExit(
-                    f"constraints.txt has {name}=={pins[name]}, which {found} refuses: move one of the two"
-                )
+                raise SystemExit(f"constraints.txt has {name}=={pins[name]}, which {found} refuses: move one of them")
         wheels |= fetch({name: pins[name] for name, _ in read if name not in wheels})
         wanted = [
             text
@@ -172,7 +170,10 @@ def pack_site(wheels: Iterable[Path], cuda: str, target: Path) -> dict[str, int]
     with tarfile.open(target, mode="w:xz") as tar:
         for name in sorted(files, key=lambda name: (Path(name).suffix, name)):  # similar files together compress better
             archive, inside = files[name]
-            _add(tar, name, records.get(name) or archive.read(inside))
+            content = records.get(name) or archive.read(inside)
+            entry = tarfile.TarInfo(name)  # without owner and time: the same wheels make the same archive
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
     return sizes
 
 
@@ -180,13 +181,6 @@ def _is_dropped(name: str, cuda: str) -> bool:
     needed = (f"_cuda{cuda}.so", "_cpu.so")
     is_other_cuda = fnmatch(name, "bitsandbytes/libbitsandbytes_*.so") and not name.endswith(needed)
     return is_other_cuda or ".data/" in name or any(fnmatch(name, pattern) for pattern in DROPPED)
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Add a file without owner and time: the same wheels make the same archive, which is unpacked once."""
-    entry = tarfile.TarInfo(name)
-    entry.size = len(content)
-    tar.addfile(entry, io.BytesIO(content))
 
 
 def git(*arguments: str) -> str:
@@ -269,9 +263,7 @@ def write_bundle(dest: Path, have: Versions | None, python: str, cuda: str) -> N
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dest", type=Path, default=ROOT / ".gpu-bundle", help="folder, default .gpu-bundle")
-    parser.add_argument(
-        "--have", type=Path, help="packages of that machine; default: torch's own and the usual large ones"
-    )
+    parser.add_argument("--have", type=Path, help="packages of that machine; default: torch's own, usual large ones")
     parser.add_argument("--python", default="3.12", help="its Python version, default 3.12")
     parser.add_argument("--cuda", default="130", help="CUDA version of its torch, default 130 (13.0): for bitsandbytes")
     given = parser.parse_args()

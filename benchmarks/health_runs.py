@@ -52,9 +52,7 @@ class HealthRun:
     def words(self) -> list[str]:
         """The overrides, with the rewards as one of them."""
         listed = ", ".join(f"{{name: {name}, weight: {weight}}}" for name, weight in self.rewards)
-        steps = (
-            [] if any("max_steps" in word for word in self.overrides) or not self.rule else [f"rloo.max_steps={STEPS}"]
-        )
+        steps = [f"rloo.max_steps={STEPS}"] * bool(self.rule)  # an override of its own comes later and holds
         return [*steps, *self.overrides, *([f"rewards=[{listed}]"] if listed else [])]
 
 
@@ -190,9 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = reporting.header("benchmarks/health_runs.py") | {"within_steps": WITHIN, "runs": []}
     with tempfile.TemporaryDirectory() as name:
         make_folder(Path(name))
-        for one in RUNS:
-            if options.only and one.name not in options.only:
-                continue
+        for one in (one for one in RUNS if not options.only or one.name in options.only):
             found, rows = run_one(one, Path(name))
             result["runs"].append(found)
             if options.series is not None:
@@ -201,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         kept = {found["name"]: found for found in json.loads(options.out.read_text(encoding="utf-8"))["runs"]}
         kept |= {found["name"]: found for found in result["runs"]}
         result["runs"] = [kept[one.name] for one in RUNS if one.name in kept]
-    options.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    reporting.write(result, options.out)
     for found in result["runs"]:
         print(f"{found['name']}: {'held' if found['holds'] else 'MISSED'}, found {found['found']}, {found['others']}")
     return 0 if all(found["holds"] for found in result["runs"]) else 1

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: process set-up, the header of a results file, the lines that several print."""
+"""Shared by the benchmarks: process set-up, the header of a results file, and how figures get into the pages."""
 
 import importlib.util
 import json
@@ -8,58 +8,40 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SMALL_MODULE = 100  # lines
-STEP_FILES = {
-    "modules": "modules",
-    "lines": "lines",
-    "small": f"modules of under {SMALL_MODULE} lines",
-    "one_importer": "modules imported by at most one other",
-    "circles": "circles of modules",
-    "entered": "files that one step enters",
-    "switches": "switches between files in one step",
-    "entered_all": "files, with everything",
-    "switches_all": "switches, with everything",
-}
+Tables = dict[str, tuple[Callable[[Any], list[str]], str]]
 
 
 def settle() -> None:
-    """Called first by a benchmark: one thread, no network; `rewards` is the package, not the file in this folder."""
+    """Called first by a benchmark: one thread, no network, and `import tests` works from this folder."""
     for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(name, value)  # before torch reads it
-    here = str(Path(__file__).resolve().parent)
-    sys.path[:] = [str(ROOT), *(entry for entry in sys.path if entry != here), here]
+    sys.path.insert(0, str(ROOT))
 
 
 def header(script: str) -> dict[str, Any]:
     """Command, date, revision, machine and versions: the beginning of every results file."""
     from rloo_kit.system.versions import installed_versions
 
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    processor = re.search(r"model name\s*:\s*(.+)", cpuinfo)
     return {
         "command": " ".join(["python", script, *sys.argv[1:]]),
         "measured": time.strftime("%Y-%m-%d"),
         "revision": git("rev-parse", "HEAD") or os.environ.get("RLOO_KIT_REVISION", ""),  # an archive has no .git
         "changed_files": bool(git("status", "--porcelain", "--", "rloo_kit", "rewards", "configs", "benchmarks")),
         "machine": {
-            "processor": processor(),
+            "processor": processor[1].strip() if processor else platform.machine(),
             "cores": os.cpu_count(),
             "load_at_start": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         },
         "versions": installed_versions(),
     }
-
-
-def processor() -> str:
-    """The processor's name as the system reports it."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
 def git(*arguments: str, folder: Path = ROOT) -> str:
@@ -99,59 +81,35 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
 
 
-def step_line(row: dict[str, Any]) -> str:
-    """One row of rloo_step.json as text."""
-    return f"{row['what']}, {row['side']} ({row['workload']}): {step_value(row)}{_bar(row)}"
-
-
 def step_value(row: dict[str, Any]) -> str:
+    """The figure of one row of rloo_step.json."""
     if "ratio" in row:
         return f"{row['ratio']:.2f}x ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
     return f"{row['share']:.2f} of stock" if "share" in row else f"{row['relative_error']:.1e}"
 
 
-def _bar(row: dict[str, Any]) -> str:
-    if row["holds"] is None:
-        return ""
-    bar = row.get("at_least", row.get("at_most"))
-    return f"; {'at least' if 'at_least' in row else 'at most'} {bar:g}: {'held' if row['holds'] else 'MISSED'}"
+def write_tables(tables: Tables, pages: Iterable[Path], results: Path = RESULTS) -> None:
+    """Write the figures of the results files into the pages."""
+    for page in pages:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), tables, results), encoding="utf-8")
+        print(f"tables: {page.relative_to(ROOT)}", flush=True)
 
 
-def decode_line(row: dict[str, Any]) -> str:
-    """One row of decode_step.json as text."""
-    return f"{row['tokens']} tokens, {row['rows']} rows: {step_value(row)}"
+def with_tables(text: str, tables: Tables, results: Path = RESULTS) -> str:
+    """A page's text with each `<!-- table: NAME -->` .. `<!-- end -->` filled from the results, so that no figure is
+    typed by hand.
 
+    Args:
+        tables: by name, the function that makes the lines, and the file of results that it reads; "" if it reads none.
+    """
 
-def kl_line(run: dict[str, Any]) -> str:
-    """One run of kl_forms.json as text."""
-    before, after = run["before"], run["after"]
-    return (
-        f"{run['arm']}, seed {run['seed']}: thinking {before['mean_thinking_tokens']:.1f} -> "
-        f"{after['mean_thinking_tokens']:.1f} tokens, accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"
-    )
+    def fill(match: "re.Match[str]") -> str:
+        make, file = tables[match.group(1)]
+        path = results / file
+        if path.suffix == ".json":
+            lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
+        else:
+            lines = make(path)
+        return "\n".join([f"<!-- table: {match.group(1)} -->", "", *lines, "", "<!-- end -->"])
 
-
-def startup_table(result: dict[str, Any]) -> list[str]:
-    """startup.json; with another checkout, also its seconds and the ratio."""
-    compared = any("ratio" in row for row in result["rows"])
-    rows = []
-    for row in result["rows"]:
-        cells = [f"`{row['what']}`", *(f"{row[name]:.2f}" for name in ("seconds", "low", "high"))]
-        if compared:
-            names = ("before_seconds", "ratio", "cpu_s", "before_cpu_s", "cpu_ratio")
-            cells += [f"{row[name]:.2f}" if name in row else "" for name in names]
-        rows.append(cells)
-    more = ["seconds before", "ratio", "processor s", "processor s before", "ratio"] if compared else []
-    return table(["command", "seconds", "smallest", "largest", *more], rows)
-
-
-def step_files_table(result: dict[str, Any]) -> list[str]:
-    """step_files.json: a column for each revision, and the files left out of the step proper."""
-    head = ["", *(f"{row['tree']} (`{row['revision'][:7]}`)" for row in result["rows"])]
-    shown = [{**row, "circles": len(row["circles"])} for row in result["rows"]]
-    known = [name for name in STEP_FILES if name in shown[0]]  # older revisions have only the count with everything
-    lines = table(head, [[STEP_FILES[name], *(str(row[name]) for row in shown)] for name in known])
-    if "left_out" in result:
-        names = ", ".join(f"`{name}`" for name in result["left_out"])
-        lines += ["", f"Counted only with everything: calls into {names}, and what they call until they return."]
-    return lines
+    return re.sub(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", fill, text, flags=re.S)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Checks that a long run and a long batch stay flat: memory, open files and threads of the real command, from outside.
 
     python benchmarks/soak.py --steps 2000      `rloo-kit train` on the embedded model
@@ -50,16 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [[f"{one[name]:g}" for name in names] for one in result["samples"]]
     print("\n".join(reporting.table([unit, "memory (MiB)", "open files", "threads"], rows)))
     result["holds"] = result["flat"] and not result.get("left") and result.get("done") == options.batch
-    print(f"{result[f'{unit}s']} {unit}s in {result['seconds']:.0f} s: {describe(result, unit)}")
+    growth = f"{result['memory_kib']:.2f} KiB a {unit} (at most {result['at_most']:g})"
+    growth += f", open files {result['more_files']:+d}, threads {result['more_threads']:+d}"
+    print(f"{growth}: {'holds' if result['holds'] else 'MISSED'}")
     reporting.write(result, options.out or reporting.RESULTS / ("batch_soak.json" if options.batch else "soak.json"))
     return 0 if result["holds"] else 1
-
-
-def describe(result: dict[str, Any], unit: str) -> str:
-    memory = f"{result['memory_kib']:.2f} KiB a {unit} (at most {result['at_most']:g})"
-    found = [memory, f"open files {result['more_files']:+d}", f"threads {result['more_threads']:+d}"]
-    found += [f"{result['done']} done", f"{len(result['left'])} processes left"] if unit == "run" else []
-    return f"{', '.join(found)}: {'holds' if result['holds'] else 'MISSED'}"
 
 
 def watch_run(steps: int, folder: Path) -> dict[str, Any]:
@@ -104,16 +98,16 @@ def watch(words: list[str], folder: Path, progress: Callable[[], int], every: in
             at = progress()
             if at // every > (samples[-1]["at"] // every if samples else 0):
                 try:
-                    with process.oneshot():
-                        memory, files = round(process.memory_info().rss / 2**20, 1), process.num_fds()
-                        samples.append({"at": at, "memory_mib": memory, "files": files})
-                        samples[-1]["threads"] = process.num_threads()
+                    memory = round(process.memory_info().rss / 2**20, 1)
+                    samples.append({
+                        "at": at, "memory_mib": memory, "files": process.num_fds(), "threads": process.num_threads(),
+                    })  # fmt: skip
                 except psutil.Error:  # it has just ended
                     break
             time.sleep(0.02)
     if child.wait() != 0:
         raise SystemExit(f"the command failed:\n{(folder / 'log.txt').read_text(errors='replace')[-3000:]}")
-    return [one for one in samples if "threads" in one]
+    return samples
 
 
 def judge(samples: list[dict[str, Any]], at_most_kib: float) -> dict[str, Any]:
@@ -131,12 +125,9 @@ def judge(samples: list[dict[str, Any]], at_most_kib: float) -> dict[str, Any]:
         return (sum(one[name] for one in last) - sum(one[name] for one in first)) / size
 
     slope = rise("memory_mib") * 1024 / max(rise("at"), 1)
-    more = {
-        f"more_{name}": min(one[name] for one in last) - min(one[name] for one in first)
-        for name in ("files", "threads")
-    }
-    flat = slope <= at_most_kib and all(number <= 0 for number in more.values())
-    return {"memory_kib": round(slope, 3), "at_most": at_most_kib} | more | {"flat": flat}
+    files, threads = (min(one[name] for one in last) - min(one[name] for one in first) for name in ("files", "threads"))
+    found = {"memory_kib": round(slope, 3), "at_most": at_most_kib, "more_files": files, "more_threads": threads}
+    return found | {"flat": slope <= at_most_kib and files <= 0 and threads <= 0}
 
 
 if __name__ == "__main__":

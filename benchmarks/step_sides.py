@@ -4,20 +4,22 @@ A step is everything between TRL's callbacks `on_step_begin` and `on_step_end`: 
 backward and optimizer. Its rollout is the trainer's own `_generate_single_turn`, timed alone, or canned completions.
 The training part is the step less its rollout and its rewards, on both sides, whatever a trainer's internals.
 
-Completion lengths do not depend on chance or on the side: see `imposed_lengths`.
+The lengths of a random model's completions must not depend on chance, the side or the engine, so they are imposed where
+an engine decides whether a row ends (at the end of this file). The model still computes every step. Left out: vLLM.
 """
 
 import contextlib
+import itertools
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import step_workload
 import torch
-from imposed_lengths import impose_lengths
 from step_workload import Workload
 
 LEARNING_RATE = 1e-6  # TRL's default; the weights barely move, with no effect on times or gradients
@@ -26,42 +28,14 @@ _OUTPUTS = tempfile.TemporaryDirectory(prefix="rloo-step-")  # for all trainers;
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step, in seconds of wall-clock and processor time."""
+    """One step, in seconds of wall-clock and of processor time; training is the step less rollout and rewards."""
 
     whole_s: float
     generation_s: float
-    reward_s: float
+    training_s: float
     whole_cpu_s: float
     generation_cpu_s: float
-
-    @property
-    def training_s(self) -> float:
-        return self.whole_s - self.generation_s - self.reward_s
-
-    @property
-    def training_cpu_s(self) -> float:
-        return self.whole_cpu_s - self.generation_cpu_s - self.reward_s
-
-
-class Clock:
-    """Wall and processor time of a section."""
-
-    def __init__(self) -> None:
-        self.wall_s = self.cpu_s = 0.0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        _synchronize()
-        wall, cpu = time.perf_counter(), time.process_time()
-        try:
-            yield
-        finally:
-            _synchronize()
-            self.wall_s += time.perf_counter() - wall
-            self.cpu_s += time.process_time() - cpu
-
-    def reset(self) -> None:
-        self.wall_s = self.cpu_s = 0.0
+    training_cpu_s: float
 
 
 class Side:
@@ -75,15 +49,12 @@ class Side:
     def __init__(self, name: str, workload: Workload, trainer: Any, end_id: int):
         self.name, self.workload, self.trainer = name, workload, trainer
         self.canned = True
-        self.whole = Clock()
-        self.gradients: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}  # of the first step, before the optimizer uses them
         self.completion_lengths: list[int] = []
-        self._rollout, self._rewards = Clock(), Clock()
         self.canned_completions = step_workload.completions(workload, end_id)
         self.targets = step_workload.completion_lengths(workload)
-        self._wrap_rollout(end_id)
-        self._wrap_rewards()
-        trainer.add_callback(_step_clock(self))
+        self._seconds: dict[str, list[float]] = {}  # wall-clock and processor time by section of a step
+        self._wrap(end_id)
 
     @property
     def engine(self) -> Any:
@@ -93,83 +64,78 @@ class Side:
 
     def step(self, canned: bool = True) -> StepTime:
         """One optimizer step through `trainer.train()`."""
-        self.canned = canned
-        for clock in (self._rollout, self._rewards, self.whole):
-            clock.reset()
+        self.canned, self._seconds = canned, {name: [0.0, 0.0] for name in ("whole", "rollout", "rewards")}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.trainer.train()
-        return StepTime(
-            self.whole.wall_s, self._rollout.wall_s, self._rewards.wall_s, self.whole.cpu_s, self._rollout.cpu_s
-        )
+        times = []
+        for whole, rollout, rewards in zip(*self._seconds.values(), strict=True):
+            times += [whole, rollout, whole - rollout - rewards]
+        return StepTime(*times)
 
-    def _wrap_rollout(self, end_id: int) -> None:
-        original = self.trainer._generate_single_turn
+    @contextlib.contextmanager
+    def _timed(self, section: str) -> Iterator[None]:
+        _synchronize()
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            _synchronize()
+            self._seconds[section][0] += time.perf_counter() - wall
+            self._seconds[section][1] += time.process_time() - cpu
 
-        def rollout(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
-            with self._rollout.running():
-                if self.canned:
-                    return self._answer([list(ids) for ids in self.canned_completions])
-                with impose_lengths(self.trainer, prompt_ids, self.targets, end_id):
-                    completion_ids = original(prompt_ids, *arguments, **keywords)
+    def _wrap(self, end_id: int) -> None:
+        """Time the trainer's rollout, rewards and steps, answer with canned completions, keep the first gradients."""
+        from transformers import TrainerCallback
+
+        side, trainer = self, self.trainer
+        generate, calculate_rewards = trainer._generate_single_turn, trainer._calculate_rewards
+
+        def roll_out(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
+            with side._timed("rollout"):
+                if side.canned:
+                    canned = [list(ids) for ids in side.canned_completions]
+                    return (canned, None) if side.name == "grpo" else canned  # TRL's GRPO has log-probabilities, too
+                with impose_lengths(side.trainer, prompt_ids, side.targets, end_id):
+                    completion_ids = generate(prompt_ids, *arguments, **keywords)
             ids = completion_ids[0] if isinstance(completion_ids, tuple) else completion_ids
-            self.completion_lengths = [len(row) for row in ids]
+            side.completion_lengths = [len(row) for row in ids]
             return completion_ids
 
-        self.trainer._generate_single_turn = rollout
-
-    def _answer(self, completion_ids: list[list[int]]) -> Any:
-        """What the trainer's rollout returns: with TRL's GRPO trainer, log-probabilities too (None from `generate`)."""
-        return (completion_ids, None) if self.name == "grpo" else completion_ids
-
-    def keep_gradients(self) -> None:
-        """Keep the gradients of the first step, before the optimizer uses them."""
-        if not self.gradients:
-            self.gradients = {
-                name: parameter.grad.detach().clone()
-                for name, parameter in self.trainer.model.named_parameters()
-                if parameter.requires_grad and parameter.grad is not None
-            }
-
-    def _wrap_rewards(self) -> None:
-        original = self.trainer._calculate_rewards
-
         def rewards(*arguments: Any, **keywords: Any) -> Any:
-            with self._rewards.running():
-                return original(*arguments, **keywords)
+            with side._timed("rewards"):
+                return calculate_rewards(*arguments, **keywords)
 
-        self.trainer._calculate_rewards = rewards
+        class Steps(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                self.section = side._timed("whole")
+                self.section.__enter__()
 
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                if not side.gradients:
+                    named = {name: value.grad for name, value in side.trainer.model.named_parameters()}
+                    side.gradients = {name: grad.detach().clone() for name, grad in named.items() if grad is not None}
 
-def _step_clock(side: Side) -> Any:
-    """A callback that runs a side's clock from the beginning of a step to its end, and keeps its first gradients."""
-    from transformers import TrainerCallback
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                self.section.__exit__(None, None, None)
 
-    class StepClock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.section = side.whole.running()
-            self.section.__enter__()
-
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            side.keep_gradients()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.section.__exit__(None, None, None)
-
-    return StepClock()
+        trainer._generate_single_turn, trainer._calculate_rewards = roll_out, rewards
+        trainer.add_callback(Steps())
 
 
-def build_side(name: str, workload: Workload, **options: Any) -> Side:
-    """A side on the small Qwen3; equal weights for equal workloads.
-
-    Args:
-        name: "stock", "fast", "balanced" or "low". options: more arguments of the config.
-    """
+def build_side(name: str, workload: Workload) -> Side:
+    """The side "stock", "fast", "balanced" or "low" on the small Qwen3 in float32; equal workloads, equal weights."""
     from peft import LoraConfig
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = step_workload.build_tokenizer(workload)
-    model = step_workload.build_model(workload, tokenizer)
-    return wrap_model(name, workload, model, tokenizer, LoraConfig(**step_workload.LORA), **options)
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer("thinking", "qwen3" if workload.vocabulary > 2048 else "compact")  # one token a byte
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=workload.vocabulary, **step_workload.BACKBONE, **ids))
+    return wrap_model(name, workload, model, tokenizer, LoraConfig(**step_workload.LORA))
 
 
 def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_config: Any, **options: Any) -> Side:
@@ -203,7 +169,11 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
             peft_config=peft_config,
         )
     trainer.remove_callback(PrinterCallback)  # it would print a line for every call of `train()`
-    step_workload.move_adapter(trainer.model)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():  # as in the middle of a run; while B is zero, the policy is its own reference
+        for parameter_name, parameter in trainer.model.named_parameters():
+            if "lora_B" in parameter_name and ".ref." not in parameter_name:
+                parameter.copy_((torch.randn(parameter.shape, generator=draw) * 0.02).to(parameter))
     return Side(name, workload, trainer, tokenizer.eos_token_id)
 
 
@@ -234,3 +204,58 @@ def gradient_error(side: Side, stock: Side) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+# ----------------------------------------------------------------------------------------------- imposed lengths
+
+
+@contextlib.contextmanager
+def impose_lengths(trainer: Any, prompt_ids: list[list[int]], lengths: list[int], end_id: int) -> Iterator[None]:
+    """Inside the block, row i of the trainer's rollout ends, with the end token, after `lengths[i]` tokens.
+
+    In `generate`, of any library, a logits processor makes the end token impossible before a row's target and certain
+    at it. Rows of equal prompts get their targets in order, whatever the order in which the prompts are taken.
+    """
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for ids, length in zip(prompt_ids, lengths, strict=True):
+        by_prompt.setdefault(tuple(ids), []).append(length)
+    targets = {ids: itertools.cycle(found) for ids, found in by_prompt.items()}
+    original: Callable[..., Any] = trainer.model.generate
+
+    def generate(*arguments: Any, input_ids: torch.Tensor, logits_processor: Any = (), **keywords: Any) -> Any:
+        masks, prompt_tokens = keywords["attention_mask"].bool(), input_ids.size(1)
+        rows = [tuple(ids[mask].tolist()) for ids, mask in zip(input_ids, masks, strict=True)]
+        if rows[0] not in targets:  # the engine's check of padding, with prompts of its own
+            return original(*arguments, input_ids=input_ids, logits_processor=logits_processor, **keywords)
+        due_at = torch.tensor([next(targets[row]) for row in rows])
+
+        def end(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            is_due = due_at.to(scores.device) <= ids.size(1) - prompt_tokens + 1
+            scores[:, end_id] = torch.where(is_due, 1e4, -torch.inf).to(scores.dtype)
+            return scores
+
+        processors = [end, *(logits_processor or ())]
+        return original(*arguments, input_ids=input_ids, logits_processor=processors, **keywords)
+
+    with mock.patch.object(trainer.model, "generate", generate), _imposed_in_native(lengths, end_id):
+        yield
+
+
+@contextlib.contextmanager
+def _imposed_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
+    """The native engine makes a `CompletionState` for each row, in the prompts' order; it gets its target here."""
+    from rloo_kit.rollout import types
+
+    waiting = iter(lengths)
+
+    class TargetedState(types.CompletionState):  # type: ignore[misc]
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            self.target = next(waiting)
+
+        def take(self, token: int, logp: float) -> None:
+            due = len(self.ids) + 1 >= self.target
+            super().take(end_id if due else 0 if token == end_id else token, logp)
+
+    with mock.patch.object(types, "CompletionState", TargetedState):
+        yield

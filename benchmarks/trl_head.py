@@ -9,9 +9,9 @@ Left out: softcapping, a gradient for the head, and the outputs that the RLOO tr
 Shapes: N scored tokens, H hidden size, V vocabulary.
 """
 
-import ast
 import contextlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,24 +21,16 @@ BLOCK_ELEMENTS = 2**17  # logits folded at once: 512 KiB in float32, one core's 
 
 
 def tile_sizes() -> dict[str, int]:
-    """TRL's own: tokens and vocabulary columns of one tile, from its sources (its kernels need Triton to be imported).
-
-    Raises:
-        LookupError: this TRL has no such constants.
-    """
+    """TRL's own: tokens and vocabulary columns of one tile, read from its sources, whose import needs Triton."""
     root = Path(importlib.util.find_spec("trl").origin).parent
-    wanted = {
+    constants = {
         "tile_tokens": ("kernels/chunked_logprob.py", "TOKEN_CHUNK_SIZE"),
         "tile_columns": ("trainer/utils.py", "_CHUNKED_LOGPROB_CHUNK_SIZE"),
     }
-    return {name: _constant(root / file, constant) for name, (file, constant) in wanted.items()}
-
-
-def _constant(path: Path, name: str) -> int:
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):
-            return ast.literal_eval(node.value)
-    raise LookupError(f"{path} has no constant {name}: this TRL is not the one that the stand-in was written for")
+    return {
+        name: int(re.search(rf"^{constant} = (\d+)$", (root / file).read_text(encoding="utf-8"), re.M)[1])
+        for name, (file, constant) in constants.items()
+    }
 
 
 class StandIn(torch.autograd.Function):

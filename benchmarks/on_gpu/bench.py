@@ -1,4 +1,7 @@
-"""Shared by the checks of one worker: the backend, checkpoints with random weights, runs, loaded policies, figures.
+"""Shared by the checks of one worker: their list, the backend, random checkpoints, runs, loaded policies, figures.
+
+A check is a function of a `Bench` with a budget of seconds; `check` puts it on the list, once for each backend. Nothing
+imports torch before a worker runs.
 
 Weights are random, in their true shapes: a step costs the same as on trained ones, and nothing is downloaded. In the
 0.6B model, the row of the end token is set so that completions end after 12 to 24 tokens or so and rewards differ. In a
@@ -11,7 +14,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import reporting
 
 from on_gpu import checks, memory
+from on_gpu.checks import BACKENDS, Check
 
 RUN = """\
 run: {{output_dir: {outputs}, sample_every_steps: 0, progress_every_s: 0}}
@@ -39,6 +43,24 @@ MAX_TOKENS = 8448  # completions of 8k and their prompts; Unsloth's training for
 USUAL_LENGTH, TINY_USUAL_LENGTH = 12, 6  # tokens after which a random 0.6B ends on average
 
 
+CHECKS: dict[str, Check] = {}  # by name, in order; `listing.list_checks` has all of them
+
+
+def check(
+    part: int, budget_s: int, backends: Iterable[str] = BACKENDS, *, either: bool = False, **more: Any
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Add a function to the list; `either`: it runs once, through Unsloth, else through transformers."""
+
+    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        for backend in backends:
+            name = f"{backend}/{function.__name__}"
+            stand_in = either and backend != "unsloth"
+            CHECKS[name] = Check(name, part, budget_s, function, stand_in=stand_in, **more)
+        return function
+
+    return register
+
+
 class Skipped(Exception):
     """A check that does not apply on this machine; the text says why."""
 
@@ -53,7 +75,7 @@ class Bench:
 
     def __init__(self, backend: str, scratch: Path, lines: Path, rehearsed: bool) -> None:
         self.backend, self.scratch, self.lines, self.rehearsed = backend, scratch, lines, rehearsed
-        self.check: checks.Check | None = None
+        self.check: Check | None = None
         self.ends = math.inf  # deadline of the running check, on time.monotonic
         self.trained: Path | None = None  # the adapter of the run that was resumed
         self._shared: dict[Any, Any] = {}

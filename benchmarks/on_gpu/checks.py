@@ -1,14 +1,11 @@
-"""The list of checks, and the lines of JSON in which a part of the first hour reports its results.
-
-A check is a function of a `Bench` with a budget of seconds; `check` puts it on the list, once for each backend. Nothing
-here imports torch: the command reads the list before any worker runs.
+"""What a check is, and the lines of JSON in which a part of the first hour reports its results.
 
 A line is one of: header (machine, versions, revision), begin, figure, end (a check and its state), note, closed.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,31 +42,6 @@ class Check:
     def what(self) -> str:
         """The first paragraph of the function's docstring."""
         return " ".join((self.run.__doc__ or "").partition("\n\n")[0].split())
-
-
-_checks: dict[str, Check] = {}
-
-
-def check(
-    part: int, budget_s: int, backends: Iterable[str] = BACKENDS, *, either: bool = False, **more: Any
-) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Add a function to the list; `either`: it runs once, through Unsloth, else through transformers."""
-
-    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        for backend in backends:
-            name = f"{backend}/{function.__name__}"
-            stand_in = either and backend != "unsloth"
-            _checks[name] = Check(name, part, budget_s, function, stand_in=stand_in, **more)
-        return function
-
-    return register
-
-
-def list_checks() -> dict[str, Check]:
-    """All checks by name, in order."""
-    from on_gpu import claim, correctness, extras, figures  # noqa: F401  each adds its own to the list
-
-    return _checks
 
 
 # ------------------------------------------------------------------------------------------------------- the lines

@@ -12,8 +12,7 @@ from typing import Any
 import reporting
 
 from on_gpu import memory
-from on_gpu.bench import Bench, Skipped
-from on_gpu.checks import check
+from on_gpu.bench import Bench, Skipped, check
 from on_gpu.figures import measure_decoding
 
 GPUS_GB = (8, 12, 16, 24)

@@ -15,8 +15,7 @@ from typing import Any
 from unittest import mock
 
 from on_gpu import memory
-from on_gpu.bench import Bench, Skipped
-from on_gpu.checks import check
+from on_gpu.bench import Bench, Skipped, check
 
 # Tokens of a prompt, and of its completions; in a rehearsal, a two-hundredth.
 LENGTHS = ((301, (3700, 650, 31, 2000)), (40, (5, 400)), (7, (90,)))

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import step_workload
+
 from on_gpu.checks import Part
 from on_gpu.correctness import GRADIENT, LAYOUTS, MAX_NATS, MEAN_NATS
+from on_gpu.listing import list_checks
+from rloo_kit.plan.parts import nf4_bytes
+from rloo_kit.plan.shapes import PUBLISHED, ModelShape
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,6 @@ class Expected:
 
     @property
     def part(self) -> int:
-        from on_gpu.checks import list_checks
-
         return list_checks()[self.check].part
 
     @property
@@ -139,46 +142,65 @@ def compare(part: Part) -> Iterator[Row]:
 
 def find(part: Part, check: str, *keys: str) -> Any:
     """A figure; for a check that runs once, it may come from either backend."""
-    value = part.value(check, *keys)
-    return (
-        part.value(check.replace("unsloth/", "transformers/"), *keys)
-        if value is None and part_is_either(check)
-        else value
-    )
-
-
-def part_is_either(check: str) -> bool:
-    """Whether the check's twin in transformers is a stand-in."""
-    from on_gpu.checks import list_checks
-
     twin = list_checks().get(check.replace("unsloth/", "transformers/"))
-    return twin is not None and twin.stand_in
+    value = part.value(check, *keys)
+    return part.value(twin.name, *keys) if value is None and twin is not None and twin.stand_in else value
 
 
 # ---------------------------------------------------------------------------------------------------------- floors
 
+Step = tuple[list[int], list[list[int]]]  # tokens of each group's prompt, computed once, and of its completions
+
+
+def training_flops(shape: ModelShape, step: Step) -> float:
+    """Floating-point operations of a step's training part: every real token once forward, once backward, and once more
+    forward for the reference.
+
+    The backward pass computes only the gradients of activations: as much as the forward pass for a matrix, twice as
+    much for attention, whose two products have two gradients each. Not counted, so that it stays a lower bound:
+    padding, recomputing, unpacking 4-bit weights, the adapter (1 %), norms, the optimizer, launches, the host.
+
+    >>> from rloo_kit.plan.shapes import PUBLISHED
+    >>> round(training_flops(PUBLISHED["4b"], ([0], [[1]])) / 3e9, 1)  # twice 4.02e9 weights, three times
+    8.0
+    """
+    prompts, completions = step
+    scored, pairs = sum(map(sum, completions)), 0.0  # pairs of tokens that attend
+    for prompt, lengths in zip(prompts, completions, strict=True):
+        pairs += prompt * (prompt + 1) / 2 + sum(length * prompt + length * (length + 1) / 2 for length in lengths)
+    matrices = 2.0 * shape.body_weights * (sum(prompts) + scored) + 2.0 * shape.vocab_size * shape.hidden_size * scored
+    return 3 * matrices + 4 * (4.0 * shape.query_size * shape.num_attention * pairs)
+
+
+def rollout_bytes(shape: ModelShape, step: Step) -> float:
+    """The fewest bytes that a rollout with 4-bit weights and a 16-bit cache reads, all rows at once: every weight once
+    for each token of the longest completion, keys and values of the unfinished rows.
+
+    >>> from rloo_kit.plan.shapes import PUBLISHED
+    >>> round(rollout_bytes(PUBLISHED["4b"], ([0], [[1]])) / 2**30, 2)  # one token reads the weights once
+    2.47
+    """
+    prompts, completions = step
+    body = sum(len(layers) * sum(nf4_bytes(r * c) for r, c in one.values()) for layers, one in shape.matrices)
+    total = float(max(map(max, completions)) * (body + 2 * shape.vocab_size * shape.hidden_size))
+    for prompt, lengths in zip(prompts, completions, strict=True):
+        total += sum(length * prompt + length * (length + 1) / 2 for length in lengths) * 2 * shape.cache_elements
+    return total
+
 
 def floors(tflops: float, gb_per_s: float) -> dict[str, float]:
     """Lower bounds in seconds on a GPU of that rate and bandwidth, by the figure's name."""
-    import step_floor
-    import step_workload
-    from step_workload import Workload
+    shape, rate, bandwidth = PUBLISHED["4b"], tflops * 1e12, gb_per_s * 1e9
 
-    from rloo_kit.plan.shapes import PUBLISHED
-
-    shape = PUBLISHED["4b"]
-
-    def tokens(longest: int) -> tuple[list[int], list[list[int]]]:
-        workload = Workload(8, 151936, longest=longest)
+    def step(longest: int) -> Step:
+        workload = step_workload.Workload(8, 151936, longest=longest)
         lengths, size = step_workload.completion_lengths(workload), workload.num_generations
         prompts = [len(row["prompt"]) for row in step_workload.prompt_rows(workload)]
         return prompts, [lengths[size * group : size * (group + 1)] for group in range(workload.groups)]
 
-    found = {"training part, 4k": step_floor.training_flops(shape, *tokens(4096), beta=0.05) / (tflops * 1e12)}
-    found["whole step, 512"] = step_floor.rollout_bytes(shape, *tokens(512)) / (
-        gb_per_s * 1e9
-    ) + step_floor.training_flops(shape, *tokens(512), beta=0.05) / (tflops * 1e12)
+    found = {"training part, 4k": training_flops(shape, step(4096)) / rate}
+    found["whole step, 512"] = rollout_bytes(shape, step(512)) / bandwidth + training_flops(shape, step(512)) / rate
     for rows in (8, 32, 128):
-        read = step_floor.rollout_bytes(shape, [1056] * rows, [[1]] * rows)
-        found[f"decode step, 4B in 4-bit, {rows} rows"] = read / (gb_per_s * 1e9)
+        read = rollout_bytes(shape, ([1056] * rows, [[1]] * rows))
+        found[f"decode step, 4B in 4-bit, {rows} rows"] = read / bandwidth
     return found

@@ -13,8 +13,8 @@ from unittest import mock
 import reporting
 
 from on_gpu import figures, memory
-from on_gpu.bench import Bench, Skipped
-from on_gpu.checks import BACKENDS, check
+from on_gpu.bench import Bench, Skipped, check
+from on_gpu.checks import BACKENDS
 from on_gpu.claim import train_on
 from on_gpu.correctness import Scored, is_close, make_groups, move_adapter, one_by_one, synchronize
 from on_gpu.figures import ENGINES, built_side, make_workload, measure_stock, measure_training, measure_whole
@@ -88,7 +88,7 @@ def gradients_against_float32(bench: Bench) -> None:
 
 @check(0, 420, either=True)
 def embedded_learns(bench: Bench) -> None:
-    """The embedded model learns under the shipped config as it does on the CPU, by the demo's own bar: its sizes were
+    """The embedded model learns under the shipped config as it does on the CPU, by the demo's bar: its sizes were
     chosen to suit Unsloth's kernels."""
     import rloo_kit
 

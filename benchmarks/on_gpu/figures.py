@@ -19,8 +19,7 @@ import step_workload
 from step_workload import Workload
 
 from on_gpu import memory
-from on_gpu.bench import MAX_TOKENS, Bench, Skipped
-from on_gpu.checks import check
+from on_gpu.bench import MAX_TOKENS, Bench, Skipped, check
 
 ROWS, BEHIND, FEW, MANY = (8, 32, 128), 1024, 16, 64  # decoded rows, tokens before them; tokens of two measurements
 TINY_ROWS, TINY_BEHIND, TINY_FEW, TINY_MANY = (2,), 20, 2, 4

@@ -19,7 +19,8 @@ import reporting
 
 from on_gpu import bench as benches
 from on_gpu import memory
-from on_gpu.checks import Check, append, list_checks, read_part
+from on_gpu.checks import Check, append, read_part
+from on_gpu.listing import list_checks
 
 DRIVER_LOST = 4  # exit code
 REHEARSAL_FACTOR = 4  # an interpreter on a shared machine is slow

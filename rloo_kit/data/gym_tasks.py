@@ -1,6 +1,7 @@
 """Which tasks of reasoning-gym 0.1.25 are offered: those whose verifier scores the stored answer 1 and nonsense 0.
 
-`python benchmarks/gym_tasks.py` measures them and writes both lists, with the reason for each refusal.
+Measured on 60 rows of each task (`benchmarks/results/gym_tasks.json`); `tests/data/test_gym_tasks.py` scores those
+that are offered again.
 """
 
 import difflib
@@ -8,7 +9,6 @@ import difflib
 from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.errors import DataError
 
-# begin: written by benchmarks/gym_tasks.py --write-table
 SOUND: tuple[str, ...] = (
     "ab",
     "acre",
@@ -119,7 +119,6 @@ REFUSED: dict[str, str] = {
     "tsumego": "its verifier gives 0.01 to nonsense (white space)",
     "word_sorting": "its verifier gives 0.17 to nonsense (the question)",
 }
-# end
 
 
 def check_task(task: str, key: str) -> None:

@@ -21,7 +21,7 @@ from rloo_kit.system.processes import say
 
 LIVE = "rollouts.jsonl"
 FILE_BYTES = 64 * 2**20
-LEVEL = 1  # of gzip; a higher one takes far longer for little (benchmarks/rollouts_load.py --levels)
+LEVEL = 1  # of gzip; a higher one takes far longer for little
 COPIED = 2**20  # bytes at once
 NAMES = re.compile(r"rollouts-(\d{8,18})\.jsonl(\.gz)?")
 HALF = re.compile(r"\.rollouts-\d{8,18}\.jsonl(\.gz)?\.tmp")

@@ -4,7 +4,6 @@ through checks that fail, hang and die, which `first_hour_worker.py` plays in th
 
 import doctest
 import importlib
-import itertools
 import json
 import os
 import subprocess
@@ -30,7 +29,7 @@ DOCTESTS = sorted(
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """`module(name)` imports a file of the folder, which lies last on the path: its rewards.py is not the package."""
+    """`module(name)` imports a file of the folder."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
     return importlib.import_module
 
@@ -44,100 +43,17 @@ def test_every_benchmark_starts(script: str) -> None:
 
 @pytest.mark.parametrize("name", DOCTESTS)
 def test_examples_hold(name: str, module: Any) -> None:
-    """The folder's rewards.py hides the package from pytest's collection of doctests."""
+    """The folder is no package, so pytest does not collect its doctests."""
     failed, tried = doctest.testmod(module(name))
     assert tried > 0 and failed == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [f"docs/{name}.md" for name in ("benchmarks", "compare", "data", "embedded", "export", "plan", "relatives")]
-    + ["README.md"],
-)
-def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
+def test_the_pages_show_what_was_measured(module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
-    page = (ROOT / name).read_text(encoding="utf-8")
-    assert module("doc_tables").with_tables(page) == page, (
-        "run: python benchmarks/rloo_step.py --write-table (or step_times.py)"
-    )
-
-
-def test_the_demo_holds_its_bar_on_every_seed() -> None:
-    """A rise of the sampled accuracy alone is what a lower temperature gives: greedy accuracy and thinking rise too."""
-    runs = json.loads((FOLDER / "results" / "demo_learning.json").read_text(encoding="utf-8"))["runs"]
-    assert len(runs) == 5
-    for run in runs:
-        before, after = run["before"], run["after"]
-        assert run["bar_held"] and all(one["num_prompts"] >= 1000 for one in (before, after))
-        assert run["rise"] >= 0.5 and after["low"] > before["high"]
-        assert run["greedy_rise"] >= 0.45 and after["greedy_low"] > before["greedy_high"]
-        assert after["mean_thinking_tokens"] > before["mean_thinking_tokens"]
-
-
-def test_the_page_of_sft_shows_what_was_measured() -> None:
-    """Its claim is that RLOO goes on where supervised training stops, with intervals apart, and nowhere without it."""
-    page = (ROOT / "docs" / "sft.md").read_text(encoding="utf-8")
-    runs = json.loads((FOLDER / "results" / "sft_then_rloo.json").read_text(encoding="utf-8"))["runs"]
-    for run in runs:
-        found = [run[name] for name in ("before", "after_sft", "after_rloo", "rloo_alone")]
-        cells = [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in found]
-        assert f"| {run['seed']} | {' | '.join(cells)} |" in page
-        assert run["holds"] and all(one["num_prompts"] >= 1000 for one in found)
-
-
-def test_relatives_are_compared_seed_by_seed(module: Any, tmp_path: Path) -> None:
-    """Five seeds spread more than methods do: unpaired, or as one of seven at 5 %, a test finds what is not there."""
-    report = module("relatives_report")
-
-    def run(arm: str, seed: int, accuracy: float) -> dict[str, Any]:
-        evaluation = {"accuracy": accuracy, "num_prompts": 500}
-        curves = {"reward": [0.2, accuracy], "entropy": [0.3, 0.1]}
-        return {"arm": arm, "seed": seed, "before": evaluation, "after": evaluation, "curves": curves, "wall_s": 60.0}
-
-    seeds, levels = range(5), (0.5, 0.6, 0.7, 0.8, 0.9)
-    runs = [run("rloo", seed, level) for seed, level in zip(seeds, levels, strict=True)]
-    runs += [run("grpo", seed, level - 0.05 - 0.001 * seed) for seed, level in zip(seeds, levels, strict=True)]
-    runs += [run("reinforce", seed, level + 0.1 * (-1) ** seed) for seed, level in zip(seeds, levels, strict=True)]
-    runs += [run("rloo_again", seed, level + 0.02) for seed, level in zip(seeds, levels, strict=True)]
-    runs += [run("dr_grpo", seed, level) for seed, level in zip(seeds, levels, strict=True)]
-    found = report.compare(runs)
-    by_arm = {row["arm"]: row for row in found["differences"] if row["measure"] == "accuracy"}
-    assert by_arm["grpo"]["value"] == pytest.approx(-0.052) and by_arm["grpo"]["is_significant"]
-    assert by_arm["grpo"]["low"] < -0.052 < by_arm["grpo"]["high"] < 0
-    assert not by_arm["reinforce"]["is_significant"]
-    assert by_arm["dr_grpo"]["p"] is None and by_arm["dr_grpo"]["by_seed"] == [0.0] * 5, "identical is no test"
-    assert by_arm["rloo_again"]["p"] is None, "the same method is no test"
-    ranks = sorted(row["p"] for row in found["differences"] if row["p"] is not None)
-    assert len(ranks) == 4, "two arms by two measures"
-    place = ranks.index(by_arm["grpo"]["p"])
-    assert by_arm["grpo"]["p_holm"] == pytest.approx(max((4 - one) * ranks[one] for one in range(place + 1)))
-    head = {"steps": 2, "completions_a_step": 128, "rate": None, "jobs": 2, "measured": "2026-01-01", "command": "x"}
-    result = head | found | {"runs": runs, "machine": {"processor": "y"}}
-    words = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in report.differences_table(result)}
-    assert words["Dr. GRPO"] == "identical" and words["RLOO, K = 8, another seed"] == "chance alone"
-    for make in (report.setting_line, report.arms_table, report.differences_table, report.picture_lines):
-        assert all("\n" not in line for line in make(result))
-    (tmp_path / "docs").mkdir()
-    report.draw(result, tmp_path / "docs" / "pictures")
-    for theme in ("light", "dark"):
-        picture = (tmp_path / "docs" / "pictures" / f"relatives-{theme}.svg").read_text("utf-8")
-        assert "REINFORCE" in picture and len(picture) < 200_000
-
-
-def test_the_arms_of_the_comparison_are_methods_that_load(module: Any) -> None:
-    """An arm whose keys are refused is found out in the middle of the night."""
-    from rloo_kit.config.methods import name_method
-    from rloo_kit.config.run import load_config
-
-    relatives = module("relatives")
-    options = SimpleNamespace(steps=40, rate=2e-3, prompts=500)
-    assert set(relatives.USUAL) < set(relatives.ARMS) == set(module("relatives_report").LABELS)
-    for arm, (method, size) in relatives.ARMS.items():
-        run = load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *relatives.keys_of(arm, 3, options))
-        assert name_method(dict(run.rloo)) == method and run.rloo.num_generations == size
-        assert run.rloo.generation_batch_size == relatives.COMPLETIONS
-        assert run.rloo.max_grad_norm == 1e9 and run.model.build_seed == run.data.seed == 3
-        assert (run.run.seed == 3) == (arm != "rloo_again")
+    tables = module("tables")
+    for path in tables.PAGES:
+        page = path.read_text(encoding="utf-8")
+        assert module("reporting").with_tables(page, tables.TABLES) == page, f"{path}: python benchmarks/tables.py"
 
 
 def test_stand_in_computes_what_trl_s_head_computes(module: Any) -> None:
@@ -162,68 +78,6 @@ def test_stand_in_computes_what_trl_s_head_computes(module: Any) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden, upstream)[0], atol=1e-5, rtol=1e-5)
 
 
-def test_both_sides_of_the_real_model_train_the_same(module: Any, tiny_folder: Path, tmp_path: Path) -> None:
-    """Other prompts, rewards, rows or weights on one side, and the ratio compares different work. TRL 1.15, with the
-    stand-in for its head, takes the place of 1.16, whose environment is not the tests'."""
-    import torch
-    from transformers import TrainerCallback
-
-    speed, texts, seen = module("real_model_speed"), ["6", "is 7.", "43", "43 43"], dict[str, dict[str, Any]]()
-    task = {"model": str(tiny_folder), "tokens": [8, 4], "steps": 1, "prompts": 2, "generations": 2, "equal_work": True}
-    with module("trl_head").installed():
-        for side in ("trl", "ours"):
-            torch.manual_seed(0)
-            trainer = speed.build_trainer(task | {"side": side}, str(tmp_path))
-            speed.limit(trainer, 4)
-            found = seen[side] = {"limit": trainer.generation_config.max_new_tokens}
-            canned = [
-                [*trainer.processing_class(text)["input_ids"], trainer.processing_class.eos_token_id] for text in texts
-            ]
-
-            def roll_out(prompt_ids: Any, *_: Any, ids: Any = canned, found: Any = found) -> Any:
-                found["prompts"] = prompt_ids
-                return ids
-
-            class Look(TrainerCallback):
-                def on_pre_optimizer_step(self, *_: Any, model: Any, found: Any = found, **__: Any) -> None:
-                    grads = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
-                    found["gradient"] = torch.cat([grads[name].flatten().clone() for name in sorted(grads)])
-
-            trainer._generate_single_turn = roll_out
-            meter = speed.Meter()
-            meter.wrap(
-                trainer, "_calculate_rewards", "rewards", lambda _, out, to=found: to.update(rewards=out.tolist())
-            )
-            trainer.add_callback(Look())
-            trainer.train()
-            assert set(meter.take()["cpu_s"]) == {"rest", "rewards"}
-    trl, ours = seen["trl"], seen["ours"]
-    assert ours["limit"] == trl["limit"] == 4 == trainer.rloo.sampler.limits.max_completion_length
-    assert ours["prompts"] == trl["prompts"] and len(trl["prompts"]) == 4
-    assert ours["rewards"] == trl["rewards"] and len({reward for (reward,) in trl["rewards"]}) == 4
-    assert trl["gradient"].norm() > 0
-    torch.testing.assert_close(ours["gradient"], trl["gradient"], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_step_of_the_real_model_is_measured_by_its_parts(module: Any, smollm2_at: Any, tmp_path: Path) -> None:
-    """A part that was renamed in the kit would be counted under "rest", and the page would explain nothing."""
-    smollm2_at("smollm2/instruct")
-    out = tmp_path / "speed.json"
-    command = [sys.executable, str(FOLDER / "real_model_speed.py"), "--results", str(out)]
-    command += ["--tokens", "12", "--prompts", "1", "--generations", "2", "--pairs", "1", "--equal-work"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    (row,) = json.loads(out.read_text())["rows"]
-    (found,) = [step["ours"] for step in row["steps"]]
-    assert 1 < found["mean_tokens"] <= 12 and found["tied_share"] == 0
-    sections = found["sections_cpu_s"]
-    assert sum(sections.values()) == pytest.approx(found["cpu_s"], abs=0.01)
-    assert len(sections) == 11 and sections["rest"] < 0.2 * found["cpu_s"]
-    assert all(sections[name] > 0 for name in sections if name != "rewards")
-
-
 @pytest.mark.parametrize("name", ["fast", pytest.param("low", marks=pytest.mark.slow)])
 def test_both_sides_take_the_same_step(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are imposed on both sides alike, and their gradients agree; else the ratio compares different work."""
@@ -240,42 +94,6 @@ def test_both_sides_take_the_same_step(name: str, module: Any, monkeypatch: pyte
     assert sides.gradient_error(built[1], built[0]) < 1e-5
 
 
-def test_both_ways_to_attend_take_the_same_decoding_step(module: Any) -> None:
-    """Sides that feed other tokens, or that are one and the same, have a ratio too."""
-    import torch
-
-    decode = module("decode_step")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 64}
-    with torch.no_grad():
-        decoder = decode.build_decoder(decode.SHAPE | sizes)
-        for kind in ("unequal", "equal"):
-            row = decode.measure(decoder, decode.SHAPE | sizes, 32, kind, repeats=2)
-            assert row["logits_apart"] < 0.02 and len(row["before_cpu_s"]) == len(row["after_cpu_s"]) == 2
-        count = decode.count_operations(layers=1)
-    assert count["after"] < count["before"] < 200  # a layer's copies of keys and values are operations
-
-
-def test_the_step_proper_ends_where_it_calls_what_is_left_out(module: Any) -> None:
-    """What logging calls counted as the step's, or nothing counted any more after a generator or an exception."""
-    trace, space = module("step_files").StepTrace("/tree"), dict[str, Any]()
-    for name, source in {
-        "gradient/a.py": "def helper(back=None):\n    return back() if back else 1",
-        "runs/b.py": "def rows():\n    yield helper()\n    yield helper(lambda: 2)\ndef fail(): helper(1 / 0)",
-        "loop/callbacks.py": "def show():\n    for _ in rows(): helper(rows)",
-        "loop/c.py": "def step():\n    for _ in rows(): pass\n    show()\n    try: fail()\n    except OSError: pass",
-        "loop/d.py": "def train():\n    try: step()\n    except ZeroDivisionError: helper()",
-    }.items():
-        exec(compile(source, f"/tree/rloo_kit/{name}", "exec"), space)
-    sys.setprofile(trace)
-    space["train"]()
-    sys.setprofile(None)
-    found = trace.figures()
-    assert found["files"] == ["rloo_kit/gradient/a.py", "rloo_kit/loop/c.py", "rloo_kit/loop/d.py"]
-    steps = ["loop/d.py", "loop/c.py", "loop/d.py", "gradient/a.py", "loop/d.py"]
-    assert sorted(found["pairs"]) == sorted((f"rloo_kit/{a}", f"rloo_kit/{b}", 1) for a, b in itertools.pairwise(steps))
-    assert (found["switches"], found["entered_all"], trace.depth) == (4, 5, 0) and found["switches_all"] > 10
-
-
 # ---------------------------------------------------------------------------------------- the first hour on a GPU
 
 
@@ -283,10 +101,10 @@ def test_the_step_proper_ends_where_it_calls_what_is_left_out(module: Any) -> No
 def run_part(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Any]]:
     """`run_part(*names, minutes=1, kept_s=0, without_unsloth="")`: exit code and lines of a part with stand-ins for its
     checks; `kept_s`: of its time for transformers."""
-    hour, checks = module("first_hour"), module("on_gpu.checks")
+    hour, checks, listing = module("first_hour"), module("on_gpu.checks"), module("on_gpu.listing")
     stand_in = module("tests.contracts.first_hour_worker")
     monkeypatch.setattr(hour, "WORKER", Path(stand_in.__file__))
-    monkeypatch.setattr(checks, "list_checks", lambda: stand_in.CHECKS)
+    monkeypatch.setattr(listing, "list_checks", lambda: stand_in.CHECKS)
     for name, value in {"CLOSING_S": 0.0, "GRACE_S": 0.5, "POLL_S": 0.05}.items():
         monkeypatch.setattr(hour, name, value)
 
@@ -405,7 +223,7 @@ def test_a_gpu_is_simulated_by_a_cap(module: Any) -> None:
 
 def test_the_list_is_whole(module: Any) -> None:
     """An expectation of a check that was renamed is silently compared with nothing."""
-    known = module("on_gpu.checks").list_checks()
+    known = module("on_gpu.listing").list_checks()
     expected = module("on_gpu.expected")
     assert all(check.what and check.budget_s > 0 for check in known.values())
     assert {one.check for one in expected.EXPECTED} <= known.keys()
@@ -420,7 +238,8 @@ def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) ->
     """Code that runs for the first time on a rented GPU spends the lease on its typing errors. The hour itself is
     rehearsed by `make test-unsloth`."""
     checks = module("on_gpu.checks")
-    names = [name for name, check in checks.list_checks().items() if check.part == 0 and check.backend != "unsloth"]
+    known = module("on_gpu.listing").list_checks()
+    names = [name for name, check in known.items() if check.part == 0 and check.backend != "unsloth"]
     command = [sys.executable, str(FOLDER / "first_hour.py"), "--rehearse", "--out", str(tmp_path), "--only", *names]
     environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -431,17 +250,6 @@ def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) ->
         assert part.value(f"transformers/{name}", "fast", "training_s") > 0, length
     assert part.value("transformers/profile_training", "stock", "busy_s") > 0
     assert part.value("transformers/profile_decoding", "seconds_by_kind")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_any_amount_of_completions_is_opened_in_the_same_memory(module: Any, tmp_path: Path) -> None:
-    """276 MB of completions took 1.6 GB and 55 s to resume. Here a few files in both layouts; --gib 5 is long."""
-    out = tmp_path / "load.json"
-    assert module("rollouts_load").main(["--gib", "0.2", "--folder", str(tmp_path), "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 10 and {row["layout"] for row in rows} == {"one file", "parts"}
-    assert all(row["above_mib"] < 0.2 * 1024 / 3 for row in rows), "the bar would hold for a reader of whole files"
 
 
 @pytest.mark.slow

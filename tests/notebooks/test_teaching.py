@@ -127,14 +127,6 @@ def test_keys_and_parameters_of_the_prose_exist(name: str) -> None:
 
 
 @each_notebook
-def test_the_prose_is_true_of_any_reward(name: str) -> None:
-    """A user's reward gave no accuracy at all, and every section spoke of one."""
-    cells = [cell.source for cell in cells_of(name) if cell.kind == "markdown" and "accuracy" in cell.source]
-    allowed = ("with this notebook's own file", "The case for RLOO is not accuracy")
-    assert [text for text in cells if not any(words in text for words in allowed)] == []
-
-
-@each_notebook
 def test_metrics_of_the_prose_are_logged(name: str) -> None:
     """A table of alarms with a name that no run logs is never looked at twice."""
     metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

@@ -240,7 +240,7 @@ def test_on_paper_it_is_the_result_in_dark_ink(browser: Browser, report: Path) -
 
 
 def test_a_hundred_thousand_rollouts_open(browser: Browser, tmp_path: Path) -> None:
-    """The page is bounded and works; `benchmarks/report_pictures.py --load` measures how fast."""
+    """The page is bounded and works."""
     run = RunConfig(
         run={"name": "large", "output_dir": str(tmp_path)},
         model={"name": "embedded/thinking"},

@@ -1,15 +1,10 @@
-"""Figures and names on the skill's pages that the code holds too: token ids, defaults, old arguments, memory."""
+"""Figures and names on the skill's pages that the code holds too: token ids, defaults, old arguments."""
 
 import dataclasses
 import re
-from pathlib import Path
-
-import pytest
 
 from rloo_kit.think_tags import QWEN3_IDS
 from tests.skill.pages import ROOT
-
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("qwen3_4b_thinking_*gb.yaml"))
 
 
 def read(page: str) -> str:
@@ -49,14 +44,3 @@ def test_the_old_arguments_of_the_trainer_are_the_codes() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| `?(\w+)`?[^|]* \|$", read("trl-api.md"), flags=re.M))
     for old, entry in TRAINER_NAMES.items():
         assert rows[old] == (entry.new or "no"), f"{old}: {entry}"
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_the_memory_table_is_the_configs(config: Path) -> None:
-    """A config that was made smaller leaves a table that sends people to a larger GPU."""
-    text = config.read_text(encoding="utf-8")
-    values = [re.search(rf"{key}: (\d+)", text) for key in ("num_generations", "max_completion_length")]
-    memory = re.search(r"([\d.]+) GiB in a rollout, ([\d.]+) GiB in training", text)
-    assert memory is not None
-    cells = [f"`{config.name}`", *(found[1] for found in values if found), *memory.groups()]
-    assert f"| {' | '.join(cells)} |" in read("memory.md")

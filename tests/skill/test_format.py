@@ -65,14 +65,6 @@ def test_the_validator_takes_it(skill_folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_validator_refuses_what_is_wrong(skill_folder: Path) -> None:
-    """A validator that takes everything, or that was not run, would look the same."""
-    file = skill_folder / "SKILL.md"
-    file.write_text(read_skill().replace("license:", "licence:", 1))
-    done = validate(skill_folder)
-    assert done.returncode != 0 and "Unexpected fields" in done.stdout + done.stderr
-
-
 def test_it_stays_within_the_limits() -> None:
     """What is over the limits is cut off where it hurts, and a command in backticks behind an exclamation mark runs."""
     assert find_faults(read_skill()) == []

@@ -1,158 +1,115 @@
-"""The real skill installer, on what the repository holds now.
+"""The skill as the real installer leaves it: every tracked file arrives, and pip makes a working package of it.
 
-These and test_installed_package.py are the only tests that use a network, and only package registries. Without one they
-are skipped with the reason; a registry that answers and an installation that fails is a failure.
+The only tests of the skill that use a network, and only the npm and pip registries that the machine is configured for;
+without them they are skipped with the reason. The repository is served from a bare clone on the disk.
 """
 
+import hashlib
 import json
 import os
-import re
+import shutil
+import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.skill import installer
-from tests.skill.installer import ADDRESS, SKILL, Node, Person, Tree
+import rloo_kit
+from tests.skill.pages import ROOT
+from tests.skill.test_format import list_tracked
 
-
-@dataclass(frozen=True)
-class Case:
-    """One way to install: npm's package and version, the words after the address, and what is known to come of it."""
-
-    version: str
-    where: str
-    options: tuple[str, ...] = ()
-    installed: str = "all"
-    package: str = "skills"
+pytestmark = pytest.mark.slow
+INSTALLER = "skills@1.5.18"  # the version that SKILL.md and check_setup.py name
+ADDRESS = "https://rloo-kit.example/rloo-kit.git"  # git maps it to the bare clone
+Tree = dict[str, tuple[str, bool]]  # path -> (SHA-256, executable)
 
 
-CASES = [
-    Case("1.7.4", "project"),
-    Case("1.7.4", "project, two agents", ("-a", "cursor")),
-    Case("1.7.4", "user's folder, `-g`", ("-g",)),
-    Case("1.5.18", "project"),
-    Case("1.5.18", "project, `--copy`", ("--copy",)),
-    Case("2.0.0", "project", package="add-skill"),
-    Case("1.5.17", "project", installed="SKILL.md alone"),
-]
+def run(command: list, cwd: Path, env: dict[str, str] | None = None) -> str:
+    """What a command printed; it has to end with exit code 0."""
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, f"$ {' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"\W+", "-", f"{case.version}-{case.where}").strip("-"))
-def test_the_installed_tree_is_the_repository(case: Case, make_person: Callable[..., Person], expected: Tree) -> None:
+def tree(folder: Path) -> Tree:
+    """The files in a folder; Python's caches do not count."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths += [path for link in folder.rglob("*") if link.is_symlink() and link.is_dir() for path in link.iterdir()]
+    return {
+        path.relative_to(folder).as_posix(): (hashlib.sha256(path.read_bytes()).hexdigest(), os.access(path, os.X_OK))
+        for path in paths
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `work`, the repository as it is now, and `project`, in which the skill was installed from it."""
+    if shutil.which("npx") is None:
+        pytest.skip("npx is not here")
+    folder = tmp_path_factory.mktemp("installer")
+    work, home, project = folder / "work", folder / "home", folder / "project"
+    for name in list_tracked():
+        if (ROOT / name).exists():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, work / name, follow_symlinks=False)
+    home.mkdir()
+    project.mkdir()
+    # An agent's own variables, or git's, would send the installer to another folder or repository.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("CLAUDE", "GIT_", "XDG_"))}
+    env |= {"npm_config_userconfig": str(Path.home() / ".npmrc"), "npm_config_cache": str(home / ".npm")}
+    env |= {"HOME": str(home), "GIT_CONFIG_GLOBAL": str(home / ".gitconfig"), "DISABLE_TELEMETRY": "1"}
+    known = subprocess.run(["npm", "view", INSTALLER, "version"], env=env, capture_output=True, text=True, timeout=60)
+    if known.returncode:
+        pytest.skip(f"npm's registry has no answer: {known.stderr.strip()[:200]}")
+    settings = ["-c", "user.name=test", "-c", "user.email=test@rloo-kit.example"]
+    run(["git", "init", "-q", "-b", "main"], work, env)
+    run(["git", "add", "-A", "-f"], work, env)
+    run(["git", *settings, "commit", "-q", "-m", "now"], work, env)
+    run(["git", "clone", "-q", "--bare", work, folder / "bare.git"], folder, env)
+    shutil.rmtree(work / ".git")
+    (home / ".gitconfig").write_text(f'[url "{(folder / "bare.git").as_uri()}"]\n\tinsteadOf = {ADDRESS}\n')
+    run(["npx", "--yes", INSTALLER, "add", ADDRESS, "-a", "claude-code", "-y"], project, env)
+    return folder
+
+
+def test_the_installed_tree_is_the_repository(place: Path) -> None:
     """Installers end with exit code 0 and a tick whatever they copied: four versions in a row copied SKILL.md alone,
-    and everything that the page points to was missing. Only the files tell."""
-    person = make_person(case.version)
-    done = person.install(case.version, *case.options, package=case.package)
-    folder = (person.home if "-g" in case.options else person.project) / SKILL
-    assert (folder / "SKILL.md").is_file(), f"nothing was installed:\n{done}"
-    found = installer.tree(folder.resolve())
-    differs = installer.difference(expected, found)
-    if case.installed == "all":
-        assert not differs, "\n".join([*differs, str(done)])
-    else:
-        assert list(found) == ["SKILL.md"] and found["SKILL.md"] == expected["SKILL.md"], f"{list(found)}\n{done}"
-    assert folder.is_symlink() == ("cursor" in case.options), "two agents share one folder, .agents/skills/rloo"
-    other = person.project if "-g" in case.options else person.home
-    assert not (other / SKILL).exists(), "installed into the other scope as well"
+    and everything that the page points to was missing. Only the files say."""
+    assert tree(place / "project" / ".claude" / "skills" / "rloo") == tree(place / "work")
 
 
-def test_the_comparison_sees_every_kind_of_difference(tmp_path: Path) -> None:
-    """A comparison of names alone passes where a script came without its executable bit, or empty."""
-    there, here = tmp_path / "there", tmp_path / "here"
-    for folder in (there, here):
-        folder.mkdir()
-        for name in ("same.md", "content.md", "script.py"):
-            (folder / name).write_text(name, encoding="utf-8")
-        (folder / f"only_{folder.name}.md").touch()
-    (there / "script.py").chmod(0o755)
-    (here / "content.md").write_text("", encoding="utf-8")
-    assert installer.difference(installer.tree(there), installer.tree(here)) == [
-        "added: only_here.md",
-        "content differs: content.md",
-        "executable True, installed False: script.py",
-        "missing: only_there.md",
-    ]
+def test_pip_installs_the_installed_skill(place: Path) -> None:
+    """A build that leans on git, or on a file that the installer leaves out, works in the checkout and nowhere else.
+    The project ignores `.claude/`, as many do: a build that asks the project's .gitignore makes an empty package."""
+    project, skill = place / "project", place / "project" / ".claude" / "skills" / "rloo"
+    run(["git", "init", "-q", project], place)
+    (project / ".gitignore").write_text(".claude/\n*.yaml\nrloo_kit/\n", encoding="utf-8")
+    run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], project)
+    python, ask = project / ".venv" / "bin" / "python", "import sysconfig; print(sysconfig.get_path('purelib'))"
+    here, packages = (run([one, "-c", ask], project).strip() for one in (sys.executable, python))
+    (Path(packages) / "packages_of_the_tests.pth").write_text(f"{here}\n", encoding="utf-8")  # no torch is downloaded
 
+    before = tree(skill)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--ignore-installed"]
+    probe = subprocess.run(
+        [*pip[:3], "download", "-q", "--no-deps", "-d", place / "probe", "hatchling"], capture_output=True, timeout=120
+    )
+    if probe.returncode:
+        pytest.skip(f"pip's index has no answer: {probe.stderr.decode()[-200:]}")
+    run([*pip, "-c", skill / "constraints.txt", skill], project)
+    built = {f"rloo_kit/{path}": value for path, value in tree(Path(packages) / "rloo_kit").items()}
+    assert built == {path: value for path, value in before.items() if path.startswith("rloo_kit/")}
+    assert "rloo_kit/rewards/__init__.py" in built and not (Path(packages) / "rewards").exists()
 
-@pytest.mark.slow
-def test_without_yes_nothing_is_installed(make_person: Callable[..., Person]) -> None:
-    """An agent has no terminal: the installer asks its first question, ends with exit code 0, and nothing is there."""
-    person = make_person("1.7.4")
-    done = person.run(["npx", "--yes", "skills@1.7.4", "add", ADDRESS, "-a", "claude-code"])
-    assert not (person.project / ".claude").exists() and done.exit_code == 0, str(done)
-
-
-@pytest.mark.slow
-def test_an_update_leaves_no_old_file(
-    make_person: Callable[..., Person], tmp_path: Path, snapshot: tuple[Path, Tree]
-) -> None:
-    """Files that a new version no longer has would be read on for ever. The folder is replaced, so whatever a person
-    kept in it is gone too: environments and outputs belong into the project."""
-    older = tmp_path / "older"
-    older.mkdir()
-    names = {"SKILL.md", "references/gone.md", "scripts/gone.py"}
-    for name in names:
-        (older / name).parent.mkdir(exist_ok=True)
-        text = (installer.ROOT / name).read_text(encoding="utf-8") if name == "SKILL.md" else "an older version\n"
-        (older / name).write_text(text, encoding="utf-8")
-    person = make_person("1.7.4")
-    person.serve(installer.bare_clone(tmp_path / "older_clone", older, sorted(names)))
-    person.install("1.7.4")
-    assert set(installer.tree(person.project / SKILL)) == names
-    (person.project / SKILL / "mine.txt").write_text("kept here by mistake\n", encoding="utf-8")
-
-    clone, expected = snapshot
-    person.serve(clone)
-    done = person.install("1.7.4")
-    differs = installer.difference(expected, installer.tree(person.project / SKILL))
-    assert not differs, "\n".join([*differs, str(done)])
-
-
-@pytest.mark.slow
-def test_skill_md_alone_says_how_to_get_the_rest(make_person: Callable[..., Person], expected: Tree) -> None:
-    """Installed by 1.5.16, SKILL.md stands alone: its first check must show that, the page must say what to do about
-    it, and doing it must give the rest."""
-    person = make_person("1.7.4")
-    person.install("1.5.16")
-    folder = person.project / SKILL
-    assert [path.name for path in folder.iterdir()] == ["SKILL.md"]
-    text = (folder / "SKILL.md").read_text(encoding="utf-8")
-    block = re.search(r"^## 1. Set up$.*?^```bash\n(.*?)^```", text, flags=re.M | re.S)
-    assert block, "SKILL.md has no shell block under `## 1. Set up`"
-    person.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{person.env['PATH']}"
-    alone = person.run(["bash", "-c", block.group(1)])
-    assert alone.output.strip() == str(folder.resolve()), f"more or less than the path:\n{alone}"
-    assert "pyproject.toml" in text and "npx skills" in text.replace("@latest", "")
-
-    person.install("1.7.4")
-    assert not installer.difference(expected, installer.tree(folder))
-    whole = person.run(["bash", "-c", block.group(1)])
-    path, _, report = whole.output.partition("\n")
-    assert path == str(folder.resolve()) and json.loads(report)["skill"]["missing"] == [], str(whole)
-
-
-@pytest.mark.slow
-def test_only_a_registry_that_does_not_answer_is_a_reason_to_skip(
-    older_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A test that skips on every fault is green for ever: the installer was broken for four versions."""
-    not_found = type("NotFound", (BaseHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(404)})
-    with ThreadingHTTPServer(("127.0.0.1", 0), not_found) as server:
-        address = f"http://127.0.0.1:{server.server_port}/"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        settings = {"npm_config_registry": address, "PIP_INDEX_URL": address, "PIP_CONFIG_FILE": os.devnull}
-        for name, value in (settings | {"PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(AssertionError, match="answers, but not with what is needed"):
-            installer.no_npm_registry(older_node, tmp_path)
-        with pytest.raises(AssertionError, match="answers, but not with what is needed"):
-            installer.no_package_index(tmp_path)
-        server.shutdown()
-    assert "cannot be reached" in str(installer.no_npm_registry(older_node, tmp_path))
-    assert "cannot be reached" in str(installer.no_package_index(tmp_path))
+    env, command = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, project / ".venv" / "bin" / "rloo-kit"
+    assert run([command, "--version"], skill, env).strip() == f"rloo-kit {rloo_kit.__version__}"
+    config = yaml.safe_load(run([command, "config", "configs/arithmetic_thinking.yaml"], skill, env))
+    assert config["run"]["name"] == "arithmetic_thinking"
+    check = json.loads(run([python, skill / "scripts" / "check_setup.py"], project, env))
+    assert check["command"] == str(command)
+    assert tree(skill) == before, "the build or a command left something in the skill's folder"

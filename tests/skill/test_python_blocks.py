@@ -36,17 +36,6 @@ def test_blocks_compile_and_call_what_is_there(page: str, blocks: list[Block]) -
     assert find_faults(calls) == []
 
 
-def test_the_pages_have_calls_to_check() -> None:
-    """A reader that resolved nothing would find no fault."""
-    origins = {call.origin for _, blocks in PAGES for call in read_calls(blocks)}
-    wanted = {
-        "trl:RLOOConfig", "trl:DPOTrainer", "peft:LoraConfig", "rloo_kit:RLOOTrainer",
-        "unsloth:FastLanguageModel.from_pretrained", "transformers:AutoModelForCausalLM.from_pretrained",
-    }  # fmt: skip
-    assert wanted <= origins, wanted - origins
-    assert len(YAML_BLOCKS) >= 4
-
-
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -62,13 +51,6 @@ def test_a_bad_call_is_found(line: str, fault: str) -> None:
     """Each kind of outdated call once; the check above has to fail on it."""
     found = find_faults(read_calls(example(line)))
     assert len(found) == 1 and fault in found[0], found
-
-
-def test_a_missing_name_is_found() -> None:
-    """`kit.trian(...)` without keywords would pass the check of keywords."""
-    lines = ("import rloo_kit as kit", "kit.trian(run)", "from trl import RLOOTrianer", "kit.train(run)")
-    found = find_missing_names(example(*lines), HERE)
-    assert len(found) == 2 and "rloo_kit:trian" in "".join(found) and "trl:RLOOTrianer" in "".join(found)
 
 
 def merge(base: Any, changes: Any) -> Any:

@@ -160,16 +160,3 @@ def test_unsloth_merges_adapters_unless_the_variable_is_0(
     if value is None:
         monkeypatch.delenv(MERGED_VARIABLE)
     assert zoo._merged_rollout_mode() == mode
-
-
-def test_a_change_is_named() -> None:
-    """A check that passes whatever it is given guards nothing."""
-
-    def before() -> int:
-        return 1
-
-    def after() -> int:
-        return 2
-
-    with pytest.raises(AssertionError, match="some.module:before changed"):
-        check("some.module:before", after, fingerprint(before))

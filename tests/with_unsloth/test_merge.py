@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.with_unsloth import interpreter, programs
+from tests.with_unsloth import programs
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +70,3 @@ def test_merged_weights_are_the_policy_in_plain_transformers(
     assert moved > 0.3
     assert off["adapter"] < 1e-4 and off["by peft"] < 1e-4
     assert found["by unsloth, dtype"] == "torch.bfloat16" and off["by unsloth"] < 0.05
-
-
-def test_unsloth_alone_answers_from_the_adapters_folder(policy: Any, adapter: Path, unsloth: Any) -> None:
-    """What a user of Unsloth does with a folder of `save_adapter`, the kit left out: the same answer as the kit's."""
-    import torch
-
-    from rloo_kit import generate_completions
-
-    prompts = ["ab", "abc cab"]
-    expected = [one.ids for one in generate_completions(policy, prompts, max_completion_length=8, temperature=0.0)]
-    assert any(expected)
-    interpreter.keep_on_cpu()
-    model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
-        model_name=str(adapter), max_seq_length=128, dtype=torch.float32, load_in_4bit=False
-    )
-    unsloth.FastLanguageModel.for_inference(model)
-    tokenizer.padding_side = "left"
-    inputs = tokenizer(prompts, padding=True, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :].tolist()
-    for row, ids in zip(output, expected, strict=True):
-        assert row[: len(ids)] == ids

@@ -118,29 +118,3 @@ def test_the_thinking_notebook(play: Any, cut: Any, model_folder: Path) -> None:
         assert set(row["rewards"]) == {"answer_reward", "think_format_reward"}
     forced = [row["forced"] for row in rows]
     assert any(forced) and all(row["completion_ids"][6] == THINK_END for row in rows if row["forced"])
-
-
-@pytest.fixture
-def instruct_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """The same weights with a chat template that never thinks."""
-    import shutil
-
-    from transformers import AutoTokenizer
-
-    folder = tmp_path / "instruct_model"
-    shutil.copytree(model_folder, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<think>\n", "")
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.long
-def test_the_instruct_notebook(play: Any, cut: Any, instruct_folder: Path) -> None:
-    """The twin that never thinks. Its reward is another one: random weights put no number into a box, and where every
-    reward is the same no pass is computed."""
-    config = cut("qwen3_4b_instruct", instruct_folder, rewards=[{"name": "length_reward", "params": {"min_words": 2}}])
-    printed, folder, policy = play("qwen3_instruct_rloo", config, max_completion_length=12)
-    check_print(printed, "reward")
-    assert policy.backend == "unsloth" and policy.family == "instruct"
-    assert all(len(row["completion_ids"]) <= 12 for row in check_folder(folder))

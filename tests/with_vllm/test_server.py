@@ -27,7 +27,7 @@ GAP = 1e-3  # nats, of every token, in float32
 BLOCK = 128  # tokens of a block of vLLM's prefix cache on a CPU
 KEY = "sk-a-key-that-nobody-may-read"
 STEPS, WINDOW = 25, 5
-# The demo's bar for a rise in accuracy (benchmarks/demo_learning.py) holds after 50 steps; here it is the reward's.
+# The demo's bar for a rise in accuracy holds after 50 steps; here it is the reward's.
 LEAST_RISE = 0.30
 
 

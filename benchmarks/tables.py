@@ -1,34 +1,137 @@
-"""Writes what a GPU measured into README, docs, the configs' headers and the memory plan's corrections.
+"""Writes the figures of `results/` into README, docs, the configs' headers and the memory plan's corrections.
 
-    make gpu-report                                  # from benchmarks/results/gpu/part1.jsonl, part2.jsonl, part3.jsonl
-    python benchmarks/gpu_report.py --from DIR       # copies or unpacks those of DIR there first
+    python benchmarks/tables.py                       # all of them
+    make gpu-report                                   # the same
+    python benchmarks/tables.py --from DIR            # copies or unpacks the parts of a GPU from DIR there first
 
-Without a file, its figures read "not measured". A rehearsal's files are refused. These are the tables of
-`doc_tables.py` whose source is the folder `gpu`; a ratio compares two figures of one part, so of one GPU.
+A page marks a table with two comments that name it, and a test compares it with the results. A GPU's figures are those
+of `results/gpu/part1.jsonl`, `part2.jsonl` and `part3.jsonl` (`first_hour.py`); without a file they read "not
+measured", and a rehearsal's files are refused. A ratio compares two figures of one part, so of one GPU.
 """
 
 import argparse
 import json
 import math
+import os
 import re
+import statistics
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import reporting
-from on_gpu import checks
-from on_gpu.checks import BACKENDS, Found, Part, list_checks, read_part
-from on_gpu.expected import EXPECTED, RATIOS, Expected, find, floors
-from reporting import table
+from on_gpu.checks import BACKENDS, Check, Found, Part, read_part
+from on_gpu.expected import EXPECTED, RATIOS, find, floors
+from on_gpu.listing import list_checks
+from reporting import ROOT, step_value, table
+from startup import startup_table
 
-RESULTS = reporting.RESULTS / "gpu"
-CORRECTIONS = reporting.ROOT / "rloo_kit" / "plan" / "corrections.json"
-CONFIGS = reporting.ROOT / "configs"
+from rloo_kit import load_config, plan_vram
+from rloo_kit.plan.parts import GIB
+from rloo_kit.plan.speed import GPUS
+
+GPU_RESULTS = reporting.RESULTS / "gpu"
+CORRECTIONS = ROOT / "rloo_kit" / "plan" / "corrections.json"
+CONFIGS = ROOT / "configs"
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "plan")),
+         ROOT / "README.md")  # fmt: skip
 GPUS_GB = (8, 12, 16, 24)
+STEPS = 200  # of a shipped config
 MISSING = "not measured"
 Parts = Mapping[int, Part]
+
+
+# ----------------------------------------------------------------------------------------------- measured on a CPU
+
+
+def step_table(result: dict[str, Any]) -> list[str]:
+    """rloo_step.json: every row."""
+    rows = []
+    for row in result["rows"]:
+        stock, ours = (_amount(row, name) for name in ("stock", "ours"))
+        bar = row.get("at_least", row.get("at_most"))
+        limits = "" if bar is None else f"{bar:g} / {row['aim']:g}"
+        held = {None: "", True: "held", False: "**missed**"}[row["holds"]] + (
+            ", aim reached" if row["aim_reached"] else ""
+        )
+        rows.append([row["what"], row["workload"], f"`{row['side']}`", stock, ours, step_value(row), limits, held])
+    return table(["part", "workload", "`memory`", "stock", "ours", "result", "bar / aim", ""], rows)
+
+
+def _amount(row: dict[str, Any], side: str) -> str:
+    if f"{side}_cpu_s" in row:
+        return f"{statistics.median(row[f'{side}_cpu_s']):.2f} s"
+    if f"{side}_mib" in row:
+        return f"{statistics.median(row[f'{side}_mib']):.0f} MiB"
+    return ""
+
+
+def health_table(result: dict[str, Any]) -> list[str]:
+    """health_runs.json: every run, and how many passed."""
+    rows = []
+    for run in result["runs"]:
+        others = ", ".join(f"`{name}`" for name in run["others"])
+        found = "" if run["found"] is None else f"`{run['rule']}`, step {run['found']} (since {run['since']})"
+        rows.append([
+            run["fault"], str(run["steps"]), str(run["onset"]) if run["rule"] else "", found or "nothing", others,
+            "held" if run["holds"] else "**missed**",
+        ])  # fmt: skip
+    return table(["fault", "steps", "from step", "found", "also found", ""], rows)
+
+
+# ------------------------------------------------------------------------------------------ computed by the plan
+
+
+def _times() -> list[list[str]]:
+    """Cells of `times_table`, a row for each config for a GPU; the smallest GPU first."""
+    found = []
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        if needs := re.search(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8")):
+            found.append((int(needs[1]), path.stem, path))
+    rows = []
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, {"HF_HUB_CACHE": cache}):
+        for name in ("RLOO_KIT_BACKEND", "WORLD_SIZE"):  # nor another choice of this machine
+            os.environ.pop(name, None)
+        for size, _, path in sorted(found):
+            gpu = next(gpu for gpu in GPUS if gpu.memory_gb == size)
+            cells = [f"`{path.name}`", f"{gpu.name}, {size} GB"]
+            for engine in ("generate", "vllm"):
+                plan = plan_vram(load_config(path, f"rollout.engine={engine}"), size * 1e9 / GIB)
+                if not plan.fits or plan.step is None:
+                    cells += ["does not fit", "", ""]
+                    continue
+                cells += [str(plan.rows), f"{plan.step.seconds:.0f}", f"{plan.step.hours(STEPS):.1f}"]
+            rows.append(cells)
+    return rows
+
+
+def times_table(_: Any = None) -> list[str]:
+    """Each config on its GPU: rows at once, seconds a step, hours; with what `make setup` installs and with vLLM."""
+    head = ["config", "GPU", "rows, `generate`", "s a step", f"h, {STEPS} steps", "rows, vLLM", "s a step"]
+    return table([*head, f"h, {STEPS} steps"], _times())
+
+
+def hours_table(_: Any = None) -> list[str]:
+    """Only lengths and hours of Qwen3-4B-Thinking's configs, for the README."""
+    rows = []
+    for config, gpu, _, _, hours, _, _, with_vllm in _times():
+        if "thinking_" in config:
+            longest = load_config(CONFIGS / config.strip("`")).rloo.max_completion_length
+            rows.append([gpu, config, f"{longest:,}", hours, with_vllm])
+    return table(["GPU", "config", "tokens a completion, at most", f"hours, {STEPS} steps", "with vLLM"], rows)
+
+
+def gpus_table(_: Any = None) -> list[str]:
+    """The GPUs' specifications, from their manufacturer."""
+    rows = [[gpu.name, str(gpu.memory_gb), f"{gpu.bandwidth:g}", f"{gpu.tflops:g}"] for gpu in GPUS]
+    return table(["GPU", "GB", "GB/s", "16-bit TFLOPS"], rows)
+
+
+# ---------------------------------------------------------------------------------------------- measured on a GPU
 
 
 def read_parts(folder: Path) -> dict[int, Part]:
@@ -41,9 +144,6 @@ def read_parts(folder: Path) -> dict[int, Part]:
             if found.get(number) is None:
                 parts.setdefault(number, Part(single.header, {}, single.notes)).checks[name] = check
     return dict(sorted(parts.items()))
-
-
-# ---------------------------------------------------------------------------------------------------------- tables
 
 
 def gpu_line(parts: Parts) -> list[str]:
@@ -73,7 +173,7 @@ def checks_table(parts: Parts) -> list[str]:
     return table(["check", "what it shows", *("Unsloth", "transformers")], rows)
 
 
-def _state(parts: Parts, check: checks.Check | None) -> str:
+def _state(parts: Parts, check: Check | None) -> str:
     if check is None:
         return ""
     found = parts[check.part].checks.get(check.name, Found()) if check.part in parts else Found()
@@ -110,12 +210,13 @@ def _score(parts: Parts, check: str, layout: str) -> str:
 
 def expected_table(parts: Parts) -> list[str]:
     """Each figure next to its expected value and its floor; those of the layouts are in a separate table."""
-    low = _floors(parts)
+    measured = (_find(parts, 1, "unsloth/knows_the_machine", name) for name in ("tflops", "gb_per_s"))
+    low = floors(*(value or of_h200 for value, of_h200 in zip(measured, (790.0, 4300.0), strict=True)))
     rows = []
     for one in EXPECTED:
         if "/scores_" in one.check and one.keys[0] != "left-padded, as stock":
             continue
-        value = _value(parts, one)
+        value = _find(parts, one.part, one.check, *one.keys)
         floor = next((seconds for name, seconds in low.items() if one.what.startswith(name)), None)
         unit = 1e3 if one.unit == "ms" else 1.0
         rows.append([
@@ -126,16 +227,9 @@ def expected_table(parts: Parts) -> list[str]:
     return table(["figure", "expected", "floor", "found", ""], rows)
 
 
-def _floors(parts: Parts) -> dict[str, float]:
-    """From the rate and the bandwidth that part 1 measured, else from those of an H200."""
-    rate, bandwidth = (
-        find(parts[1], "unsloth/knows_the_machine", name) if 1 in parts else None for name in ("tflops", "gb_per_s")
-    )
-    return floors(rate or 790.0, bandwidth or 4300.0)
-
-
-def _value(parts: Parts, one: Expected) -> float | None:
-    found = find(parts[one.part], one.check, *one.keys) if one.part in parts else None
+def _find(parts: Parts, number: int, check: str, *keys: str) -> float | None:
+    """A figure of a part; a check that runs once may have it from either backend."""
+    found = find(parts[number], check, *keys) if number in parts else None
     return found if isinstance(found, int | float) else None
 
 
@@ -144,16 +238,12 @@ def ratios_table(parts: Parts) -> list[str]:
     rows = []
     for what, base, ours, keys, least in RATIOS:
         number = list_checks()[ours].part
-        pair = [_foreign(parts, number, base, keys), _foreign(parts, number, ours, ("fast", *keys))]
-        pair[1] = pair[1] or _foreign(parts, number, ours, keys)
-        ratio = pair[0] / pair[1] if all(pair) else None
+        part = parts.get(number, Part({}, {}, []))
+        theirs, mine = part.value(base, *keys), part.value(ours, "fast", *keys) or part.value(ours, *keys)
+        ratio = theirs / mine if theirs and mine else None
         held = "" if ratio is None else "reached" if ratio >= least else "**missed**"
         rows.append([what, f"{least:g}x", MISSING if ratio is None else f"{ratio:.2f}x", held])
     return table(["compared", "at least", "found", ""], rows)
-
-
-def _foreign(parts: Parts, number: int, check: str, keys: Iterable[str]) -> Any:
-    return parts[number].value(check, *keys) if number in parts else None
 
 
 def decoding_table(parts: Parts) -> list[str]:
@@ -191,15 +281,8 @@ def configs_table(parts: Parts) -> list[str]:
             f"{found['step_s']:.0f} s" if "step_s" in found else MISSING,
             f"{found['hours_for_200_steps']:.0f} h" if "step_s" in found else MISSING, longest,
         ])  # fmt: skip
-    head = [
-        "GPU",
-        "computed: rollout / training",
-        "measured",
-        "a step",
-        "200 steps",
-        "longest completions, one at a time",
-    ]
-    return table(head, rows)
+    head = ["GPU", "computed: rollout / training", "measured", "a step", "200 steps"]
+    return table([*head, "longest completions, one at a time"], rows)
 
 
 def claim_of(parts: Parts, gpu_gb: int) -> dict[str, Any] | None:
@@ -231,24 +314,19 @@ def short_table(parts: Parts) -> list[str]:
         rows.append([f"Qwen3-0.6B through {name}: loads, scores, trains, resumes, merges", passed])
     for one in EXPECTED:
         if "8 rows" in one.what and "128" not in one.what:
-            value = _value(parts, one)
+            value = _find(parts, one.part, one.check, *one.keys)
             rows.append([one.what, MISSING if value is None else f"{value:.0f} ms"])
-    rows += [[f"Qwen3-4B: {row[0]}", row[2]] for row in _body(ratios_table(parts))[:3]]
+    ratios = [line.strip("| ").split(" | ") for line in ratios_table(parts)[2:]]
+    rows += [[f"Qwen3-4B: {row[0]}", row[2]] for row in ratios[:3]]
     for gpu_gb in GPUS_GB:
         found = claim_of(parts, gpu_gb)
-        took = "" if found is None or "step_s" not in found else f", {found['step_s']:.0f} s a step at most"
-        what = f"Qwen3-4B in 4-bit on {gpu_gb} GB, simulated by a cap"
-        most = "at most " if found and found["after"] else ""
-        rows.append([what, MISSING if found is None else f"trains, {most}{_peak(found):.1f} GiB{took}"])
+        text = MISSING
+        if found is not None:
+            peak = max(found["rollout_gib"], found["training_gib"])
+            text = f"trains, {'at most ' if found['after'] else ''}{peak:.1f} GiB"
+            text += f", {found['step_s']:.0f} s a step at most" if "step_s" in found else ""
+        rows.append([f"Qwen3-4B in 4-bit on {gpu_gb} GB, simulated by a cap", text])
     return table(["on a GPU", "found"], rows)
-
-
-def _body(lines: list[str]) -> list[list[str]]:
-    return [line.strip("| ").split(" | ") for line in lines[2:]]
-
-
-def _peak(found: Mapping[str, Any]) -> float:
-    return max(found["rollout_gib"], found["training_gib"])
 
 
 def plan_table(parts: Parts) -> list[str]:
@@ -289,8 +367,6 @@ def corrections(parts: Parts) -> dict[str, Any]:
 
 def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | None, gpu: str) -> str:
     """A config's text with the plan's figures and, if it was measured, a line with the measurement."""
-    from rloo_kit import plan_vram
-
     plan = plan_vram(run, gpu_gb * 1e9 / 2**30)
     state = "computed" if found else "computed, not measured"
     memory = f"# Memory:  {plan.rollout_gib:.1f} GiB in a rollout, {plan.training_gib:.1f} GiB in training, of "
@@ -309,8 +385,6 @@ def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | N
 
 def write_headers(parts: Parts) -> None:
     """Every config for a GPU: the plan's figures, and what was measured."""
-    from rloo_kit import load_config
-
     for path in sorted(CONFIGS.glob("qwen3*.yaml")):
         text = path.read_text(encoding="utf-8")
         needs = re.search(r"one NVIDIA GPU with (\d+) GB", text)
@@ -321,10 +395,10 @@ def write_headers(parts: Parts) -> None:
         new = with_header(text, load_config(path), float(needs[1]), found, gpu)
         if new != text:
             path.write_text(new, encoding="utf-8")
-            print(f"{path.relative_to(reporting.ROOT)}: header written")
+            print(f"{path.relative_to(ROOT)}: header written")
 
 
-def collect(source: Path, target: Path = RESULTS) -> None:
+def collect(source: Path, target: Path = GPU_RESULTS) -> None:
     """Copy the parts of a folder, or unpack its archives, to where the report reads them.
 
     Raises:
@@ -355,16 +429,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", type=Path, help="folder of a part's JSON lines or archives")
     options = parser.parse_args()
-    if options.source is not None and options.source.resolve() != RESULTS:
+    if options.source is not None and options.source.resolve() != GPU_RESULTS:
         collect(options.source.resolve())
-    parts = read_parts(RESULTS)
+    parts = read_parts(GPU_RESULTS)
     CORRECTIONS.write_text(json.dumps(corrections(parts), indent=2) + "\n", encoding="utf-8")
     write_headers(parts)
-    import doc_tables
-
-    doc_tables.write_tables()
+    reporting.write_tables(TABLES, PAGES)
     print(f"parts that were measured: {', '.join(map(str, parts)) or 'none'}")
     return 0
+
+
+GPU_TABLES = {
+    "gpu-line": gpu_line, "gpu-short": short_table, "gpu-checks": checks_table, "gpu-scores": scores_table,
+    "gpu-expected": expected_table, "gpu-decoding": decoding_table, "gpu-ratios": ratios_table,
+    "gpu-configs": configs_table, "gpu-plan": plan_table,
+}  # fmt: skip
+TABLES: reporting.Tables = {
+    "step": (step_table, "rloo_step.json"),
+    "health": (health_table, "health_runs.json"),
+    "startup": (startup_table, "startup.json"),
+    "step-times": (times_table, ""),
+    "step-hours": (hours_table, ""),
+    "step-gpus": (gpus_table, ""),
+} | {name: ((lambda folder, make=make: make(read_parts(folder))), "gpu") for name, make in GPU_TABLES.items()}
 
 
 if __name__ == "__main__":

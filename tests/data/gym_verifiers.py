@@ -1,0 +1,100 @@
+"""Which verifiers of reasoning-gym are sound: the stored answer scores 1, nonsense of eleven kinds 0, nothing raises,
+and no answer is run as Python.
+
+`measure(task, rows)` draws rows as a run draws them and scores them. Nonsense never equals or contains the stored
+answer: some verifiers give len(stored) / len(given) to a text that does.
+"""
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+START = 2**30  # of the rows' seeds
+WORDS = ("purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#")
+NUMBERS = ("7310055", "4446644", "99", "28", "135790864200", "55555")
+CONSTANTS = (
+    "nan", "inf", "-inf", "0", "1", "-1", "2", "10", "100", "0.0", "0.5", "1/2", "0:00", "00:00:00", "[]", "[[]]", "{}",
+    "()", "''", '""', "None", "null", "true", "false", "yes", "no", "A", "a", ".", "-", "x", "0 0", "[0]", "unknown",
+)  # fmt: skip
+
+
+def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
+    """Texts of eleven kinds that answer nothing, with the kind; none is or contains the stored answer.
+
+    Raises ValueError if a kind has no text left.
+    """
+    without = question
+    while is_answer(without, answer):
+        without = re.sub(r"\s*".join(map(re.escape, "".join(answer.split()))), "", without, flags=re.IGNORECASE)
+    texts = {
+        "empty": ("",),
+        "white space": ("  \n\t ",),
+        "random words": WORDS,
+        "a number": NUMBERS,
+        "a negative number": [f"-{number}.{part}" for number in NUMBERS for part in ("25", "6")],
+        "a constant": CONSTANTS,
+        "open brackets": ('{"a": [[], {"b"', "[[{((", "[", "<"),
+        "a very long text": [f"{words} " * 800 for words in WORDS],
+        "other scripts": ("\u3042\u0645 \U0001f642 \u00e9\ufffd \ufdfd", "\u05d0"),
+        "the question": (without, without.replace(" ", "")),
+        "broken LaTeX": ("\\boxed{{\\frac{}$", "\\boxed{", "$"),
+    }
+    for kind, given in texts.items():
+        found = [text for text in given if not is_answer(text, answer)]
+        if not found:
+            raise ValueError(f"no text of the kind '{kind}' is free of the answer {answer!r}")
+        yield from ((kind, text) for text in found)
+
+
+def is_answer(text: str, answer: str) -> bool:
+    """Whether a text contains the stored answer, or is the same number."""
+    if "".join(answer.lower().split()) in "".join(text.lower().split()):
+        return True
+    try:
+        return float(text) == float(answer)
+    except ValueError:
+        return False
+
+
+def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
+    """Whether the verifier runs an answer as Python: each probe creates a file, in a form that verifiers may expect."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = os.path.join(folder, "made")
+        code = f"open('{made}', 'w')"
+        system = f"__import__('os').system('touch {made}')"
+        forms = "{}", "[{}]", "[[{}]]", "{{0: {}}}", "str({})", "1 + {}"
+        for text in [form.format(made_by) for made_by in (code, system) for form in forms]:
+            with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
+                verifier.score_answer(text, entry)
+            if os.path.exists(made):
+                return True
+    return False
+
+
+def measure(task: str, rows: int) -> dict[str, Any]:
+    """What the task's verifier does on `rows` rows: the lowest score of a stored answer, and what it pays to each kind
+    of nonsense or raises on it."""
+    from rloo_kit.data.gym_library import draw, make_dataset
+
+    entries = draw(task, {}, None, START, rows, "data.options", judged=False)["entries"]
+    verifier = make_dataset(task, {}, None, seed=0, size=1)
+    if any(runs_python(verifier, entry) for entry in entries[:5]):
+        return {"runs_python": True}
+    gold, paid, raised = [], {}, {}
+    for entry in entries:
+        answer = entry["answer"].strip()
+        for kind, text in [("the stored answer", answer), *nonsense(entry["question"], answer)]:
+            try:
+                value = float(verifier.score_answer(text, entry))
+            except (Exception, SystemExit) as error:
+                raised[kind] = f"{type(error).__name__}: {error}"[:200]
+                continue
+            if kind == "the stored answer":
+                gold.append(value)
+            elif value:
+                paid[kind] = (text[:40], value)
+    return {"runs_python": False, "gold": min(gold, default=None), "nonsense": paid, "raised": raised}
