@@ -21,6 +21,6 @@ def test_the_check_of_padding_keeps_its_own_lengths(make_tiny_model: Any, monkey
     engine = engine_for(adapted(make_tiny_model()), "generate")
     lengths = [2 + row for row in range(len(PROMPTS))]
     trainer = SimpleNamespace(model=engine._model)
-    with impose_lengths(trainer, PROMPTS, lengths, engine._end_ids[0]):
+    with impose_lengths(trainer, PROMPTS, lengths, engine.sampling.end_ids[0]):
         rollout = engine.sample(PROMPTS, Limits(20))
     assert [len(ids) for ids in rollout.completion_ids] == lengths
