@@ -66,7 +66,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             with catching("data", faults):
                 train = prepare_data(run, tokenizer).train
                 row = train.row(0)
-                check_prompts(run, len(train.rows))
+                run.check_prompts(len(train.rows))
     faults += find_reward_faults(run, tokenizer, thinking, row)
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     known = ["auto", "accuracy", "reward", *names]
