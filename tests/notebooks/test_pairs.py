@@ -10,7 +10,6 @@ import pytest
 
 from tests.notebooks.notebook_cells import FOLDER, NAMES, ROOT, Cell, cells_of, code_of
 
-MAX_LINES, MAX_COLUMNS = 15, 120
 GENERATE = ["jupytext", "--to", "ipynb", "--update"]  # and notebooks/*.py: the second half of `make notebooks`
 
 each_notebook = pytest.mark.parametrize("name", NAMES)
