@@ -5,7 +5,7 @@ fit, or the preflight says NO-GO; 2 refused; 130 interrupted. `batch` has its ow
 """
 
 # In order of use; --help lists them in this order.
-from rloo_kit.cli import before, sft, training, after, show, ask, export  # noqa: F401, I001
+from rloo_kit.cli import before, training, after, ask, export  # noqa: F401, I001
 from rloo_kit.cli.common import app
 
 

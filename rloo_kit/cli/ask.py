@@ -1,19 +1,27 @@
-"""The command `ask`: asks a trained model a question, or starts a dialogue."""
+"""The command `ask`: asks a trained model a question, or holds a dialogue at a prompt, with the earlier turns."""
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from rloo_kit.cli.common import app, exit_codes, with_warnings_as_lines
-from rloo_kit.cli.dialogue import hold_dialogue
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
+from rloo_kit.system.console import fill_text
+
+if TYPE_CHECKING:  # slow to import
+    from rloo_kit.evals.ask import TrainedModel
+
+COMMANDS = (
+    "(/base toggles the base model, /budget N closes thinking after N tokens, /reset forgets earlier turns, /quit or "
+    "Ctrl-D ends; Ctrl-C stops an answer)"
+)
 
 
 @app.command()
@@ -48,7 +56,11 @@ def ask(
 ) -> None:
     """Ask a trained model: thinking is printed dim, the answer plain. Without a question, start a dialogue."""
     with exit_codes(), _stdout_for_answers(json) as out:
-        asked = _piped(questions or [])
+        asked = list(questions or [])
+        if not asked and not (sys.stdin is not None and sys.stdin.isatty()):
+            asked = ["" if sys.stdin is None else sys.stdin.read().strip()]
+            if not asked[0]:
+                raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or pipe one in')
         if json and not asked:
             raise ConfigError('--json needs a question: rloo-kit ask RUN "58+67=" --json')
         from rloo_kit import setup_environment
@@ -69,16 +81,6 @@ def ask(
                 print(dumps(asdict(answer)), file=out, flush=True)
 
 
-def _piped(questions: list[str]) -> list[str]:
-    """The questions; if there are none, the piped input."""
-    if questions or (sys.stdin is not None and sys.stdin.isatty()):
-        return questions
-    text = "" if sys.stdin is None else sys.stdin.read().strip()
-    if not text:
-        raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or pipe one in')
-    return [text]
-
-
 @contextmanager
 def _stdout_for_answers(json: bool) -> Iterator[TextIO]:
     """The stream for answers. With `--json` all other output goes to stderr, including what C libraries write."""
@@ -92,3 +94,77 @@ def _stdout_for_answers(json: bool) -> Iterator[TextIO]:
             yield out
         finally:
             os.dup2(out.fileno(), 1)
+
+
+class Dialogue:
+    """A conversation with a model.
+
+    Args:
+        options: those of `evals.ask.ask`; the commands change them.
+        history: whether earlier turns are in the prompt, with their answers, without their thinking.
+    """
+
+    def __init__(self, asked: "TrainedModel", options: dict[str, Any], history: bool) -> None:
+        self._asked, self._options, self._history = asked, options, history
+        self._turns: list[dict[str, str]] = []  # question, answer, question, answer
+
+    def take(self, line: str) -> bool:
+        """Answer a line or run a command; False if it ends the dialogue."""
+        command, _, value = line.partition(" ")
+        if command in ("/quit", "/exit"):
+            return False
+        if command == "/reset":
+            self._turns.clear()
+        elif command == "/base":
+            self._options["base"] = not self._options["base"]
+            print(f"(the base model is {'asked too' if self._options['base'] else 'no longer asked'})")
+        elif command == "/budget":
+            if value.strip() and not value.strip().isdecimal():
+                raise ConfigError(f"/budget takes a number of tokens, for example /budget 64; got {value.strip()!r}")
+            self._options["budget"] = int(value) if value.strip() else None
+            print(f"(thinking {f'is closed after {int(value)} tokens' if value.strip() else 'has no budget'})")
+        elif line.startswith("/"):
+            print(fill_text(COMMANDS))
+        elif line:
+            self._answer(line)
+        return True
+
+    def _answer(self, question: str) -> None:
+        asked = {"role": "user", "content": question}
+        while True:
+            try:
+                answer = self._asked.ask([*self._turns, asked] if self._turns else question, **self._options)
+                break
+            except QuestionTooLongError:
+                if not self._turns:
+                    raise
+                del self._turns[:2]
+                print("(the turns exceed the model's context: the oldest is dropped)")
+        self._options["seed"] += 1
+        if self._history and answer.answer:  # a template takes no empty turn
+            self._turns += [asked, {"role": "assistant", "content": answer.answer}]
+
+
+def hold_dialogue(asked: "TrainedModel", options: dict[str, Any], history: bool | None) -> None:
+    """Read and answer lines until Ctrl-D or /quit; Ctrl-C stops an answer.
+
+    Args:
+        history: None: keep earlier turns, unless the model takes single questions only (`TrainedModel.single`).
+    """
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives input() a line editor
+    print(fill_text(COMMANDS))
+    if history is None and asked.single:
+        print(fill_text(f"(each question is asked alone: {asked.single}; --history keeps earlier turns)"))
+    dialogue = Dialogue(asked, options, not asked.single if history is None else history)
+    while True:
+        try:
+            if not dialogue.take(input("> ").strip()):
+                return
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("(stopped; Ctrl-D ends)")
+        except RlooKitError as error:
+            print(fill_text(f"rloo-kit: {error}"), file=sys.stderr)

@@ -14,7 +14,6 @@ from rloo_kit.errors import ConfigError
 if TYPE_CHECKING:  # slow to import
     from rloo_kit.config.run import RunConfig
     from rloo_kit.plan.result import VramPlan
-    from rloo_kit.preflight.result import Preflight
 
 
 @app.command()
@@ -127,24 +126,19 @@ def preflight(
     with exit_codes():
         run = read_config(file, overrides)
         with redirect_stdout(sys.stderr) if json else nullcontext():
-            found = _check_preflight(run)
+            from rloo_kit.preflight.cheap import find_faults
+            from rloo_kit.preflight.result import Preflight
+            from rloo_kit.system.problems import errors_of
+
+            faults = find_faults(run)
+            found = Preflight(run.run.name or "", tuple(faults))
+            if not errors_of(faults):  # the checks without the model come first
+                policy, data = prepare(run)
+                import rloo_kit as kit
+
+                found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
         print(dumps(found.to_dict(), indent=2) if json else found)
     raise typer.Exit(0 if found.go else 1)
-
-
-def _check_preflight(run: "RunConfig") -> "Preflight":
-    """The checks without the model; if they find no error, the full preflight."""
-    from rloo_kit.preflight.cheap import find_faults
-    from rloo_kit.preflight.result import Preflight
-    from rloo_kit.system.problems import errors_of
-
-    faults = find_faults(run)
-    if errors_of(faults):
-        return Preflight(run.run.name or "", tuple(faults))
-    policy, data = prepare(run)
-    import rloo_kit as kit
-
-    return kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
 
 
 def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any]:

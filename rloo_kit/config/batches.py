@@ -1,13 +1,9 @@
 """Checks that completions, groups and prompts of a rollout agree. Each error names numbers that work."""
 
 import math
-from typing import TYPE_CHECKING
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes
-
-if TYPE_CHECKING:
-    from rloo_kit.config.run import RunConfig
 
 GENERATIONS, PROMPTS = 8, 4  # defaults: completions per prompt, prompts per step
 _SEARCHED = 10_000  # group sizes on either side of the wanted one
@@ -123,19 +119,6 @@ def check_prompt_count(
         f"{_spell_out(per_device, processes, passes, passes_key)}, in groups of {num_generations} (num_generations), "
         f"one for each prompt. Train on more prompts{', or set ' if fitting else ''}{' or '.join(fitting)}"
     )
-
-
-def check_prompts(run: "RunConfig", prompts: int | None = None) -> None:
-    """`check_prompt_count` for a run; without `prompts` (not read yet), for the largest possible number."""
-    if prompts is None:
-        if run.data.num_prompts is None:
-            return
-        size = 0 if run.data.separate_test else run.data.test_size
-        prompts = run.data.num_prompts - (int(size) if size >= 1 else size > 0)
-    rloo = run.rloo
-    passes_key = "steps_per_generation" if rloo.steps_per_generation else "gradient_accumulation_steps"
-    passes = rloo.steps_per_generation or rloo.gradient_accumulation_steps
-    check_prompt_count(prompts, rloo.per_device_train_batch_size, passes, rloo.num_generations, passes_key)
 
 
 def _spell_out(per_device: int, processes: int, passes: int, passes_key: str) -> str:

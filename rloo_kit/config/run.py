@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
+from rloo_kit.config.batches import check_prompt_count
 from rloo_kit.config.checks import FILE_KINDS, VLLM_RANKS, find_resample_problems, find_temperature_problems
 from rloo_kit.config.derived import fill_defaults
 from rloo_kit.config.embedded import (
@@ -91,6 +92,19 @@ class RunConfig(Section):
             type(self).model_validate(self.model_dump(), context=self._source)
         except ValidationError as error:
             raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+
+    def check_prompts(self, prompts: int | None = None) -> None:
+        """Refuse, with ConfigError, a training set of `prompts` that does not fill one rollout; without a number (not
+        read yet), the largest possible one."""
+        if prompts is None:
+            if self.data.num_prompts is None:
+                return
+            size = 0 if self.data.separate_test else self.data.test_size
+            prompts = self.data.num_prompts - (int(size) if size >= 1 else size > 0)
+        rloo = self.rloo
+        passes_key = "steps_per_generation" if rloo.steps_per_generation else "gradient_accumulation_steps"
+        passes = rloo.steps_per_generation or rloo.gradient_accumulation_steps
+        check_prompt_count(prompts, rloo.per_device_train_batch_size, passes, rloo.num_generations, passes_key)
 
     def to_yaml(self) -> str:
         """The resolved run with every key; `load_config` reads it back to an equal object. Raises as `check`."""

@@ -67,8 +67,14 @@ def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_think
     prompt = _apply(tokenizer, _PROBE) if tokenizer.chat_template else ""
     open_question = {wanted, found} == {"thinking", "instruct"} and not opens_thinking(prompt) and not _closes(prompt)
     if wanted not in (found, "plain") and not open_question:
+        does = {
+            "thinking": f"the tokenizer's chat template opens {THINK_START} in the prompt",
+            "hybrid": "the tokenizer's chat template takes enable_thinking",
+            "instruct": f"the tokenizer's chat template neither opens {THINK_START} nor takes enable_thinking",
+            "plain": "the tokenizer has no chat template",
+        }[found]
         raise ConfigError(
-            f"model.family is {wanted!r}, but {_what_the_template_does(found)} (model.name: {name}). Set "
+            f"model.family is {wanted!r}, but {does} (model.name: {name}). Set "
             f"model.family: {found} or auto, or load the tokenizer of the checkpoint."
         )
     if wanted != "hybrid" and enable_thinking is not None and enable_thinking != (wanted == "thinking"):
@@ -180,15 +186,6 @@ def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
 def _closes(prompt: str) -> bool:
     """Whether a rendered prompt ends behind a thought, so that the completion is an answer."""
     return prompt.rstrip().endswith(THINK_END)
-
-
-def _what_the_template_does(found: str) -> str:
-    return {
-        "thinking": f"the tokenizer's chat template opens {THINK_START} in the prompt",
-        "hybrid": "the tokenizer's chat template takes enable_thinking",
-        "instruct": f"the tokenizer's chat template neither opens {THINK_START} nor takes enable_thinking",
-        "plain": "the tokenizer has no chat template",
-    }[found]
 
 
 def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:

@@ -128,7 +128,11 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
     """The rows whose prompt fits into `data.max_prompt_length` tokens, as the trainer counts them."""
     limit = run.data.max_prompt_length
     ids = tokenizer(texts)["input_ids"]
-    _refuse_appended_eos(tokenizer, texts[0], ids[0])
+    if ids[0][-1:] == [tokenizer.eos_token_id] and not texts[0].rstrip().endswith(tokenizer.eos_token or "\0"):
+        raise DataError(
+            f"the tokenizer appends {tokenizer.eos_token} to every text, so the model would continue after the end of "
+            "its turn. Set tokenizer.add_eos_token = False, or save the tokenizer that way"
+        )
     lengths = [len(row) for row in ids]
     fitting = [row for row, length in enumerate(lengths) if length <= limit]
     if len(fitting) == len(texts):
@@ -144,14 +148,6 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
         raise DataError(f"{found}, the shortest {min(lengths)}: none is left. Raise data.max_prompt_length")
     notes.append(f"{found}. They are dropped (data.too_long: drop)")
     return fitting
-
-
-def _refuse_appended_eos(tokenizer: Any, text: str, ids: list[int]) -> None:
-    if ids[-1:] == [tokenizer.eos_token_id] and not text.rstrip().endswith(tokenizer.eos_token or "\0"):
-        raise DataError(
-            f"the tokenizer appends {tokenizer.eos_token} to every text, so the model would continue after the end of "
-            "its turn. Set tokenizer.add_eos_token = False, or save the tokenizer that way"
-        )
 
 
 def _split(found: Side, section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:

@@ -5,17 +5,16 @@ Groups that are still tied after `rollout.resample_rounds` rounds stay, so the b
 Shapes: A completions = prompts x K, group by group, of all processes.
 """
 
-import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 from rloo_kit.errors import DataError
 from rloo_kit.gradient.advantages import tied_groups
-
-Batch = TypeVar("Batch")
+from rloo_kit.loop.records import Judged
 
 
 def find_tied_groups(scores: torch.Tensor, num_generations: int) -> list[int]:
@@ -31,71 +30,39 @@ def find_tied_groups(scores: torch.Tensor, num_generations: int) -> list[int]:
     return tied_groups(scores, num_generations).nonzero().flatten().tolist()
 
 
-def rows_of(groups: Sequence[int], num_generations: int) -> list[int]:
-    """The rows of the batch that belong to these groups.
-
-    >>> rows_of([2, 0], 2)
-    [4, 5, 0, 1]
-    """
-    return [group * num_generations + sibling for group in groups for sibling in range(num_generations)]
-
-
-def replace_tied_groups(
-    batch: Batch, fresh: Batch, num_generations: int, scores: str = "scores"
-) -> tuple[Batch, list[int]]:
+def replace_tied_groups(batch: Judged, fresh: Judged, num_generations: int) -> tuple[Judged, list[int]]:
     """The batch with as many of its tied groups as possible replaced by groups of `fresh` that are not tied.
 
     Args:
-        batch: a dataclass. Every field that has one entry for each completion (a list, a tuple, a tensor by its first
-            dimension, a dict of such, or another dataclass of such) is replaced row by row; others stay as they are.
-        fresh: the same dataclass for other prompts, with at least one group; it may have fewer groups than are tied.
-        num_generations: K. scores: the name of the field with the scores, (A,).
+        batch: of all processes. fresh: completions of other prompts; it may have fewer groups than are tied.
+        num_generations: K.
 
     Returns:
-        A new batch of the same size (neither input is changed), and the indices of the replaced groups.
+        A new batch of the same size, and the indices of the replaced groups.
     """
-    tied = find_tied_groups(getattr(batch, scores), num_generations)
-    useless = set(find_tied_groups(getattr(fresh, scores), num_generations))
-    useful = [group for group in range(len(getattr(fresh, scores)) // num_generations) if group not in useless]
-    pairs = list(zip(tied, useful, strict=False))
-    if not pairs:
-        return batch, []
-    out, into = ([pair[side] for pair in pairs] for side in (0, 1))
-    sizes = (len(getattr(batch, scores)), len(getattr(fresh, scores)))
-    exchange = _Exchange(rows_of(out, num_generations), rows_of(into, num_generations), *sizes)
-    return exchange.in_dataclass(batch, fresh), out
+    size, useless = len(batch.scores), find_tied_groups(fresh.scores, num_generations)
+    useful = [group for group in range(len(fresh.scores) // num_generations) if group not in useless]
+    pairs = list(zip(find_tied_groups(batch.scores, num_generations), useful, strict=False))
+    rows = list(range(size))  # of the batch, with those of `fresh` behind them
+    for out, into in pairs:
+        start, end = (size + group * num_generations for group in (into, into + 1))
+        rows[out * num_generations : (out + 1) * num_generations] = range(start, end)
 
+    def exchange(old: Any, new: Any) -> Any:
+        if isinstance(old, torch.Tensor):
+            return torch.cat([old, new.to(old)])[torch.tensor(rows, device=old.device)]
+        return None if old is None else [(old + new)[row] for row in rows]
 
-@dataclasses.dataclass(frozen=True)
-class _Exchange:
-    """Replaces rows `out` of values with `old_size` rows by rows `into` of values with `new_size` rows."""
-
-    out: list[int]
-    into: list[int]
-    old_size: int
-    new_size: int
-
-    def in_dataclass(self, old: Any, new: Any) -> Any:
-        names = [field.name for field in dataclasses.fields(old) if field.init]
-        return dataclasses.replace(
-            old, **{name: self.in_value(getattr(old, name), getattr(new, name)) for name in names}
-        )
-
-    def in_value(self, old: Any, new: Any) -> Any:
-        if dataclasses.is_dataclass(old) and not isinstance(old, type):
-            return self.in_dataclass(old, new)
-        if isinstance(old, dict):
-            return {key: self.in_value(value, new[key]) for key, value in old.items()}
-        if isinstance(old, torch.Tensor) and old.dim() and len(old) == self.old_size and len(new) == self.new_size:
-            result = old.clone()
-            result[torch.tensor(self.out, device=old.device)] = new[torch.tensor(self.into, device=new.device)].to(old)
-            return result
-        if isinstance(old, (list, tuple)) and len(old) == self.old_size and len(new) == self.new_size:
-            rows = list(old)
-            for target, source in zip(self.out, self.into, strict=True):
-                rows[target] = new[source]
-            return type(old)(rows)
-        return old
+    mine, others = batch.completions, fresh.completions
+    lists = {one.name: exchange(getattr(mine, one.name), getattr(others, one.name)) for one in fields(mine)}
+    judged = Judged(
+        completions=replace(mine, **lists),
+        rewards_per_func=exchange(batch.rewards_per_func, fresh.rewards_per_func),
+        failed=exchange(batch.failed, fresh.failed),
+        raw_scores=exchange(batch.raw_scores, fresh.raw_scores),
+        scores=exchange(batch.scores, fresh.scores),
+    )
+    return judged, [out for out, _ in pairs]
 
 
 class PromptReservoir:
@@ -118,14 +85,18 @@ class PromptReservoir:
 
     def draw(self, count: int, batch: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """At most `count` rows with different prompts, none in `batch`; fewer if none are left."""
-        taken = {_key(row) for row in batch}
+        taken = {str(row["prompt"]) for row in batch}
         drawn: list[dict[str, Any]] = []
         for _ in range(len(self._order)):  # each row once, so that the loop ends on a small dataset
             if len(drawn) == count:
                 break
-            row = self._next()
-            if _key(row) not in taken:
-                taken.add(_key(row))
+            if self.position == len(self._order):
+                self.passes, self.position = self.passes + 1, 0
+                self._order = self._shuffled()
+            row = dict(self.dataset[self._order[self.position]])
+            self.position += 1
+            if str(row["prompt"]) not in taken:
+                taken.add(str(row["prompt"]))
                 drawn.append(row)
         return drawn
 
@@ -143,18 +114,7 @@ class PromptReservoir:
         self.seed, self.passes, self.position = state["seed"], state["passes"], state["position"]
         self._order = self._shuffled()
 
-    def _next(self) -> dict[str, Any]:
-        if self.position == len(self._order):
-            self.passes, self.position = self.passes + 1, 0
-            self._order = self._shuffled()
-        self.position += 1
-        return dict(self.dataset[self._order[self.position - 1]])
-
     def _shuffled(self) -> list[int]:
         order = list(range(len(self.dataset)))
         random.Random(f"resample-{self.seed}-{self.passes}").shuffle(order)
         return order
-
-
-def _key(row: dict[str, Any]) -> str:
-    return str(row["prompt"])

@@ -3,13 +3,13 @@
 However `train` ends, `status.json` has the state and the checkpoint to resume from exists.
 """
 
+import json
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
 
 from rloo_kit.collective import gather_objects, share, share_from_main, wait_for_all
-from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
@@ -20,7 +20,6 @@ from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, Rol
 from rloo_kit.loop.checkpoints import load_weights
 from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.health import HealthGuard, Movement, say_findings
-from rloo_kit.loop.inputs import check_inputs
 from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import loaded_engine, training_arguments
@@ -33,12 +32,14 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
 from rloo_kit.results.verdict import judge_run, record_verdict
-from rloo_kit.rewarding.worker import end_workers, refuse_edited
+from rloo_kit.rewarding.guard import reward_name
+from rloo_kit.rewarding.sources import read_sources
+from rloo_kit.rewarding.worker import digest_texts, end_workers, refuse_edited
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.find import TRAINED
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.run_dir import INPUTS, RunDir
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 
@@ -76,10 +77,14 @@ def train(
     if is_main_process():
         raise_errors(find_place_faults(run))
     check_sampling(run, policy)
-    check_prompts(run, len(data.train))
+    run.check_prompts(len(data.train))
     check_measure(run, data, reward_funcs)
     owned = run_dir is None
-    opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
+    opened = run_dir
+    if opened is None:  # an error of the main process is raised in each
+        made: list[RunDir] = []
+        share_from_main(lambda: made.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
+        opened = made[0] if made else RunDir.create(run, resume=resume, overwrite=overwrite)
     opened.accepts_changes |= accept_changes
     with opened if owned else nullcontext():
         check_inputs(opened, policy, data, reward_funcs)
@@ -87,23 +92,6 @@ def train(
         if owned:  # else the caller that opened the folder prints them
             say_findings(result.findings, result.steps)
         return result
-
-
-def _open_together(run: RunConfig, resume: bool, overwrite: bool) -> RunDir:
-    """`RunDir.create` in all processes; an error in the main one is raised in each."""
-    opened: list[RunDir] = []
-    share_from_main(lambda: opened.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
-    return opened[0] if opened else RunDir.create(run, resume=resume, overwrite=overwrite)
-
-
-def _check_shared_folder(run_dir: RunDir) -> None:
-    """Raise ConfigError unless every process sees the run's folder, because every process reads checkpoints."""
-    blind = [index for index, sees in enumerate(gather_objects(run_dir.folder.is_dir())) if not sees]
-    if blind:
-        raise ConfigError(
-            f"the run's folder {run_dir.folder.absolute()} is not there for process {', '.join(map(str, blind))}, on "
-            "another machine: put it on a file system that all of them share, with run.output_dir=..."
-        )
 
 
 def check_measure(run: RunConfig, data: Data, reward_funcs: list[Any]) -> None:
@@ -124,13 +112,69 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
     start_engine(run, policy)
 
 
+def check_inputs(run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
+    """Record what a run's configuration only names (its rows, its rewards' sources, its base), and compare it with what
+    a resumed run has; once for each open folder.
+
+    Changes that `run_dir` accepts, or that come before anything is trained, are recorded, and what was measured before
+    them is deleted.
+
+    Raises:
+        ConfigError: rows, rewards or weights have changed; lists them.
+    """
+    if not run_dir.inputs:
+        run_dir.inputs = share_from_main(lambda: _compare_inputs(run_dir, _read_inputs(policy, data, reward_funcs)))
+
+
+def _compare_inputs(run_dir: RunDir, found: dict[str, str]) -> str:
+    began = read_object(run_dir / INPUTS) if run_dir.resumed else {}
+    changed = [
+        f"{name} ({began[name]} then, {found[name]} now)" if name.startswith("number of") else name
+        for name in (began | found if began else ())
+        if began.get(name) != found.get(name) and not (name.startswith("weights of") and name not in began)
+    ]
+    if changed:
+        text, trained = ", ".join(changed), run_dir.resumes_from
+        if trained is not None and not run_dir.accepts_changes:
+            raise ConfigError(
+                f"the run in {run_dir.folder} began with other inputs. Changed: {text}. Restore them, continue with "
+                "--accept-changes (accept_changes=True), or start over: --overwrite or run.name=..."
+            )
+        run_dir.drop_results("before.json", *(() if trained else ("evaluations.jsonl",)))
+        if trained is not None:
+            text = f"from step {trained.step} on other inputs: {text}"
+            trained_on = "; held-out prompts may have been trained on before" if "column prompt" in text else ""
+            say(f"WARNING: {run_dir.folder} continues {text}{trained_on}")
+            run_dir.set_status("running", changed="; ".join(filter(None, [run_dir.status().get("changed"), text])))
+    run_dir.write_json(INPUTS, found)
+    return digest_texts(map(str, sorted(found.items())))
+
+
+def _read_inputs(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
+    """Digests and counts by their names in words."""
+    found: dict[str, str] = {}
+    for side, table in (("training", data.train), ("held-out", data.test)):
+        found[f"number of {side} prompts"] = str(len(table))
+        for name in table.column_names:
+            values = (json.dumps(value, sort_keys=True, default=str) for value in table[name][:])
+            found[f"column {name} of the {side} prompts"] = digest_texts(values)
+    found["rewards"] = ", ".join(one if isinstance(one, str) else reward_name(one) for one in reward_funcs)
+    return found | read_sources(reward_funcs) | policy.weights
+
+
 class _Training:
     """One call of `train`: the trainer with its callbacks, and the ways it can end."""
 
     def __init__(self, run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir):
         self.run, self.policy, self.run_dir = run, policy, run_dir
         self.was_training = policy.model.training
-        _check_shared_folder(run_dir)
+        blind = [index for index, sees in enumerate(gather_objects(run_dir.folder.is_dir())) if not sees]
+        if blind:  # every process reads checkpoints
+            raise ConfigError(
+                f"the run's folder {run_dir.folder.absolute()} is not there for process "
+                f"{', '.join(map(str, blind))}, on another machine: put it on a file system that all of them share, "
+                "with run.output_dir=..."
+            )
         self.checkpoint = share(run_dir.resumes_from)
         if self.checkpoint is not None and hasattr(policy.model, "peft_config"):
             trained = read_object(self.checkpoint.folder / "adapter_config.json").get("target_modules")
@@ -270,14 +314,9 @@ class _Training:
                 if is_distributed():  # processes stopped at different points: no collective operation
                     raise
                 self.interrupts.requested = True
-                self._save_what_is_whole()
-
-    def _save_what_is_whole(self) -> None:
-        """Save a checkpoint after a hard stop, unless it came during a weight update."""
-        step = self.trainer.state.global_step
-        last = self.run_dir.last_checkpoint()
-        if step > 0 and self.interrupts.between_steps and (last is None or last.step < step):
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+                step, last = self.trainer.state.global_step, self.run_dir.last_checkpoint()
+                if step > 0 and self.interrupts.between_steps and (last is None or last.step < step):
+                    self.trainer._save_checkpoint(self.trainer.model, trial=None)  # unless during a weight update
 
     def _why_stopped(self) -> str | None:
         state = self.trainer.state
@@ -339,7 +378,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run (`no_signal`:
     NoSignalError), else as `train`."""
     check_sampling(run, policy)
-    check_prompts(run, len(data.train))  # before a long evaluation
+    run.check_prompts(len(data.train))  # before a long evaluation
     check_measure(run, data, reward_funcs)
     check_inputs(run_dir, policy, data, reward_funcs)
     before = after = None

@@ -4,7 +4,9 @@ It uses TRL's SFTTrainer (Unsloth's version if Unsloth loaded the model) with th
 needs Triton, and the scorer's is the same on every machine.
 """
 
+import shlex
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -17,10 +19,14 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from rloo_kit.config.run import RunConfig
+from rloo_kit.config.resume import changed_keys
+from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
 from rloo_kit.data.worked import Demonstrations, load_worked
 from rloo_kit.errors import ConfigError, NonFiniteError
+from rloo_kit.evals.difficulty import measure_signal
+from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, is_step_row, use_text_progress
@@ -28,15 +34,19 @@ from rloo_kit.loop.run_arguments import mixed_precision
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
 from rloo_kit.models.policy import Policy, keep_settings, keep_values, save_adapter
 from rloo_kit.models.transformers import keep_4bit_weights
+from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving
+from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.runs.sft_folder import open_folder
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, say
 from rloo_kit.think_tags import THINK_END, THINK_START
 
+WEIGHTS = ("model.adapter", "model.name")  # an adapter still needs the name of its base
 EQUAL = 0.9  # cosine of two rows: in SmolLM2 0.94 or more of unused tokens, below 0.8 of 99.99 % of the others
 # TRL's own class, below the one that Unsloth generates (and may call SFTConfig too).
 _STOCK = next(c for c in reversed(trl.SFTConfig.__mro__) if c.__name__ == "SFTConfig")
@@ -105,6 +115,60 @@ def fine_tune(
     opened = run_dir or open_folder(run, overwrite)
     with opened if run_dir is None else nullcontext():
         return _train(run, policy, worked, opened)
+
+
+def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: RunDir) -> SftResult:
+    """Held-out accuracy before and after supervised training, and the signal that RLOO would have.
+
+    Printed, and written to before.json and after.json. Raises as `fine_tune`."""
+    before = None
+    if run.run.evaluate:
+        before = evaluate(run, policy, data.test, label="before")
+        run_dir.write_json("before.json", before.to_dict())
+        say(before)
+    result = fine_tune(run, policy, data, run_dir=run_dir)
+    if result.stopped:
+        return result
+    if before is not None:
+        after = evaluate(run, policy, data.test, label="after")
+        run_dir.write_json("after.json", after.to_dict())
+        say(after)
+        say(f"after supervised training: {compare(before, after)}")
+    if run.sft.signal_prompts:
+        signal = measure_signal(run, policy, data, run.sft.signal_prompts)
+        say(signal or "signal: no training prompt has an answer to judge by; rloo-kit preflight measures the rewards")
+    end_workers()
+    say(f"{result.steps} steps, {result.seconds:.0f} s of supervised training. Everything is in {run_dir.folder}")
+    return result
+
+
+def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) -> str:
+    """The command that continues with RLOO from the weights of `result`.
+
+    Args:
+        run: read from a file, with `overrides` (KEY=VALUE), which are repeated. A key whose default follows the
+            model's name keeps its value if the name is now that of a folder.
+    """
+    adapter, source = result.adapter_folder, run.source
+    if adapter.resolve().is_relative_to(Path.cwd()):
+        adapter = adapter.resolve().relative_to(Path.cwd())
+    key = f"model.{weights_of(adapter)[0]}"
+    replaced = WEIGHTS[: WEIGHTS.index(key) + 1]
+    own = (*(f"{one}=" for one in (*replaced, "run.name")), "sft.")
+    kept = [word for word in overrides if not word.startswith(own)]
+    if any(word.startswith("run.name=") for word in overrides):
+        kept.append(f"run.name={run.name}")
+    with_weights = [*kept, f"{key}={write_value(str(adapter))}"]
+    assert source is not None
+    if key == "model.name":
+        then = load_config(source, *with_weights)
+        changed = changed_keys(then.model_dump(mode="json"), run.model_dump(mode="json"))
+        with_weights += [
+            f"{name}={write_value(value)}"
+            for name, (_, value) in changed.items()
+            if not name.startswith(("model.name", "model.adapter", "model.build_seed", "model.vocabulary", "sft."))
+        ]
+    return shlex.join(["rloo-kit", "train", str(source), *with_weights])
 
 
 def has_equal_tags(policy: Policy) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from rloo_kit.collective import share
-from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
@@ -108,7 +107,7 @@ def _measure(
     known, probe = len(faults), None
     named = {fault.name for fault in faults}
     with catching("data", faults):
-        check_prompts(run, len(data.train))
+        run.check_prompts(len(data.train))
     with catching("rollout", faults):
         loop.check_sampling(run, policy)
     if len(faults) > known:

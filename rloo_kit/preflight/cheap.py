@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.embedded import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, resolve_family, thinks
@@ -67,7 +66,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             with catching("data", faults):
                 train = prepare_data(run, tokenizer).train
                 row = train.row(0)
-                check_prompts(run, len(train.rows))
+                run.check_prompts(len(train.rows))
     faults += find_reward_faults(run, tokenizer, thinking, row)
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     known = ["auto", "accuracy", "reward", *names]

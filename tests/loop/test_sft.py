@@ -17,8 +17,7 @@ from rloo_kit.errors import ConfigError, NonFiniteError, RunExistsError
 from rloo_kit.loop import sft
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import training_arguments
-from rloo_kit.loop.sft import build_trainer
-from rloo_kit.loop.sft_run import next_command
+from rloo_kit.loop.sft import build_trainer, next_command
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.run_dir import RunDir

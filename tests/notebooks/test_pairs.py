@@ -10,7 +10,6 @@ import pytest
 
 from tests.notebooks.notebook_cells import FOLDER, NAMES, ROOT, Cell, cells_of, code_of
 
-MAX_LINES, MAX_COLUMNS = 15, 120
 GENERATE = ["jupytext", "--to", "ipynb", "--update"]  # and notebooks/*.py: the second half of `make notebooks`
 
 each_notebook = pytest.mark.parametrize("name", NAMES)
@@ -51,15 +50,6 @@ def test_generating_again_changes_nothing(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ the files
-
-
-@each_notebook
-def test_cells_are_short(name: str) -> None:
-    """A cell that does not fit on a screen is scrolled past."""
-    for number, cell in enumerate(cells_of(name)):
-        assert len(cell.lines) <= MAX_LINES, f"cell {number} of {name} has {len(cell.lines)} lines: {cell.lines[0]}"
-        assert max(map(len, cell.lines)) <= MAX_COLUMNS, f"cell {number} of {name}: {cell.lines[0]}"
-        assert cell.source.strip(), f"cell {number} of {name} is empty"
 
 
 # ------------------------------------------------------------------------------------------------------ the cells

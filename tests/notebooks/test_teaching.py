@@ -12,7 +12,6 @@ import pytest
 from tests.notebooks.notebook_cells import NAMES, ROOT, cells_of
 from tests.oracles import leave_one_out_advantages
 
-LESSON = "## 7. How RLOO learns"
 each_notebook = pytest.mark.parametrize("name", NAMES)
 
 
@@ -83,12 +82,6 @@ def test_the_table_of_group_sizes_is_right() -> None:
         assert noise == pytest.approx(size / (size - 1), abs=5e-3)
 
 
-def test_what_the_penalty_costs() -> None:
-    """The prose says that about 4,000 tokens cost what a right answer earns."""
-    costs = dict(numbers(line) for line in printed("for tokens in"))
-    assert costs[4096] == pytest.approx(1.02, abs=5e-3) and costs[500] < 0.2
-
-
 def test_grpo_makes_lopsided_groups_louder() -> None:
     """1 and 7 of 8 right: GRPO's scale is 1.5 times that of an even group; RLOO's is the same for all."""
     found = {int(numbers(line)[0]): numbers(line)[2:] for line in printed("for right in")}
@@ -135,36 +128,6 @@ def test_metrics_of_the_prose_are_logged(name: str) -> None:
     named |= {row.split("`")[1] for row in table.splitlines() if row.startswith("| `")}
     assert {"kl", "entropy", "grad_norm", "completions/clipped_ratio"} <= named
     assert [metric for metric in named if f"`{metric}`" not in metrics] == []
-
-
-@each_notebook
-def test_files_and_notebooks_of_the_prose_exist(name: str) -> None:
-    """A notebook that sends its reader to a file that was renamed."""
-    for text in in_backticks(name):
-        if re.fullmatch(r"configs/\S+", text):
-            assert (ROOT / text).exists(), text
-        if re.match(r"(arithmetic|qwen3)_\w+$", text):
-            assert text in NAMES, text
-
-
-def test_the_sizes_for_smaller_gpus_load() -> None:
-    """The three values of a row belong together: the file has no room for longer completions."""
-    from rloo_kit.config.run import load_config
-    from rloo_kit.errors import ConfigError
-
-    rows = re.findall(r"^\| \d+ GB \| `(\S+)` \| (\d+) \| (\d+) \|$", prose_of("qwen3_thinking_rloo"), flags=re.M)
-    assert len(rows) == 4
-    for file, generations, length in rows:
-        wanted = [f"rloo.num_generations={generations}", f"rloo.max_completion_length={length}"]
-        run = load_config(ROOT / file, *wanted)
-        assert run == load_config(ROOT / file), "the row is not what the file says"
-        with pytest.raises(ConfigError, match="max_seq_length"):
-            load_config(ROOT / file, wanted[0], f"rloo.max_completion_length={2 * int(length)}")
-    more = ["rloo.num_generations=16", "rloo.gradient_accumulation_steps=64"]
-    assert f'overrides = "{more[1]}"' in prose_of("qwen3_instruct_rloo")
-    sizes = [load_config(ROOT / "configs/qwen3_4b_instruct.yaml", *more[:count]).rloo for count in range(3)]
-    assert [rloo.prompts_per_generation for rloo in sizes] == [4, 2, 4]
-    assert [rloo.generation_batch_size for rloo in sizes] == [32, 32, 64]
 
 
 @pytest.mark.slow

@@ -108,27 +108,6 @@ def test_every_command_of_the_page_runs(page: str, text: str) -> None:
     assert find_faults(page, text) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("for x in a; do", "syntax error"),
-        ("mkdir -p outputs && rloo-kit trane configs/my_run.yaml > log 2>&1 &", "no command trane"),
-        ("rloo-kit train configs/my_run.yaml --overwritten", "no option --overwritten"),
-        ("rloo-kit train configs/my_run.yaml rloo.max_stepz=5", "did you mean"),
-        ('rloo-kit train "$RLOO/configs/none.yaml"', "is not there"),
-        ("rloo-kit batch FILE rloo.beta=0.0", "no key rloo.beta"),
-        ('python "$RLOO/scripts/check_setup.py" --projekt x', "no option --projekt"),
-        ('python -m pip install -e "$RLOO[cuda]"', "no extra cuda"),
-        ('papermill "$RLOO/notebooks/arithmetic_thinking.ipynb" outputs/x.ipynb -p steps 20', "no parameter steps"),
-        ("npx skills add ADDRESS", "asks: npx"),
-    ],
-)
-def test_a_bad_line_is_found(line: str, fault: str) -> None:
-    """Each kind of fault once; a check that finds none of them would pass on any page."""
-    found = find_faults("page.md", f"Text.\n\n1. Do:\n\n   ```bash\n   {line}\n   ```\n")
-    assert len(found) == 1 and found[0].startswith("page.md:6: ") and fault in found[0], found
-
-
 def test_every_command_of_the_kit_is_in_the_skill() -> None:
     """A command that was added later and is not in the skill is not used."""
     listed = ask_help(str(BIN / "rloo-kit")).partition("Commands")[2]
