@@ -223,15 +223,19 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
     for old, new in _MOVED.items():
         (above, key), (other, target) = old.split("."), new.split(".")
         place = values.get(above)
-        if not isinstance(place, dict) or place.get(key) is None:
+        if not isinstance(place, dict) or key not in place:
             continue
+        if place[key] is None and above == "run":
+            del place[key]
+            continue
+        there = values[other] = {} if values.get(other) is None else values[other]  # an empty section is None
+        if place[key] is None or not isinstance(there, dict):
+            continue  # refused with the rest of the file
         value = place.pop(key)
         if old == "run.stop_when_no_signal" and isinstance(value, bool):
-            value = "stop" if value else "warn"
-        there = values.setdefault(other, {})
-        if isinstance(there, dict):
-            _set_once(there, target, value, old, new)
-            messages.append(f"{old} belongs to {new}; read as {new}={value}")
+            value = "stop" if value else there.get(target) or "warn"
+        _set_once(there, target, value, old, new)
+        messages.append(f"{old} belongs to {new}; read as {new}={value}")
     rollout = values.get("rollout")
     if isinstance(rollout, dict) and "cache" in rollout:
         if rollout["cache"] != "plain":
@@ -247,8 +251,8 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
     given = {str(key): value for key, value in section.items()}
     usual = {}
     if "total_episodes" in given:
-        generations = given.get("num_generations") or given.get("rloo_k") or 0
-        usual = {"per_device_train_batch_size": usual_batch(_check_count("rloo.num_generations", generations))}
+        name = "num_generations" if given.get("num_generations") else "rloo_k"
+        usual = {"per_device_train_batch_size": usual_batch(_check_count(f"rloo.{name}", given.get(name) or 0))}
     values["rloo"], translated = translate_config(given, processes, "rloo.", usual)
     return messages + translated
 

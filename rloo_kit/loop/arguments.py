@@ -24,6 +24,15 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     args = _with_reward_weights(arguments.get("args") or _default_config(arguments["model"]), rewards)
     arguments["args"] = args
+    for name in ("train_dataset", "eval_dataset"):
+        found = arguments.get(name)
+        for dataset in found.values() if isinstance(found, dict) else [found]:
+            columns = getattr(dataset, "column_names", None) or ()
+            if "prompt" not in columns and "input_ids" in columns:
+                raise ConfigError(
+                    f"{name} has input_ids and no prompt, as old TRL wanted it: give it a column prompt with the text, "
+                    "which the trainer tokenizes"
+                )
     columns = _columns(arguments.get("train_dataset"), args)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
@@ -55,6 +64,10 @@ def rename_arguments(given: dict[str, Any]) -> dict[str, Any]:
     for name, hint in (("model", "a model or its name"), ("reward_funcs", "a reward function, or a list of them")):
         if values.get(name) is None or (isinstance(values[name], (list, tuple)) and not values[name]):
             raise ConfigError(f"RLOOTrainer needs {name}=: {hint}")
+    models = values["reward_funcs"] if isinstance(values["reward_funcs"], (list, tuple)) else [values["reward_funcs"]]
+    are_old = given.get("reward_model") is not None and all(hasattr(one, "named_parameters") for one in models)
+    if are_old and values.get("reward_processing_classes") is None:  # old TRL scored with the policy's tokenizer
+        values["reward_processing_classes"] = [values.get("processing_class")] * len(models)
     reference = given.get("ref_policy")
     if reference is not None and not _is_same_model(values["model"], reference):
         raise ConfigError(
@@ -104,11 +117,6 @@ def _columns(dataset: Any, args: Any) -> list[str] | None:
     names = getattr(dataset, "column_names", None)
     if names is None:
         return None
-    if "prompt" not in names and "input_ids" in names:
-        raise ConfigError(
-            "train_dataset has input_ids and no prompt, as old TRL wanted it: give it a column prompt with the text, "
-            "which the trainer tokenizes"
-        )
     return [*names, *(["thinking_forced"] if option(args, "thinking_budget") is not None else [])]
 
 

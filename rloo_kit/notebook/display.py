@@ -68,8 +68,9 @@ class TrainingPlot:
         ]
         most = max(len(chart.values) for chart in self.curves)
         smooth = [f"thick: mean of the last {mean_window(most)} steps"] if most >= SMOOTH_FROM else []
-        height, note = panels[-1][1] + PANEL_HEIGHT + GAP, "; ".join([*smooth, *self.notes])
-        return render("curves.svg.jinja", panels=panels, width=columns * step, height=height, note=note)
+        notes = textwrap.wrap("; ".join([*smooth, *self.notes]), 58 * columns)
+        height = panels[-1][1] + PANEL_HEIGHT + GAP + 16 * max(len(notes) - 1, 0)
+        return render("curves.svg.jinja", panels=panels, width=columns * step, height=height, notes=notes)
 
     def __repr__(self) -> str:
         return self.summary

@@ -165,7 +165,8 @@ def _find_no_signal(scores: list[list[float | None] | None], weights: list[float
     sums = [weighted_sum(values, weights) for values in zip(*known, strict=True)]
     listed, right = ", ".join(names), "the gold answer" if answer_reward_of(names) else "an answer"
     if all(one is None for one in sums):
-        found = f"rewards: none of {listed} scored any made-up completion of the first row (all returned None)"
+        paid = ", ".join(name for name, weight in zip(names, weights, strict=True) if weight)
+        found = f"rewards: none of {paid} scored any made-up completion of the first row (all returned None)"
         fix = "check data.answer_column and the columns that they read"
         return [Problem("rewards", found, fix, level="warning")]
     value = sums[0]

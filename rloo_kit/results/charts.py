@@ -167,8 +167,10 @@ def draw_chart(chart: Chart) -> Drawing:
     )  # fmt: skip
 
 
-def draw_bar(parts: Sequence[tuple[str, float, float | None, float | None]], top: float) -> list[tuple[str, ...]]:
-    """Values with their intervals on a scale from 0 to `top`.
+def draw_bar(
+    parts: Sequence[tuple[str, float, float | None, float | None]], top: float, bottom: float = 0.0
+) -> list[tuple[str, ...]]:
+    """Values with their intervals on a scale from `bottom` to `top`.
 
     Args:
         parts: class of the style, value, low and high; None without an interval.
@@ -178,7 +180,8 @@ def draw_bar(parts: Sequence[tuple[str, float, float | None, float | None]], top
     """
 
     def x(value: float) -> str:
-        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(value / (top or 1.0), 0.0), 1.0):.1f}"
+        share = (value - bottom) / ((top - bottom) or 1.0)
+        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(share, 0.0), 1.0):.1f}"
 
     return [
         (kind, x(value), x(value if low is None else low), x(value if high is None else high))
@@ -262,6 +265,8 @@ def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) ->
     ([0.0, 0.25, 0.5, 0.75, 1.0], [10.0, 20.0, 30.0, 40.0])
     """
     rough = (high - low) / wanted
+    if rough == 0.0:  # of two numbers next to 0
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     if whole:
         power = max(power, 1.0)

@@ -160,13 +160,18 @@ class Evaluation:
         if isinstance(values, dict) and "measures" not in values:
             try:
                 values = _gather_measures(values)
-            except (AttributeError, KeyError, TypeError) as error:
+            except (AttributeError, KeyError, TypeError, OverflowError) as error:
                 raise ValueError(f"not an evaluation of an older version: {error!r}") from error
         found: Evaluation = TypeAdapter(cls).validate_python(values)
         TypeAdapter(list[_Sample]).validate_python([*found.samples, *found.more_samples])
         for one in (found.prompt_digests, *(measured.per_prompt for measured in found.measures.values())):
             if one is not None and len(one) != found.num_prompts:
                 raise ValueError(f"{len(one)} of {found.num_prompts} prompts have a value or a digest")
+        shares = [found.measures.get(name) for name in ACCURACIES]
+        shares += [side for one in found.budgets for side in (one.accuracy, one.forced, one.unforced)]
+        for share in filter(None, shares):
+            if share.is_open or not 0.0 <= share.value <= 1.0:
+                raise ValueError(f"an accuracy is a share with its interval, not {share.ends}")
         return found
 
     @classmethod
@@ -253,12 +258,16 @@ class Evaluation:
 def _gather_measures(values: dict[str, Any]) -> dict[str, Any]:
     """The values of an older version's evaluation in the form of now: each measure had keys of its own."""
     judged, missing = values.get("num_judged") or values.get("num_prompts", 0), set(values.get("unjudged") or ())
+    if values.get("prompt_digests") and len({*range(values["num_prompts"])} - missing) != judged:
+        raise ValueError(f"the indices in unjudged do not leave {judged} prompts with an answer")
 
     def read(entry: dict[str, Any], key: str, prefix: str = "", count: int = judged) -> Any:
         if entry.get(key) is None:
             return None
         means = entry.get(f"{prefix}per_prompt")
         if means is not None and key.endswith("accuracy"):  # which had no entry for a prompt without an answer
+            if len(means) != judged:
+                raise ValueError(f"{len(means)} of {judged} prompts have a share")
             rest = iter(means)
             means = [None if place in missing else next(rest, None) for place in range(values["num_prompts"])]
         count = count if means is None else sum(mean is not None for mean in means)

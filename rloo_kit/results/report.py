@@ -140,7 +140,7 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
         is_share = name in (*ACCURACIES, "closed_share")
         old, new = (_number(value, is_share) for value in values)
         tile: dict[str, Any] = {"title": title, "before": old, "after": new, "change": "", "bar": []}
-        change = None if before is None or after is None else change_of(name, before, after)
+        change = None if before is None or after is None or name not in names else change_of(name, before, after)
         if change is not None:
             factor, digits, unit = (100, 1, " points") if is_share else (1, 2, "")
             value, *interval = (f"{factor * end:+.{digits}f}" for end in change.difference.ends if end is not None)

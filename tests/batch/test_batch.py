@@ -22,7 +22,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rloo_kit.batch.comparison import collect_rows, make_text_table, write_comparison
+from rloo_kit.batch.comparison import _bar, collect_rows, make_text_table, write_comparison
 from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
 from rloo_kit.batch.notebooks import find_error
 from rloo_kit.batch.papermill import GIVEN_OUT, choose_ports
@@ -423,6 +423,15 @@ def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:
     assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
     assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", html)
     assert "prefers-color-scheme: dark" in html and 'href="trains-seed=3/log.txt"' in html
+
+
+@pytest.mark.parametrize("rewards", [(-1.2, -0.5), (-1.0, 2.0)])
+def test_bars_show_negative_rewards(rewards: tuple[float, float]) -> None:
+    """On a scale from 0, every run with penalties had its dots at one end, whatever it earned."""
+    rows = [{"held_out_reward_before": rewards[0], "held_out_reward_after": value} for value in rewards]
+    dots = [[float(dot) for _, dot, _, _ in _bar(row, rows, "held_out_reward")] for row in rows]
+    assert dots[0][0] == dots[0][1] == dots[1][0] < dots[1][1]
+    assert dots[0][0] == 4.0, "the lowest is at the left end"
 
 
 def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> None:

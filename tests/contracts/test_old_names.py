@@ -318,9 +318,24 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     assert (now.health.no_signal, now.health.no_signal_steps, run.health.no_signal) == ("stop", 9, "warn")
     with pytest.raises(ConfigError, match="run.stop_when_no_signal.*health.no_signal=stop.*health.no_signal=off"):
         load_config(path, "run.stop_when_no_signal=true", "health.no_signal=off")
+    path.write_text(path.read_text() + "health: {no_signal: stop}\n")
+    assert load_config(path, "run.stop_when_no_signal=false").health.no_signal == "stop", "false forbids nothing"
     with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
         load_config(path)
+
+
+def test_an_empty_section_takes_moved_values(tmp_path: Path) -> None:
+    """`run:` with all its keys commented out is None, and lost the seed and the folder without a word."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("run:\nmodel: {name: embedded/thinking}\ndata: {source: embedded/addition}\n"
+                    "rewards: [{name: thinking_reward}]\nrloo: {max_steps: 1, seed: 5, output_dir: other}\n")  # fmt: skip
+    with pytest.warns(FutureWarning, match="rloo.seed belongs to run.seed"):
+        run = load_config(path)
+    assert (run.seed, str(run.output_dir)) == (5, "other")
+    path.write_text(path.read_text().replace("run:\n", "run: {no_signal_steps: null}\n"))
+    with pytest.warns(FutureWarning, match="rloo.seed"):
+        assert load_config(path).health.no_signal_steps == run.health.no_signal_steps
 
 
 def reward(completions: list[str], **columns: Any) -> list[float]:
@@ -354,6 +369,15 @@ def test_the_full_old_argument_list_of_the_trainer() -> None:
         assert message.endswith(f"is the old TRL name of {entry.new}=" if entry.new else entry.note)
     given = {"model": "a/b", "reward_funcs": [reward], "args": None, "processing_class": "t"}
     assert prepare(**given, ref_policy=None) == (given, [])
+
+
+def test_an_old_reward_model_scores_with_the_policys_tokenizer(make_tiny_model: Any) -> None:
+    """Old recipes pass a loaded model; TRL would look for a tokenizer under its name, which it may not have."""
+    model = make_tiny_model()
+    values, _ = prepare(policy="a/b", reward_model=model, processing_class="tokenizer")
+    assert values["reward_processing_classes"] == ["tokenizer"]
+    assert "reward_processing_classes" not in prepare(policy="a/b", reward_model=reward, processing_class="t")[0]
+    assert "reward_processing_classes" not in prepare(model="a/b", reward_funcs=model, processing_class="t")[0]
 
 
 class Config:
@@ -409,3 +433,6 @@ def test_functions_of_texts_and_tokenized_data_are_refused(
     ):
         with pytest.raises(RlooKitError, match=message), pytest.warns(FutureWarning, match="old TRL name of reward_f"):
             RLOOTrainer(str(tiny_folder), args=config, reward_model=function, train_dataset=data)
+    tests = {"held out": Dataset.from_dict({"input_ids": [[1]]})}
+    with pytest.raises(RlooKitError, match="eval_dataset has input_ids and no prompt"):
+        RLOOTrainer(str(tiny_folder), reward, args=config, train_dataset=prompts, eval_dataset=tests)

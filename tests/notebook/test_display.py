@@ -143,6 +143,14 @@ def test_plot_of_hardly_anything(rows: list[dict[str, Any]], summary: str) -> No
     assert ("text/html" in plot._repr_mimebundle_()) == bool(plot.curves) == (plot.svg is not None)
 
 
+def test_notes_stay_inside_the_image() -> None:
+    """One line of notes was cut off at the edge of the image, which is all that a reader sees."""
+    rows = [{"step": step, "reward": math.nan if step < 4 else 1.0} for step in range(1, 31)]
+    plot = plot_training(result_of(rows))
+    lines = re.findall(r'<text x="8" y="[0-9]+">(.*?)</text>', plot.svg)
+    assert len(lines) > 1 and max(map(len, lines)) <= 58 and all(note in " ".join(lines) for note in plot.notes)
+
+
 def test_plot_of_a_resumed_run() -> None:
     """Steps that were done again are there once, in order, as they were done last."""
     rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (3, 0.3), (2, 0.2), (3, 0.4))]
