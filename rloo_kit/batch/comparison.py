@@ -157,8 +157,8 @@ def _bar(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> list[tup
                 found.append((kind, value, low, high))
         return found
 
-    ends = [end for one in rows for _, *values in sides(one) for end in values if end is not None]
-    return draw_bar(sides(row), 1.0 if name == "accuracy" else max(0.0, *ends, 0.0), min(0.0, *ends, 0.0))
+    ends = [0.0, *(end for one in rows for _, *values in sides(one) for end in values if end is not None)]
+    return draw_bar(sides(row), 1.0 if name == "accuracy" else max(ends), min(ends))
 
 
 def change(row: dict[str, Any], name: str, form: str, arrow: str = " → ", only: str = "") -> str:

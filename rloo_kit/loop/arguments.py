@@ -22,6 +22,9 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     arguments = rename_arguments(given)
     rewards = arguments["reward_funcs"]
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    are_old = given.get("reward_model") is not None and all(hasattr(reward, "named_parameters") for reward in rewards)
+    if are_old and arguments.get("reward_processing_classes") is None:  # old TRL scored with the policy's tokenizer
+        arguments["reward_processing_classes"] = [arguments.get("processing_class")] * len(rewards)
     args = _with_reward_weights(arguments.get("args") or _default_config(arguments["model"]), rewards)
     arguments["args"] = args
     for name in ("train_dataset", "eval_dataset"):
@@ -64,10 +67,6 @@ def rename_arguments(given: dict[str, Any]) -> dict[str, Any]:
     for name, hint in (("model", "a model or its name"), ("reward_funcs", "a reward function, or a list of them")):
         if values.get(name) is None or (isinstance(values[name], (list, tuple)) and not values[name]):
             raise ConfigError(f"RLOOTrainer needs {name}=: {hint}")
-    models = values["reward_funcs"] if isinstance(values["reward_funcs"], (list, tuple)) else [values["reward_funcs"]]
-    are_old = given.get("reward_model") is not None and all(hasattr(one, "named_parameters") for one in models)
-    if are_old and values.get("reward_processing_classes") is None:  # old TRL scored with the policy's tokenizer
-        values["reward_processing_classes"] = [values.get("processing_class")] * len(models)
     reference = given.get("ref_policy")
     if reference is not None and not _is_same_model(values["model"], reference):
         raise ConfigError(

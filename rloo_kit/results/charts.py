@@ -173,7 +173,8 @@ def draw_bar(
     """Values with their intervals on a scale from `bottom` to `top`.
 
     Args:
-        parts: class of the style, value, low and high; None without an interval.
+        parts: class of the style, value, low and high; None without an interval. top, bottom: ends of the scale, in
+            the unit of the values; what is beyond them is drawn at the end.
 
     Returns:
         class, dot, left and right end of each, in the bar's viewBox.

@@ -231,7 +231,7 @@ class Call:
     on_tokens: OnTokens | None
 
     def report(self, done: int) -> None:
-        """Tell `on_progress` how many completions are done."""
+        """Call `on_progress` with the number of completions done."""
         if self.on_progress is not None:
             self.on_progress(done, len(self.states))
 

@@ -373,13 +373,20 @@ def test_the_full_old_argument_list_of_the_trainer() -> None:
     assert prepare(**given, ref_policy=None) == (given, [])
 
 
-def test_an_old_reward_model_scores_with_the_policys_tokenizer(make_tiny_model: Any) -> None:
+def test_an_old_reward_model_scores_with_the_policys_tokenizer(
+    config_class: type, make_tiny_model: Any, tmp_path: Path
+) -> None:
     """Old recipes pass a loaded model; TRL would look for a tokenizer under its name, which it may not have."""
+    from rloo_kit.loop.arguments import prepare_arguments
+
     model = make_tiny_model()
-    values, _ = prepare(policy="a/b", reward_model=model, processing_class="tokenizer")
-    assert values["reward_processing_classes"] == ["tokenizer"]
-    assert "reward_processing_classes" not in prepare(policy="a/b", reward_model=reward, processing_class="t")[0]
-    assert "reward_processing_classes" not in prepare(model="a/b", reward_funcs=model, processing_class="t")[0]
+    given = {"model": make_tiny_model(), "args": config_class(str(tmp_path), beta=0.0), "processing_class": "t"}
+    with pytest.warns(FutureWarning, match="old TRL name of reward_funcs"):
+        old = prepare_arguments({**given, "reward_model": model})
+        of_text = prepare_arguments({**given, "reward_model": reward})
+    assert old["reward_processing_classes"] == ["t"]
+    for values in (of_text, prepare_arguments({**given, "reward_funcs": model})):
+        assert "reward_processing_classes" not in values
 
 
 class Config:
