@@ -4,12 +4,14 @@ import base64
 import html
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.health.series import is_number
+from rloo_kit.health.series import Row, logged
 from rloo_kit.results.charts import SMOOTH_FROM, Chart, Point, draw_chart, first_and_last, mean_window
+from rloo_kit.results.curves import in_order
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.results.pages import render
 from rloo_kit.results.texts import cut_middle
@@ -98,30 +100,29 @@ def plot_training(result: Any) -> TrainingPlot:
     Returns:
         an object that displays itself: an image without a background, and one line of text. A script prints the line.
     """
-    by_step = {row["step"]: row for row in result.metrics if "step" in row}  # of a repeated step the last row counts
-    rows = [by_step[step] for step in sorted(by_step)]
+    rows = in_order(result.metrics)
     # Other models log it too, if a completion happens to contain a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
     lengths = [name for name in PANELS if name.startswith("thinking/" if thinks else "completions/")]
-    held_out = [name for name in ("eval/accuracy", "eval/reward") if any(is_number(row.get(name)) for row in rows)]
+    held_out = [name for name in ("eval/accuracy", "eval/reward") if logged(rows, name)]
     curves, parts, notes = [], [], []
     for metric in ("reward", *held_out[:1], "kl", *lengths):
         title, form, text = PANELS[metric]
-        points = [Point(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
-        logged = sum(metric in row for row in rows) if metric[:5] != "eval/" else len(points)
+        points = [Point(*found) for found in logged(rows, metric)]
+        count = sum(metric in row for row in rows) if metric[:5] != "eval/" else len(points)
         if points:
             curves.append(Chart(title, {"": points}, form))
             name = title.split(",")[0].lower().replace("kl", "KL")
             ends = first_and_last([one.value for one in points])
             parts.append(f"{name} {' -> '.join(format(end, text) for end in ends[: len(points)])}")
-        elif rows and not logged:
+        elif rows and not count:
             notes.append("KL not measured: rloo.beta is 0" if metric == "kl" else f"{title.lower()} not logged")
-        if len(points) < logged:
-            notes.append(f"{title}: {logged - len(points)} of {logged} steps without a finite number")
+        if len(points) < count:
+            notes.append(f"{title}: {count - len(points)} of {count} steps without a finite number")
     return _shown(TrainingPlot(_summary(rows, parts, notes), curves, notes))
 
 
-def _summary(rows: list[dict[str, Any]], parts: list[str], notes: list[str]) -> str:
+def _summary(rows: Sequence[Row], parts: list[str], notes: list[str]) -> str:
     if not rows:
         return "no step was logged, so there is nothing to plot"
     steps = f"step {rows[-1]['step']}" if len(rows) == 1 else f"steps {rows[0]['step']} to {rows[-1]['step']}"

@@ -33,7 +33,7 @@ def choose_curves(
     Args:
         metrics: rows with a `step`; if several have the same step, the last counts. held_out: its chart, shown first.
     """
-    rows = _in_order(metrics)
+    rows = in_order(metrics)
     charts = [] if held_out is None else [held_out]
     for found in select_charts(rows):
         if is_flat(found) or not any(_equal(found, other) for other in charts):
@@ -135,7 +135,8 @@ def signal_shares(metrics: Sequence[Row]) -> list[Point]:
     return [Point(step, 1 - tied) for step, tied in logged(metrics, "frac_score_zero_std", "frac_reward_zero_std")]
 
 
-def _in_order(metrics: Sequence[Row]) -> list[Row]:
+def in_order(metrics: Sequence[Row]) -> list[Row]:
+    """The rows of a run's logged steps, each step once; of several rows of one step the last counts."""
     by_step = {row["step"]: row for row in metrics if is_number(row.get("step"))}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -143,7 +144,7 @@ def _in_order(metrics: Sequence[Row]) -> list[Row]:
 def read_sampled(metrics: Sequence[Row]) -> Iterable[Sampled]:
     """The rollouts of a run's rows; a step that reuses one adds its time to the next."""
     episode, step, seconds = 0.0, 0, 0.0
-    for row in _in_order(metrics):
+    for row in in_order(metrics):
         found: list[Any] = [row.get(name) for name in ("step", "step_time", "completions/mean_length", "episode")]
         now, each, length, count = (one if is_number(one) else 0 for one in found)
         seconds, step = seconds + each * (now - step), now
@@ -154,7 +155,7 @@ def read_sampled(metrics: Sequence[Row]) -> Iterable[Sampled]:
 
 def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
     """The curves of a run, the most important first; of several rows of one step the last counts."""
-    rows = _in_order(metrics)
+    rows = in_order(metrics)
 
     def take(*metrics: str) -> list[Point]:
         return [Point(*found) for found in logged(rows, *metrics)]

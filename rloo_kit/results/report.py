@@ -9,7 +9,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import EXACT
 from rloo_kit.results.changes import Changes, change_of, compare, find_changes
 from rloo_kit.results.charts import draw_bar, draw_chart
-from rloo_kit.results.curves import budget_chart, choose_curves, held_out_chart, tokens_generated
+from rloo_kit.results.curves import budget_chart, choose_curves, held_out_chart, in_order, tokens_generated
 from rloo_kit.results.evaluation import ACCURACIES, Evaluation, name_of, says_nothing, shared_measures
 from rloo_kit.results.held_out import HeldOut, HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.results.pages import Table, format_count, format_duration, make_page
@@ -98,7 +98,7 @@ def write_report(
         },
         curves=curves,
         constant=constant,
-        steps_logged=len({row["step"] for row in result.metrics if "step" in row}),
+        steps_logged=len(in_order(result.metrics)),
         health=_health(result),
         measures=_measures(sides),
         comparison=compare(before, after) if before is not None and after is not None else None,

@@ -93,8 +93,7 @@ class RunComparison:
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False)
         measure = measure_of(self.runs)
-        name = name_of(measure, *(one.after for one in self.runs))
-        for title in ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time"):
+        for title in column_titles(self.runs):
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
         for one in self.runs:
             sides = [None if side is None else side.measure(measure) for side in (one.before, one.after)]
@@ -149,6 +148,12 @@ def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
 def measure_of(runs: Sequence[Contestant]) -> str:
     """The measure to compare the runs by: the first that every evaluated one has."""
     return next(iter(shared_measures(*(one.after for one in runs))), "accuracy")
+
+
+def column_titles(runs: Sequence[Contestant]) -> tuple[str, ...]:
+    """The head of the table of the runs."""
+    name = name_of(measure_of(runs), *(one.after for one in runs))
+    return ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time")
 
 
 def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | None, str]:

@@ -12,7 +12,7 @@ from rloo_kit.results.evaluation import name_of
 from rloo_kit.results.held_out import HeldOut, parse_evaluations, read_evaluations
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.pages import TONES, Cell, Table, format_duration, make_page
-from rloo_kit.results.versus import Contestant, RunComparison, measure_of
+from rloo_kit.results.versus import Contestant, RunComparison, column_titles, measure_of
 from rloo_kit.runs.files import write_text
 from rloo_kit.runs.run_dir import RunDir
 
@@ -64,9 +64,7 @@ def _every_run(runs: Sequence[Contestant], place: Path) -> Table:
             *("-" if value is None else _value(value) for value in sides),
             lead, one.result.steps, format_duration(one.result.seconds),
         ))  # fmt: skip
-    name = name_of(measure, *(one.after for one in runs))
-    head = ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time")
-    return Table("Every run", head, rows)
+    return Table("Every run", column_titles(runs), rows)
 
 
 def _value(found: Measured, sign: str = "") -> Cell:
