@@ -158,7 +158,7 @@ RULES: tuple[Rule, ...] = (
         5,
         signs.repetition,
         "Completions repeat themselves: a reward pays for it, or updates are too large",
-        "read rollouts.jsonl; check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
+        "read rollouts/; check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
         follows=BREAKS,
         thresholds=(signs.REPEATED,),
     ),

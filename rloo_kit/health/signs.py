@@ -73,7 +73,7 @@ REPEATED = Threshold(
     ("completions/repeated_ratio",),
     high=0.3,
     alarm_high=0.5,
-    if_high="read rollouts.jsonl: a reward pays for repetition, or rloo.learning_rate is too high",
+    if_high="read rollouts/: a reward pays for repetition, or rloo.learning_rate is too high",
 )
 CLOSED = Threshold(
     ("thinking/closed_ratio",),

@@ -45,7 +45,7 @@ def use_text_progress(trainer: Any) -> None:
 
 
 class RolloutLog:
-    """A rollout listener: writes every completion to `rollouts.jsonl` and keeps the last batch.
+    """A rollout listener: writes every completion to `rollouts/` and keeps the last batch.
 
     The trainer numbers a rollout by the optimizer steps done before it. Here a row carries the step it trains, so that
     it joins with `metrics.jsonl`.
@@ -66,7 +66,7 @@ class RolloutLog:
         self.rows = [row | {"step": row["step"] + 1} for row in gather_lists(rows)]
         if not self.run_dir.writes:
             return
-        self.run_dir.keep_folder()
+        self.run_dir.check_there()
         self.files.append(self.rows)
 
 
@@ -85,7 +85,6 @@ class MetricsWriter(TrainerCallback):
         self._earlier_wh = run_dir.status().get("energy_wh")
         self._started: float | None = None
         self._joules: float | None = None
-        self._restored = 0
 
     @property
     def seconds(self) -> float:
@@ -100,8 +99,6 @@ class MetricsWriter(TrainerCallback):
         self.run_dir.set_status("running", **self._energy())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.run_dir.keep_folder()
-        self._write_all_if_lost()
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -113,7 +110,6 @@ class MetricsWriter(TrainerCallback):
         row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3), "run": self.run_dir.id}
         self.rows.append(row)
         self.run_dir.append_jsonl("metrics.jsonl", [row])
-        self._write_all_if_lost()
 
     def _energy(self) -> dict[str, float]:
         now = read_energy()
@@ -121,29 +117,21 @@ class MetricsWriter(TrainerCallback):
             return {}
         return {"energy_wh": round((self._earlier_wh or 0.0) + (now - self._joules) / 3600, 3)}
 
-    def _write_all_if_lost(self) -> None:
-        if self.run_dir.restored > self._restored:
-            self._restored = self.run_dir.restored
-            self.run_dir.replace_jsonl("metrics.jsonl", self.rows)
-
 
 class TimedSaves(TrainerCallback):
-    """Saves a checkpoint when `minutes` (None: never) have passed since the last one, and at once if the run's folder
-    was removed; `rloo.save_steps` applies too."""
+    """Saves a checkpoint when `minutes` (None: never) have passed since the last one; `rloo.save_steps` applies
+    too."""
 
     def __init__(self, run_dir: RunDir, minutes: float | None):
         self.run_dir = run_dir
         self.every_s = math.inf if minutes is None else minutes * 60
         self._saved_at = 0.0
-        self._restored = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved_at = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        restored = self.run_dir.restored > self._restored
-        self._restored = self.run_dir.restored
-        if share(restored or time.monotonic() - self._saved_at >= self.every_s):
+        if share(time.monotonic() - self._saved_at >= self.every_s):
             control.should_save = True
         return control
 

@@ -1,4 +1,4 @@
-"""Metrics of a rollout and of a step by name, the rows of `rollouts.jsonl`, and the recorder that logs them.
+"""Metrics of a rollout and of a step by name, the rows of `rollouts/`, and the recorder that logs them.
 
 Names are TRL's where TRL has one (`kl`, `entropy`, `clip_ratio/*`), those of its older trainer for `objective/*`,
 `policy/*`, `val/*`, `eps`, `lr` and `episode`, and the kit's own for `thinking/*`; docs/metrics.md explains each.

@@ -33,8 +33,8 @@ from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.rewarding.sources import read_sources
-from rloo_kit.rewarding.worker import digest_texts, end_workers, refuse_edited
+from rloo_kit.rewarding.sources import digest_texts, read_sources
+from rloo_kit.rewarding.worker import end_workers, refuse_edited
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
@@ -402,7 +402,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         end_workers()  # a later call restarts a reward's process
         run_dir.write_json("after.json", after.to_dict())
         say(fill_text(after.describe()))
-    names = [result.adapter_folder.name, "metrics.jsonl", "rollouts.jsonl", "config.yaml"]
+    names = [result.adapter_folder.name, "metrics.jsonl", "rollouts", "config.yaml"]
     if run.run.report and is_main_process():
         names.append(write_report(run, result, before, after).name)
     where = f"Everything is in {run_dir.folder}: {', '.join(names)}"

@@ -30,7 +30,7 @@ FILES = {
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics per step",
     "health.jsonl": "findings of the health rules: since which step, evidence, cause, fix",
-    "rollouts.jsonl": "every completion with its ids, rewards and advantage; older ones in rollouts-STEP.jsonl.gz",
+    "rollouts": "every completion with its ids, rewards and advantage, one file a step",
     "inputs.json": "digests of the rows, the rewards' sources and the base's weights",
     "prompts.json": "the training prompts selected by pass rate",
     "evaluations.jsonl": "the evaluations during training",

@@ -51,7 +51,7 @@ class RolloutSample:
                 f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
                 f"the last, evenly spaced ones between), and from the rest up to {EACH} each of the worst regressions, "
                 "the last truncated ones, the lowest and highest advantages, and the longest. All are in "
-                "rollouts.jsonl."
+                "rollouts/."
             )
         return text + (
             f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""

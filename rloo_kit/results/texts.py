@@ -21,7 +21,7 @@ def plain(prompt: Any) -> str:
 
 
 def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str, bool]:
-    """The thinking in segments, the answer, and whether the two could be separated, for a row of `rollouts.jsonl`.
+    """The thinking in segments, the answer, and whether the two could be separated, for a rollout's row.
 
     Args:
         end_id: the id of `</think>`, for rows of older runs without `answer_start`: the text is split at its last tag,

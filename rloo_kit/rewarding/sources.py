@@ -1,16 +1,24 @@
 """Digests of the sources of users' rewards: a resumed run and a comparison notice an edited one."""
 
+import ast
+import contextlib
 import dis
 import functools
+import hashlib
 import inspect
-from collections.abc import Iterable
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from rloo_kit.rewarding.guard import GuardedReward, NamedReward, reward_name, unwrap
-from rloo_kit.rewarding.worker import WorkerReward, digest_texts, read_files
+from rloo_kit.system.marked import starting_folder
+
+MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
 
 
 def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
@@ -31,8 +39,8 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
 
 def _read_source(reward: Any) -> dict[str, str]:
     """What identifies the source of an unwrapped reward, by file or function."""
-    if isinstance(reward, WorkerReward):
-        return reward.worker.sources
+    if worker := getattr(reward, "__dict__", {}).get("worker"):  # a `WorkerReward`'s; others have no sources
+        return worker.sources
     made = reward if inspect.isroutine(reward) else type(reward)
     if inspect.ismethod(reward) and not inspect.isclass(reward.__self__):
         made = type(reward.__self__)
@@ -77,3 +85,38 @@ def _names(code: CodeType, operation: str) -> set[str]:
     """The globals that a function reads or assigns, also in the comprehensions and lambdas in it."""
     names = {one.argval for one in dis.get_instructions(code) if one.opname == operation}
     return names.union(*(_names(one, operation) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+def read_files(module: str, folders: list[str]) -> dict[str, str]:
+    """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
+    folders, installed = [*folders, starting_folder() or os.getcwd()], (sys.prefix, sys.base_prefix)
+    todo = [Path(module)] if module.endswith(".py") else _find(module, folders)
+    todo = [] if module.startswith(installed) or re.search("/(?:site|dist)-packages/", module) else todo
+    files: dict[Path, str] = {}
+    while todo and len(files) < MOST_FILES:
+        if (file := todo.pop().resolve()) in files or not file.is_file():
+            continue
+        files[file] = file.read_text(encoding="utf-8-sig", errors="replace")
+        with contextlib.suppress(SyntaxError, ValueError, IndexError, RecursionError):  # reported when it is imported
+            tree = ast.parse(files[file])
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    base = getattr(node, "module", None)
+                    names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
+                    above = file.parents[max(getattr(node, "level", 0), 1) - 1]
+                    todo += [one for name in names for one in _find(name, [above, *folders])]
+            files[file] = ast.unparse(tree)  # without comments and layout
+    named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
+    return {name: digest_texts(texts) for name, texts in named.items()}
+
+
+def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
+    """The user's file of a module, in the first folder that has it; the kit's own are left out."""
+    name = module.replace(".", "/")
+    places = [Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py")]
+    return [] if module.partition(".")[0] in ("", "rloo_kit") else list(filter(Path.is_file, places))[:1]
+
+
+def digest_texts(texts: Iterable[str]) -> str:
+    """A digest of the texts in their order, 16 characters."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

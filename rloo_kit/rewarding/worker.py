@@ -4,20 +4,22 @@ The process starts with `-c`: a fork would copy locks and CUDA contexts, and mul
 caller's script again. Requests are pickled and replies are JSON, so the worker cannot make this process run code.
 """
 
-import ast
 import contextlib
 import functools
-import hashlib
+import json
+import multiprocessing
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,23 @@ import psutil
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.environment import worker_environment
 from rloo_kit.rewarding.guard import batch_size, read_call
-from rloo_kit.rewarding.pipe import MalformedReply, Pipe
-from rloo_kit.rewarding.replies import LOGS, Failure, Rewards, read_reply
 from rloo_kit.rewarding.signature import Signature
+from rloo_kit.rewarding.sources import read_files
+from rloo_kit.rewarding.worker_main import MAX_REPLY_BYTES
 from rloo_kit.rewards.text import as_ids
 from rloo_kit.system.gpu import GIB
-from rloo_kit.system.marked import Watchdog, end_marked, end_tree, module_path, starting_folder
+from rloo_kit.system.marked import Watchdog, end_marked, module_path, starting_folder
 from rloo_kit.system.processes import say
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
-MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
+POLL_S = 0.05  # between two checks that the process is alive: a detached child may keep its end of the pipe open
 GRACE_S = 5.0  # for a worker that has closed its pipe to leave an exit code
 MAX_GROWTH_GIB = 4.0  # a worker that grows by more after its first call leaks and is replaced
-NOT_SENT = ("trainer_state", *LOGS)  # calls of the last two come back and are made in this process
+LOGS = ("log_extra", "log_metric")  # their calls come back with the reply and are made in this process
+NOT_SENT = ("trainer_state", *LOGS)
 RUN_MARK, WORKER_MARK = "RLOO_KIT_REWARDS", "RLOO_KIT_REWARD_WORKER"  # of this process; of one worker
 
-_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rloo_kit.rewarding.worker_main import serve; serve()"
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from rloo_kit.rewarding.worker_main import serve; serve()"
 _WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
@@ -68,9 +71,8 @@ class Worker:
         self.signature: Signature | None = None
         self.sources = read_files(target.rpartition(":")[0], self.folders)
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Pipe | None = None
+        self._connection: Connection | None = None
         self._finalizer: weakref.finalize | None = None
-        self._calls = 0
         self._first_gib: float | None = None
         _WORKERS.add(self)
 
@@ -88,30 +90,32 @@ class Worker:
             raise WholeBatchError(edited)
         mark = uuid.uuid4().hex
         marks = {RUN_MARK: _watch_over(os.getpid()).value, WORKER_MARK: mark}
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *module_path()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=worker_environment(self.env) | marks,
-            cwd=starting_folder(),
-            start_new_session=True,
-        )
-        self._finalizer = weakref.finalize(self, _end, process, mark, os.getpid())
-        self._pipe = Pipe(process)
-        self._calls, self._first_gib = 0, None
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *module_path()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what the reward prints
+                pass_fds=[theirs.fileno()],
+                env=worker_environment(self.env) | marks,
+                cwd=starting_folder(),
+                start_new_session=True,
+            )
+        self._finalizer = weakref.finalize(self, _end, self._process, mark, os.getpid())
+        self._first_gib = None
         late = f"took longer than {START_TIMEOUT_S:g} s and was killed; import what takes long inside the function"
-        content = self._exchange((self.target, self.folders), {}, START_TIMEOUT_S, f"importing '{self.target}'", late)
-        if isinstance(content, Failure):
+        reply = self._exchange((self.target, self.folders), {}, START_TIMEOUT_S, f"importing '{self.target}'", late)
+        if "error" in reply:
             self.close()
-            raise WholeBatchError(content.text)
-        self.signature = content if isinstance(content, Signature) else None
+            raise WholeBatchError(reply["error"])
+        names = reply["signature"]
+        self.signature = names and Signature(**{key: _frozen(value) for key, value in names.items()})
 
     def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """The function's result for these arguments, within `timeout_s` (by default the worker's).
 
-        A reward's result is a `Rewards`; a function of the kit returns a number, a text or None.
+        A reward's result is a mapping with `values` and `records`, its calls of log functions; a function of the kit
+        returns a number, a text or None.
 
         Raises:
             WholeBatchError: the call took too long, the process died or its reply is malformed (the next call starts
@@ -121,11 +125,11 @@ class Worker:
         self.start()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         late = f"took longer than {limit_s:g} s and was killed (timeout_s)"
-        content = self._exchange(args, kwargs, limit_s, f"'{self.target}'", late)
+        reply = self._exchange(args, kwargs, limit_s, f"'{self.target}'", late)
         self._end_if_it_leaks()
-        if isinstance(content, Failure):
-            raise WholeBatchError(content.text) if content.whole_batch else RewardError(content.text)
-        return content
+        if "error" in reply:
+            raise WholeBatchError(reply["error"]) if reply["whole_batch"] else RewardError(reply["error"])
+        return reply["result"]
 
     def find_edited(self) -> str:
         """What to do if a further process would run other code than the first one; "" if it would not."""
@@ -137,24 +141,32 @@ class Worker:
         """End the process and everything it started, hung or not."""
         if self._finalizer is not None:
             self._finalizer()
-        self._process = self._pipe = None
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
 
-    def _exchange(self, args: Any, kwargs: Any, limit_s: float, subject: str, late: str) -> Any:
-        process, pipe = self._process, self._pipe
-        assert process is not None and pipe is not None
-        self._calls += 1
-        payload = pickle.dumps(self._calls) + pickle.dumps((args, kwargs))  # an error here leaves the worker intact
+    def _exchange(self, args: Any, kwargs: Any, limit_s: float, subject: str, late: str) -> dict[str, Any]:
+        process, connection = self._process, self._connection
+        assert process is not None and connection is not None
+        request = pickle.dumps((args, kwargs))  # an error here leaves the worker intact
+        ends_at = time.monotonic() + limit_s
+        timer = threading.Timer(limit_s, process.kill)  # also ends a send or a reply that goes no further
+        timer.start()
         try:
-            return read_reply(pipe.exchange(payload, limit_s), self._calls)
-        except TimeoutError:
-            problem = late
-        except EOFError:
-            problem = _cause(process)
-        except MalformedReply as error:
-            problem = f"sent a reply that cannot be read: {error}"
+            connection.send_bytes(request)
+            while not connection.poll(POLL_S):
+                if process.poll() is not None and not connection.poll():
+                    raise EOFError
+            return json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
+        except (EOFError, OSError):
+            problem = late if time.monotonic() >= ends_at else _cause(process)
+        except (ValueError, RecursionError):
+            problem = "sent a reply that cannot be read"
         except BaseException:  # an interrupt: this call's reply must not be read as the next one's
             self.close()
             raise
+        finally:
+            timer.cancel()
         self.close()
         raise WholeBatchError(f"{subject} {problem}")
 
@@ -167,6 +179,10 @@ class Worker:
                 grown = f"its worker has grown from {self._first_gib:.1f} to {gib:.1f} GiB since its first call"
                 say(f"WARNING: reward '{self.target}': {grown}; a fresh one takes its place")
                 self.close()
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def end_workers() -> None:
@@ -231,12 +247,9 @@ class WorkerReward:
             sent["completion_ids"] = [None if ids is None else as_ids(ids) for ids in batch["completion_ids"]]
         logged = [key for key in LOGS if batch.get(key) is not None]
         found = self.worker.call(sent, logged, batch_size(called))
-        if not isinstance(found, Rewards):
-            self.worker.close()
-            raise WholeBatchError(f"'{self.worker.target}' sent a reply that cannot be read: it contains no rewards")
-        for key, name, value in found.records:
+        for key, name, value in found["records"]:
             batch[key](name, value)
-        return found.values
+        return found["values"]
 
 
 @functools.cache
@@ -263,54 +276,14 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
-    """Kill the process, its descendants and its group, then everything with its mark.
-
-    The mark is all that a detached child keeps. The group keeps its id until the process has been waited for. A fork of
-    the owner ends nothing."""
+    """Kill the process and everything with its mark, which is all that a detached child keeps; a fork of the owner ends
+    nothing."""
     if os.getpid() != owner:
         return
-    if process.returncode is None:
-        end_tree(process.pid)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    process.kill()
     process.wait()
     end_marked(lambda marks: marks.get(WORKER_MARK) == mark)
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-
-
-def read_files(module: str, folders: list[str]) -> dict[str, str]:
-    """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
-    folders, installed = [*folders, starting_folder() or os.getcwd()], (sys.prefix, sys.base_prefix)
-    todo = [Path(module)] if module.endswith(".py") else _find(module, folders)
-    todo = [] if module.startswith(installed) or re.search("/(?:site|dist)-packages/", module) else todo
-    files: dict[Path, str] = {}
-    while todo and len(files) < MOST_FILES:
-        if (file := todo.pop().resolve()) in files or not file.is_file():
-            continue
-        files[file] = file.read_text(encoding="utf-8-sig", errors="replace")
-        with contextlib.suppress(SyntaxError, ValueError, IndexError, RecursionError):  # reported when it is imported
-            tree = ast.parse(files[file])
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    base = getattr(node, "module", None)
-                    names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
-                    above = file.parents[max(getattr(node, "level", 0), 1) - 1]
-                    todo += [one for name in names for one in _find(name, [above, *folders])]
-            files[file] = ast.unparse(tree)  # without comments and layout
-    named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
-    return {name: digest_texts(texts) for name, texts in named.items()}
-
-
-def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
-    """The user's file of a module, in the first folder that has it; the kit's own are left out."""
-    name = module.replace(".", "/")
-    places = [Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py")]
-    return [] if module.partition(".")[0] in ("", "rloo_kit") else list(filter(Path.is_file, places))[:1]
-
-
-def digest_texts(texts: Iterable[str]) -> str:
-    """A digest of the texts in their order, 16 characters."""
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -1,67 +1,81 @@
 """The worker's side of `worker`: runs in the process of a `module:function` reward. Never imports torch itself.
 
-It reads pickled requests on standard input and writes JSON replies on the original standard output. The reward's own
-output goes to standard error, which the run reads too.
+It reads pickled requests and writes JSON replies: numbers (exact; NaN and infinity allowed), texts and lists, never an
+object that runs code when it is read. What the reward prints goes to the run's standard error.
 """
 
 import asyncio
 import importlib
 import importlib.util
 import inspect
-import io
+import json
 import os
 import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rloo_kit.errors import RewardError
+from rloo_kit.errors import RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import RewardsObject, check_no_class
-from rloo_kit.rewarding.pipe import read_frame, write_frame
-from rloo_kit.rewarding.replies import Failure, Rewards, make_plain, write_reply
 from rloo_kit.rewarding.signature import read_signature
-from rloo_kit.rewarding.values import describe_error, make_sendable, read_result
+from rloo_kit.rewarding.values import describe_error, make_sendable, read_result, show
+
+MAX_REPLY_BYTES = 16 * 2**20
 
 
 def serve() -> None:
-    """Answer requests until standard input closes: first the target and its folders, then one request per call."""
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    requests = os.fdopen(os.dup(0), "rb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    """Answer requests on the descriptor that the command line names, until the run closes its end: first the target and
+    its folders, then one request per call."""
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
     _offer_to_be_killed()
     process = os.getpid()
     function: Any = None
-    content: Any
-    while (request := read_frame(requests)) is not None:
-        stream = io.BytesIO(request)
-        call = pickle.load(stream)
+    while True:
         try:
-            args, kwargs = pickle.load(stream)
+            args, kwargs = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        try:
             if function is None:
                 function = _load(*args)
-                content = getattr(function, "signature", None)
+                declared = getattr(function, "signature", None)
+                reply = {"signature": declared and vars(declared)}
             else:
-                content = function(*args, **kwargs)
+                reply = {"result": function(*args, **kwargs)}
         except BaseException as error:  # sys.exit and KeyboardInterrupt too: they are the reward's
-            own = function is None and isinstance(error, RewardError)
-            content = Failure(str(error) if own else _describe(error))
+            own = isinstance(error, WholeBatchError) or (function is None and isinstance(error, RewardError))
+            text = str(error) if own else _describe(error)
+            reply = {"error": text, "whole_batch": isinstance(error, WholeBatchError)}
         if os.getpid() != process:  # a child that the reward has forked would reply a second time
             os._exit(0)
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that the reward has left would fire in this loop
-        write_frame(replies, write_reply(call, content))
+        connection.send_bytes(_encode(reply))
         if function is None:
             break
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(0)  # an atexit or a thread of the reward's may hang
+
+
+def _encode(reply: dict[str, Any]) -> bytes:
+    """The reply as JSON; for a result that cannot be sent, the reason."""
+    try:
+        payload = json.dumps(reply).encode()
+    except Exception as error:
+        text = f"the result cannot be sent: {describe_error(error)}"
+        return json.dumps({"error": text, "whole_batch": False}).encode()
+    if len(payload) > MAX_REPLY_BYTES:
+        text = f"its rewards and what it logs have {len(payload):,} bytes; the limit is {MAX_REPLY_BYTES:,}: log less"
+        return json.dumps({"error": f"{text} (log_extra)", "whole_batch": True}).encode()
+    return payload
 
 
 def _load(target: str, folders: list[str]) -> Callable[..., Any]:
@@ -138,7 +152,7 @@ class _Reward:
         self.signature = read_signature(function)
         self.loop = asyncio.Runner()  # for all calls: a client that the reward keeps belongs to the loop of its first
 
-    def __call__(self, sent: dict[str, Any], logged: list[str], size: int) -> Rewards | Failure:
+    def __call__(self, sent: dict[str, Any], logged: list[str], size: int) -> dict[str, Any]:
         records: list[Any] = []
 
         def log_extra(column: str, values: list[Any]) -> None:
@@ -152,7 +166,21 @@ class _Reward:
         if inspect.iscoroutine(result):
             result = self.loop.run(result)
         values, problem = read_result(result, size)
-        return Failure(problem, whole_batch=True) if problem else Rewards(make_sendable(values), records)
+        if problem:
+            raise WholeBatchError(problem)
+        return {"values": make_sendable(values), "records": records}
+
+
+def make_plain(value: Any) -> Any:
+    """`value` in the types of JSON: arrays and tensors as numbers and lists, anything else as its text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): make_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [make_plain(item) for item in value]
+    to_list = getattr(value, "tolist", None)
+    return make_plain(to_list()) if callable(to_list) else show(value)
 
 
 def _describe(error: BaseException) -> str:

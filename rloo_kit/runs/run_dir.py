@@ -3,7 +3,6 @@
 `status.json` alone decides whether a run is done. Only the main process holds the lock and writes.
 """
 
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,6 @@ from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFou
 from rloo_kit.health.series import is_number
 from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside
 from rloo_kit.runs.files import (
-    finite,
     git_revision,
     is_count,
     is_disk_full,
@@ -34,8 +32,8 @@ from rloo_kit.runs.files import (
     write_json,
     write_text,
 )
-from rloo_kit.runs.rollouts import Rollouts, is_rollouts
-from rloo_kit.runs.rows import append_rows, cut_rows, read_rows
+from rloo_kit.runs.rollouts import Rollouts
+from rloo_kit.runs.rows import append_rows, read_rows, row_step, to_lines
 from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.machine import describe_machine
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
@@ -43,7 +41,7 @@ from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
 
 FILES = (
-    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl", "inputs.json",
+    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "inputs.json",
     "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html",
 )  # fmt: skip
 INPUTS = "inputs.json"  # digests of what the configuration only names: rows, rewards, weights
@@ -73,7 +71,6 @@ class RunDir:
         resumes_from: the checkpoint to continue from; None for the start.
         inputs: a digest of INPUTS, which evaluations are recorded with; "" before they are known.
         accepts_changes: whether a resumed run may go on with changed inputs.
-        restored: how often the folder was removed during the run and created again.
         resume_command: how to resume the run, for the user; the command line sets its own.
     """
 
@@ -83,7 +80,6 @@ class RunDir:
         self.writes = is_main_process()
         self.resumed = False
         self.resumes_from: Checkpoint | None = None
-        self.restored = 0
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
         self.inputs = ""  # digest of INPUTS
         self.accepts_changes = False
@@ -173,7 +169,7 @@ class RunDir:
 
     def _describe_run(self) -> None:
         self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._written}")
-        self.write_json("versions.json", {"run": self.id} | describe_versions())
+        self.write_json("versions.json", describe_versions())
         for name, content in self._families.items():
             (self.folder / KEPT_FAMILIES).mkdir(exist_ok=True)
             write_bytes(self.folder / KEPT_FAMILIES / name, content)
@@ -189,16 +185,16 @@ class RunDir:
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the run, the other deletes it")
         there = sorted(path.name for path in self.folder.glob("*") if not _OWN_TRACES.fullmatch(path.name))
-        carriers = "config.yaml, versions.json, status.json or a checkpoint's manifest"
+        carriers = "neither config.yaml nor a checkpoint's manifest"
         if resume and not self.id:
-            unknown = f": none of its files carries a run's id ({carriers})" if there else ""
+            unknown = f": {carriers} carries a run's id" if there else ""
             raise RunNotFoundError(f"no run to resume in {self.folder}{unknown}; start it without --resume")
         if resume or not there:
             return
         if not self.id:
             raise RunExistsError(
-                f"{self.folder} is not empty ({', '.join(there[:3])}) and not the folder of a run of this kit (none of "
-                f"{carriers} carries an id), so nothing in it is touched: choose another folder with run.name=... or "
+                f"{self.folder} is not empty ({', '.join(there[:3])}) and not the folder of a run of this kit "
+                f"({carriers} carries an id), so nothing in it is touched: choose another folder with run.name=... or "
                 "run.output_dir=..."
             )
         if not overwrite and not self._never_began():
@@ -292,9 +288,7 @@ class RunDir:
         for name in FILES:
             if name != "config.yaml":
                 (self.folder / name).unlink(missing_ok=True)
-        for path in self.folder.iterdir():
-            if is_rollouts(path.name):
-                path.unlink()
+        Rollouts(self.folder).delete()
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
@@ -309,14 +303,17 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        is_lost = self._is_lost()
         try:
-            if error is not None:
+            if error is not None and not is_lost:
                 with suppress(OSError):  # a full disk; the original error matters more
                     self._record_error(error)
         finally:
             self.close()
         if error is None or isinstance(error, RlooKitError):
             return
+        if is_lost and isinstance(error, OSError):
+            raise self._make_lost_error() from error
         if is_disk_full(error):
             raise SetupError(self._explain_full_disk(error)) from error
         if isinstance(error, OSError) and str(error.filename).startswith(f"{self.folder}{os.sep}"):
@@ -349,36 +346,21 @@ class RunDir:
 
     # ------------------------------------------------------------------------------------------------ its files
 
-    def keep_folder(self) -> None:
-        """Create the folder again if it was removed since it was opened, and count it in `restored`.
+    def check_there(self) -> None:
+        """Raise RunNotFoundError if the folder that this process opened was removed, or replaced by another run's."""
+        if self._is_lost():
+            raise self._make_lost_error()
 
-        Raises RunExistsError if another run has taken its place.
-        """
-        if not self.writes or not self._config:  # not opened
-            return
-        there = (self.folder / "config.yaml").is_file()  # removing the folder removes this file too
-        found = read_run_id(self.folder)
-        if there and found == self.id and self._has_lock():
-            return
-        if found not in ("", self.id):
-            raise RunExistsError(f"{self.folder} now holds another run ({found}), so this one ({self.id}) stops")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._has_lock():
-            if self._lock is not None:
-                self._lock.close()
-            self._take_lock()
-        if not there:
-            self.restored += 1
-            say(f"WARNING: {self.folder} was removed during the run; it is created again without the lost files")
-            self._describe_run()
+    def _make_lost_error(self) -> RunNotFoundError:
+        return RunNotFoundError(
+            f"{self.folder} was removed during the run, so training stops. What it contained is lost; in Python the "
+            "policy still has the weights trained so far (rloo_kit.models.policy.save_adapter(policy, FOLDER) saves "
+            "them). Start over, with run.output_dir=... where nothing removes it"
+        )
 
-    def _has_lock(self) -> bool:
-        """Whether the file that this process has locked is still in the folder; true on a system without locks."""
-        if self._lock is None:
-            return True
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / ".lock"))
-        return False
+    def _is_lost(self) -> bool:
+        """Whether this process has opened the folder, and it is not there any more."""
+        return self.writes and bool(self._config) and _id_in(self.folder) != self.id
 
     def __truediv__(self, name: str) -> Path:
         return self.folder / name
@@ -395,12 +377,13 @@ class RunDir:
         """Append one line per row in a single write, so that a crash loses none of them."""
         if not self.writes:
             return
-        self.keep_folder()
+        self.check_there()
         append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Replace a JSONL file atomically with these rows."""
-        self.write_text(name, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows))
+        if self.writes:
+            write_bytes(self.folder / name, to_lines(rows))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` that this run wrote, in step order: `step`, and numbers or None."""
@@ -444,7 +427,7 @@ class RunDir:
             self._set_status(state, **fields)
 
     def _set_status(self, state: str, **fields: Any) -> None:
-        self.keep_folder()
+        self.check_there()
         kept = self._read_status()
         over = {"running": _OF_ITS_END, "finished": _OF_A_FAILURE}.get(state, ())
         kept = {key: value for key, value in kept.items() if key not in over}
@@ -465,14 +448,15 @@ class RunDir:
 
     def rewind(self, step: int) -> None:
         """Drop all rows after `step` from the logs, and `best/` if its step is later; a resumed run repeats them."""
-        if self.writes:
-            cut_rows(self.folder / "evaluations.jsonl", step)
-            best = read_object(self.folder / "best" / "evaluation.json").get("step")
-            if is_count(best) and best > step:
-                shutil.rmtree(self.folder / "best")
-            self.replace_jsonl("metrics.jsonl", [row for row in self.read_metrics() if row["step"] <= step])
-            cut_rows(self.folder / "health.jsonl", step)
-            Rollouts(self.folder).cut(step)
+        if not self.writes:
+            return
+        best = read_object(self.folder / "best" / "evaluation.json").get("step")
+        if is_count(best) and best > step:
+            shutil.rmtree(self.folder / "best")
+        for name in ("metrics.jsonl", "health.jsonl", "evaluations.jsonl"):
+            if (self.folder / name).exists():
+                self.replace_jsonl(name, [row for row in self.read_jsonl(name) if (row_step(row) or 0) <= step])
+        Rollouts(self.folder).cut(step)
 
 
 def _read_families(run: RunConfig) -> dict[str, bytes]:
@@ -504,17 +488,17 @@ def describe_versions() -> dict[str, Any]:
 
 
 def read_run_id(folder: Path) -> str:
-    """The id of the run in a folder, from the first file that has one; "" if none has."""
+    """The id of the run in a folder, from its configuration, else from a checkpoint; "" if none has one."""
+    return _id_in(folder) or next((one.run for one in list_checkpoints(folder / "checkpoints") if one.run), "")
+
+
+def _id_in(folder: Path) -> str:
+    """The id in the first line of `config.yaml`; "" without one."""
     path = folder / "config.yaml"
     with suppress(OSError):
-        line = b""
-        if path.is_file():
+        if path.is_file():  # a pipe would block
             with open(path, "rb") as file:
                 line = file.readline(100)
-        if line.startswith(ID_LINE) and (found := _ID.match(line.removeprefix(ID_LINE))):
-            return found[0].decode()
-    for name in ("versions.json", "status.json"):
-        value = read_object(folder / name).get("run")
-        if isinstance(value, str) and _ID.fullmatch(value.encode(errors="replace")):
-            return value
-    return next((one.run for one in list_checkpoints(folder / "checkpoints") if one.run), "")
+            if line.startswith(ID_LINE) and (found := _ID.match(line.removeprefix(ID_LINE))):
+                return found[0].decode()
+    return ""

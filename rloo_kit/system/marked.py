@@ -1,7 +1,6 @@
 """Processes found by a mark in their environment, which children inherit whatever session or parent they move to.
 
-`end_marked` kills them, `end_tree` the descendants of a process, marked or not; a `Watchdog` kills the marked ones when
-the process that started them is gone, even by SIGKILL.
+`end_marked` kills them; a `Watchdog` does when the process that started them is gone, even by SIGKILL.
 """
 
 import os
@@ -37,30 +36,6 @@ def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
         if not found or time.monotonic() > until:
             return [process.pid for process in found]
         psutil.wait_procs(found, timeout=1.0)
-
-
-def end_tree(pid: int) -> None:
-    """Kill a process and its descendants, whatever session they moved to. They are stopped first: one that still runs
-    can start another after its children were listed. Returns when all have ended, or after END_TIMEOUT_S."""
-    until = time.monotonic() + END_TIMEOUT_S
-    tree: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        root = psutil.Process(pid)
-        new = [root]
-        while new and time.monotonic() < until:
-            tree += new
-            for process in new:
-                with suppress(psutil.Error):
-                    process.suspend()
-            for process in new:
-                while _status(process) not in (psutil.STATUS_STOPPED, *_ENDED) and time.monotonic() < until:
-                    time.sleep(0.001)
-            new = [child for child in root.children(recursive=True) if child not in tree]
-    for process in tree:
-        with suppress(psutil.Error):
-            process.kill()
-    while any(_status(process) not in _ENDED for process in tree) and time.monotonic() < until:
-        time.sleep(0.01)
 
 
 def _status(process: psutil.Process) -> str:
