@@ -1,6 +1,5 @@
 """Held-out rewards: calls a run's rewards as training does, without a trainer."""
 
-import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import Scores
-from rloo_kit.rewarding.guard import guard, log_names, reward_name, submit
+from rloo_kit.rewarding.guard import guard, log_names, reward_name
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.sources import digest_texts, read_sources
 from rloo_kit.rewarding.values import weighted_sum
@@ -39,7 +38,7 @@ class HeldOutRewards:
     def __init__(self, run: RunConfig, rewards: Sequence[Any]) -> None:
         guarded = [guard(reward) for reward in rewards]
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
-        self.is_callable = all(hasattr(reward, "failed") for reward in guarded)
+        self.is_callable = all(hasattr(reward, "score") for reward in guarded)
         self._rewards = guarded
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
         self._has_budget = run.rloo.thinking_budget is not None
@@ -86,11 +85,10 @@ class HeldOutRewards:
             batch = self._batch(dataset, chunk) | self._constant
             columns = []
             for reward in self._rewards:
-                values = reward(**batch)
-                values = submit(values).result() if asyncio.iscoroutine(values) else values
-                pairs = zip(values, reward.failed, strict=True)
-                columns.append([math.nan if failed else value for value, failed in pairs])
-                messages += reward.failures[:1]
+                found = reward.score(**batch)
+                pairs = zip(found.values, found.problems, strict=True)
+                columns.append([math.nan if problem else value for value, problem in pairs])
+                messages += found.failures[:1]
             rows += [list(row) for row in zip(*columns, strict=True)]
         return rows, messages
 

@@ -15,6 +15,7 @@ from rloo_kit.errors import RewardError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize
 from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
+from rloo_kit.rewarding.guard import GuardedReward
 from rloo_kit.rewarding.values import overflowing
 from rloo_kit.runs.watch import FailureWatch
 
@@ -54,14 +55,13 @@ class Rewarder:
         rows = found.rows
         if self.tells_forced:
             rows = [row | {"thinking_forced": span is not None} for row, span in zip(rows, found.forced, strict=True)]
+        self._messages.clear()
+        for guarded in self.trainer.reward_funcs:
+            if isinstance(guarded, GuardedReward):
+                guarded.report = self._messages.append
         with _mute("All reward functions returned None"):
             rewards = self.trainer._calculate_rewards(rows, found.prompts, found.texts, found.completion_ids)  # (A, F)
-        flags = [guarded.failed for guarded in self.trainer.reward_funcs if hasattr(guarded, "failed")]
-        mine = torch.tensor([any(row) for row in zip(*flags, strict=True)] if flags else [False] * len(rows))
-        failed = self.parallel.gather(mine.to(rewards.device)) | rewards.isinf().any(dim=1)  # (A,)
-        self._messages = [
-            text for guarded in self.trainer.reward_funcs for text in getattr(guarded, "failures", [])[:1]
-        ]
+        failed = rewards.isinf().any(dim=1)  # (A,)
         rewards = rewards.masked_fill(failed[:, None], torch.nan)
         weights = self.trainer.reward_weights.to(rewards.device)
         raw_scores = combine_rewards(rewards, weights)  # (A,)

@@ -122,7 +122,7 @@ def _try_reward(
         columns["thinking_forced"] = [False] * len(texts)
     try:
         guarded = guard(reward, columns)
-        values = guarded(
+        scored = guarded.score(
             prompts=[row["prompt"]] * len(texts),
             completions=texts,
             completion_ids=[one.ids for one in [*made, *made][: len(texts)]],
@@ -134,8 +134,8 @@ def _try_reward(
     except RlooKitError as error:
         faults.append(Problem("rewards", f"{name}: {error}"))
         return None
-    values, opened = values[: len(made)], values[len(made) :]
-    failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=False) if problem]
+    values, opened = scored.values[: len(made)], scored.values[len(made) :]
+    failed = [(one.kind, problem) for one, problem in zip(made, scored.problems, strict=False) if problem]
     if failed:
         kinds = "any made-up completion" if len(failed) == len(made) else f"a completion {failed[0][0]}"
         found = f"{name} cannot score {kinds}: {failed[0][1]}. A run has such completions"

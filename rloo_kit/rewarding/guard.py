@@ -7,19 +7,18 @@ process imports this module, so no torch here.
 import asyncio
 import functools
 import inspect
+import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.errors import RewardError, WholeBatchError
 from rloo_kit.rewarding.signature import CONVENTION, Signature, check_signature, find_problem, read_signature, takes_two
-from rloo_kit.rewarding.undisturbed import Undisturbed
 from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_number, read_result
 from rloo_kit.rewards.text import as_text
 
-UNDISTURBED = Undisturbed()
 # By the type of the completions, in Python's error if code indexes a text as messages, or reads messages as a text.
 OTHER_FORM: dict[type, tuple[str, str]] = {
     str: ("string indices must be", "'str' object has no attr"),
@@ -159,15 +158,28 @@ class NamedReward:
         return self.reward(*args, **columns)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What a reward made of a batch.
+
+    Attributes:
+        values: per sample; None where the reward does not apply or failed.
+        problems: why it failed, per sample; None where it did not.
+        failures: one message per failure, with the reward's name and the sample's excerpt.
+    """
+
+    values: list[float | None]
+    problems: list[str | None]
+    failures: list[str]
+
+
 class GuardedReward:
-    """A reward that returns None for a sample it failed on, and records why.
+    """A reward that scores the other samples if it fails on one.
 
     Attributes:
         signature: what the reward accepts; it gets nothing else.
         weight: factor of this reward in the sum.
-        failed: whether the last call failed, per sample.
-        problems: why, per sample; None if it did not fail.
-        failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
+        report: called with the first failure of a call in TRL's convention.
         form: of text and messages, "given" or "other" (than passed); None until the reward has scored a sample.
     """
 
@@ -176,95 +188,89 @@ class GuardedReward:
         self.__name__ = reward_name(reward)
         self.signature = read_signature(reward)
         self.weight: float = getattr(reward, "weight", 1.0)
-        self.failed: list[bool] = []
-        self.problems: list[str | None] = []
-        self.failures: list[str] = []
+        self.report: Callable[[str], Any] = lambda message: None
         self.form: str | None = None
-        self._passed: frozenset[str] | None = None  # names of the last call, and those that the reward accepts
-        self._accepted: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"guard({self.reward!r})"
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
+        """The values in TRL's convention, infinity for a sample that the reward failed on."""
+        return self._pass_on(self.score(*args, **columns))
+
+    def score(self, *args: Any, **columns: Any) -> Scored:
+        """Call the reward, in TRL's convention; of a failed batch each sample alone."""
         scoring = self._score(read_call(args, columns))
         try:
             scoring.send(None)  # a function that is not async never suspends it
         except StopIteration as done:
             return done.value
+        raise AssertionError("unreachable")
 
-    async def _score(self, batch: dict[str, Any]) -> list[float | None]:
-        values = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
+    def _pass_on(self, scored: Scored) -> list[float | None]:
+        for message in scored.failures[:1]:
+            self.report(message)
+        pairs = zip(scored.values, scored.problems, strict=True)
+        return [value if problem is None else math.inf for value, problem in pairs]
+
+    async def _score(self, batch: dict[str, Any]) -> Scored:
+        found = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
         first = next(iter(batch.get("completions") or batch.get("prompts") or ()), None)
         words = OTHER_FORM.get(type(first), ()) if self.form is None else ()
-        if any(word in str(problem) for problem in self.problems for word in words):
-            given = values, self.failed, self.problems, self.failures
-            values = await self._score_form(_in_other_form(batch))
-            if sum(self.failed) >= sum(given[1]):
-                values, self.failed, self.problems, self.failures = given
-            else:
-                self.form = "other"
+        if any(word in str(problem) for problem in found.problems for word in words):
+            other = await self._score_form(_in_other_form(batch))
+            if len(other.failures) < len(found.failures):
+                self.form, found = "other", other
                 _say_form(self.__name__, isinstance(first, str))
-        if not all(self.failed):
+        if None in found.problems:
             self.form = self.form or "given"
-        return values
+        return found
 
-    async def _score_form(self, batch: dict[str, Any]) -> list[float | None]:
+    async def _score_form(self, batch: dict[str, Any]) -> Scored:
+        size = batch_size(batch)
         outcome = await self._attempt(batch)
         raised = isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError)
-        if raised and batch_size(batch) > 1:  # each sample alone
+        if raised and size > 1:  # each sample alone
             read = [_read_outcome(await self._attempt(single), 1) for single in _singles(batch)]
-            values = [None if problem else found[0] for found, problem in read]
-            return self._settle(values, [problem for _, problem in read], batch)
-        return self._judge(outcome, batch)
-
-    def _arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the call, checked again: the columns may not have been known when the reward was built."""
-        if batch.keys() != self._passed:
-            problem = find_problem(self.signature, batch)
-            if problem is not None:
-                raise WholeBatchError(problem)
-            self._passed, self._accepted = frozenset(batch), frozenset(self.signature.select(batch))
-        return {name: _copy(value) for name, value in batch.items() if name in self._accepted}
+            values, known = [None if problem else one[0] for one, problem in read], [problem for _, problem in read]
+            return self._settle(values, known, batch)
+        values, whole = _read_outcome(outcome, size)
+        if whole is None:
+            return self._settle(values, [None] * size, batch)
+        where = "sample 0" if size == 1 else f"samples 0 to {size - 1}"
+        return Scored([None] * size, [whole] * size, [f"reward '{self.__name__}' failed on {where}: {whole}"])
 
     async def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
-            with UNDISTURBED:
-                result = self.reward(**self._arguments(batch))
-                return await result if isinstance(self, GuardedAsyncReward) else result
+            if problem := find_problem(self.signature, batch):  # the columns may not have been known before
+                raise WholeBatchError(problem)
+            result = self.reward(**{name: _copy(value) for name, value in self.signature.select(batch).items()})
+            return await result if isinstance(self, GuardedAsyncReward) else result
         except (Exception, SystemExit) as error:
             return error if isinstance(error, Exception) else RewardError(describe_error(error))
 
-    def _judge(self, outcome: Any, batch: dict[str, Any]) -> list[float | None]:
-        size = batch_size(batch)
-        values, problem = _read_outcome(outcome, size)
-        if problem is None:
-            return self._settle(values, [None] * size, batch)
-        self.failed, self.problems = [True] * size, [problem] * size
-        where = "sample 0" if size == 1 else f"samples 0 to {size - 1}"
-        self.failures = [f"reward '{self.__name__}' failed on {where}: {problem}"]
-        return [None] * size
-
-    def _settle(self, values: list[Any], problems: list[str | None], batch: dict[str, Any]) -> list[float | None]:
-        rewards: list[float | None] = []
-        self.failed, self.problems, self.failures = [], [], []
-        for index, (found, known) in enumerate(zip(map(read_number, values), problems, strict=True)):
-            number, problem = (None, known) if known else found
-            rewards.append(number)
-            self.failed.append(problem is not None)
-            self.problems.append(problem)
-            if problem is not None:
-                where = f"sample {index} (prompt {_excerpt(batch, 'prompts', index)}, "
-                where += f"completion {_excerpt(batch, 'completions', index)})"
-                self.failures.append(f"reward '{self.__name__}' failed on {where}: {problem}")
-        return rewards
+    def _settle(self, values: list[Any], known: list[str | None], batch: dict[str, Any]) -> Scored:
+        """The values as numbers, with the problems that are `known` already."""
+        read = [
+            (None, problem) if problem else read_number(value) for value, problem in zip(values, known, strict=True)
+        ]
+        failures = [
+            f"reward '{self.__name__}' failed on sample {index} (prompt {_excerpt(batch, 'prompts', index)}, "
+            f"completion {_excerpt(batch, 'completions', index)}): {problem}"
+            for index, (_, problem) in enumerate(read)
+            if problem
+        ]
+        return Scored([number for number, _ in read], [problem for _, problem in read], failures)
 
 
 class GuardedAsyncReward(GuardedReward):
     """The guard of an async reward; async itself, so that TRL awaits it."""
 
     async def __call__(self, *args: Any, **columns: Any) -> Any:
-        return await asyncio.wrap_future(submit(self._score(read_call(args, columns))))
+        return self._pass_on(await asyncio.wrap_future(_submit(self._score(read_call(args, columns)))))
+
+    def score(self, *args: Any, **columns: Any) -> Scored:
+        return _submit(self._score(read_call(args, columns))).result()
 
 
 def unwrap(reward: Any) -> Any:
@@ -274,7 +280,7 @@ def unwrap(reward: Any) -> Any:
     return reward
 
 
-def submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The future of a coroutine of an async guard; also in a notebook, whose thread already runs a loop."""
     return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
 
