@@ -141,7 +141,7 @@ class _BatchRun:
             self.place.save(self.place.statuses[run.name])
         end_left_over(self.place.folder, self.batch_id)
         self.progress.print(self._describe_start(waiting))
-        with self.watchdog, self.progress:
+        with self.watchdog:
             self.place.save_batch("running", resume=self.command)
             try:
                 while (waiting or self.active) and not self.signals.count:
