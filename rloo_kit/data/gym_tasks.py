@@ -1,5 +1,4 @@
-"""Which tasks of reasoning-gym 0.1.25 are offered (`gym_tasks.json`): those whose verifier scores the stored answer 1 and
-nonsense 0.
+"""Which tasks of reasoning-gym 0.1.25 are offered: those whose verifier scores the stored answer 1 and nonsense 0.
 
 Measured on 60 rows of each task (`benchmarks/results/gym_tasks.json`); `tests/data/test_gym_tasks.py` scores those
 that are offered again.

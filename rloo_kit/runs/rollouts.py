@@ -41,12 +41,12 @@ def read_step(folder: str | Path, step: int | None = None) -> list[dict[str, Any
         folder: the run's. step: as in `metrics.jsonl`, from 1.
     """
     files = step_files(Path(folder))
-    for number in reversed(files) if step is None else [step] if step in files else []:
-        if rows := list(_read_file(number, files[number])):
+    for number in reversed(files):
+        if step in (None, number) and (rows := list(_read_file(number, files[number]))):
             return rows
     found: list[dict[str, Any]] = []
-    for number, group in itertools.groupby(_read_older(Path(folder), files), key=row_step):
-        if step in (None, number):
+    for older, group in itertools.groupby(_read_older(Path(folder), files), key=row_step):
+        if step in (None, older):
             found = list(group)
     return found
 
@@ -69,7 +69,7 @@ def _older_files(folder: Path) -> list[Path]:
     return [parts[name] for name in sorted(parts)]  # "rollouts-..." sorts before "rollouts.jsonl"
 
 
-def _read_older(folder: Path, but: Container[int] = ()) -> Iterator[dict[str, Any]]:
+def _read_older(folder: Path, but: Container[int]) -> Iterator[dict[str, Any]]:
     """The rows of the files of an earlier version, without those of the steps in `but`."""
     rows = itertools.chain.from_iterable(map(read_rows, _older_files(folder)))
     return (row for row in rows if (step := row_step(row)) is not None and step not in but)
@@ -99,12 +99,13 @@ class Rollouts:
         for number, file in reversed(step_files(self.folder).items()):
             if number > step:
                 file.unlink()
-        if older := _older_files(self.folder):
-            for number, rows in itertools.groupby(_read_older(self.folder), key=lambda row: row["step"]):
-                if number <= step:
-                    self._write(number, list(rows))
-            for path in {*older, *(path for path in self.folder.glob("rollouts-*") if OLDER.fullmatch(path.name))}:
-                path.unlink()
+        left = _read_older(self.folder, step_files(self.folder))
+        for number, rows in itertools.groupby(left, key=lambda row: row["step"]):
+            if number <= step:
+                self._write(number, list(rows))
+        halves = (self.folder / FOLDER).glob(".*.tmp")  # of a process that was killed
+        for path in (*halves, *(path for path in self.folder.glob("rollouts*") if OLDER.fullmatch(path.name))):
+            path.unlink()
 
     def delete(self) -> None:
         """Delete every completion, and the folder if it has nothing else."""

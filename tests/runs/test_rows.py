@@ -1,5 +1,4 @@
-"""The reader and writer of a run's JSONL files: lines that are not rows, lines that were cut off, and cuts from the
-end."""
+"""The reader and writer of a run's JSONL files: lines that are not rows, and lines that were cut off."""
 
 import gzip
 import json
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.runs import rows
-from rloo_kit.runs.rows import append_rows, cut_rows, read_backwards, read_rows
+from rloo_kit.runs.rows import append_rows, read_rows
 
 NO_ROWS = {
     "a number": b"123\n",
@@ -42,9 +40,8 @@ def test_a_line_that_is_no_row_is_passed_over(path: Path, line: bytes) -> None:
     """A line cut off inside a Chinese character blocked every resume, and a line `123` ended in a traceback."""
     path.write_bytes(b'{"step": 1}\n' + line + b'{"step": 3}\r\n')
     assert list(read_rows(path)) == [{"step": 1}, {"step": 3}]
-    assert list(read_backwards(path)) == [{"step": 3}, {"step": 1}]
     path.write_bytes(b'{"step": 1}\n' + line.removesuffix(b"\n"))  # as a full disk leaves it
-    assert list(read_rows(path)) == [{"step": 1}] == list(read_backwards(path))
+    assert list(read_rows(path)) == [{"step": 1}]
     append_rows(path, [{"step": 2}])
     assert list(read_rows(path)) == [{"step": 1}, {"step": 2}], "a torn line took the row after it along"
     assert path.read_bytes().endswith(line.removesuffix(b"\n") + b'\n{"step": 2}\n')
@@ -55,7 +52,7 @@ def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text.gz").write_bytes(b'{"step": 1}\n')
     for name in ("missing", ".", "pipe", "x" * 5000, "nul\0"):
-        assert list(read_rows(tmp_path / name)) == [] == list(read_backwards(tmp_path / name))
+        assert list(read_rows(tmp_path / name)) == []
     assert list(read_rows(tmp_path / "text.gz")) == []
 
 
@@ -85,70 +82,11 @@ def test_rows_are_written_as_json_for_every_reader(path: Path) -> None:
     assert list(read_rows(path)) == [{"kl": None, "most": None}], "as other writers leave it"
 
 
-def test_a_file_is_read_in_bounded_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """276 MB of rollouts took 1.6 GB to read, and one line without an end would take as much as the file."""
-    monkeypatch.setattr(rows, "LONGEST_ROW", 2**16)
-    row = json.dumps({"step": 1, "text": "x" * 1000}).encode() + b"\n"
-    with open(path, "wb") as file:
-        file.write(row * 3)
-        for _ in range(16):
-            file.write(b'{"step": 1, "text": "' + b"y" * 2**20)
-        file.write(b'"}\n' + row * 30_000)
+def test_a_file_is_read_in_bounded_memory(path: Path) -> None:
+    """276 MB of rollouts took 1.6 GB to read."""
+    path.write_bytes((json.dumps({"step": 1, "text": "x" * 1000}).encode() + b"\n") * 30_000)
     tracemalloc.start()
-    assert sum(1 for _ in read_rows(path)) == 30_003 == sum(1 for _ in read_backwards(path))
-    cut_rows(path, 0)
+    assert sum(1 for _ in read_rows(path)) == 30_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert path.stat().st_size == 0 and peak < 8 * 2**20
-
-
-@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "rew', b'{"step": 4}', '{"text": "数'.encode()[:-1], b"\0" * 999])
-def test_a_cut_drops_later_steps_and_a_torn_tail(path: Path, tail: bytes) -> None:
-    """Otherwise the steps that a resumed run repeats are in the file twice."""
-    kept = b'{"step": 1}\n123\n{"no": "step"}\n{"step": "2"}\n{"step": 2}\n{"step": 2}\n'
-    path.write_bytes(kept + b'{"step": 3}\n[1]\n{"step": 3}\n' + tail)
-    node = path.stat().st_ino
-    cut_rows(path, 2)
-    assert path.read_bytes() == kept and path.stat().st_ino == node, "cut in place"
-    cut_rows(path, 2)
-    assert path.read_bytes() == kept
-    cut_rows(path, 0)
-    assert path.read_bytes() == b""
-    path.unlink()
-    cut_rows(path, 0)
-    assert not path.exists()
-
-
-def test_a_cut_keeps_a_last_row_that_only_lacks_its_newline(path: Path) -> None:
-    """A write that a crash ended one byte early has written its rows."""
-    path.write_bytes(b'{"step": 1}\n{"step": 2}')
-    cut_rows(path, 2)
-    append_rows(path, [{"step": 3}])
-    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-def test_a_cut_reads_no_more_than_it_drops(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume after a night read every completion of that night."""
-    append_rows(path, ({"step": step, "text": "x" * 100} for step in range(1, 5001)))
-    parse, parsed = rows.parse_row, []
-    monkeypatch.setattr(rows, "parse_row", lambda line: parsed.append(line) or parse(line))
-    cut_rows(path, 4990)
-    assert len(parsed) == 12, "the empty end, ten rows that go and one that stays"
-    assert sum(1 for _ in read_rows(path)) == 4990
-
-
-def test_cuts_equal_a_filter_of_all_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that end on, before and after the edge of a block, in files whose steps never decrease."""
-    monkeypatch.setattr(rows, "BLOCK", 64)
-    for seed in range(300):
-        generator = random.Random(seed)
-        steps = sorted(generator.choices(range(1, 8), k=generator.randrange(30)))
-        made = [{"step": step, "text": "数" * generator.randrange(40)} for step in steps]
-        path.unlink(missing_ok=True)
-        append_rows(path, made)
-        assert list(read_backwards(path)) == made[::-1]
-        if generator.random() < 0.5:
-            os.truncate(path, max(path.stat().st_size - generator.randrange(90), 0))
-        whole, cut = list(read_rows(path)), generator.randrange(9)
-        cut_rows(path, cut)
-        assert list(read_rows(path)) == [row for row in whole if row["step"] <= cut]
+    assert peak < 2**20
