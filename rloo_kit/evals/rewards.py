@@ -86,8 +86,8 @@ class HeldOutRewards:
             columns = []
             for reward in self._rewards:
                 found = reward.score(**batch)
-                pairs = zip(found.values, found.problems, strict=True)
-                columns.append([math.nan if problem else value for value, problem in pairs])
+                pairs = zip(found.values, found.failed, strict=True)
+                columns.append([math.nan if failed else value for value, failed in pairs])
                 messages += found.failures[:1]
             rows += [list(row) for row in zip(*columns, strict=True)]
         return rows, messages

@@ -59,7 +59,8 @@ class Rewarder:
         for guarded in self.trainer.reward_funcs:
             if isinstance(guarded, GuardedReward):
                 guarded.report = self._messages.append
-        with _mute("All reward functions returned None"):
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices), _mute("All reward functions returned None"):  # a reward may seed
             rewards = self.trainer._calculate_rewards(rows, found.prompts, found.texts, found.completion_ids)  # (A, F)
         failed = rewards.isinf().any(dim=1)  # (A,)
         rewards = rewards.masked_fill(failed[:, None], torch.nan)

@@ -172,6 +172,11 @@ class Scored:
     problems: list[str | None]
     failures: list[str]
 
+    @property
+    def failed(self) -> list[bool]:
+        """Whether the reward failed, per sample."""
+        return [problem is not None for problem in self.problems]
+
 
 class GuardedReward:
     """A reward that scores the other samples if it fails on one.
@@ -210,8 +215,7 @@ class GuardedReward:
     def _pass_on(self, scored: Scored) -> list[float | None]:
         for message in scored.failures[:1]:
             self.report(message)
-        pairs = zip(scored.values, scored.problems, strict=True)
-        return [value if problem is None else math.inf for value, problem in pairs]
+        return [math.inf if failed else value for value, failed in zip(scored.values, scored.failed, strict=True)]
 
     async def _score(self, batch: dict[str, Any]) -> Scored:
         found = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)

@@ -150,7 +150,7 @@ class Worker:
         assert process is not None and connection is not None
         request = pickle.dumps((args, kwargs))  # an error here leaves the worker intact
         ends_at = time.monotonic() + limit_s
-        timer = threading.Timer(limit_s, process.kill)  # also ends a send or a reply that goes no further
+        timer = threading.Timer(limit_s, _kill, [process])  # also ends a send or a reply that goes no further
         timer.start()
         try:
             connection.send_bytes(request)
@@ -158,10 +158,13 @@ class Worker:
                 if process.poll() is not None and not connection.poll():
                     raise EOFError
             return json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
-        except (EOFError, OSError):
-            problem = late if time.monotonic() >= ends_at else _cause(process)
-        except (ValueError, RecursionError):
-            problem = "sent a reply that cannot be read"
+        except (EOFError, OSError, ValueError, RecursionError) as error:
+            if time.monotonic() >= ends_at:
+                problem = late
+            elif isinstance(error, (EOFError, ConnectionError)):
+                problem = _cause(process)
+            else:
+                problem = "sent a reply that cannot be read"
         except BaseException:  # an interrupt: this call's reply must not be read as the next one's
             self.close()
             raise
@@ -275,15 +278,23 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
     return f"ended its process with exit code {code}"
 
 
-def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
-    """Kill the process and everything with its mark, which is all that a detached child keeps; a fork of the owner ends
-    nothing."""
-    if os.getpid() != owner:
-        return
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its descendants; it is stopped first, or it could start another."""
+    tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
+        root = psutil.Process(process.pid)
+        root.suspend()
+        tree = root.children(recursive=True)
     process.kill()
-    process.wait()
-    end_marked(lambda marks: marks.get(WORKER_MARK) == mark)
+    for child in tree:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+
+
+def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
+    """Kill the process, its descendants and everything with its mark, which is all that a detached child keeps; a fork
+    of the owner ends nothing."""
+    if os.getpid() == owner:
+        _kill(process)
+        process.wait()
+        end_marked(lambda marks: marks.get(WORKER_MARK) == mark)

@@ -39,10 +39,11 @@ def serve() -> None:
     function: Any = None
     while True:
         try:
-            args, kwargs = pickle.loads(connection.recv_bytes())
+            request = connection.recv_bytes()
         except EOFError:
             break
         try:
+            args, kwargs = pickle.loads(request)
             if function is None:
                 function = _load(*args)
                 declared = getattr(function, "signature", None)

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import json
 import os
 import pickle
 import random
@@ -40,11 +39,11 @@ def fork_detached(then=lambda: time.sleep(600)):
 
 
 def reply_descriptors():
-    """Open pipes that the worker writes; a reward can find the one of the replies."""
+    """The worker's sockets; a reward can find the one of the replies."""
     found = []
     for number in range(3, 64):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}").startswith("pipe:"):
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 found.append(number)
     return found
 
@@ -56,7 +55,7 @@ def write_to_replies(payload):
 
 
 def frame(payload):
-    return struct.pack(">Q", len(payload)) + payload
+    return struct.pack("!i", len(payload)) + payload
 
 
 @harm
@@ -151,42 +150,14 @@ def writes_to_descriptor_1(columns):
 
 
 @harm
-def prints_much(columns):
-    line = "x" * 999
-    for _ in range(int(columns["megabytes"]) * 1000):
-        print(line)
-
-
-@harm
-def prints_for_ever(columns):
-    while True:
-        print("x" * 999)
-
-
-@harm
 def garbage_reply(columns):
     write_to_replies(b"a print to the wrong file\n")
 
 
 @harm
-def announces_an_endless_reply(columns):
-    write_to_replies(struct.pack(">Q", 2**62))
-
-
-@harm
 def part_of_a_reply(columns):
-    write_to_replies(struct.pack(">Q", 100) + b"{")
+    write_to_replies(struct.pack("!i", 100) + b"{")
     time.sleep(600)
-
-
-@harm
-def two_replies(columns):
-    write_to_replies(frame(json.dumps({"call": 2, "kind": "value", "content": 1.0}).encode()))
-
-
-@harm
-def deep_reply(columns):
-    write_to_replies(frame(b"[" * 1_000_000))
 
 
 class RunsCode:
@@ -200,15 +171,6 @@ def forged_pickle(columns):
     forged = RunsCode()
     forged.path = columns["path"]
     write_to_replies(frame(pickle.dumps(("value", forged))))
-
-
-@harm
-def replies_afterwards(columns):
-    def later():
-        time.sleep(0.2)
-        write_to_replies(frame(json.dumps({"call": 3, "kind": "value", "content": 1.0}).encode()))
-
-    threading.Thread(target=later).start()
 
 
 @harm
@@ -280,6 +242,11 @@ def starts_a_thread(columns):
 @harm
 def hangs_at_exit(columns):
     atexit.register(time.sleep, 600)
+
+
+@harm
+def returns_odd_numbers(columns):
+    return [5e-324, -0.0, 1.7976931348623157e308, 0.1 + 0.2, 1 / 3, None, float("nan"), float("-inf")]
 
 
 LEAK = []

@@ -6,16 +6,12 @@ import gc
 import inspect
 import json
 import math
-import os
-import random
 import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -25,7 +21,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from rewards import thinking_reward
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names, submit
+from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names
 from rloo_kit.rewarding.values import LONGEST_ERROR, overflowing
 
 BATCH: dict[str, Any] = {
@@ -38,17 +34,17 @@ BATCH: dict[str, Any] = {
 def test_a_good_reward_passes_through() -> None:
     """Guards against a guard that changes values or takes None (does not apply) for a failure."""
     guarded = guard(lambda **batch: [1, None, True])
-    assert guarded(**BATCH) == [1.0, None, 1.0]
-    assert guarded.failed == [False] * 3 and guarded.failures == []
+    assert (found := guarded.score(**BATCH)).values == [1.0, None, 1.0]
+    assert found.failed == [False] * 3 and found.failures == []
 
 
 def test_one_bad_sample_does_not_cost_its_siblings() -> None:
     """Guards against `float("xxx")` on one completion leaving the whole batch without scores."""
     guarded = guard(lambda completions, **batch: [float(text) for text in completions])
-    assert guarded(**BATCH) == [4.0, None, 8.0]
-    assert guarded.failed == [False, True, False]
-    assert len(guarded.failures) == 1
-    assert guarded.failures[0].startswith(
+    assert (found := guarded.score(**BATCH)).values == [4.0, None, 8.0]
+    assert found.failed == [False, True, False]
+    assert len(found.failures) == 1
+    assert found.failures[0].startswith(
         "reward '<lambda>' failed on sample 1 (prompt '3+3=', completion '..." + "x" * 60 + "'): ValueError: could not"
     )
 
@@ -57,9 +53,9 @@ def test_one_bad_sample_does_not_cost_its_siblings() -> None:
 def test_what_is_no_finite_number_fails_its_sample(value: Any) -> None:
     """Guards against TRL reading NaN as "does not apply" and infinity as 3.4e38, and against verdicts in words."""
     guarded = guard(lambda **batch: [0.5, value, 1.5])
-    assert guarded(**BATCH) == [0.5, None, 1.5]
-    assert guarded.failed == [False, True, False]
-    assert f"it returned {value!r}; a reward is" in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [0.5, None, 1.5]
+    assert found.failed == [False, True, False]
+    assert f"it returned {value!r}; a reward is" in found.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +75,9 @@ def test_what_is_no_finite_number_fails_its_sample(value: Any) -> None:
 def test_a_text_or_a_structure_is_no_number(value: Any) -> None:
     """Guards against float("1"), which trained on texts, and against values whose conversion raises anything."""
     guarded = guard(lambda **batch: [0.5, value, 1.5])
-    assert guarded(**BATCH) == [0.5, None, 1.5]
-    assert guarded.failed == [False, True, False]
-    assert "sample 1" in guarded.failures[0] and "a reward is a number or None" in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [0.5, None, 1.5]
+    assert found.failed == [False, True, False]
+    assert "sample 1" in found.failures[0] and "a reward is a number or None" in found.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +86,9 @@ def test_a_text_or_a_structure_is_no_number(value: Any) -> None:
 def test_what_overflows_float32_is_refused_like_infinity(value: Any) -> None:
     """Rewards are float32 in the loop: 1e39 was infinity there, and no message named the reward."""
     guarded = guard(lambda **batch: [3.4e38, value, None])
-    assert guarded(**BATCH) == [3.4e38, None, None]
-    assert guarded.failed == [False, True, False]
-    assert "reward '<lambda>' failed on sample 1" in guarded.failures[0] and "it returned " in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [3.4e38, None, None]
+    assert found.failed == [False, True, False]
+    assert "reward '<lambda>' failed on sample 1" in found.failures[0] and "it returned " in found.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +106,8 @@ def test_what_overflows_float32_is_refused_like_infinity(value: Any) -> None:
 def test_ordered_numbers_of_any_kind_are_rewards(result: Any) -> None:
     """Guards against a check that refuses what works: arrays, tensors with one number a row, truth values."""
     guarded = guard(lambda **batch: result)
-    assert [value or 0.0 for value in guarded(**BATCH)] == [1.0, 0.0, 0.0]
-    assert guarded.failures == []
+    found = guarded.score(**BATCH)
+    assert [value or 0.0 for value in found.values] == [1.0, 0.0, 0.0] and found.failures == []
 
 
 class Odd:
@@ -141,8 +137,8 @@ class Odd:
 def test_what_is_no_list_fails_the_batch(result: Any, words: str) -> None:
     """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order."""
     guarded = guard(lambda **batch: result)
-    assert guarded(**BATCH) == [None] * 3 and guarded.failed == [True] * 3
-    (failure,) = guarded.failures
+    assert (found := guarded.score(**BATCH)).values == [None] * 3 and found.failed == [True] * 3
+    (failure,) = found.failures
     assert failure.startswith("reward '<lambda>' failed on samples 0 to 2: ") and words in failure
     assert "one per completion" in failure
 
@@ -159,7 +155,7 @@ def test_a_scorers_dict_or_text_fails_the_batch() -> None:
 
     for result, words in (({"a": 1, "b": 2, "c": 3}, "dict"), ("111", "the text '111'"), ({1, 2, 3}, "set")):
         guarded = guard(Server(result))
-        assert guarded(**BATCH) == [None] * 3 and f"it returned {words}" in guarded.failures[0]
+        assert (found := guarded.score(**BATCH)).values == [None] * 3 and f"it returned {words}" in found.failures[0]
     assert guard(Server(torch.tensor([1, 2, 3])))(**BATCH) == [1.0, 2.0, 3.0]
 
 
@@ -170,10 +166,10 @@ def test_async_results_are_read_the_same() -> None:
         return dict.fromkeys(completions, 1.0)
 
     guarded = guard(counted)
-    assert asyncio.run(guarded(**BATCH)) == [None] * 3 and "it returned dict" in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [None] * 3 and "it returned dict" in found.failures[0]
     guarded = guard(lambda completions: judge(completions))
-    assert guarded(**BATCH) == [None] * 3
-    assert "it returned a coroutine" in guarded.failures[0] and "async def" in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [None] * 3
+    assert "it returned a coroutine" in found.failures[0] and "async def" in found.failures[0]
 
 
 class Model(torch.nn.Module):
@@ -216,10 +212,10 @@ def test_a_sum_beyond_float32_is_named() -> None:
 def test_the_wrong_number_of_rewards_fails_the_batch(result: Any, words: str) -> None:
     """Guards against rewards that land on other samples than their own."""
     guarded = guard(lambda **batch: result)
-    assert guarded(**BATCH) == [None] * 3
-    assert guarded.failed == [True] * 3
-    assert guarded.failures[0].startswith("reward '<lambda>' failed on samples 0 to 2: ")
-    assert words in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [None] * 3
+    assert found.failed == [True] * 3
+    assert found.failures[0].startswith("reward '<lambda>' failed on samples 0 to 2: ")
+    assert words in found.failures[0]
 
 
 def test_a_reward_that_always_raises_fails_every_sample() -> None:
@@ -229,10 +225,10 @@ def test_a_reward_that_always_raises_fails_every_sample() -> None:
         raise KeyError("solution")
 
     guarded = guard(broken)
-    assert guarded(**BATCH) == [None] * 3
-    assert guarded.failed == [True] * 3
-    assert ["sample 0" in guarded.failures[0], "sample 2" in guarded.failures[2]] == [True, True]
-    assert "reward 'broken' failed" in guarded.failures[0] and "KeyError: 'solution'" in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [None] * 3
+    assert found.failed == [True] * 3
+    assert ["sample 0" in found.failures[0], "sample 2" in found.failures[2]] == [True, True]
+    assert "reward 'broken' failed" in found.failures[0] and "KeyError: 'solution'" in found.failures[0]
 
 
 def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
@@ -248,7 +244,7 @@ def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
 
     guarded = guard(reward)
     columns = {"answer": ("1", "2", "3"), "trainer_state": "abc", "log_metric": lambda *args: logged.append(args)}
-    assert guarded(**BATCH, **columns) == [5.0, None, 11.0]
+    assert guarded.score(**BATCH, **columns).values == [5.0, None, 11.0]
     assert logged == [("calls", 1)]
 
 
@@ -280,26 +276,7 @@ def test_an_exit_in_this_process_is_a_failure() -> None:
         sys.exit("enough")
 
     guarded = guard(leaving)
-    assert guarded(**BATCH) == [None] * 3 and "SystemExit: enough" in guarded.failures[0]
-
-
-@pytest.mark.parametrize("end", [lambda: [1.0] * 3, sys.exit, lambda: 1 / 0])
-def test_a_fork_of_a_reward_does_not_go_on_as_the_run(end: Callable[[], Any], tmp_path: Path) -> None:
-    """A child that returns from the reward, or leaves it by an error, would train on and write the same files."""
-    codes: list[int] = []
-
-    def forking(completions: list[str]) -> Any:
-        child = os.fork()
-        if child == 0:
-            return end()
-        codes.append(os.waitpid(child, 0)[1])
-        return [1.0] * len(completions)
-
-    parent = os.getpid()
-    rewards = guard(forking)(**BATCH)
-    if os.getpid() != parent:  # the child came here: the defect
-        os._exit(9)
-    assert rewards == [1.0] * 3 and codes == [0]
+    assert (found := guarded.score(**BATCH)).values == [None] * 3 and "SystemExit: enough" in found.failures[0]
 
 
 class Speechless(Exception):
@@ -324,8 +301,8 @@ def test_a_failures_text_is_short_and_can_be_printed(error: Exception, words: st
         raise error
 
     guarded = guard(raising)
-    assert guarded(**BATCH) == [None] * 3 and len(guarded.failures) == 3
-    assert all(words in text and len(text.encode()) < LONGEST_ERROR + 500 for text in guarded.failures)
+    assert (found := guarded.score(**BATCH)).values == [None] * 3 and len(found.failures) == 3
+    assert all(words in text and len(text.encode()) < LONGEST_ERROR + 500 for text in found.failures)
 
 
 def test_a_reward_changes_no_arguments_of_others() -> None:
@@ -340,50 +317,6 @@ def test_a_reward_changes_no_arguments_of_others() -> None:
     batch = BATCH | {"completion_ids": [[1], [2], [3]]}
     assert guard(greedy)(**batch) == [1.0] * 3
     assert batch == BATCH
-
-
-def test_seeds_and_the_working_folder_stay_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.manual_seed(0)` in a reward gave every rollout the same random numbers, and `os.chdir` sent a run's files
-    elsewhere. What a reward draws from Python and numpy affects nothing else, and stays."""
-    monkeypatch.chdir(tmp_path)
-
-    def disturbing(completions: list[str]) -> list[float]:
-        torch.manual_seed(0)
-        torch.rand(3)
-        os.chdir("/")
-        if "x" * 500 in completions:
-            raise ValueError("after the harm")
-        return [random.random() for _ in completions]
-
-    torch.manual_seed(5)
-    expected = torch.rand(8)
-    torch.manual_seed(5)
-    random.seed(1)
-    drawn = [random.random() for _ in range(2)]
-    random.seed(1)
-    assert guard(disturbing)(**BATCH) == [drawn[0], None, drawn[1]]
-    assert torch.rand(8).equal(expected) and Path.cwd() == tmp_path
-
-
-def test_async_rewards_that_overlap_leave_the_seeds(tmp_path: Path) -> None:
-    """The second of two began when the first had seeded already, and restored that."""
-
-    async def first(completions: list[str]) -> list[float]:
-        torch.manual_seed(0)
-        await asyncio.sleep(0.02)
-        return [1.0] * len(completions)
-
-    async def second(completions: list[str]) -> list[float]:
-        await asyncio.sleep(0.05)
-        torch.manual_seed(1)
-        return [2.0] * len(completions)
-
-    async def both() -> Any:
-        return await asyncio.gather(guard(first)(**BATCH), guard(second)(**BATCH))
-
-    state = torch.get_rng_state()
-    assert asyncio.run(both()) == [[1.0] * 3, [2.0] * 3]
-    assert torch.get_rng_state().equal(state)
 
 
 async def judge(completions: list[str], **batch: Any) -> list[float]:
@@ -401,8 +334,8 @@ def test_async_rewards_stay_async_and_are_guarded(reward: Any) -> None:
     """Guards against TRL taking a guarded async reward for a sync one and never awaiting its coroutine."""
     guarded = guard(reward)
     assert inspect.iscoroutinefunction(guarded.__call__) and is_async(guarded)
-    assert asyncio.run(guarded(**BATCH)) == [4.0, None, 8.0]
-    assert guarded.failed == [False, True, False]
+    assert asyncio.run(guarded(**BATCH)) == [4.0, math.inf, 8.0]
+    assert (found := guarded.score(**BATCH)).values == [4.0, None, 8.0] and found.failed == [False, True, False]
     assert guarded.__name__ == ("AsyncJudge" if isinstance(reward, AsyncJudge) else "judge")
 
 
@@ -504,10 +437,10 @@ def test_a_reward_gets_the_form_that_it_reads(reward: Any, batch: Any, expected:
     `completion[0]["content"]` failed on each sample, but for those that a reward scores unread: one empty completion
     kept the form. The form is found in the first batch, and kept."""
     guarded = guard(reward)
-    assert guarded(**batch) == expected and guarded.failed == [False, False, True]
-    assert "could not convert string to float: 'x'" in guarded.failures[0] or "out of range" in guarded.failures[0]
+    assert (found := guarded.score(**batch)).values == expected and found.failed == [False, False, True]
+    assert "could not convert string to float: 'x'" in found.failures[0] or "out of range" in found.failures[0]
     form = guarded.form
-    assert guarded(**batch) == expected and guarded.form == form
+    assert guarded.score(**batch).values == expected and guarded.form == form
 
 
 def test_an_error_in_the_data_does_not_change_the_form() -> None:
@@ -520,8 +453,9 @@ def test_an_error_in_the_data_does_not_change_the_form() -> None:
 
     guarded = guard(reads_json)
     for _ in range(2):
-        assert guarded(completions=['{"a": "x"}', '{"a": {"b": 1.0}}']) == [None, 1.0]
-        assert "string indices" in guarded.failures[0]
+        found = guarded.score(completions=['{"a": "x"}', '{"a": {"b": 1.0}}'])
+        assert found.values == [None, 1.0]
+        assert "string indices" in found.failures[0]
     assert guarded.form == "given" and calls[-1] == ['{"a": {"b": 1.0}}'], "tried once"
 
     def reads_gold(completions: Any, answer: Any) -> list[float]:  # an empty answer is its error, not the text
@@ -531,7 +465,7 @@ def test_an_error_in_the_data_does_not_change_the_form() -> None:
         ]
 
     guarded = guard(reads_gold)
-    assert guarded(completions=["boxed 4", "boxed 5", "none"], answer=["4", None, "6"]) == [1.0, None, 0.0]
+    assert guarded.score(completions=["boxed 4", "boxed 5", "none"], answer=["4", None, "6"]).values == [1.0, None, 0.0]
     assert guarded(completions=["boxed 4"], answer=["4"]) == [1.0]
 
 
@@ -543,6 +477,6 @@ def test_async_rewards_share_one_loop() -> None:
         loops.append(asyncio.get_running_loop())
         return [1.0 for _ in completions]
 
-    assert submit(guard(reward)(completions=["a"])).result() == [1.0]  # an evaluation
+    assert guard(reward).score(completions=["a"]).values == [1.0]  # an evaluation
     assert asyncio.run(guard(reward)(completions=["a"])) == [1.0]  # a trainer, on its own loop
     assert loops[0] is loops[1] and not loops[0].is_closed()

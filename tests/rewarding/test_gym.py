@@ -181,7 +181,7 @@ def test_what_a_batch_has_no_time_for_is_failed_not_wrong(score: ReasoningGymSco
     hurried.__dict__["worker"] = score.worker
     guarded = guard(hurried)
     batch = {"completions": ["a</think>7"], "completion_ids": [[7, END, 19]], "reasoning_gym": [row()]}
-    assert guarded(**batch) == [None] and guarded.failed == [True]
+    assert (found := guarded.score(**batch)).values == [None] and found.failed == [True]
 
 
 def test_without_the_column_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

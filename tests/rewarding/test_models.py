@@ -141,14 +141,14 @@ def test_what_a_batch_has_no_time_for_is_failed_not_wrong(math_reward: MathAnswe
     hurried.__dict__["worker"] = math_reward.worker
     guarded = guard(hurried)
     pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\sqrt{4}}", "2"), ("42", "42")]
-    rewards = guarded(
+    found = guarded.score(
         completions=[f"so</think>{given}" for given, _ in pairs],
         completion_ids=[[7, END, 19]] * 3,
         answer=[expected for _, expected in pairs],
     )
-    assert rewards == [None, None, 1.0]
-    assert guarded.failed == [True, True, False]
-    assert "reward 'math_answer_reward' failed on sample 1" in guarded.failures[1]
+    assert found.values == [None, None, 1.0]
+    assert found.failed == [True, True, False]
+    assert "reward 'math_answer_reward' failed on sample 1" in found.failures[1]
 
 
 @pytest.mark.parametrize("reward", [MathAnswerReward(), ReasoningGymScore()], ids=["math", "gym"])
@@ -238,5 +238,5 @@ def test_nan_of_a_model_is_a_failure(checkpoint: Path) -> None:
     reward = RewardModel(str(checkpoint), device="cpu")
     reward.loaded[0].score.weight.data.fill_(math.nan)
     guarded = guard(reward)
-    assert guarded(prompts=["a"], completions=["b"], completion_ids=[[1]]) == [None]
-    assert "reward 'reward_model' failed on sample 0" in guarded.failures[0]
+    assert (found := guarded.score(prompts=["a"], completions=["b"], completion_ids=[[1]])).values == [None]
+    assert "reward 'reward_model' failed on sample 0" in found.failures[0]

@@ -1,6 +1,5 @@
 """A reward is handed what its signature accepts; a signature that cannot work is refused before training."""
 
-import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -103,9 +102,9 @@ class Decorated:
 def test_published_rewards_get_what_they_accept(reward: Any, expected: list[float]) -> None:
     """The published recipe's `def length_reward(completions)` failed on every sample: unexpected keyword 'prompts'."""
     guarded = guard(reward, columns=["answer"])
-    found = guarded(**BATCH)
-    assert (asyncio.run(found) if asyncio.iscoroutine(found) else found) == expected
-    assert guarded.failures == []
+    found = guarded.score(**BATCH)
+    assert found.values == expected
+    assert found.failures == []
 
 
 def test_columns_and_what_cannot_be_inspected_get_everything() -> None:
@@ -130,8 +129,8 @@ def test_columns_and_what_cannot_be_inspected_get_everything() -> None:
 def test_asking_again_one_by_one_hands_over_the_same() -> None:
     """Guards against a second round that passes everything, and fails for another reason than the first."""
     guarded = guard(lambda completions, answer: [1 / (len(text) - 1) for text in completions])
-    assert guarded(**BATCH) == [None, 1.0]
-    assert len(guarded.failures) == 1 and "ZeroDivisionError" in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [None, 1.0]
+    assert len(found.failures) == 1 and "ZeroDivisionError" in found.failures[0]
 
 
 class Sided:
@@ -160,9 +159,9 @@ def test_objects_with_get_rewards(get_rewards: Any, expected: list[float]) -> No
     """`get_rewards(prompts, completions)` is called by position, whatever its names; one that names `completions` gets
     what it names. An async one gave a coroutine that was never awaited."""
     guarded = guard(Sided(get_rewards), columns=["answer"])
-    found = guarded(**BATCH)
-    assert (asyncio.run(found) if asyncio.iscoroutine(found) else found) == expected
-    assert guarded.failures == []
+    found = guarded.score(**BATCH)
+    assert found.values == expected
+    assert found.failures == []
 
 
 def test_a_get_rewards_that_cannot_be_called_is_refused() -> None:
@@ -220,7 +219,7 @@ def test_a_column_that_turns_out_to_be_missing_fails_the_batch_once() -> None:
     """Guards against one TypeError a sample where the columns were unknown: one message, with what is there."""
     calls: list[Any] = []
     guarded = guard(lambda completions, solution: calls.append(completions))
-    assert guarded(**BATCH) == [None, None] and guarded.failed == [True, True] and not calls
-    (failure,) = guarded.failures
+    assert (found := guarded.score(**BATCH)).values == [None, None] and found.failed == [True, True] and not calls
+    (failure,) = found.failures
     for part in ("reward '<lambda>' failed on samples 0 to 1", "'solution'", "columns (answer)"):
         assert part in failure

@@ -12,7 +12,8 @@ import pytest
 
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.worker import MOST_FILES, Worker, WorkerReward, read_files, refuse_edited
+from rloo_kit.rewarding.sources import MOST_FILES, read_files
+from rloo_kit.rewarding.worker import Worker, WorkerReward, refuse_edited
 
 HERE = Path(__file__).parent
 BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "completion_ids": [(1, 2), (3,)]}
@@ -65,7 +66,7 @@ def test_only_what_the_function_accepts_is_sent(reward: WorkerReward) -> None:
     seen: list[Any] = []
     guarded = guard(reward, columns=["odd"])
     batch = BATCH | {"odd": [lambda: 1, lambda: 2], "log_metric": lambda *args: seen.append(args), "log_extra": print}
-    assert guarded(**batch) == [2.0, 1.0] and guarded.failures == []
+    assert (found := guarded.score(**batch)).values == [2.0, 1.0] and found.failures == []
     assert seen == [("ids", 1.0)]
 
 
@@ -106,16 +107,16 @@ def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward, columns: 
 def test_results_that_are_no_list_fail_the_batch(reward: WorkerReward, words: str) -> None:
     """Guards against a worker that makes a list of what the guard would refuse."""
     guarded = guard(reward)
-    assert guarded(**BATCH) == [None, None] and guarded.failed == [True, True]
-    assert len(guarded.failures) == 1 and words in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [None, None] and found.failed == [True, True]
+    assert len(found.failures) == 1 and words in found.failures[0]
 
 
 @pytest.mark.parametrize("reward", ["texts", "huge", "verdicts"], indirect=True)
 def test_values_that_are_no_number_cost_their_own_sample(reward: WorkerReward) -> None:
     """Guards against float("1") in the worker, and against an object that this process cannot unpickle."""
     guarded = guard(reward)
-    assert guarded(**BATCH) == [0.5, None] and guarded.failed == [False, True]
-    assert len(guarded.failures) == 1 and "sample 1" in guarded.failures[0] and "it returned" in guarded.failures[0]
+    assert (found := guarded.score(**BATCH)).values == [0.5, None] and found.failed == [False, True]
+    assert len(found.failures) == 1 and "sample 1" in found.failures[0] and "it returned" in found.failures[0]
     assert reward.worker.running
 
 
@@ -132,16 +133,16 @@ def test_a_hang_is_killed_after_the_limit_and_the_next_batch_is_served(reward: W
     guarded = guard(reward)
     reward.worker.start()
     started = time.monotonic()
-    assert guarded(completions=["hang", "ok"], completion_ids=[[1], [2]]) == [None, None]
+    assert (found := guarded.score(completions=["hang", "ok"], completion_ids=[[1], [2]])).values == [None, None]
     assert 1.0 <= time.monotonic() - started < 30.0  # about 1 s on an idle machine
-    assert guarded.failed == [True, True]
-    assert guarded.failures == [
+    assert found.failed == [True, True]
+    assert found.failures == [
         "reward 'hangs' failed on samples 0 to 1: 'reward_examples:hangs' took longer than 1 s and was killed "
         "(timeout_s)"
     ]
     reward.worker.timeout_s = 60.0
-    assert guarded(completions=["ok"], completion_ids=[[1]]) == [1.0]
-    assert guarded.failed == [False] and guarded.failures == []
+    assert (found := guarded.score(completions=["ok"], completion_ids=[[1]])).values == [1.0]
+    assert found.failed == [False] and found.failures == []
 
 
 @pytest.mark.parametrize("reward", ["hangs_with_a_child"], indirect=True)
@@ -165,9 +166,9 @@ def _read(path: Path) -> str:
 def test_a_crash_is_a_failure_and_the_worker_comes_back(reward: WorkerReward) -> None:
     """Guards against a segmentation fault in a reward's library that takes the training run with it."""
     guarded = guard(reward)
-    assert guarded(completions=["crash"], completion_ids=[[1]]) == [None]
-    assert guarded.failures == ["reward 'crashes' failed on sample 0: 'reward_examples:crashes' crashed with SIGSEGV"]
-    assert guarded(completions=["ok"], completion_ids=[[1]]) == [1.0]
+    assert (found := guarded.score(completions=["crash"], completion_ids=[[1]])).values == [None]
+    assert found.failures == ["reward 'crashes' failed on sample 0: 'reward_examples:crashes' crashed with SIGSEGV"]
+    assert (found := guarded.score(completions=["ok"], completion_ids=[[1]])).values == [1.0]
 
 
 @pytest.mark.parametrize("reward", ["leaves"], indirect=True)
@@ -181,11 +182,12 @@ def test_an_exit_is_a_failure(reward: WorkerReward) -> None:
 def test_an_exception_names_the_sample_and_the_line(reward: WorkerReward) -> None:
     """Guards against one bad completion that costs the whole batch its rewards."""
     guarded = guard(reward)
-    assert guarded(prompts=["p", "q"], completions=["1.5", "one"], completion_ids=[[1], [2]]) == [1.5, None]
-    assert guarded.failed == [False, True]
-    assert len(guarded.failures) == 1
+    found = guarded.score(prompts=["p", "q"], completions=["1.5", "one"], completion_ids=[[1], [2]])
+    assert found.values == [1.5, None]
+    assert found.failed == [False, True]
+    assert len(found.failures) == 1
     for part in ("reward 'raises_on_bad' failed on sample 1", "'q'", "'one'", "ValueError", "reward_examples.py, line"):
-        assert part in guarded.failures[0]
+        assert part in found.failures[0]
 
 
 @pytest.mark.parametrize("reward", ["same_loop"], indirect=True)
