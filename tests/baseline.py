@@ -409,7 +409,7 @@ def faults(folder: Path) -> Facts:
         "config.yaml removed": (run / "config.yaml").unlink,
         "metrics.jsonl cut": cut("metrics.jsonl"),
         "metrics.jsonl of zeros": lambda: (run / "metrics.jsonl").write_bytes(bytes(99)),
-        "rollouts.jsonl cut": cut("rollouts.jsonl"),
+        "rollouts cut": cut("rollouts/00000001.jsonl.gz"),
         "versions.json a list": lambda: (run / "versions.json").write_text("[1]"),
     }
     again = [*small, "run.name=damaged"]

@@ -167,7 +167,7 @@ def test_a_whole_run(config_file, tmp_path):
     folder = tmp_path / "outputs" / "tiny"
     for words in ("Evaluation before", "step 1/2 | reward", "Evaluation after"):
         assert words in printed
-    for name in ("adapter", "metrics.jsonl", "rollouts.jsonl", "config.yaml", "report.html"):
+    for name in ("adapter", "metrics.jsonl", "rollouts", "config.yaml", "report.html"):
         assert (folder / name).exists() and name in printed
     assert {"before.json", "after.json", "versions.json"} <= {entry.name for entry in folder.iterdir()}
     status = json.loads((folder / "status.json").read_text())

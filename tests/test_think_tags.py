@@ -57,7 +57,7 @@ def ids_of(text: str) -> list[int]:
     ],
 )
 def test_the_answer_begins_behind_the_last_tag_by_its_id(ids: list[int], answer: str) -> None:
-    """Readers of rollouts.jsonl have no tokenizer, and the text may spell the tag."""
+    """Readers of rollouts have no tokenizer, and the text may spell the tag."""
     text = Letters().decode(ids, skip_special_tokens=True)
     start = answer_offset(text, ids, Letters(), ThinkTags(259, 260))
     assert start is not None and text[start:] == answer

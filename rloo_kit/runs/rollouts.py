@@ -88,10 +88,9 @@ class Rollouts:
         self._warned = False
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Write the rows of one step, after those that it has."""
-        if rows:
-            step = rows[0]["step"]
-            self._write(step, [*_read_file(step, self._file(step)), *rows])
+        """Write rows to the files of their steps, after those that they have."""
+        for step, group in itertools.groupby(rows, key=lambda row: row["step"]):
+            self._write(step, [*_read_file(step, self._file(step)), *group])
             self._keep_fewer()
 
     def cut(self, step: int) -> None:

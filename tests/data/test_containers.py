@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from rloo_kit.cli import app
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.errors import RlooKitError
+from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.starter.table import read_columns, read_table
 from tests.data.conftest import jsonl, rendered
 
@@ -234,7 +235,7 @@ def test_train_hands_a_reward_of_ones_own_the_column_as_it_is(tmp_path: Path, mo
     )
     done = CliRunner().invoke(app, ["train", "run.yaml"])
     assert done.exit_code == 0, done.stderr
-    rows = [json.loads(line) for line in Path("outputs/run/rollouts.jsonl").read_text().splitlines()]
+    rows = list(read_rollouts("outputs/run"))
     assert len(rows) == 16 and {row["reward"] for row in rows} == {1.0}
     assert {type(row["columns"]["answer"]).__name__ for row in rows} == {kind}
 

@@ -28,6 +28,7 @@ from rloo_kit.evals.difficulty import (
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.runs.files import read_object
+from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import lean
@@ -284,7 +285,7 @@ def test_training_takes_the_chosen_prompts(tmp_path, tiny_folder, sampled, monke
 
     result = start()
     assert result.steps == 2
-    trained = {json.loads(line)["prompt"] for line in (result.folder / "rollouts.jsonl").read_text().splitlines()}
+    trained = {row["prompt"] for row in read_rollouts(result.folder)}
     kept = {prompt for prompt in trained if any(f"\n{number}+1=" in prompt for number in (1, 2, 4))}
     assert trained == kept and len(trained) >= 2
     calls = len(sampled)

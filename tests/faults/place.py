@@ -107,11 +107,12 @@ class Place:
 
     def result(self) -> tuple[list, list, dict]:
         """Metrics and rollouts without times, and the adapter's tensors."""
+        from rloo_kit.runs.rollouts import read_rollouts
         from rloo_kit.runs.run_dir import RunDir
 
-        run_dir = RunDir(self.run_folder)
-        metrics = [{k: v for k, v in row.items() if k not in CLOCKS} for row in run_dir.read_metrics()]
-        rollouts = list(run_dir.read_jsonl("rollouts.jsonl"))
+        rows = RunDir(self.run_folder).read_metrics()
+        metrics = [{k: v for k, v in row.items() if k not in CLOCKS} for row in rows]
+        rollouts = list(read_rollouts(self.run_folder))
         return metrics, rollouts, load_file(self.run_folder / "adapter" / "adapter_model.safetensors")
 
     def copy(self, name: str) -> "Place":

@@ -169,21 +169,16 @@ def test_a_signal_during_an_evaluation_leaves_no_stale_status(tmp_path, tiny_fol
     record(f"{name} during an evaluation", place, 130, f"state: {place.status()['state']}", "what was trained before")
 
 
-def test_a_run_whose_folder_is_removed_says_so_and_keeps_the_rest(place, reference, record):
-    """Such a run ended silently with exit code 0 and had kept nothing."""
+def test_a_run_whose_folder_is_removed_ends(place, record):
+    """Such a run went on for hours, ended with exit code 0 and had kept nothing."""
     (place.folder / "slow").write_text("0.3")
     process = place.start("rloo.save_steps=100")
     place.wait_for(place.at_step(3), process, "step 3")
     shutil.rmtree(place.run_folder, ignore_errors=True)
-    assert process.wait(timeout=120) == 0, place.printed()
-    assert "was removed" in place.errors()[0]
-    metrics, rollouts, weights = place.result()
-    expected = reference.result()
-    assert metrics == expected[0] and place.checkpoints()[0] < 8
-    assert_equal((metrics, expected[1], weights), expected)
-    assert rollouts == [row for row in expected[1] if row["step"] >= rollouts[0]["step"]]
-    record("the run's folder is removed while it trains", place, 0, place.errors()[0],
-           "everything except earlier completions and checkpoints; a checkpoint is saved at once")  # fmt: skip
+    assert process.wait(timeout=120) == 2, place.printed()
+    (line,) = place.errors()
+    assert "was removed during the run" in line and "Traceback" not in place.printed()
+    record("the run's folder is removed while it trains", place, 2, line, "nothing")
 
 
 FEW = "rloo.save_total_limit=1"  # checkpoints would fit: what fills the disk are the rollouts

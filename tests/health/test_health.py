@@ -113,7 +113,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("entropy_explosion", drift("entropy", 0.3, 3.0), {}, "rloo.learning_rate"),
     ("length_explosion", drift("completions/mean_length", 60, 200, **FLAT), {}, "thinking_budget_reward"),
     ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
-    ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts.jsonl"),
+    ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts/"),
     ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
     ("nothing_learnt", [WELL | {"reward": 0.5 + 0.02 * (n % 3)} for n in range(20)], {"steps": 40}, "two to five"),
@@ -396,7 +396,7 @@ LEVELS += [("frac_score_zero_std", 0.81, "alarming", "rloo.num_generations"), ("
 LEVELS += [("grad_norm", *rest, "rloo.learning_rate") for rest in ((0.0001, "watch"), (10.1, "alarming"))]
 LEVELS += [("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1")]
 LEVELS += [("thinking/closed_ratio", 0.19, "alarming", "think_format_reward")]
-LEVELS += [("completions/repeated_ratio", 0.4, "watch", "rollouts.jsonl")]
+LEVELS += [("completions/repeated_ratio", 0.4, "watch", "rollouts/")]
 
 
 @pytest.mark.parametrize(("metric", "value", "level", "key"), LEVELS)

@@ -19,6 +19,7 @@ from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
 from rloo_kit.loop.run import run_and_report
 from rloo_kit.results.result import load_result
 from rloo_kit.rewards import AnswerReward
+from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import RunDir
 from tests.loop.conftest import by_ids
 
@@ -88,7 +89,7 @@ def test_an_evaluation_changes_nothing_of_the_training(start):
         results.append(start(*words, rewards=[drawing]))
     one, other = results
     assert_same(weights(one.adapter_folder), weights(other.adapter_folder))
-    assert lines(one.folder, "rollouts.jsonl") == lines(other.folder, "rollouts.jsonl")
+    assert list(read_rollouts(one.folder)) == list(read_rollouts(other.folder))
     rows = [
         [
             {key: value for key, value in row.items() if key not in CLOCKS and key[:5] != "eval/"}

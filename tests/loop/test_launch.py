@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rloo_kit.runs.rollouts import read_rollouts
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +159,7 @@ def launched(config):
 def test_a_launched_run_has_the_files_of_one_writer(launched):
     """Both processes wrote: each step stood twice in metrics.jsonl, and half of the completions nowhere."""
     folder, text = launched
-    metrics, rollouts = read_lines(folder / "metrics.jsonl"), read_lines(folder / "rollouts.jsonl")
+    metrics, rollouts = read_lines(folder / "metrics.jsonl"), list(read_rollouts(folder))
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rollouts] == [n for n in range(1, STEPS + 1) for _ in range(ROWS * PROCESSES)]
     first = rollouts[: ROWS * PROCESSES]
@@ -173,7 +175,7 @@ def test_a_launched_run_has_the_files_of_one_writer(launched):
 
 def test_processes_sample_with_seeds_of_their_own(launched):
     """With one seed both processes drew the same numbers: half of a rollout was a copy of the other half."""
-    rollouts = read_lines(launched[0] / "rollouts.jsonl")
+    rollouts = list(read_rollouts(launched[0]))
     ids = [tuple(row["completion_ids"]) for row in rollouts]
     halves = [
         [ids[start + half * ROWS : start + (half + 1) * ROWS] for start in range(0, len(ids), ROWS * PROCESSES)]

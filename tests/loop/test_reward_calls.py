@@ -63,9 +63,7 @@ def test_published_rewards_train(make_trainer: Callable[..., Any]) -> None:
     assert logs["rewards/Judge/mean"] == 1.0
 
 
-def test_old_and_odd_results_in_the_loop(
-    make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_and_odd_results_in_the_loop(make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     """A dict was trained on its keys; now no sample is scored, and the run says so."""
     seen: list[Any] = []
 

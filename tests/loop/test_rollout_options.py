@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import rewards
 from rloo_kit import load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError
+from rloo_kit.runs.rollouts import read_rollouts
 from tests.loop.conftest import by_ids
 
 
@@ -22,7 +23,7 @@ def start(start):
     return partial(start, *words)
 
 
-def lines(result: Any, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
+def lines(result: Any, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (result.folder / name).read_text().splitlines()]
 
 
@@ -40,7 +41,7 @@ def test_a_forced_close_is_seen_by_rewards_and_kept(start, capsys):
     budget = ("rloo.thinking_budget=3", "rloo.answer_budget=4")
     answer = rewards.answer_reward.with_(think_end_id=260)
     result = start(*budget, rewards=[watch, form, answer])
-    rows = lines(result)
+    rows = list(read_rollouts(result.folder))
     assert [row["forced"] for row in rows] == [flag for batch in seen for flag in batch]
     assert sum(row["forced"] for row in rows) > len(rows) / 2
     for row in rows:
@@ -67,7 +68,7 @@ def test_without_a_budget_nothing_of_it_is_there(start):
         return [float(sum(ids) % 5) for ids in completion_ids]
 
     result = start("rloo.max_steps=1", rewards=[watch])
-    assert "thinking_forced" not in asked and not any(row["forced"] for row in lines(result))
+    assert "thinking_forced" not in asked and not any(row["forced"] for row in read_rollouts(result.folder))
     assert not [name for name in result.metrics[0] if "forced" in name or "resampled" in name]
 
 
@@ -94,7 +95,7 @@ def tied_for_even_prompts(prompts: Any, completion_ids: Any, **columns: Any) -> 
 def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start):
     """With enough rounds a batch holds groups that differ and nothing else, each of one prompt, and its own rewards."""
     result = start("rollout.resample_rounds=6", "rloo.max_steps=3", rewards=[tied_for_even_prompts])
-    rows = lines(result)
+    rows = list(read_rollouts(result.folder))
     assert len(rows) == 3 * 8
     replaced = [metrics["rollout/resampled_groups"] for metrics in result.metrics]
     assert sum(replaced) > 0, "half of the prompts are tied, so some of the six groups are"
@@ -120,7 +121,7 @@ def test_rounds_are_a_limit(start):
         return [1.0] * len(completion_ids)
 
     result = start("rollout.resample_rounds=2", "rloo.max_steps=1", rewards=[always])
-    assert calls == [8, 8, 8] and len(lines(result)) == 8
+    assert calls == [8, 8, 8] and len(list(read_rollouts(result.folder))) == 8
     assert result.metrics[0]["rollout/resampled_groups"] == 0 and result.metrics[0]["frac_score_zero_std"] == 1.0
 
 
@@ -130,7 +131,9 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(start):
     whole = start("rloo.max_steps=4", "run.name=whole", *options, rewards=[tied_for_even_prompts])
     start("rloo.max_steps=2", *options, rewards=[tied_for_even_prompts])
     resumed = start("rloo.max_steps=4", *options, rewards=[tied_for_even_prompts], resume=True)
-    assert [row["completion_ids"] for row in lines(resumed)] == [row["completion_ids"] for row in lines(whole)]
+    assert [row["completion_ids"] for row in read_rollouts(resumed.folder)] == [
+        row["completion_ids"] for row in read_rollouts(whole.folder)
+    ]
     expected = load_file(whole.adapter_folder / "adapter_model.safetensors")
     for name, tensor in load_file(resumed.adapter_folder / "adapter_model.safetensors").items():
         assert torch.equal(tensor, expected[name]), name

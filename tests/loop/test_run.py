@@ -93,7 +93,7 @@ def test_one_seed_gives_one_run_in_two_processes(write_config, tmp_path):
             {key: value for key, value in row.items() if key not in CLOCKS} for row in lines(folder, "metrics.jsonl")
         ]
         found.append(
-            (metrics, lines(folder, "rollouts.jsonl"), load_file(folder / "adapter" / "adapter_model.safetensors"))
+            (metrics, list(read_rollouts(folder)), load_file(folder / "adapter" / "adapter_model.safetensors"))
         )
     (metrics, rollouts, weights), (other_metrics, other_rollouts, other_weights) = found
     assert metrics == other_metrics and rollouts == other_rollouts and len(metrics) == 3
@@ -109,7 +109,7 @@ def test_a_run_leaves_everything_in_its_folder(start, capsys):
         assert (result.folder / name).exists(), name
     versions = json.loads((result.folder / "versions.json").read_text())
     assert versions["versions"]["torch"] and len(versions["git"]["revision"]) == 40
-    rollouts = lines(result.folder, "rollouts.jsonl")
+    rollouts = list(read_rollouts(result.folder))
     assert [row["step"] for row in rollouts] == [1] * 8 + [2] * 8
     for row in rollouts:
         assert row["rewards"] == {"by_ids": pytest.approx(sum(row["completion_ids"]) % 17 / 17)}
@@ -187,7 +187,7 @@ def test_resume_equals_a_run_that_was_never_cut(num_prompts, start):
     result = start("rloo.max_steps=4", data, resume=True)
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
     assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [row["step"] for row in lines(result.folder, "rollouts.jsonl")] == [*[1] * 8, *[2] * 8, *[3] * 8, *[4] * 8]
+    assert [row["step"] for row in read_rollouts(result.folder)] == [*[1] * 8, *[2] * 8, *[3] * 8, *[4] * 8]
     assert_same_weights(result, whole)
 
 

@@ -102,7 +102,7 @@ def test_a_reference_that_cannot_be_read_is_said(make_trainer):
 
 
 def test_rollout_rows_tell_what_happened(make_trainer):
-    """`rollouts.jsonl` is where one finds out why a run went wrong; a reward or a length in the wrong row misleads."""
+    """`rollouts/` is where one finds out why a run went wrong; a reward or a length in the wrong row misleads."""
     completions = [[70, THINK_END, 71, EOS], [70, 71, 72, 73, 74, 75], [THINK_END, EOS], [90, EOS]] * 2
     trainer = make_trainer(completions=completions, max_steps=1)
     rows = []

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rloo_kit.runs.rollouts import read_rollouts
+
 SMALLER = """
 model.backend=transformers model.gradient_checkpointing=false data.subset=null data.prompt_column=prompt
 data.answer_after=null data.test_size=8 rloo.max_steps=1 rloo.gradient_accumulation_steps=8 rloo.optim=adamw_torch
@@ -44,7 +46,7 @@ def test_the_shipped_config_trains_a_step_at_true_shape(tmp_path: Path, reposito
     command = [sys.executable, "-m", "rloo_kit.cli", "train", str(repository / "configs" / "qwen3_0_6b.yaml"), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    rows = list(read_rollouts(tmp_path / "run"))
     assert len(rows) == 8 and all(row["forced"] and row["completion_ids"].count(151668) == 1 for row in rows)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     print(f"{time.monotonic() - started:.0f} s; memory: {json.dumps(memory)}")

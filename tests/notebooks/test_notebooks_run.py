@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rloo_kit.runs.rollouts import read_rollouts
 from tests.notebooks.notebook_cells import FOLDER
 from tests.notebooks.runners import ATTEMPTS, MARK, UPSTREAM_FAULTS, all_gone
 
@@ -27,7 +28,7 @@ EMBEDDED = {
     "qwen3_thinking_rloo": {"config": "configs/arithmetic_thinking.yaml", "max_completion_length": 40},
     "qwen3_instruct_rloo": {"config": "configs/arithmetic_instruct.yaml", "max_completion_length": 8},
 }
-WHOLE = {"config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "adapter"}
+WHOLE = {"config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts", "checkpoints", "adapter"}
 WHOLE |= {"before.json", "after.json", "report.html"}
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
@@ -173,7 +174,7 @@ def test_a_users_file_with_a_reward_of_their_own(answers: bool, start: Start, tm
         if section != "rewards":
             assert {key: resolved[section][key] for key in values} == values
     assert resolved["rewards"][0]["name"] == f"{task / 'own_reward.py'}:even" and resolved["rewards"][0]["weight"] == 2
-    rewards = [row["reward"] for row in rows(folder / "rollouts.jsonl")]
+    rewards = [row["reward"] for row in read_rollouts(folder)]
     assert len(rewards) == 2 * 16 and set(rewards) <= {0.0, 2.0}
     assert "rloo." not in text_of(output, "read_parameters("), "a parameter overrides the file"
     assert re.search(r"The question was: \d+\+\d+=\n$", text_of(output, "kit.ask("))

@@ -3,6 +3,7 @@ behaviour are tested in test_report_in_browser.py."""
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rloo_kit.results.intervals import Measured
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import TrainResult
 from rloo_kit.runs.files import saved_paths
+from rloo_kit.runs.rollouts import Rollouts
 from tests.evaluations import mean_of
 from tests.html_page import Page
 
@@ -50,7 +52,7 @@ def make_metrics(steps: int) -> list[dict[str, Any]]:
 
 
 def make_rollout(step: int, number: int, **changes: Any) -> dict[str, Any]:
-    """A row of rollouts.jsonl: four completions per group, two groups per step."""
+    """A rollout's row: four completions per group, two groups per step."""
     reward = float((step + number) % 2)
     row = {"step": step, "group": number // 4 + 1, "prompt": f"<|im_start|>user\n{step}+{number // 4}=<|im_end|>\n"}
     row |= {"completion": f"sum {number}</think>\n\n{number}", "answer_start": len(f"sum {number}</think>")}
@@ -78,8 +80,8 @@ def finished(run: RunConfig) -> Any:
     (folder / "config.yaml").write_text("x")
     (folder / "versions.json").write_text('{"versions": {"torch": "9.9.9"}, "written": "2026-01-02T03:04:05+0000"}')
     rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    over = Finding("repetition", "31 % of the <tokens>", "read rollouts.jsonl", level="alarming", cause="circles")
+    Rollouts(folder).append(rows)
+    over = Finding("repetition", "31 % of the <tokens>", "read rollouts/", level="alarming", cause="circles")
     over.since, over.last = 8, 12
     holds = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", since=16, last=30)
     holds.explains = ["no_signal"]
@@ -134,7 +136,7 @@ def test_report_holds_everything(written: str, run: RunConfig, evaluations: tupl
     assert "tokens generated 66,528" in text  # 64 completions a step of 30.3 to 39 tokens
     assert str(before.measures["accuracy"]) in text and "accuracy, thinking at most 8 tokens" in text
     assert "max_steps: 30" in text and "9.9.9" in text
-    assert {"adapter", "config.yaml", "versions.json", "rollouts.jsonl"} <= set(page.values("href"))
+    assert {"adapter", "config.yaml", "versions.json", "rollouts"} <= set(page.values("href"))
     titles = re.findall(r"<figcaption><span>(.*?)</span>", written)
     assert titles == [
         "Held-out accuracy", "Reward: answer_reward", "Groups with signal", "Tokens", "Thinking closed",
@@ -158,7 +160,7 @@ def test_what_made_the_run_and_what_it_cost(run: RunConfig, result: Any, evaluat
 def test_what_was_wrong_stands_in_the_report(written: str, run: RunConfig, result: Any) -> None:
     """A run whose reward stayed at 0.000 had a report with curves and a folder name, and no explanation."""
     text = words(written)
-    assert "repetition alarming 8 to 12 31 % of the <tokens> circles read rollouts.jsonl" in text
+    assert "repetition alarming 8 to 12 31 % of the <tokens> circles read rollouts/" in text
     assert "truncation alarming 16 90 % cut off; consequences: no signal too short raise it" in text
     assert "No health rule found a problem." in words(write_report(run, result).read_text("utf-8"))
     targets = {target[1:] for target in Page(written).values("href") if target.startswith("#finding")}
@@ -195,15 +197,16 @@ def test_nothing_of_a_model_becomes_markup(run: RunConfig, result: Any) -> None:
     hostile = {"prompt": HOSTILE, "thinking": HOSTILE, "answer": HOSTILE, "gold": HOSTILE}
     before = make_evaluation("before", 1, [make_sample(1, False, **hostile)])
     after = make_evaluation("after", 1, [make_sample(1, None, **hostile | {"answer": ""})])
-    rollouts = result.folder / "rollouts.jsonl"
-    kept = rollouts.read_text()
+    rollouts, kept = result.folder / "rollouts", result.folder / "kept"
+    rollouts.rename(kept)
     changes = {"prompt": HOSTILE, "completion": f"{HOSTILE}</think>{HOSTILE}", "rewards": {HOSTILE: 1.0}}
     changes |= {"answer_start": len(HOSTILE) + 8, "columns": {"answer": HOSTILE}}
-    rollouts.write_text(json.dumps(make_rollout(1, 0, **changes)) + "\n")
+    Rollouts(result.folder).append([make_rollout(1, 0, **changes)])
     try:
         text = write_report(run, result, before, after).read_text(encoding="utf-8")
     finally:
-        rollouts.write_text(kept)
+        shutil.rmtree(rollouts)
+        kept.rename(rollouts)
     page = Page(text)
     assert page.tags.count("script") == 2 and "img" not in page.tags and not page.values("onerror")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u2028\u2029]", text)

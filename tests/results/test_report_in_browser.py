@@ -16,6 +16,7 @@ from rloo_kit.results.report import write_report
 from rloo_kit.results.result import TrainResult
 from rloo_kit.results.versus import compare_runs
 from rloo_kit.results.versus_page import write_comparison_page
+from rloo_kit.runs.rollouts import Rollouts
 from tests.browser import CHROMIUM, Browser
 from tests.evaluations import mean_of
 from tests.results.test_report import HOSTILE, make_evaluation, make_metrics, make_rollout, make_sample
@@ -60,7 +61,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "forced_chars": [5, 26],
     }
     rows[2] |= {"completion": f"{HOSTILE}</think>{'w' * 400}", "answer_start": len(HOSTILE) + 8, "truncated": True}
-    (run.folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Rollouts(run.folder).append(rows)
     since = {"since": 16, "last": 30, "explains": ["no_signal"]}
     finding = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", **since)
     result = TrainResult(run.folder, run.folder / "adapter", 30, make_metrics(30), 75.4, findings=[finding])
@@ -249,11 +250,9 @@ def test_a_hundred_thousand_rollouts_open(browser: Browser, tmp_path: Path) -> N
         rloo={"max_steps": 500},
     )
     run.folder.mkdir(parents=True)
-    lines = [json.dumps(make_rollout(0, number, completion_ids=[])) + "\n" for number in range(200)]
-    text = "".join(lines)
-    with open(run.folder / "rollouts.jsonl", "w") as file:
-        for step in range(1, 501):
-            file.write(text.replace('{"step": 0,', f'{{"step": {step},'))
+    rows = [make_rollout(0, number, completion_ids=[]) for number in range(200)]
+    for step in range(1, 501):
+        Rollouts(run.folder).append([row | {"step": step} for row in rows])
     path = write_report(run, TrainResult(run.folder, run.folder / "adapter", 500, make_metrics(20), 60.0))
     assert path.stat().st_size < 2_000_000
     browser.view(WIDE)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from rloo_kit import load_config
 from rloo_kit.cli import app
+from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,7 +190,7 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
         make_row("two</think>and</think>2", [64, 260, 65, 260, 17], forced=True),
         make_row("just 2", [64, 17, 258], prompt="1+1=", truncated=False),
     ]
-    RunDir(folder).append_jsonl("rollouts.jsonl", rows)
+    Rollouts(folder).append(rows)
     code, found = call_json(folder, "--completions", "9")
     shown = [(one["thinking"], one["answer"], one.get("text")) for one in found["completions"]]
     assert code == 0
@@ -212,7 +213,7 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
 def test_completions_by_order_and_step(make_run: Callable[..., Path]) -> None:
     folder = make_run(make_rows(2))
     rows = [make_row(f"text {n}", [64] * n, step=step, reward=float(n)) for step in (1, 2) for n in (2, 3, 1)]
-    RunDir(folder).append_jsonl("rollouts.jsonl", rows)
+    Rollouts(folder).append(rows)
     for order, expected in {"best": [3, 2], "worst": [1, 2], "longest": [3, 2], "first": [2, 3]}.items():
         found = call_json(folder, "--completions", "2", "--order", order)[1]
         assert found["step"] == 2 and [one["reward"] for one in found["completions"]] == expected, order
@@ -227,7 +228,7 @@ def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callab
     """Four completions with ten thousand tokens of thinking fill an agent's context; an escape sequence can control a
     terminal."""
     folder = make_run(make_rows(1))
-    RunDir(folder).append_jsonl("rollouts.jsonl", [make_row("\x1b[31m\u202e\u2067" + "x" * 5000, [64])])
+    Rollouts(folder).append([make_row("\x1b[31m\u202e\u2067" + "x" * 5000, [64])])
     _, found = call_json(folder, "--completions", "1", "--max-chars", "100")
     assert (
         len(found["completions"][0]["thinking"]) < 150

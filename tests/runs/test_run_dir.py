@@ -18,6 +18,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.checkpoints import MANIFEST, seal
 from rloo_kit.runs.find import find_run
+from rloo_kit.runs.rollouts import Rollouts, read_rollouts
 from rloo_kit.runs.run_dir import RunDir
 
 CHECKPOINT_FILES = (
@@ -86,7 +87,7 @@ def test_a_new_folder_records_what_the_run_is(run):
     text = (run.folder / "config.yaml").read_text()
     assert text.endswith(run.to_yaml()) and run_dir.id in text.splitlines()[0]
     found = json.loads((run.folder / "versions.json").read_text())
-    assert found["versions"]["python"].startswith("3.") and found["run"] == run_dir.id
+    assert found["versions"]["python"].startswith("3.")
     assert set(found["git"]) == {"revision", "changed"}
     assert len({RunDir(run.folder).id, run_dir.id}) == 1
 
@@ -282,9 +283,9 @@ def test_a_run_whose_place_was_taken_writes_no_more(run):
         for write in (
             lambda: first.append_jsonl("metrics.jsonl", [{"step": 2}]),
             lambda: first.set_status("running", step=2),
-            first.keep_folder,
+            first.check_there,
         ):
-            with pytest.raises(RunExistsError, match=f"{second.id}.*{first.id}.*stops"):
+            with pytest.raises(RunNotFoundError, match="was removed during the run"):
                 write()
     assert contents(run.folder) == before
 
@@ -301,10 +302,10 @@ def test_a_folder_left_by_a_killed_start_is_accepted(run):
 def test_files_that_the_run_could_not_write_are_refused(run):
     """A link at adapter/ was replaced by a folder, and the link's target kept old weights; a pipe hung the run."""
     begin(run, step=2)
-    os.mkfifo(run.folder / "rollouts.jsonl")
-    with pytest.raises(SetupError, match="rollouts.jsonl is not a regular file"):
+    os.mkfifo(run.folder / "health.jsonl")
+    with pytest.raises(SetupError, match="health.jsonl is not a regular file"):
         RunDir.create(run, resume=True)
-    (run.folder / "rollouts.jsonl").unlink()
+    (run.folder / "health.jsonl").unlink()
     (run.folder / "status.json").unlink()
     os.mkfifo(run.folder / "status.json")
     assert RunDir(run.folder).status()["step"] == 2
@@ -359,25 +360,19 @@ def test_overwrite_takes_only_a_folder_that_the_kit_marked(run):
     assert contents(run.folder) == before
 
 
-def test_a_folder_that_is_removed_is_made_again(run, capsys):
-    """A run whose folder was deleted trained for hours, ended with exit code 0 and had kept nothing."""
-    with RunDir.create(run) as run_dir:
+def test_a_run_whose_folder_is_removed_ends(run):
+    """Such a run trained for hours, ended with exit code 0 and had kept nothing."""
+    lost = "was removed during the run, so training stops.*save_adapter.*run.output_dir"
+    with pytest.raises(RunNotFoundError, match=lost), RunDir.create(run) as run_dir:
         shutil.rmtree(run.folder)
-        run_dir.append_jsonl("rollouts.jsonl", [{"step": 1}])
-        assert run_dir.restored == 1 and "was removed" in capsys.readouterr().out
-        run_dir.keep_folder()
-        assert run_dir.restored == 1 and RunDir(run.folder).id == run_dir.id
-        (run.folder / ".lock").unlink()  # by somebody who cleans up
-        run_dir.keep_folder()
-        with pytest.raises(RunExistsError, match="being written"):
-            RunDir.create(run, resume=True)
-        assert run_dir.restored == 1, "nothing but the lock was gone"
+        run_dir.append_jsonl("metrics.jsonl", [{"step": 1}])
+    assert not run.folder.exists()
+    with pytest.raises(RunNotFoundError, match=lost), RunDir.create(run):
+        shutil.rmtree(run.folder)  # in the middle of a save
+        (run.folder / "checkpoints").mkdir()
+    with pytest.raises(RunNotFoundError, match=lost), RunDir.create(run) as run_dir:
         (run.folder / "config.yaml").unlink()  # by somebody whose removal of the folder is not through yet
-        run_dir.keep_folder()
-        assert run_dir.restored == 2 and (run.folder / "config.yaml").is_file()
-        shutil.rmtree(run.folder)
-        with RunDir.create(run), pytest.raises(RunExistsError, match="holds another run"):
-            run_dir.keep_folder()
+        run_dir.set_status("running", step=2)
 
 
 def test_a_full_disk_is_said_in_a_line(run):
@@ -388,7 +383,7 @@ def test_a_full_disk_is_said_in_a_line(run):
         try:
             with RunDir.create(run, resume=True) as run_dir:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-                run_dir.append_jsonl("rollouts.jsonl", [{"step": 1, "text": "x" * 5000}])
+                run_dir.append_jsonl("metrics.jsonl", [{"step": 1, "text": "x" * 5000}])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert RunDir(run.folder).status()["state"] == "failed"
@@ -523,12 +518,13 @@ def test_rewind_drops_what_will_be_done_again(run):
     """A resumed run whose metrics have some steps twice draws a curve that goes back in time."""
     with RunDir.create(run) as run_dir:
         run_dir.append_jsonl("metrics.jsonl", [{"step": n, "run": run_dir.id} for n in (1, 2, 3)])
-        run_dir.append_jsonl("rollouts.jsonl", [{"step": n} for n in (1, 1, 2, 2, 3, 3)])
+        for step in (1, 2, 3):
+            Rollouts(run.folder).append([{"step": step}] * 2)
         with open(run.folder / "metrics.jsonl", "a") as file:
             file.write('{"step": 4, "rew')  # cut off by a crash
         run_dir.rewind(2)
         assert [row["step"] for row in run_dir.read_metrics()] == [1, 2]
-        assert [row["step"] for row in run_dir.read_jsonl("rollouts.jsonl")] == [1, 1, 2, 2]
+        assert [row["step"] for row in read_rollouts(run.folder)] == [1, 1, 2, 2]
         run_dir.append_jsonl("metrics.jsonl", [{"step": 3}])
         assert [row["step"] for row in run_dir.read_jsonl("metrics.jsonl")] == [1, 2, 3]
 

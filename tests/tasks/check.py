@@ -68,7 +68,7 @@ class Checks:
     # -------------------------------------------------------------------------------------------- the files
 
     def check_files(self) -> None:
-        """`metrics.jsonl`, `rollouts.jsonl`, `before.json`, `after.json` and `evaluations.jsonl`."""
+        """`metrics.jsonl`, `rollouts`, `before.json`, `after.json` and `evaluations.jsonl`."""
         run = self.run
         if len(run.metrics) != len(run.steps):
             self.say("metrics.jsonl", f"{len(run.metrics)} rows, rollouts of {len(run.steps)} steps")
@@ -77,10 +77,10 @@ class Checks:
                 if name != "tokens":
                     self.near("metrics.jsonl", f"step {row['step']}, {name}", row.get(name), value)
         for number, row in enumerate(run.rollouts, 1):
-            self.near("rollouts.jsonl", f"row {number}, reward", row["reward"], row["reward_again"])
-            self.near("rollouts.jsonl", f"row {number}, advantage", row["advantage"], row["advantage_again"], 1e-4)
+            self.near("rollouts", f"row {number}, reward", row["reward"], row["reward_again"])
+            self.near("rollouts", f"row {number}, advantage", row["advantage"], row["advantage_again"], 1e-4)
             if row["completion_tokens"] != len(row["completion_ids"]):
-                self.say("rollouts.jsonl", f"row {number}: {row['completion_tokens']} tokens")
+                self.say("rollouts", f"row {number}: {row['completion_tokens']} tokens")
         if not run.metrics[-1]["seconds"] <= run.seconds <= run.metrics[-1]["seconds"] + 5:
             self.say("status.json", f"{run.seconds} s of training, {run.metrics[-1]['seconds']} s at the last step")
         for when, side in run.sides.items():

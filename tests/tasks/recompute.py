@@ -1,9 +1,10 @@
 """The figures of a run, recomputed from its files in plain Python. Imports nothing of the kit.
 
-Rewards, exact match and lengths come from the completions in `rollouts.jsonl`, `before.json` and `after.json`;
+Rewards, exact match and lengths come from the completions in `rollouts/`, `before.json` and `after.json`;
 the formulas of the intervals are written here a second time.
 """
 
+import gzip
 import json
 import math
 import re
@@ -161,7 +162,7 @@ class Recomputed:
         self.thinks = self.config["model"]["name"].endswith("thinking")
         self.compares_answers = any(entry["name"] in COMPARES for entry in self.config["rewards"])
         self.metrics = _read_rows(folder / "metrics.jsonl")
-        self.rollouts = _read_rows(folder / "rollouts.jsonl")
+        self.rollouts = [row for file in sorted(folder.glob("rollouts/*.gz")) for row in _read_rows(file)]
         self.during = _read_rows(folder / "evaluations.jsonl")
         self.status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
         self.stored = {when: json.loads((folder / f"{when}.json").read_text()) for when in ("before", "after")}
@@ -303,7 +304,11 @@ def _log_name(name: str) -> str:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    opened = gzip.open if path.suffix == ".gz" else open
+    if not path.is_file():
+        return []
+    with opened(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def _of_sample(one: dict[str, Any]) -> Completion:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.runs.rollouts import read_rollouts
 from tests.with_unsloth import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ CUT: dict[str, dict[str, Any]] = {
     "eval": {"batch_size": 4},
 }  # fmt: skip
 PARAMETERS = {"run_name": "small", "max_steps": 2, "num_generations": 4, "learning_rate": 1e-2, "eval_prompts": 2}
-WHOLE = {"config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "adapter"}
+WHOLE = {"config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts", "checkpoints", "adapter"}
 WHOLE |= {"before.json", "after.json", "report.html"}
 
 
@@ -85,7 +86,7 @@ def check_folder(folder: Path) -> list[dict[str, Any]]:
     assert all(row["val/ratio"] == 1.0 for row in steps)
     assert (folder / "checkpoints" / "checkpoint-2" / "adapter_model.safetensors").is_file()
     assert (folder.parent / "adapters" / folder.name / "adapter_config.json").is_file()
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    return list(read_rollouts(folder))
 
 
 def check_print(printed: str, leading: str = "accuracy") -> None:

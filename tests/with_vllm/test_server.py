@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rloo_kit.runs.rollouts import read_rollouts
 from tests.with_vllm.conftest import VllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,7 +412,7 @@ def test_two_processes(server, tmp_path):
     run = Run(tmp_path, "two", *words, *launch, steps=3).end()
     check_gaps(run, 3)
     assert "TRL currently supports vLLM versions" not in run.text, "TRL's own path, which no run takes"
-    rows = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
+    rows = list(read_rollouts(run.folder))
     assert len(rows) == 3 * 2 * 32 and len({row["prompt"] for row in rows}) == 3 * 2 * 32 / 8
 
 
