@@ -11,7 +11,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import Scores
-from rloo_kit.rewarding.guard import guard, log_names, reward_name
+from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.sources import digest_texts, read_sources
 from rloo_kit.rewarding.values import weighted_sum
@@ -38,7 +38,7 @@ class HeldOutRewards:
     def __init__(self, run: RunConfig, rewards: Sequence[Any]) -> None:
         guarded = [guard(reward) for reward in rewards]
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
-        self.is_callable = all(hasattr(reward, "score") for reward in guarded)
+        self.is_callable = all(isinstance(reward, GuardedReward) for reward in guarded)
         self._rewards = guarded
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
         self._has_budget = run.rloo.thinking_budget is not None

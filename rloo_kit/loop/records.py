@@ -49,7 +49,8 @@ class Judged:
 
     Attributes:
         rewards_per_func: (A, F), NaN where a reward does not apply, or any of the sample's rewards failed.
-        failed: (A,) bool, whether any did. raw_scores: (A,), the weighted sum; NaN where a completion is not scored.
+        failed: (A, F) bool. failures: a message for each reward that failed in this process.
+        raw_scores: (A,), the weighted sum; NaN where a completion is not scored.
         scores: (A,), the same minus the penalty for a missing end.
     """
 
@@ -58,6 +59,7 @@ class Judged:
     failed: torch.Tensor
     raw_scores: torch.Tensor
     scores: torch.Tensor
+    failures: list[str]
 
 
 @dataclass

@@ -48,33 +48,32 @@ class Rewarder:
         self.missing_eos_penalty, self.form, self.clip = missing_eos_penalty, normalize, clip
         self.tells_forced = tells_forced
         self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
-        self._messages: list[str] = []
 
     def judge(self, found: Completions) -> Judged:
         """Rewards and scores; a sample with any failed reward is not scored."""
         rows = found.rows
         if self.tells_forced:
             rows = [row | {"thinking_forced": span is not None} for row, span in zip(rows, found.forced, strict=True)]
-        self._messages.clear()
+        failures: list[str] = []
         for guarded in self.trainer.reward_funcs:
             if isinstance(guarded, GuardedReward):
-                guarded.report = self._messages.append
+                guarded.report = failures.append
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices), _mute("All reward functions returned None"):  # a reward may seed
             rewards = self.trainer._calculate_rewards(rows, found.prompts, found.texts, found.completion_ids)  # (A, F)
-        failed = rewards.isinf().any(dim=1)  # (A,)
-        rewards = rewards.masked_fill(failed[:, None], torch.nan)
+        failed = rewards.isinf()
+        rewards = rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
         weights = self.trainer.reward_weights.to(rewards.device)
         raw_scores = combine_rewards(rewards, weights)  # (A,)
         over = ~raw_scores.isfinite() & ~rewards[:, weights != 0].isnan().all(dim=1)
         if over.any():
-            self._messages += overflowing(rewards.tolist(), weights.tolist(), self.trainer.reward_func_names)[:1]
-            failed, rewards = failed | over, rewards.masked_fill(over[:, None], torch.nan)
-        raw_scores = scores = raw_scores.masked_fill(failed, torch.nan)
+            failures += overflowing(rewards.tolist(), weights.tolist(), self.trainer.reward_func_names)[:1]
+            failed, rewards = failed | over[:, None], rewards.masked_fill(over[:, None], torch.nan)
+        raw_scores = scores = raw_scores.masked_fill(failed.any(dim=1), torch.nan)
         if self.missing_eos_penalty is not None:
             cut = torch.tensor(found.truncated, device=scores.device)
             scores = raw_scores - self.missing_eos_penalty * self.parallel.gather(cut).float()
-        return Judged(found, rewards, failed, raw_scores, scores)
+        return Judged(found, rewards, failed, raw_scores, scores, failures)
 
     def normalize(self, scores: torch.Tensor, training: bool) -> torch.Tensor:
         """Scores (A,) after `normalize_rewards` and `reward_clip_range`."""
@@ -86,26 +85,25 @@ class Rewarder:
             scores = standardize(scores, eps=1e-8)
         return scores.clamp(*self.clip) if self.clip else scores
 
-    def watch(self, share: float) -> None:
+    def watch(self, share: float, failures: list[str]) -> None:
         """Report rewards that failed in a training rollout.
 
         Args:
-            share: of all processes' samples with a failed reward, 0 to 1.
+            share: of all processes' samples with a failed reward, 0 to 1. failures: as in `Judged`.
 
         Raises:
             RewardError: too many failed in too many rollouts in a row; a checkpoint is saved first.
         """
-        messages = self._messages
-        if share and not messages:
-            messages = ["a reward model returned infinity, or a reward failed in another process"]
-        self.failures.observe(share, messages)
+        if share and not failures:
+            failures = ["a reward model returned infinity, or a reward failed in another process"]
+        self.failures.observe(share, failures)
         if self.failures.exceeded:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
             raise RewardError(
                 f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = "
                 f"{self.failures.limit:.0%} in {self.failures.patience} generation batches in a row, so training "
                 f"stopped. The state is saved in {self.trainer.args.output_dir}; fix the reward and resume. A failure: "
-                f"{' | '.join(messages)}"
+                f"{' | '.join(failures)}"
             )
 
 

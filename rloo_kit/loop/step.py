@@ -96,10 +96,10 @@ class RLOOStep:
         judged = self.judge(rows)
         if model.training and self.settings.resample_rounds:
             judged = self.replace_tied(judged)
-        failed_share = judged.failed.float().mean().item()
+        failed_share = judged.failed.any(dim=1).float().mean().item()
         self.recorder.count("rewards/failed_ratio", failed_share)
         if model.training:
-            self.rewarder.watch(failed_share)
+            self.rewarder.watch(failed_share, judged.failures)
         batch = self.lay_out(judged, model.training)
         if leave_open and model.training and self.settings.advantage.beta and self.settings.scores_first is None:
             batch.kl = batch.zeros()

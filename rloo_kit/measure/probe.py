@@ -39,13 +39,12 @@ NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe rollout: a `batch` of whole groups, seconds of sampling and judging, messages of failed rewards."""
+    """A probe rollout: a `batch` of whole groups, seconds of sampling and judging, the names of its rewards."""
 
     batch: RolloutBatch
     sample_s: float
     judge_s: float
-    failures: list[str]
-    failed_by: dict[str, int]
+    rewards: list[str]
 
 
 def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, Any]]:
@@ -75,14 +74,7 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, t
     sampled = time.monotonic()
     judged = step.rewarder.judge(found)
     judge_s = time.monotonic() - sampled
-    guards = dict(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
-    return Probe(
-        step.lay_out(judged, training=True),
-        sampled - started,
-        judge_s,
-        [text for guarded in guards.values() for text in getattr(guarded, "failures", [])[:1]],
-        {name: sum(getattr(guarded, "failed", [])) for name, guarded in guards.items()},
-    )
+    return Probe(step.lay_out(judged, training=True), sampled - started, judge_s, list(trainer.reward_func_names))
 
 
 def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:
@@ -99,13 +91,13 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
         measures.closed, measures.think_end_id = sum(own) / len(own), end_id
         measures.forced = sum(span is not None for span in found.forced) / len(own)
         measures.thinking_tokens = Spread.of([ids.index(end_id) if end_id in ids else len(ids) for ids in ids_of])
-    for column, (name, failed) in enumerate(probe.failed_by.items()):
+    for column, name in enumerate(probe.rewards):
         rewards = judged.rewards_per_func[:, column]
         differs = int((~tied_groups(rewards, size)).sum())
-        measures.rewards[name] = RewardFound(rewards.nanmean().item(), differs, failed)
+        measures.rewards[name] = RewardFound(rewards.nanmean().item(), differs, int(judged.failed[:, column].sum()))
     is_trained = torch.tensor([bool(mask.any()) for mask in batch.mask], device=batch.scores.device)
     measures.signal = int((~tied_groups(batch.scores, size) & is_trained.view(-1, size).any(dim=1)).sum())
-    answers = find_answer_column(judged.rewards_per_func, list(probe.failed_by))
+    answers = find_answer_column(judged.rewards_per_func, probe.rewards)
     if answers is not None:
         shares = (answers == 1.0).view(-1, size).float().mean(dim=1).tolist()
         measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size).ends
@@ -132,11 +124,11 @@ def find_rollout_faults(
 ) -> Iterator[Problem]:
     """Problems shown by the completions and their rewards. Errors only for what few completions cannot show by chance:
     no group of the second, wider draw (`is_unsure`) has a signal, or the thinking does not fit."""
-    count, failed = len(probe.batch), probe.batch.judged.failed.float().mean().item()
+    count, failed = len(probe.batch), probe.batch.judged.failed.any(dim=1).float().mean().item()
     if failed:
         limit = run.run.max_reward_failure_share
         found = f"rewards failed for {failed:.0%} of {count} completions"
-        fix = f"fix the reward. A failure: {' | '.join(probe.failures) or 'infinity'}"
+        fix = f"fix the reward. A failure: {' | '.join(probe.batch.judged.failures) or 'infinity'}"
         level = "error" if failed > limit else "warning"
         yield Problem("rewards", found, fix, f"run.max_reward_failure_share={limit:g}", level)
     ids, end_id = probe.batch.judged.completions.completion_ids, policy.tags.end_id
@@ -184,7 +176,7 @@ def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) 
     """Why no group has a signal."""
     count, rate = len(probe.batch), measures.pass_rate
     name, bound, fix = "rollout", wilson(0.0, count).high or 0.0, _advise(rate)
-    columns = zip(probe.failed_by, probe.batch.judged.rewards_per_func.T.tolist(), strict=True)
+    columns = zip(probe.rewards, probe.batch.judged.rewards_per_func.T.tolist(), strict=True)
     earned = {reward: [value for value in values if value == value] for reward, values in columns}
     if probe.batch.scores.isnan().all():
         name, why, fix = "rewards", f"no reward scored any of {count} completions", "fix rewards"
