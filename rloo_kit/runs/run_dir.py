@@ -89,6 +89,8 @@ class RunDir:
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
 
+    # ------------------------------------------------------------------------------------------------ open
+
     @classmethod
     def create(cls, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> "RunDir":
         """Open the folder of `run` for writing, and record its configuration and versions.
@@ -151,34 +153,14 @@ class RunDir:
         else:
             self._delete_run()
             self.id = uuid4().hex[:12]
-        self._describe_run()
-        self._ended = self._read_status() if resume else {}
-        self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
-        _open[self] = threading.current_thread()
-
-    def _refuse_odd_files(self) -> None:
-        for path in (self.folder / name for name in ("adapter", "best")):
-            if path.is_symlink():  # it is replaced as a whole
-                raise SetupError(
-                    f"{path} is a link: replace it with a folder. checkpoints/ may be a link to a larger disk, and "
-                    "run.output_dir moves everything"
-                )
-        for path in (self.folder / name for name in FILES):
-            if path.exists() and not path.is_file():
-                raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
-
-    def _describe_run(self) -> None:
         self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._written}")
         self.write_json("versions.json", describe_versions())
         for name, content in self._families.items():
             (self.folder / KEPT_FAMILIES).mkdir(exist_ok=True)
             write_bytes(self.folder / KEPT_FAMILIES / name, content)
-
-    def _never_began(self) -> bool:
-        """Whether the run failed before its first step (a mistyped model): there is nothing to resume."""
-        began = (*self.folder.glob("checkpoints/*"), *self.folder.glob("metrics.jsonl"), *self.folder.glob("rollouts*"))
-        status = self.status()
-        return bool(self.id) and status.get("state") == "failed" and not status.get("step") and not began
+        self._ended = self._read_status() if resume else {}
+        self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
+        _open[self] = threading.current_thread()
 
     def _check(self, resume: bool, overwrite: bool) -> None:
         """The refusals of `create` that need no lock, before anything is touched."""
@@ -206,72 +188,22 @@ class RunDir:
                 "another name with run.name=..."
             )
 
-    def _find_place(self) -> None:
-        """Choose the checkpoint to continue from, refuse a configuration that differs, and set damaged ones aside."""
-        folder = self.folder / "checkpoints"
-        self.resumes_from, damaged = find_whole(folder, self.id)
-        step = self.resumes_from.step if self.resumes_from else 0
-        if self.resumes_from is None and damaged:
-            reasons = "".join(f"\n  {path.name}: {damage}" for path, damage in damaged.items())
-            raise RunNotFoundError(
-                f"none of the checkpoints in {folder} is intact:{reasons}\nrestore one from a copy, or start over with "
-                "--overwrite or run.name=..."
-            )
-        if self.resumes_from is None and self._has_saved():
-            raise RunNotFoundError(
-                f"the run in {self.folder} has saved checkpoints, but there is no checkpoint in {folder}: restore them "
-                "(is a disk not mounted?), or start over with --overwrite or run.name=..."
-            )
-        self._refuse_changes()
-        for path, damage in damaged.items():
-            number = path.name.rpartition("-")[2]
-            if number.isdecimal() and int(number) > step:  # else the run does not reach that step again
-                say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
+    def _never_began(self) -> bool:
+        """Whether the run failed before its first step (a mistyped model): there is nothing to resume."""
+        began = (*self.folder.glob("checkpoints/*"), *self.folder.glob("metrics.jsonl"), *self.folder.glob("rollouts*"))
+        status = self.status()
+        return bool(self.id) and status.get("state") == "failed" and not status.get("step") and not began
 
-    def _has_saved(self) -> bool:
-        status = self._read_status()
-        trained = status.get("step") or self.read_metrics()
-        return bool(status.get("saved") or (trained and (self.folder / "adapter").exists()))
-
-    def _refuse_changes(self) -> None:
-        """Refuse a configuration or a number of processes that differs from the checkpoint's, or task families that
-        differ from the folder's."""
-        for name, content in self._families.items():
-            kept = self.folder / KEPT_FAMILIES / name
-            if kept.is_file() and kept.read_bytes() != content:
-                raise ConfigError(
-                    f"{name} is not what the run in {self.folder} started with, which is {kept}: put that back, or "
-                    "start over with --overwrite or run.name=..."
+    def _refuse_odd_files(self) -> None:
+        for path in (self.folder / name for name in ("adapter", "best")):
+            if path.is_symlink():  # it is replaced as a whole
+                raise SetupError(
+                    f"{path} is a link: replace it with a folder. checkpoints/ may be a link to a larger disk, and "
+                    "run.output_dir moves everything"
                 )
-        saved, now, known = self.resumes_from, count_processes(), read_object(self.folder / INPUTS)
-        by_content = (["data", "rewards"] if known else []) + (["model"] if BASE in known else [])
-        if saved is None:  # nothing is trained yet
-            with suppress(OSError, UnicodeDecodeError):
-                began = (self.folder / "config.yaml").read_text(encoding="utf-8")
-                refuse_changes(began, self._written, self.folder, by_content)
-            return
-        refuse_changes(saved.config, self._config, self.folder, by_content)
-        if saved.processes != now:  # rollouts would have another size, and the position in the data would differ
-            before = saved.processes
-            how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
-            raise ConfigError(
-                f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would "
-                f"continue in {now}: start it {how}, or start over with --overwrite or run.name=..."
-            )
-
-    @property
-    def checkpoint_record(self) -> dict[str, Any]:
-        """The run's entries in a checkpoint's manifest; see `checkpoints.seal`."""
-        return {"run": self.id, "config": self._config, "processes": count_processes()}
-
-    def _take_lock(self) -> None:
-        try:
-            self._lock = lock_folder(self.folder)
-        except BlockingIOError:
-            raise RunExistsError(
-                f"{self.folder} is being written by another process ({self.status().get('pid', 'unknown')}): wait for "
-                "it, stop it, or choose another name with run.name=..."
-            ) from None
+        for path in (self.folder / name for name in FILES):
+            if path.exists() and not path.is_file():
+                raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
 
     def _delete_run(self) -> None:
         """Delete the old run's files. Its configuration, with the id, stays until the new one replaces it, so that an
@@ -290,61 +222,16 @@ class RunDir:
                 (self.folder / name).unlink(missing_ok=True)
         Rollouts(self.folder).delete()
 
-    def close(self) -> None:
-        """Release the folder; a second call does nothing."""
-        _open.pop(self, None)
-        self._signals.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+    # ------------------------------------------------------------------------------------------------ lock and id
 
-    def __enter__(self) -> "RunDir":
-        self._signals.enter_context(handle_signals(() if is_distributed() else FROM_OUTSIDE, interrupt))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        is_lost = self._is_lost()
+    def _take_lock(self) -> None:
         try:
-            if error is not None and not is_lost:
-                with suppress(OSError):  # a full disk; the original error matters more
-                    self._record_error(error)
-        finally:
-            self.close()
-        if error is None or isinstance(error, RlooKitError):
-            return
-        if is_lost and isinstance(error, OSError):
-            raise self._make_lost_error() from error
-        if is_disk_full(error):
-            raise SetupError(self._explain_full_disk(error)) from error
-        if isinstance(error, OSError) and str(error.filename).startswith(f"{self.folder}{os.sep}"):
-            why = f"{error.filename}: {error.strerror or error}"
-            raise SetupError(f"a file of the run is unusable ({why}); move it away, then resume: {self.resume_command}")
-
-    def _explain_full_disk(self, error: BaseException) -> str:
-        last = self.last_checkpoint()
-        kept = f"the checkpoint of step {last.step}" if last else "no checkpoint yet"
-        return (
-            f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))}). {self.folder} "
-            f"has {kept}; free some space, then resume: {self.resume_command}"
-        )
-
-    def _record_error(self, error: BaseException) -> None:
-        """Record how the run ended; a refused resume leaves the record of its end. If only another process failed, the
-        main one hangs, so that process records it."""
-        interrupted = isinstance(error, KeyboardInterrupt)
-        if not self.writes:
-            if interrupted:
-                return
-            time.sleep(SECONDS_FOR_MAIN)
-        if self.status().get("state") == "running":
-            if isinstance(error, RlooKitError) and self._ended.get("state") in ("finished", "interrupted"):
-                write_json(self.folder / "status.json", self._ended)
-                return
-            text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "))
-            text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
-            self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
-
-    # ------------------------------------------------------------------------------------------------ its files
+            self._lock = lock_folder(self.folder)
+        except BlockingIOError:
+            raise RunExistsError(
+                f"{self.folder} is being written by another process ({self.status().get('pid', 'unknown')}): wait for "
+                "it, stop it, or choose another name with run.name=..."
+            ) from None
 
     def check_there(self) -> None:
         """Raise RunNotFoundError if the folder that this process opened was removed, or replaced by another run's."""
@@ -362,42 +249,7 @@ class RunDir:
         """Whether this process has opened the folder, and it is not there any more."""
         return self.writes and bool(self._config) and _id_in(self.folder) != self.id
 
-    def __truediv__(self, name: str) -> Path:
-        return self.folder / name
-
-    def write_text(self, name: str, text: str) -> Path:
-        """Replace a file atomically: a reader sees the old text or the new one, even after a crash."""
-        return write_text(self.folder / name, text) if self.writes else self.folder / name
-
-    def write_json(self, name: str, value: Any) -> Path:
-        """`write_text` of `value` as JSON; NaN and infinities become null."""
-        return write_json(self.folder / name, value) if self.writes else self.folder / name
-
-    def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Append one line per row in a single write, so that a crash loses none of them."""
-        if not self.writes:
-            return
-        self.check_there()
-        append_rows(self.folder / name, rows)
-
-    def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Replace a JSONL file atomically with these rows."""
-        if self.writes:
-            write_bytes(self.folder / name, to_lines(rows))
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl` that this run wrote, in step order: `step`, and numbers or None."""
-        rows = [row for row in self.read_jsonl("metrics.jsonl") if is_count(row.get("step"))]
-        mine = [
-            {key: value for key, value in row.items() if key == "run" or value is None or is_number(value)}
-            for row in rows
-            if row.get("run", "") == self.id
-        ]
-        return sorted(mine, key=lambda row: row["step"])
-
-    def read_jsonl(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a JSONL file: every line that is a JSON object."""
-        return list(read_rows(self.folder / name))
+    # ------------------------------------------------------------------------------------------------ status
 
     def status(self) -> dict[str, Any]:
         """`status.json`; empty without a run. If the file is lost or damaged, the state is "interrupted" at the step of
@@ -439,6 +291,64 @@ class RunDir:
         """The newest checkpoint of this run; its files are checked on a resume."""
         return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
 
+    # ------------------------------------------------------------------------------------------------ resume
+
+    def _find_place(self) -> None:
+        """Choose the checkpoint to continue from, refuse a configuration that differs, and set damaged ones aside."""
+        folder = self.folder / "checkpoints"
+        self.resumes_from, damaged = find_whole(folder, self.id)
+        step = self.resumes_from.step if self.resumes_from else 0
+        if self.resumes_from is None and damaged:
+            reasons = "".join(f"\n  {path.name}: {damage}" for path, damage in damaged.items())
+            raise RunNotFoundError(
+                f"none of the checkpoints in {folder} is intact:{reasons}\nrestore one from a copy, or start over with "
+                "--overwrite or run.name=..."
+            )
+        status = self._read_status()
+        trained = status.get("step") or self.read_metrics()
+        has_saved = status.get("saved") or (trained and (self.folder / "adapter").exists())
+        if self.resumes_from is None and has_saved:
+            raise RunNotFoundError(
+                f"the run in {self.folder} has saved checkpoints, but there is no checkpoint in {folder}: restore them "
+                "(is a disk not mounted?), or start over with --overwrite or run.name=..."
+            )
+        self._refuse_changes()
+        for path, damage in damaged.items():
+            number = path.name.rpartition("-")[2]
+            if number.isdecimal() and int(number) > step:  # else the run does not reach that step again
+                say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
+
+    def _refuse_changes(self) -> None:
+        """Refuse a configuration or a number of processes that differs from the checkpoint's, or task families that
+        differ from the folder's."""
+        for name, content in self._families.items():
+            kept = self.folder / KEPT_FAMILIES / name
+            if kept.is_file() and kept.read_bytes() != content:
+                raise ConfigError(
+                    f"{name} is not what the run in {self.folder} started with, which is {kept}: put that back, or "
+                    "start over with --overwrite or run.name=..."
+                )
+        saved, now, known = self.resumes_from, count_processes(), read_object(self.folder / INPUTS)
+        by_content = (["data", "rewards"] if known else []) + (["model"] if BASE in known else [])
+        if saved is None:  # nothing is trained yet
+            with suppress(OSError, UnicodeDecodeError):
+                began = (self.folder / "config.yaml").read_text(encoding="utf-8")
+                refuse_changes(began, self._written, self.folder, by_content)
+            return
+        refuse_changes(saved.config, self._config, self.folder, by_content)
+        if saved.processes != now:  # rollouts would have another size, and the position in the data would differ
+            before = saved.processes
+            how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
+            raise ConfigError(
+                f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would "
+                f"continue in {now}: start it {how}, or start over with --overwrite or run.name=..."
+            )
+
+    @property
+    def checkpoint_record(self) -> dict[str, Any]:
+        """The run's entries in a checkpoint's manifest; see `checkpoints.seal`."""
+        return {"run": self.id, "config": self._config, "processes": count_processes()}
+
     def drop_results(self, *others: str) -> None:
         """Delete results of an earlier end of the run, and `others`, which are out of date once it continues."""
         self._ended = {}
@@ -457,6 +367,98 @@ class RunDir:
             if (self.folder / name).exists():
                 self.replace_jsonl(name, [row for row in self.read_jsonl(name) if (row_step(row) or 0) <= step])
         Rollouts(self.folder).cut(step)
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Replace a file atomically: a reader sees the old text or the new one, even after a crash."""
+        return write_text(self.folder / name, text) if self.writes else self.folder / name
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """`write_text` of `value` as JSON; NaN and infinities become null."""
+        return write_json(self.folder / name, value) if self.writes else self.folder / name
+
+    def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Append one line per row in a single write, so that a crash loses none of them."""
+        if not self.writes:
+            return
+        self.check_there()
+        append_rows(self.folder / name, rows)
+
+    def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Replace a JSONL file atomically with these rows."""
+        if self.writes:
+            write_bytes(self.folder / name, to_lines(rows))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl` that this run wrote, in step order: `step`, and numbers or None."""
+        rows = [row for row in self.read_jsonl("metrics.jsonl") if is_count(row.get("step"))]
+        mine = [
+            {key: value for key, value in row.items() if key == "run" or value is None or is_number(value)}
+            for row in rows
+            if row.get("run", "") == self.id
+        ]
+        return sorted(mine, key=lambda row: row["step"])
+
+    def read_jsonl(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a JSONL file: every line that is a JSON object."""
+        return list(read_rows(self.folder / name))
+
+    # ------------------------------------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Release the folder; a second call does nothing."""
+        _open.pop(self, None)
+        self._signals.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> "RunDir":
+        self._signals.enter_context(handle_signals(() if is_distributed() else FROM_OUTSIDE, interrupt))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        is_lost = self._is_lost()
+        try:
+            if error is not None and not is_lost:
+                with suppress(OSError):  # a full disk; the original error matters more
+                    self._record_error(error)
+        finally:
+            self.close()
+        if error is None or isinstance(error, RlooKitError):
+            return
+        if is_lost and isinstance(error, OSError):
+            raise self._make_lost_error() from error
+        if is_disk_full(error):
+            last = self.last_checkpoint()
+            kept = f"the checkpoint of step {last.step}" if last else "no checkpoint yet"
+            raise SetupError(
+                f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))}). "
+                f"{self.folder} has {kept}; free some space, then resume: {self.resume_command}"
+            ) from error
+        if isinstance(error, OSError) and str(error.filename).startswith(f"{self.folder}{os.sep}"):
+            why = f"{error.filename}: {error.strerror or error}"
+            raise SetupError(f"a file of the run is unusable ({why}); move it away, then resume: {self.resume_command}")
+
+    def _record_error(self, error: BaseException) -> None:
+        """Record how the run ended; a refused resume leaves the record of its end. If only another process failed, the
+        main one hangs, so that process records it."""
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not self.writes:
+            if interrupted:
+                return
+            time.sleep(SECONDS_FOR_MAIN)
+        if self.status().get("state") == "running":
+            if isinstance(error, RlooKitError) and self._ended.get("state") in ("finished", "interrupted"):
+                write_json(self.folder / "status.json", self._ended)
+                return
+            text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "))
+            text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
+            self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
 
 
 def _read_families(run: RunConfig) -> dict[str, bytes]:
