@@ -49,41 +49,16 @@ def test_one_bad_sample_does_not_cost_its_siblings() -> None:
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "good"])
-def test_what_is_no_finite_number_fails_its_sample(value: Any) -> None:
-    """Guards against TRL reading NaN as "does not apply" and infinity as 3.4e38, and against verdicts in words."""
-    guarded = guard(lambda **batch: [0.5, value, 1.5])
-    assert (found := guarded.score(**BATCH)).values == [0.5, None, 1.5]
-    assert found.failed == [False, True, False]
-    assert f"it returned {value!r}; a reward is" in found.failures[0]
+NO_NUMBERS = [
+    *(math.nan, math.inf, -math.inf),  # TRL reads NaN as "does not apply" and infinity as 3.4e38
+    *("good", "1", b"1", numpy.str_("1"), numpy.array(["1"])),  # float("1") trained on texts
+    *(1 + 0j, [0.5], torch.tensor([1.0, 2.0]), object(), Decimal("sNaN")),  # their conversion raises anything
+    *(1e39, -(10**400), Decimal("1e39"), numpy.float64(3.5e38), torch.tensor(1e200).double() * 1e200),  # beyond float32
+]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "1",
-        b"1",
-        numpy.str_("1"),
-        numpy.array(["1"]),
-        1 + 0j,
-        [0.5],
-        torch.tensor([1.0, 2.0]),
-        object(),
-        Decimal("sNaN"),
-    ],
-)
-def test_a_text_or_a_structure_is_no_number(value: Any) -> None:
-    """Guards against float("1"), which trained on texts, and against values whose conversion raises anything."""
-    guarded = guard(lambda **batch: [0.5, value, 1.5])
-    assert (found := guarded.score(**BATCH)).values == [0.5, None, 1.5]
-    assert found.failed == [False, True, False]
-    assert "sample 1" in found.failures[0] and "a reward is a number or None" in found.failures[0]
-
-
-@pytest.mark.parametrize(
-    "value", [1e39, -1e39, 10**400, Decimal("1e39"), numpy.float64(3.5e38), torch.tensor(1e200).double() * 1e200]
-)
-def test_what_overflows_float32_is_refused_like_infinity(value: Any) -> None:
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: str(value)[:12])
+def test_what_is_no_finite_float32_fails_its_sample(value: Any) -> None:
     """Rewards are float32 in the loop: 1e39 was infinity there, and no message named the reward."""
     guarded = guard(lambda **batch: [3.4e38, value, None])
     assert (found := guarded.score(**BATCH)).values == [3.4e38, None, None]
@@ -120,55 +95,43 @@ class Odd:
         return iter(["a", "b"])
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        ({"a": 0.1, "b": 0.2, "c": 0.3}, "it returned dict"),
-        ({0: 0.1, 1: 0.2, 2: 0.3}, "it returned dict"),
-        ({0.1, 0.2, 0.3}, "it returned set"),
-        (frozenset({0.1, 0.2, 0.3}), "it returned frozenset"),
-        ({0: 1, 1: 1, 2: 1}.keys(), "it returned dict_keys"),
-        ("111", "it returned the text '111'"),
-        (b"111", "it returned the text b'111'"),
-        (bytearray(b"111"), "it returned the text"),
-        (Odd(), "it returned 2 rewards for 3 completions"),
-    ],
-)
-def test_what_is_no_list_fails_the_batch(result: Any, words: str) -> None:
-    """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order."""
-    guarded = guard(lambda **batch: result)
-    assert (found := guarded.score(**BATCH)).values == [None] * 3 and found.failed == [True] * 3
-    (failure,) = found.failures
-    assert failure.startswith("reward '<lambda>' failed on samples 0 to 2: ") and words in failure
-    assert "one per completion" in failure
+NO_LISTS = [
+    ({"a": 0.1, "b": 0.2, "c": 0.3}, "it returned dict"),
+    ({0.1, 0.2, 0.3}, "it returned set"),
+    (frozenset({0.1, 0.2, 0.3}), "it returned frozenset"),
+    ({0: 1, 1: 1, 2: 1}.keys(), "it returned dict_keys"),
+    ("111", "it returned the text '111'"),
+    (b"111", "it returned the text b'111'"),
+    (bytearray(b"111"), "it returned the text"),
+    (Odd(), "it returned 2 rewards for 3 completions"),
+    ([1.0], "it returned 1 rewards for 3 completions"),
+    (1.0, "it returned float; it must return a list of 3 rewards"),
+    (None, "it returned NoneType"),
+]
 
 
-def test_a_scorers_dict_or_text_fails_the_batch() -> None:
-    """`get_rewards` was read on its own, before the guard could see what came."""
+@pytest.mark.parametrize("kind", ["function", "async", "get_rewards"])
+@pytest.mark.parametrize(("result", "words"), NO_LISTS)
+def test_what_is_no_list_fails_the_batch(kind: str, result: Any, words: str) -> None:
+    """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order; in each kind of
+    reward."""
+
+    async def later(completions: list[str]) -> Any:
+        return result
 
     class Server:
-        def __init__(self, result: Any) -> None:
-            self.result = result
-
         def get_rewards(self, prompts: list[str], completions: list[str]) -> Any:
-            return self.result
+            return result
 
-    for result, words in (({"a": 1, "b": 2, "c": 3}, "dict"), ("111", "the text '111'"), ({1, 2, 3}, "set")):
-        guarded = guard(Server(result))
-        assert (found := guarded.score(**BATCH)).values == [None] * 3 and f"it returned {words}" in found.failures[0]
-    assert guard(Server(torch.tensor([1, 2, 3])))(**BATCH) == [1.0, 2.0, 3.0]
+    found = guard({"function": lambda **batch: result, "async": later, "get_rewards": Server()}[kind]).score(**BATCH)
+    assert found.values == [None] * 3 and found.failed == [True] * 3
+    (failure,) = found.failures
+    assert "failed on samples 0 to 2: " in failure and words in failure and "one per completion" in failure
 
 
-def test_async_results_are_read_the_same() -> None:
-    """Guards against a second path for async rewards; and a coroutine from a sync function is named as such."""
-
-    async def counted(completions: list[str]) -> Any:
-        return dict.fromkeys(completions, 1.0)
-
-    guarded = guard(counted)
-    assert (found := guarded.score(**BATCH)).values == [None] * 3 and "it returned dict" in found.failures[0]
-    guarded = guard(lambda completions: judge(completions))
-    assert (found := guarded.score(**BATCH)).values == [None] * 3
+def test_a_coroutine_of_a_function_that_is_not_async_is_named() -> None:
+    found = guard(lambda completions: judge(completions)).score(**BATCH)
+    assert found.values == [None] * 3
     assert "it returned a coroutine" in found.failures[0] and "async def" in found.failures[0]
 
 
@@ -199,23 +162,6 @@ def test_a_sum_beyond_float32_is_named() -> None:
     found = overflowing(rows, [10.0, 1.0], ["a", "b"])
     assert [message.split(" is beyond")[0][-8:] for message in found] == [f"sample {i}" for i in (1, 2, 4, 5)]
     assert found[1].endswith(": a 3e+38 x 10")
-
-
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        ([1.0], "it returned 1 rewards for 3 completions; it must return one per completion"),
-        (1.0, "it returned float; it must return a list of 3 rewards, one per completion"),
-        (None, "it returned NoneType"),
-    ],
-)
-def test_the_wrong_number_of_rewards_fails_the_batch(result: Any, words: str) -> None:
-    """Guards against rewards that land on other samples than their own."""
-    guarded = guard(lambda **batch: result)
-    assert (found := guarded.score(**BATCH)).values == [None] * 3
-    assert found.failed == [True] * 3
-    assert found.failures[0].startswith("reward '<lambda>' failed on samples 0 to 2: ")
-    assert words in found.failures[0]
 
 
 def test_a_reward_that_always_raises_fails_every_sample() -> None:
