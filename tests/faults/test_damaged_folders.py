@@ -4,10 +4,12 @@ RLOO_KIT_DAMAGED sets the number of folders (20; the long run is 500).
 """
 
 import contextlib
+import gzip
 import json
 import os
 import random
 import shutil
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -54,12 +56,16 @@ def damage(path: Path, generator: random.Random) -> str:
         ["text", "cut", "zero", "flip", "delete", "folder", "link", "value", "value", "value", "line"]
     )
     if way in ("value", "line"):
-        lines = data.split(b"\n") if path.suffix == ".jsonl" else [data]
-        number = generator.randrange(len(lines))
-        with contextlib.suppress(ValueError):
+        open_file = gzip.open if path.suffix == ".gz" else open
+        with contextlib.suppress(ValueError, RecursionError, OSError, EOFError, zlib.error):  # damaged before
+            with open_file(path, "rb") as file:
+                content = file.read()
+            lines = content.split(b"\n") if ".jsonl" in path.name else [content]
+            number = generator.randrange(len(lines))
             changed = set_one(json.loads(lines[number]), generator)
             lines[number] = json.dumps(changed).encode() if way == "value" else generator.choice(TEXTS)
-            path.write_bytes(b"\n".join(lines))
+            with open_file(path, "wb") as file:
+                file.write(b"\n".join(lines))
             return way
         way = "text"
     if way in ("delete", "folder", "link"):
