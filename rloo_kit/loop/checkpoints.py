@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.collective import share, wait_for_all
+from rloo_kit.errors import shorten
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models.adapters import load_shards
@@ -98,17 +100,22 @@ def read_place(folder: str | None) -> StreamPlace | None:
     return StreamPlace(**found) if found else None
 
 
-def load_weights(trainer: Any, folder: Path) -> None:
+def load_weights(trainer: Any, folder: Path) -> bool:
     """Load the weights that `save_adapter` wrote to `folder` into the policy of `trainer`; all processes call this at
-    once."""
+    once. False, with a warning and the policy as it was, if they are damaged."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.rloo.parallel.kind == "shards":
-        load_shards(trainer.accelerator, policy, folder)
-    elif is_peft_model(policy):  # the trainer's own would drop the reference, which is not in the folder
-        policy.load_adapter(str(folder), "default", is_trainable=True)
-        policy.set_adapter("default")
-    else:
-        trainer._load_from_checkpoint(str(folder))
+    try:
+        if trainer.rloo.parallel.kind == "shards":
+            load_shards(trainer.accelerator, policy, folder)
+        elif is_peft_model(policy):  # the trainer's own would drop the reference, which is not in the folder
+            policy.load_adapter(str(folder), "default", is_trainable=True)
+            policy.set_adapter("default")
+        else:
+            trainer._load_from_checkpoint(str(folder))
+    except (SafetensorError, OSError, ValueError) as error:
+        say(f"WARNING: the weights in {folder} are not used, because they are damaged ({shorten(str(error))})")
+        return False
+    return True
 
 
 def load_loop_state(rloo: RLOOStep, folder: Path) -> None:

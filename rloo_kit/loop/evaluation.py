@@ -233,8 +233,7 @@ class Evaluations(TrainerCallback):
             say(f"WARNING: {self.run_dir / BEST} is gone: adapter/ holds the weights of the last step")
             return None
         wait_for_all()
-        load_weights(self.trainer, self.run_dir / BEST)
-        return best.step
+        return best.step if load_weights(self.trainer, self.run_dir / BEST) else None
 
     def _stage(self, found: HeldOut) -> None:
         """Write the weights to a staging folder; `_publish` moves them into place once their checkpoint is complete."""
@@ -286,7 +285,8 @@ class Evaluations(TrainerCallback):
             return
         save_adapter(self.policy, current)
         wait_for_all()
-        load_weights(self.trainer, self.run_dir / BEST)
+        if not load_weights(self.trainer, self.run_dir / BEST):
+            return
         found = HeldOut(best.step, self._measure(f"at step {best.step}"))
         load_weights(self.trainer, current)
         self.history.observe(found)

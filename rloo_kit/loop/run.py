@@ -280,7 +280,8 @@ class _Training:
         return total is not None and self.checkpoint.step >= total
 
     def _load_weights(self) -> int | None:
-        """Load the weights that the run ended with; returns their step if they are those in adapter/, which stays."""
+        """Load the weights that the run ended with; returns their step if they are those in adapter/, which
+        then stays."""
         step = self.checkpoint.step
         self.trainer._load_from_checkpoint(str(self.checkpoint.folder))
         self.trainer.state.global_step = self.trainer.state.max_steps = step
@@ -296,8 +297,7 @@ class _Training:
         kept = share(read_object(self.run_dir / "adapter" / TRAINED))
         if (kept.get("run"), kept.get("steps_done")) != (self.run_dir.id, step):
             return None
-        load_weights(self.trainer, self.run_dir / "adapter")
-        return kept["step"]
+        return kept["step"] if load_weights(self.trainer, self.run_dir / "adapter") else None
 
     def _train(self) -> None:
         if self.run_dir.resumed:

@@ -10,7 +10,6 @@ from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 from rloo_kit.runs.run_dir import RunDir
 
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
@@ -95,7 +94,7 @@ def is_over(run: RunConfig) -> bool:
     made = (["before.json", "after.json"] if run.run.evaluate else []) + (["report.html"] if run.run.report else [])
     aside = {"run", "health"}
     is_same = saved.model_dump(exclude=aside) == run.model_dump(exclude=aside)
-    has_weights = any((run_dir / "adapter" / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG))
+    has_weights = any((run_dir / "adapter").glob("*.safetensors"))
     return is_same and has_weights and all((run_dir / name).is_file() for name in made)
 
 

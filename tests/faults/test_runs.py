@@ -86,6 +86,20 @@ def test_every_file_of_a_real_checkpoint_counts(reference, record):
            place.errors()[0], "the damaged checkpoint, renamed; the run resumes from the one before it")  # fmt: skip
 
 
+def test_a_damaged_adapter_of_a_finished_run_is_saved_again(reference, record):
+    """Two of 500 damaged folders ended in a traceback of safetensors."""
+    from tests.runs.test_run_dir import WAYS
+
+    for way in ("deleted", "truncated"):
+        place = reference.copy(way)
+        WAYS[way](place.run_folder / "adapter" / "adapter_model.safetensors")
+        (place.run_folder / "report.html").unlink()  # else nothing is left to do, and nothing is loaded
+        assert place.run("--resume") == 0, place.printed()
+        assert_equal(place.result(), reference.result())
+    record("the adapter of a finished run is truncated, and --resume", place, 0, place.errors()[0],
+           "everything; the adapter is saved again")  # fmt: skip
+
+
 def test_an_emptied_status_is_rebuilt(reference, record):
     """A write that was cut off, or a full disk, can leave status.json empty."""
     place = reference.copy("emptied")
