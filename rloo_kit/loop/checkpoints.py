@@ -108,7 +108,7 @@ def load_weights(trainer: Any, folder: Path) -> bool:
         if trainer.rloo.parallel.kind == "shards":
             load_shards(trainer.accelerator, policy, folder)
         elif is_peft_model(policy):  # the trainer's own would drop the reference, which is not in the folder
-            policy.load_adapter(str(folder), "default", is_trainable=True)
+            policy.load_adapter(str(folder.absolute()), "default", is_trainable=True)  # never a name on the hub
             policy.set_adapter("default")
         else:
             trainer._load_from_checkpoint(str(folder))
