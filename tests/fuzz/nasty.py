@@ -112,8 +112,8 @@ PLAIN_VALUES: list[Any] = [
 ]  # fmt: skip
 PYTHON_VALUES: list[Any] = [
     *PLAIN_VALUES, float("nan"), float("inf"), -float("inf"), b"", b"\xff\xfe", bytearray(b"x"), (1, 2), {1, 2},
-    frozenset({1}), 1j, range(3), object(), Rude(), Rude, len, ..., decimal.Decimal("1e999"), datetime.date(2026, 1, 1),
-    datetime.datetime(2026, 1, 1), datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1), OBJECT,
+    frozenset({1}), 1j, range(3), object(), Rude(), object, len, ..., decimal.Decimal("1e999"), datetime.date.min,
+    datetime.datetime.min, datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1), OBJECT,
     {1: 2}, {None: 1}, {(1, 2): 3}, {b"x": 1}, {1.5: 1, "1.5": 2}, [b"x", "x"], [1, "1"], nested(5), nested(300),
     nested(3_000), memoryview(b"x"), NotImplemented, CYCLIC_LIST, CYCLIC_DICT, iter([1]),
 ]  # fmt: skip

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rloo_kit.rollout.vllm_client import VllmClient
 from tests.fuzz.harness import Surface, check
 from tests.fuzz.nasty import json_values, mutated_json, texts
-from tests.rollout.test_vllm_client import CALLS, COMPLETION, MODELS, Scripted
+from tests.rollout.test_vllm_client import CALLS, COMPLETION, MODELS
+from tests.scripted_server import Scripted
 
 models, completions = (mutated_json(good, st.one_of(json_values(), texts())) for good in (MODELS, COMPLETION))
 cases = st.tuples(

@@ -9,11 +9,9 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +25,7 @@ from rloo_kit.notebook.kernel import Server, ServerError, find_runner, find_serv
 from rloo_kit.runs import files
 from rloo_kit.runs.files import saving
 from tests.notebooks.server import jupyter_lab, own_certificate
+from tests.scripted_server import Scripted
 
 TOKEN = "a-secret"
 
@@ -111,48 +110,19 @@ def test_the_names_of_a_failed_cell_stay(monkeypatch: pytest.MonkeyPatch) -> Non
 # ------------------------------------------------------------------------------------------------ Jupyter's server
 
 
-class Recorder:
-    """A program on a port: it keeps the headers of each request and answers `status`, `headers` and `body`."""
-
-    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
-        self.seen: list[dict[str, str]] = []
-        self.status, self.headers, self.body = 200, {}, b'{"execution_state": "idle"}'
-        recorder = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                recorder.seen.append(dict(self.headers))
-                self.send_response(recorder.status)
-                for name, value in recorder.headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(recorder.body)
-
-            do_DELETE = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                """Tests have enough to read."""
-
-        class OfEitherFamily(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
-        self.server = OfEitherFamily((address, port), Handler)
-        self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-
 @pytest.fixture
-def record() -> Iterator[Callable[..., Recorder]]:
-    made: list[Recorder] = []
+def listen() -> Iterator[Callable[..., Scripted]]:
+    """`listen(address, port)`: a server that has an idle kernel."""
+    made: list[Scripted] = []
 
-    def make(*arguments: Any) -> Recorder:
-        made.append(Recorder(*arguments))
+    def start(*arguments: Any) -> Scripted:
+        made.append(Scripted(*arguments))
+        made[-1].answer = lambda path: (200, {}, b'{"execution_state": "idle"}')
         return made[-1]
 
-    yield make
-    for recorder in made:
-        recorder.server.shutdown()
-        recorder.server.server_close()
+    yield start
+    for server in made:
+        server.stop()
 
 
 @pytest.fixture
@@ -168,7 +138,7 @@ def started_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     return write
 
 
-def test_a_real_server_until_it_ends(tmp_path, monkeypatch, started_by, record):
+def test_a_real_server_until_it_ends(tmp_path, monkeypatch, started_by, listen):
     """A server that was killed leaves its file; by now its port, or its number, may be another program's."""
     arguments = ["--ServerApp.base_url=/user/jo%40x.org/", *own_certificate(tmp_path)]
     with jupyter_lab(tmp_path / "lab", *arguments, token=TOKEN) as lab:
@@ -186,43 +156,43 @@ def test_a_real_server_until_it_ends(tmp_path, monkeypatch, started_by, record):
         lab.process.kill()
         lab.process.wait(20)
         port = int(lab.url.split(":")[2].partition("/")[0])
-        other = record("127.0.0.1", port)
+        other = listen("127.0.0.1", port)
         with pytest.raises(ServerError, match="cannot be read: NoSuchProcess"):
             find_server(connection_file)
     with subprocess.Popen(["sleep", "60"]) as process:
         with pytest.raises(ServerError, match=f"does not listen on port {port} of this machine's loopback"):
             find_server(started_by(port, process.pid))
         process.kill()
-    assert not other.seen
+    assert not other.requests
 
 
 @pytest.mark.parametrize(
     ("address", "called"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")]
 )
-def test_a_server_is_called_on_loopback_where_it_listens(address, called, started_by, record):
+def test_a_server_is_called_on_loopback_where_it_listens(address, called, started_by, listen):
     """127.0.0.1 may be another program's where a server listens on `::` alone."""
     try:
-        recorder = record(address)
+        server = listen(address)
     except OSError:
         pytest.skip("no IPv6 here")
-    server = find_server(started_by(recorder.port, base_url="/user/me/"))
-    assert server is not None and server.url == f"http://{called}:{recorder.port}/user/me/api/kernels/an-id"
-    assert server.ask("GET") == {"execution_state": "idle"}
-    assert [headers["Authorization"] for headers in recorder.seen] == [f"token {TOKEN}"]
+    found = find_server(started_by(server.port, base_url="/user/me/"))
+    assert found is not None and found.url == f"http://{called}:{server.port}/user/me/api/kernels/an-id"
+    assert found.ask("GET") == {"execution_state": "idle"}
+    assert [headers["Authorization"] for headers in server.headers] == [f"token {TOKEN}"]
 
 
-def test_no_other_machine_or_user_gets_the_token(started_by, record):
+def test_no_other_machine_or_user_gets_the_token(started_by, listen):
     """`jupyter lab --ip=...` listens to everybody there, in plain text; another user may own the port by now."""
     outside = [one.address for found in psutil.net_if_addrs().values() for one in found if one.family == socket.AF_INET]
     for address in (one for one in outside if not one.startswith("127.")):
-        recorder = record(address)
+        server = listen(address)
         with pytest.raises(ServerError, match="does not listen on port .* loopback"):
-            find_server(started_by(recorder.port))
-        assert not recorder.seen
+            find_server(started_by(server.port))
+        assert not server.requests
     if os.getuid() == 0:
         with subprocess.Popen(["sleep", "60"], user=12345, cwd="/") as process:
             with pytest.raises(ServerError, match="belongs to 12345"):
-                find_server(started_by(record().port, process.pid))
+                find_server(started_by(listen().port, process.pid))
             process.kill()
 
 
@@ -239,46 +209,41 @@ def test_a_kernel_that_no_server_started(started_by, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("status", [302, 307])
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_no_redirect_is_followed(record, status, method):
+def test_no_redirect_is_followed(listen, status, method):
     """The address that a redirect names would get the token too."""
-    first, second = record(), record()
-    first.status, first.headers = status, {"Location": f"http://127.0.0.1:{second.port}/"}
+    first, second = listen(), listen()
+    first.answer = lambda path: (status, {"Location": second.url}, b"")
     with pytest.raises(ServerError, match=f"answered {method} with {status}"):
-        Server(f"http://127.0.0.1:{first.port}/", TOKEN).ask(method)
-    assert [headers["Authorization"] for headers in first.seen] == [f"token {TOKEN}"]
-    assert not second.seen
+        Server(first.url, TOKEN).ask(method)
+    assert [headers["Authorization"] for headers in first.headers] == [f"token {TOKEN}"]
+    assert not second.requests
 
 
-def test_the_token_is_in_no_error(record):
+def test_the_token_is_in_no_error(listen):
     """The HTTP library's own error reads: Illegal header value b'token ...'. A traceback in a shared notebook would
     hand the server to every reader."""
-    recorder = record()
+    server = listen()
     for token in (f"{TOKEN}\n", f"{TOKEN}\r\nX: y", f"{TOKEN}ü"):
         with pytest.raises(ServerError, match="cannot be queried") as caught:
-            Server(f"http://127.0.0.1:{recorder.port}/", token).ask("GET")
+            Server(server.url, token).ask("GET")
         assert TOKEN not in str(caught.value)
-    assert not recorder.seen
+    assert not server.requests
     assert TOKEN not in repr(Server("http://127.0.0.1/", TOKEN))
 
 
-def test_what_is_no_jupyter_is_the_servers_error(record):
-    """A thread that waits for the end of the kernel died of it without a word. An SSH server answers, not in HTTP."""
-    recorder = record()
-    for body in (b"{", b"\xff", b"<html>"):
-        recorder.body = body
-        with pytest.raises(ServerError, match="cannot be queried: .*DecodeError"):
-            Server(f"http://127.0.0.1:{recorder.port}/").ask("GET")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def answer() -> None:
-            connection, _ = listening.accept()
-            connection.recv(2**16)
-            connection.sendall(b"SSH-2.0-x\x1b[2J\r\n\r\n")
-            connection.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(ServerError, match="cannot be queried: RemoteProtocolError"):
-            Server(f"http://127.0.0.1:{listening.getsockname()[1]}/").ask("GET")
+def test_what_is_no_jupyter_is_the_servers_error(listen):
+    """A thread that waits for the end of the kernel died of it without a word. An SSH server answers, too."""
+    server = listen()
+    for headers, body, error in (
+        ({}, b"{", "JSONDecodeError"),
+        ({}, b"\xff", "UnicodeDecodeError"),
+        ({}, b"<html>", "JSONDecodeError"),
+        ({"Content-Length": "x"}, b"", "RemoteProtocolError"),
+        ({"Content-Encoding": "gzip"}, b"<html>", "DecodingError"),
+    ):
+        server.answer = lambda path, answer=(200, headers, body): answer
+        with pytest.raises(ServerError, match=f"cannot be queried: {error}"):
+            Server(server.url).ask("GET")
     with pytest.raises(ServerError, match="cannot be queried: ConnectError"):
         Server("http://127.0.0.1:9/").ask("DELETE")
 
@@ -312,16 +277,16 @@ def test_a_kernel_that_would_come_back_is_left_alone(in_kernel: Any, monkeypatch
         assert "The kernel is not ended: " in printed and fix in printed
 
 
-def test_the_runner_by_the_servers_answer(in_kernel, started_by, record):
+def test_the_runner_by_the_servers_answer(in_kernel, started_by, listen):
     """Without a token (a password alone) there is no way in; the person has to click, and has to know it."""
     in_kernel()
     assert find_runner().kind == "kernel"
-    recorder = record()
-    started_by(recorder.port)
+    server = listen()
+    started_by(server.port)
     assert find_runner().kind == "server"
-    recorder.status = 404
+    server.answer = lambda path: (404, {}, b"")
     assert find_runner().kind == "kernel", "the server has it no longer"
-    recorder.status = 403
+    server.answer = lambda path: (403, {}, b"")
     found = find_runner()
     assert found.kind == "foreign"
     assert found.reason.endswith("answered GET with 403 Forbidden; in JupyterLab: Kernel > Shut Down Kernel")

@@ -7,7 +7,6 @@ import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from rloo_kit.errors import ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import vllm_client
 from rloo_kit.rollout.vllm_client import RequestStoppedError, VllmClient
+from tests.scripted_server import Scripted
 
 KEY = "the-key-of-the-server"
 PROMPT, STOPS = [1, 2], [9]
@@ -30,45 +30,6 @@ COMPLETION: dict[str, Any] = {
 MODELS: dict[str, Any] = {
     "data": [{"id": "tiny", "root": "org/tiny", "parent": None, "max_model_len": 512}, {"id": "a", "parent": "tiny"}]
 }
-
-
-class Scripted:
-    """Answers every request with `answer(path)`: status, headers and body; `headers` has those of the `requests`."""
-
-    def __init__(self) -> None:
-        self.headers: list[dict[str, str]] = []
-        self.requests: list[BaseHTTPRequestHandler] = []
-        self.answer: Callable[[str], tuple[int, dict[str, str], bytes]] = lambda path: (200, {}, b"{}")
-        scripted = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1  # head and body in one packet: a delayed acknowledgement costs 40 ms
-
-            def do_GET(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                scripted.headers.append(dict(self.headers))
-                scripted.requests.append(self)
-                status, headers, body = scripted.answer(self.path)
-                self.send_response(status)
-                for name, value in ({"Content-Length": str(len(body))} | headers).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_POST = do_DELETE = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                """Tests have enough to read."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 @pytest.fixture
