@@ -100,6 +100,8 @@ def plot_training(result: Any) -> TrainingPlot:
         an object that displays itself: an image without a background, and one line of text. A script prints the line.
     """
     rows = in_order(result.metrics)
+    if not rows:
+        return _shown(TrainingPlot("no step was logged, so there is nothing to plot"))
     # Other models log it too, if a completion happens to contain a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
     lengths = [name for name in PANELS if name.startswith("thinking/" if thinks else "completions/")]
@@ -114,12 +116,10 @@ def plot_training(result: Any) -> TrainingPlot:
             name = title.split(",")[0].lower().replace("kl", "KL")
             ends = first_and_last([one.value for one in points])
             parts.append(f"{name} {' -> '.join(format(end, text) for end in ends[: len(points)])}")
-        elif rows and not count:
+        elif not count:
             notes.append("KL not measured: rloo.beta is 0" if metric == "kl" else f"{title.lower()} not logged")
         if len(points) < count:
             notes.append(f"{title}: {count - len(points)} of {count} steps without a finite number")
-    if not rows:
-        return _shown(TrainingPlot("no step was logged, so there is nothing to plot"))
     steps = f"step {rows[-1]['step']}" if len(rows) == 1 else f"steps {rows[0]['step']} to {rows[-1]['step']}"
     if len(rows) >= SMOOTH_FROM:
         steps += f" (means of the first and the last {mean_window(len(rows))})"

@@ -201,7 +201,8 @@ def find_server(connection_file: Path) -> Server | None:
     if file is None:
         return None
     try:
-        info, process = json.loads(file.read_text(encoding="utf-8")), psutil.Process(int(pid))
+        info = json.loads(file.read_text(encoding="utf-8"))
+        process = psutil.Process(int(pid))
         if process.username() != psutil.Process().username():
             raise ServerError(f"the process {pid} of {file} belongs to {process.username()}")
         port, scheme = info["port"], "https" if info["secure"] else "http"
