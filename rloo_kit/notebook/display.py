@@ -4,12 +4,11 @@ import base64
 import html
 import sys
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.health.series import Row, logged
+from rloo_kit.health.series import logged
 from rloo_kit.results.charts import SMOOTH_FROM, Chart, Point, draw_chart, first_and_last, mean_window
 from rloo_kit.results.curves import in_order
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
@@ -101,6 +100,8 @@ def plot_training(result: Any) -> TrainingPlot:
         an object that displays itself: an image without a background, and one line of text. A script prints the line.
     """
     rows = in_order(result.metrics)
+    if not rows:
+        return _shown(TrainingPlot("no step was logged, so there is nothing to plot"))
     # Other models log it too, if a completion happens to contain a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
     lengths = [name for name in PANELS if name.startswith("thinking/" if thinks else "completions/")]
@@ -115,20 +116,15 @@ def plot_training(result: Any) -> TrainingPlot:
             name = title.split(",")[0].lower().replace("kl", "KL")
             ends = first_and_last([one.value for one in points])
             parts.append(f"{name} {' -> '.join(format(end, text) for end in ends[: len(points)])}")
-        elif rows and not count:
+        elif not count:
             notes.append("KL not measured: rloo.beta is 0" if metric == "kl" else f"{title.lower()} not logged")
         if len(points) < count:
             notes.append(f"{title}: {count - len(points)} of {count} steps without a finite number")
-    return _shown(TrainingPlot(_summary(rows, parts, notes), curves, notes))
-
-
-def _summary(rows: Sequence[Row], parts: list[str], notes: list[str]) -> str:
-    if not rows:
-        return "no step was logged, so there is nothing to plot"
     steps = f"step {rows[-1]['step']}" if len(rows) == 1 else f"steps {rows[0]['step']} to {rows[-1]['step']}"
     if len(rows) >= SMOOTH_FROM:
         steps += f" (means of the first and the last {mean_window(len(rows))})"
-    return f"{steps}: {'; '.join([', '.join(parts), *notes] if parts else notes)}"
+    summary = f"{steps}: {'; '.join([', '.join(parts), *notes] if parts else notes)}"
+    return _shown(TrainingPlot(summary, curves, notes))
 
 
 # ------------------------------------------------------------------------------------------------ completions
@@ -147,10 +143,27 @@ class CompletionPairs:
     pairs: list[SamplePair]
 
     def __repr__(self) -> str:
-        return pairs_as_text(self.note, self.pairs)
+        lines = [self.note]
+        for number, pair in enumerate(self.pairs, 1):
+            gold = "" if pair.gold is None else f"   (right answer: {pair.gold})"
+            lines += ["", *_wrap(f"{number}. ", f"{plain_prompt(pair.prompt)}{gold}")]
+            for title, sample in pair.samples.items():
+                lines.append(f"   {title}: {_mark(sample)[0].lstrip('✓✗ ')}, {describe_sample(sample)}")
+                for label, text in _parts(sample):
+                    lines += _wrap(f"      {label + ':':<10}", text or "(none)")
+        return "\n".join(lines)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/plain": repr(self), "text/html": pairs_as_html(self.note, self.pairs)}
+        boxes = []
+        for pair in self.pairs:
+            sides = [
+                (title, *_mark(sample), [(label, cut_middle(text, MAX_HTML)) for label, text in _parts(sample)],
+                 describe_sample(sample))
+                for title, sample in pair.samples.items()
+            ]  # fmt: skip
+            boxes.append((cut_middle(plain_prompt(pair.prompt), MAX_HTML), pair.gold, sides))
+        page = render("completions.html.jinja", note=self.note, boxes=boxes)
+        return {"text/plain": repr(self), "text/html": page}
 
 
 def show_completions(before: Evaluation, after: Evaluation | None = None, num: int = 4) -> CompletionPairs:
@@ -182,19 +195,6 @@ def show_completions(before: Evaluation, after: Evaluation | None = None, num: i
     return _shown(CompletionPairs(note, shown))
 
 
-def pairs_as_html(note: str, pairs: list[SamplePair]) -> str:
-    """One box per prompt; its sides are next to each other and wrap if there is no room."""
-    boxes = []
-    for pair in pairs:
-        sides = [
-            (title, *_mark(sample), [(label, cut_middle(text, MAX_HTML)) for label, text in _parts(sample)],
-             describe_sample(sample))
-            for title, sample in pair.samples.items()
-        ]  # fmt: skip
-        boxes.append((cut_middle(plain_prompt(pair.prompt), MAX_HTML), pair.gold, sides))
-    return render("completions.html.jinja", note=note, boxes=boxes)
-
-
 def _mark(sample: dict[str, Any]) -> tuple[str, str]:
     is_scored = sample["correct"] is None and sample.get("reward") is not None
     return (f"reward {sample['reward']:.3g}", MUTED) if is_scored else _MARKS[sample["correct"]]
@@ -202,19 +202,6 @@ def _mark(sample: dict[str, Any]) -> tuple[str, str]:
 
 def _parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
     return [*([("thinking", sample["thinking"])] if is_thinking(sample) else []), ("answer", sample["answer"])]
-
-
-def pairs_as_text(note: str, pairs: list[SamplePair]) -> str:
-    """The pairs as lines of at most `TEXT_WIDTH` columns."""
-    lines = [note]
-    for number, pair in enumerate(pairs, 1):
-        gold = "" if pair.gold is None else f"   (right answer: {pair.gold})"
-        lines += ["", *_wrap(f"{number}. ", f"{plain_prompt(pair.prompt)}{gold}")]
-        for title, sample in pair.samples.items():
-            lines.append(f"   {title}: {_mark(sample)[0].lstrip('✓✗ ')}, {describe_sample(sample)}")
-            for label, text in _parts(sample):
-                lines += _wrap(f"      {label + ':':<10}", text or "(none)")
-    return "\n".join(lines)
 
 
 def _wrap(head: str, text: str) -> list[str]:

@@ -2,23 +2,26 @@
 torch."""
 
 import gc
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from rloo_kit.errors import SetupError
-from rloo_kit.notebook.jupyter_server import Server, ServerError, find_servers
 from rloo_kit.runs.files import running_saves, saved_paths, wait_for_saves
 from rloo_kit.runs.run_dir import open_runs
 from rloo_kit.system.memory import GIB, clear_last_error, resident_gib, trim_heap
 
 POLL_S = 0.2
 SLOW_CLIENT_S = 60.0  # longest wait for a client to fetch large outputs once the kernel is idle
+REQUEST_S = 10.0  # longest wait for a Jupyter server's response
 CLICK = "in JupyterLab: Kernel > Shut Down Kernel"
 # Services that restart a kernel whose process exits; only their menus can stop it.
 HOSTED = {
@@ -81,14 +84,8 @@ def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 
     """Free memory, print where the files are, and shut down the notebook's kernel unless its runner does.
 
     Safe as the last cell, in the middle (later cells still run, then the kernel ends), and twice. Waits for
-    running saves and never ends a kernel that is training.
-
-    | run by | what happens |
-    |---|---|
-    | a script, IPython in a terminal | frees memory; the process ends when you end it |
-    | papermill, nbclient, nbconvert, `jupyter execute` | frees memory; the runner ends the kernel |
-    | a Jupyter server (JupyterLab) | once the kernel is idle, asks the server to shut it down for good |
-    | another owner of a kernel (`jupyter_client`, VS Code, a console) | once idle, sends a shutdown request |
+    running saves and never ends a kernel that is training. docs/notebook.md has a table of the runners: a Jupyter
+    server shuts the kernel down for good, papermill and nbconvert end it themselves, a script just goes on.
 
     Args:
         force: skip the checks for saves and runs.
@@ -109,8 +106,21 @@ def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 
         print(f"Kernel not shut down: {obstacle}. Call it again later; shutdown_kernel(force=True) does not wait.")
         return
     release_memory()
-    _print_saved()
-    print(_end_when_idle(runner, idle_s, force), flush=True)
+    folders: dict[Path, list[str]] = {}
+    for path in filter(Path.exists, saved_paths()):
+        folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        folders.setdefault(folder, []).append(str(path.relative_to(folder)))
+    for folder, names in folders.items():
+        print(f"saved in {folder}: {', '.join(names)}")
+    if runner.kind == "foreign":
+        outcome = f"The kernel is not ended: {runner.reason}"
+    elif any(isinstance(thread, _Ending) for thread in threading.enumerate()):
+        outcome = "The kernel is already set to end when nothing is left to run."
+    else:
+        outcome = OUTCOMES[runner.kind]
+        if runner.kind in ("server", "kernel"):
+            _Ending(runner, idle_s, force).start()
+    print(outcome, flush=True)
 
 
 def _find_obstacle(runner: "Runner", wait_s: float) -> str | None:
@@ -127,21 +137,84 @@ def _find_obstacle(runner: "Runner", wait_s: float) -> str | None:
     return f"the run in {_join(open_runs())} is still training" if open_runs() else None
 
 
-def _print_saved() -> None:
-    """Print one line per folder in which this process saved something that still exists."""
-    folders: dict[Path, list[str]] = {}
-    for path in filter(Path.exists, saved_paths()):
-        folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-        folders.setdefault(folder, []).append(str(path.relative_to(folder)))
-    for folder, names in folders.items():
-        print(f"saved in {folder}: {', '.join(names)}")
-
-
 def _join(paths: Iterable[Path]) -> str:
     return ", ".join(map(str, paths))
 
 
 # ------------------------------------------------------------------------------------------------ who runs this
+
+# Addresses that a server listens on, and where it is called: on loopback.
+CALLED_AT = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::1": "[::1]", "::": "[::1]"}
+
+
+class ServerError(Exception):
+    """The Jupyter server must not be called, cannot be reached, or refuses."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """The Jupyter server that started this kernel; it restarts a kernel that exits, but not one that it shut down.
+
+    Attributes:
+        url: the kernel's address in the server's API.
+        token: may be empty.
+    """
+
+    url: str
+    token: str = field(default="", repr=False)
+
+    def ask(self, method: str) -> dict[str, Any] | None:
+        """`GET` the kernel's model, whose `execution_state` is `idle`, `busy`, ..., or `DELETE` the kernel permanently.
+
+        Returns:
+            the response; None if the server has no such kernel.
+        """
+        import httpx
+
+        headers = {"Authorization": f"token {self.token}"} if self.token else {}
+        if not self.token and method != "GET":  # an open server requires its cross-site cookie, sent twice
+            secret = os.urandom(16).hex()
+            headers |= {"Cookie": f"_xsrf={secret}", "X-XSRFToken": secret}
+        try:  # no proxy, no redirect; any certificate is accepted on this machine
+            found = httpx.request(method, self.url, headers=headers, timeout=REQUEST_S, trust_env=False, verify=False)
+            if found.status_code == 404:
+                return None
+            if not found.is_success:
+                reason = httpx.codes.get_reason_phrase(found.status_code)
+                raise ServerError(f"the server at {self.url} answered {method} with {found.status_code} {reason}")
+            return found.json() if found.content else {}
+        except (httpx.HTTPError, ValueError) as error:  # whose text may contain the token
+            raise ServerError(f"the server at {self.url} cannot be queried: {type(error).__name__}") from None
+
+
+def find_server(connection_file: Path) -> Server | None:
+    """The Jupyter server that started this kernel; None if another program did.
+
+    Its file is next to the kernel's. It is read here because `jupyter_server.serverapp.list_running_servers` deletes
+    the files of servers on other machines that share the folder, and a kernel's environment often lacks it.
+
+    Raises:
+        ServerError: no process of this user listens on its port on the loopback interface; nobody else gets the token.
+    """
+    pid = os.environ.get("JPY_PARENT_PID", "")
+    file = next(connection_file.parent.glob(f"*server-{pid}.json"), None) if pid.isdigit() else None
+    if file is None:
+        return None
+    try:
+        info = json.loads(file.read_text(encoding="utf-8"))
+        process = psutil.Process(int(pid))
+        if process.username() != psutil.Process().username():
+            raise ServerError(f"the process {pid} of {file} belongs to {process.username()}")
+        port, scheme = info["port"], "https" if info["secure"] else "http"
+        sockets = (one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+        listens_on = {one.laddr.ip for one in sockets if one.laddr.port == port}
+        host = next((address for ip, address in CALLED_AT.items() if ip in listens_on), None)
+        if host is None:
+            raise ServerError(f"the process {pid} of {file} does not listen on port {port} of this machine's loopback")
+        kernel_id = connection_file.stem.removeprefix("kernel-")
+        return Server(f"{scheme}://{host}:{port}{info['base_url']}api/kernels/{kernel_id}", info["token"])
+    except (OSError, ValueError, LookupError, psutil.Error) as error:
+        raise ServerError(f"{file} or its process cannot be read: {type(error).__name__}") from None
 
 
 @dataclass(frozen=True)
@@ -157,13 +230,12 @@ class Runner:
 
     kind: Literal["script", "terminal", "batch", "server", "kernel", "foreign"]
     shell: Any = None
-    kernel_id: str = ""
     server: Server | None = None
     reason: str = ""
 
 
 def find_runner() -> Runner:
-    """The runner of this process; asks this user's Jupyter servers whether the kernel is theirs."""
+    """The runner of this process; asks the Jupyter server that started the kernel whether it still has it."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
@@ -174,42 +246,21 @@ def find_runner() -> Runner:
     request = kernel.get_parent("shell") or {}
     if request.get("content", {}).get("allow_stdin", True) is False:  # input() would get no answer
         return Runner("batch", shell)
-
-    from jupyter_core.paths import jupyter_runtime_dir  # installed wherever ipykernel is
-
-    connection_file = Path(kernel.parent.abs_connection_file)
-    kernel_id = connection_file.stem.removeprefix("kernel-")
-    parents = {str(os.getppid()), os.environ.get("JPY_PARENT_PID")}
-    refusal = next((reason for name, reason in HOSTED.items() if name in os.environ), "")
-    servers = find_servers({connection_file.parent, Path(jupyter_runtime_dir())})
-    for server in sorted(servers, key=lambda server: str(server.pid) not in parents):  # the likely one first
-        try:
-            if server.ask("GET", kernel_id) is not None:
-                return Runner("server", shell, kernel_id, server)
-        except ServerError as error:
-            if str(server.pid) in parents:
-                refusal = refusal or f"{error}; {CLICK}"
-    if not servers and "JPY_SESSION_NAME" in os.environ:
-        refusal = refusal or f"its Jupyter server, which would restart it, was not found as this user's; {CLICK}"
-    return Runner("foreign", shell, kernel_id, None, refusal) if refusal else Runner("kernel", shell, kernel_id)
+    for name, reason in HOSTED.items():
+        if name in os.environ:
+            return Runner("foreign", shell, reason=reason)
+    try:
+        server = find_server(Path(kernel.parent.abs_connection_file))
+        if server is not None and server.ask("GET") is not None:
+            return Runner("server", shell, server)
+    except ServerError as error:
+        return Runner("foreign", shell, reason=f"{error}; {CLICK}")
+    if server is None and "JPY_SESSION_NAME" in os.environ:
+        return Runner("foreign", shell, reason=f"its Jupyter server, which would restart it, was not found; {CLICK}")
+    return Runner("kernel", shell)
 
 
 # ------------------------------------------------------------------------------------------------ the end
-
-_ending: threading.Thread | None = None
-
-
-def _end_when_idle(runner: Runner, idle_s: float, force: bool) -> str:
-    """Start the thread that ends the kernel, if that is our job; returns a sentence on what will happen."""
-    global _ending
-    if runner.kind == "foreign":
-        return f"The kernel is not ended: {runner.reason}"
-    if runner.kind in ("server", "kernel"):
-        if _ending is not None and _ending.is_alive():
-            return "The kernel is already set to end when nothing is left to run."
-        _ending = _Ending(runner, idle_s, force)
-        _ending.start()
-    return OUTCOMES[runner.kind]
 
 
 class _Ending(threading.Thread):
@@ -234,9 +285,6 @@ class _Ending(threading.Thread):
             self._shut_down()
         except (ServerError, OSError, RuntimeError) as error:  # an exception in a thread would go unseen
             print(f"The kernel is not ended: {error}", flush=True)
-        finally:
-            self._runner.shell.events.unregister("pre_execute", self._begin)
-            self._runner.shell.events.unregister("post_execute", self._finish)
 
     def _begin(self) -> None:
         self._executing.add(threading.get_ident())
@@ -255,12 +303,12 @@ class _Ending(threading.Thread):
         if not self._force and (running_saves() or open_runs()):
             return False
         server = self._runner.server
-        state = (server.ask("GET", self._runner.kernel_id) or {}).get("execution_state") if server else None
+        state = (server.ask("GET") or {}).get("execution_state") if server else None
         return state in ("idle", None)  # None: the server no longer has it
 
     def _shut_down(self) -> None:
         if self._runner.server is not None:
-            self._runner.server.ask("DELETE", self._runner.kernel_id)
+            self._runner.server.ask("DELETE")
             return
         # A shutdown request on the control channel, as any client sends it: the kernel finishes its work and exits 0.
         from jupyter_client.blocking import BlockingKernelClient  # installed wherever ipykernel is

@@ -4,6 +4,7 @@ papermill only warns of unknown names and passes `true` and `1e-6` as text; both
 """
 
 import ast
+import contextlib
 import difflib
 import numbers
 import os
@@ -100,7 +101,7 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
             try:
                 values[name] = _read(name, namespace[name])
             except ValueError as error:
-                problems.append(f"{name}: is {_show(namespace[name])}; {error}")
+                problems.append(f"{name}: is {excerpt(namespace[name], 80)}; {error}")
         elif name == "config":
             problems.append(
                 "config: not set; it names the run's file. Run the cell that starts with '# Parameters' first"
@@ -139,9 +140,9 @@ def _read(name: str, value: Any) -> Any:
         return _read_as_field(KNOWN[name], value)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | str | os.PathLike):
         raise ValueError("it takes text (in quotes; papermill leaves the text of -r NAME VALUE as it is)")
-    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    if not isinstance(text, str) or (problem := find_unwritable(text)):
-        raise ValueError(f"it takes text{'' if isinstance(text, bytes) else f' without {problem}'}")
+    text = str(value)
+    if problem := find_unwritable(text):
+        raise ValueError(f"it takes text without {problem}")
     if name != "run_name" and not text.strip():
         raise ValueError(
             "it takes a file, such as 'configs/arithmetic_thinking.yaml'"
@@ -179,34 +180,27 @@ def _split_overrides(value: Any) -> list[str]:
     return items
 
 
-def _show(value: Any) -> str:
-    """A value, short enough for a line; an object that a later cell assigned to the name only by its type."""
-    plain = isinstance(value, str | numbers.Number | list | tuple | dict | os.PathLike) or value is None
-    return excerpt(value, 80) if plain else f"a {type(value).__name__}"
-
-
 def _refuse(name: str, place: str) -> str:
-    """An unknown name, with what it may mean."""
+    """An unknown name, with what it may mean and how a notebook sets that."""
     found = f"{name}: unknown parameter ({place})"
     keys = [key for model in SECTIONS.values() for key in model.model_fields]
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
     old = CONFIG_NAMES.get(name)
     if old is not None and old.new is not None:
-        return f"{found}; it is an old TRL name of {old.new}: {_way_to(old.new)}"
-    if name in keys:
-        return f"{found}; {_way_to(name)}"
-    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
-    if near and not difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6):
-        return f"{found}; did you mean {near[0]}? {_way_to(near[0])}"
-    return found + suggest(name, list(KNOWN))
-
-
-def _way_to(name: str) -> str:
-    """How a notebook sets a key of the configuration."""
+        found += f"; it is an old TRL name of {old.new}:"
+        name = old.new
+    elif name in keys:
+        found += ";"
+    elif near and not difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6):
+        found += f"; did you mean {near[0]}?"
+        name = near[0]
+    else:
+        return found + suggest(name, list(KNOWN))
     if name in KNOWN:
-        return f"set {name}"
+        return f"{found} set {name}"
     dotted = (f"{section}.{name}" for section, model in SECTIONS.items() if name in model.model_fields)
     ways = " or ".join(f'overrides = "{key}=..."' for key in dotted)
-    return f"it is a key of the configuration, so it goes into overrides: {ways}"
+    return f"{found} it is a key of the configuration, so it goes into overrides: {ways}"
 
 
 # ------------------------------------------------------------------------------------------------ names
@@ -217,10 +211,13 @@ def assigned_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
 
     A cell's tag does not reach the kernel, but its text does: IPython's `In`, or a script's file (`__file__`).
     """
-    inputs = namespace.get("In")  # anything the user assigned, if it is not IPython's list
+    inputs, file = namespace.get("In"), namespace.get("__file__")  # anything, if the user assigned it
     cells = enumerate(inputs) if isinstance(inputs, list) else ()
-    executed = [(f"In[{number}]", cell) for number, cell in cells if isinstance(cell, str)]
-    current = _current_cells(executed) or _current_cells(_script_cells(namespace.get("__file__")))
+    current = _current_cells([(f"In[{number}]", cell) for number, cell in cells if isinstance(cell, str)])
+    if not current and isinstance(file, str) and file.endswith(".py"):  # a script in percent format
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            texts = re.split(r"^# ?%%.*$", read_text(Path(file)), flags=re.MULTILINE)
+            current = _current_cells([(Path(file).name, text) for text in texts])
     names: dict[str, str] = {}
     for place, tree in current:
         for node in ast.walk(tree):
@@ -255,14 +252,3 @@ def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Modul
             found = [*(found if before == number - 1 else []), (place, tree)]
         before = number
     return found
-
-
-def _script_cells(file: Any) -> list[tuple[str, str]]:
-    """The cells of a script in percent format; none if it cannot be read."""
-    if not isinstance(file, str) or not file.endswith(".py"):
-        return []
-    try:
-        text = read_text(Path(file))
-    except (FileNotFoundError, ConfigError):
-        return []
-    return [(Path(file).name, cell) for cell in re.split(r"^# ?%%.*$", text, flags=re.MULTILINE)]

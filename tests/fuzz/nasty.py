@@ -1,9 +1,10 @@
 """Bad input shared by all surfaces: texts, values, YAML, paths, and ways to corrupt good text."""
 
-import dataclasses
 import datetime
 import decimal
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -75,13 +76,6 @@ DOCUMENTS = [
 ]  # fmt: skip
 
 
-class Odd:
-    """An object that no format supports."""
-
-    def __repr__(self) -> str:
-        return "<Odd>"
-
-
 class Rude:
     """An object whose repr, str, length and truth value raise."""
 
@@ -99,28 +93,6 @@ class DictSubclass(dict[Any, Any]):
     """A dict subclass, like the rows of some data libraries."""
 
 
-@dataclasses.dataclass
-class Record:
-    """A row that is not a dict."""
-
-    prompt: str = "1+1="
-    answer: str = "2"
-
-
-def cyclic_list() -> list[Any]:
-    """A list that contains itself."""
-    items: list[Any] = [1]
-    items.append(items)
-    return items
-
-
-def cyclic_dict() -> dict[str, Any]:
-    """A mapping that contains itself."""
-    items: dict[str, Any] = {"a": 1}
-    items["self"] = items
-    return items
-
-
 def nested(depth: int) -> list[Any]:
     """Lists in lists."""
     items: list[Any] = []
@@ -129,16 +101,21 @@ def nested(depth: int) -> list[Any]:
     return items
 
 
+OBJECT = SimpleNamespace(prompt="1+1=", answer="2")  # a row that is not a dict
+CYCLIC_LIST: list[Any] = [1]
+CYCLIC_LIST.append(CYCLIC_LIST)
+CYCLIC_DICT: dict[str, Any] = {"a": 1}
+CYCLIC_DICT["self"] = CYCLIC_DICT
 PLAIN_VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, -(10**400), 10**5000,
     [], {}, [None], [[]], [1, "a", None], ["a", ["b"]], {"a": 1}, {"a": {"b": [1]}}, {"": 1}, [{"a": 1}, {"a": "x"}],
 ]  # fmt: skip
 PYTHON_VALUES: list[Any] = [
     *PLAIN_VALUES, float("nan"), float("inf"), -float("inf"), b"", b"\xff\xfe", bytearray(b"x"), (1, 2), {1, 2},
-    frozenset({1}), 1j, range(3), object(), Odd(), Rude(), Odd, len, ..., decimal.Decimal("1e999"), datetime.date(2026,
-    1, 1), datetime.datetime(2026, 1, 1), datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1),
-    Record(), {1: 2}, {None: 1}, {(1, 2): 3}, {b"x": 1}, {1.5: 1, "1.5": 2}, [b"x", "x"], [1, "1"], nested(5),
-    nested(300), nested(3_000), memoryview(b"x"), NotImplemented, cyclic_list(), cyclic_dict(), iter([1]),
+    frozenset({1}), 1j, range(3), object(), Rude(), object, len, ..., decimal.Decimal("1e999"), datetime.date.min,
+    datetime.datetime.min, datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1), OBJECT,
+    {1: 2}, {None: 1}, {(1, 2): 3}, {b"x": 1}, {1.5: 1, "1.5": 2}, [b"x", "x"], [1, "1"], nested(5), nested(300),
+    nested(3_000), memoryview(b"x"), NotImplemented, CYCLIC_LIST, CYCLIC_DICT, iter([1]),
 ]  # fmt: skip
 
 
@@ -202,13 +179,46 @@ def mutated_yaml(draw: st.DrawFn, goods: list[str]) -> bytes:
 
 def _encoded(draw: st.DrawFn, text: str) -> bytes:
     encoding = draw(st.sampled_from(["utf-8"] * 9 + ["utf-8-sig", "utf-16", "utf-32", "latin-1"]))
-    content = text.encode(encoding, "surrogatepass" if encoding.startswith("utf") else "replace")
+    return _spoiled(draw, text.encode(encoding, "surrogatepass" if encoding.startswith("utf") else "replace"))
+
+
+def _spoiled(draw: st.DrawFn, content: bytes) -> bytes:
+    """The bytes, one time in twenty with other bytes in between, and one in thirty cut."""
+    at = draw(st.integers(0, len(content)))
     if draw(st.integers(0, 19)) == 0:
-        at = draw(st.integers(0, len(content)))
-        content = content[:at] + draw(st.binary(max_size=4)) + content[at:]
-    return content
+        content = content[:at] + draw(st.binary(max_size=4)) + content[at + draw(st.integers(0, 4)) :]
+    return content[:at] if draw(st.integers(0, 29)) == 0 else content
 
 
-def without_comments(path: Path) -> str:
-    """A shipped YAML file without its header, so that faults hit keys."""
-    return "\n".join(line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")) + "\n"
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every position in a JSON value, as the keys that lead to it."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found += places(item, (*path, key))
+    return found
+
+
+@st.composite
+def mutated_json(draw: st.DrawFn, good: Any, parts: st.SearchStrategy[Any]) -> bytes:
+    """The bytes of a good JSON document with one or two parts removed, or replaced by one of `parts`."""
+    content = json.loads(json.dumps(good))
+    for _ in range(draw(st.integers(1, 2))):
+        *above, last = draw(st.sampled_from(places(good)))
+        place = content
+        try:
+            for key in above:
+                place = place[key]
+            if draw(st.integers(0, 4)) == 0:
+                del place[last]
+            else:
+                place[last] = draw(parts)
+        except (TypeError, LookupError):  # an earlier fault took the place away
+            continue
+    return _spoiled(draw, json.dumps(content, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass"))
+
+
+def yaml_of(folder: Path, pattern: str) -> list[str]:
+    """Shipped YAML files without their headers, so that faults hit keys."""
+    files = [path.read_text().splitlines() for path in sorted(folder.glob(pattern))]
+    return ["\n".join(line for line in lines if line.strip() and line[0] != "#") + "\n" for lines in files]

@@ -1,28 +1,33 @@
-"""Releasing memory, recognising the runner, and asking a Jupyter server (here a small one of the test's own).
+"""Releasing memory, recognising the runner, and the one Jupyter server that gets a token: against real sockets.
 
-Figures on a GPU are for tests/on_gpu, real runners and servers for tests/notebooks.
+Figures on a GPU are for tests/on_gpu; real runners, and kernels that end, for tests/notebooks.
 """
 
 import gc
 import json
 import os
+import socket
+import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from rloo_kit.errors import SetupError
 from rloo_kit.notebook import kernel
-from rloo_kit.notebook.jupyter_server import Server, ServerError, find_servers
-from rloo_kit.notebook.kernel import find_runner
+from rloo_kit.notebook.kernel import Server, ServerError, find_runner, find_server
 from rloo_kit.runs import files
 from rloo_kit.runs.files import saving
+from tests.notebooks.server import jupyter_lab, own_certificate
+from tests.scripted_server import Scripted
+
+TOKEN = "a-secret"
 
 
 class Model:
@@ -102,21 +107,160 @@ def test_the_names_of_a_failed_cell_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names["policy"] == [1, 2, 3]
 
 
+# ------------------------------------------------------------------------------------------------ Jupyter's server
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., Scripted]]:
+    """`listen(address, port)`: a server that has an idle kernel."""
+    made: list[Scripted] = []
+
+    def start(*arguments: Any) -> Scripted:
+        made.append(Scripted(*arguments))
+        made[-1].answer = lambda path: (200, {}, b'{"execution_state": "idle"}')
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.stop()
+
+
+@pytest.fixture
+def started_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """`started_by(port, pid)`: the file of a server that started this kernel; returns the kernel's connection file."""
+
+    def write(port: int, pid: int = os.getpid(), **changes: Any) -> Path:
+        info = {"port": port, "base_url": "/", "secure": False, "token": TOKEN, "pid": pid, "hostname": "localhost"}
+        (tmp_path / f"jpserver-{pid}.json").write_text(json.dumps(info | changes))
+        monkeypatch.setenv("JPY_PARENT_PID", str(pid))
+        return tmp_path / "kernel-an-id.json"
+
+    return write
+
+
+def test_a_real_server_until_it_ends(tmp_path, monkeypatch, started_by, listen):
+    """A server that was killed leaves its file; by now its port, or its number, may be another program's."""
+    arguments = ["--ServerApp.base_url=/user/jo%40x.org/", *own_certificate(tmp_path)]
+    with jupyter_lab(tmp_path / "lab", *arguments, token=TOKEN) as lab:
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv("JPY_PARENT_PID", str(lab.process.pid))
+        kernel_id = lab.ask("POST", "api/kernels", {"name": "python3"})["id"]
+        connection_file = lab.folder / "home" / "runtime" / f"kernel-{kernel_id}.json"
+        server = find_server(connection_file)
+        assert server is not None and server.token == TOKEN and server.url.startswith(lab.url.partition(":")[0])
+        assert server.ask("GET")["execution_state"] in ("starting", "idle")
+        with pytest.raises(ServerError, match="answered DELETE with 403 Forbidden"):
+            replace(server, token="another").ask("DELETE")
+        assert server.ask("DELETE") == {} and lab.kernels() == [] and server.ask("GET") is None
+        lab.process.kill()
+        lab.process.wait(20)
+        port = int(lab.url.split(":")[2].partition("/")[0])
+        other = listen("127.0.0.1", port)
+        with pytest.raises(ServerError, match="cannot be read: NoSuchProcess"):
+            find_server(connection_file)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        with pytest.raises(ServerError, match=f"does not listen on port {port} of this machine's loopback"):
+            find_server(started_by(port, process.pid))
+        process.kill()
+    assert not other.requests
+
+
+@pytest.mark.parametrize(
+    ("address", "called"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")]
+)
+def test_a_server_is_called_on_loopback_where_it_listens(address, called, started_by, listen):
+    """127.0.0.1 may be another program's where a server listens on `::` alone."""
+    try:
+        server = listen(address)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    found = find_server(started_by(server.port, base_url="/user/me/"))
+    assert found is not None and found.url == f"http://{called}:{server.port}/user/me/api/kernels/an-id"
+    assert found.ask("GET") == {"execution_state": "idle"}
+    assert [headers["Authorization"] for headers in server.headers] == [f"token {TOKEN}"]
+
+
+def test_no_other_machine_or_user_gets_the_token(started_by, listen):
+    """`jupyter lab --ip=...` listens to everybody there, in plain text; another user may own the port by now."""
+    outside = [one.address for found in psutil.net_if_addrs().values() for one in found if one.family == socket.AF_INET]
+    for address in (one for one in outside if not one.startswith("127.")):
+        server = listen(address)
+        with pytest.raises(ServerError, match="does not listen on port .* loopback"):
+            find_server(started_by(server.port))
+        assert not server.requests
+    if os.getuid() == 0:
+        with subprocess.Popen(["sleep", "60"], user=12345, cwd="/") as process:
+            with pytest.raises(ServerError, match="belongs to 12345"):
+                find_server(started_by(listen().port, process.pid))
+            process.kill()
+
+
+def test_a_kernel_that_no_server_started(started_by, monkeypatch, tmp_path):
+    """`jupyter_client` is the parent of its kernels too, and a console's has none; a half-written file is no server."""
+    connection_file = started_by(1)
+    (tmp_path / f"jpserver-{os.getpid()}.json").write_text('{"port": ')
+    with pytest.raises(ServerError, match="jpserver-.*cannot be read: JSONDecodeError"):
+        find_server(connection_file)
+    for pid in ("1", "", "*"):
+        monkeypatch.setenv("JPY_PARENT_PID", pid)
+        assert find_server(connection_file) is None
+
+
+@pytest.mark.parametrize("status", [302, 307])
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_no_redirect_is_followed(listen, status, method):
+    """The address that a redirect names would get the token too."""
+    first, second = listen(), listen()
+    first.answer = lambda path: (status, {"Location": second.url}, b"")
+    with pytest.raises(ServerError, match=f"answered {method} with {status}"):
+        Server(first.url, TOKEN).ask(method)
+    assert [headers["Authorization"] for headers in first.headers] == [f"token {TOKEN}"]
+    assert not second.requests
+
+
+def test_the_token_is_in_no_error(listen):
+    """The HTTP library's own error reads: Illegal header value b'token ...'. A traceback in a shared notebook would
+    hand the server to every reader."""
+    server = listen()
+    for token in (f"{TOKEN}\n", f"{TOKEN}\r\nX: y", f"{TOKEN}ü"):
+        with pytest.raises(ServerError, match="cannot be queried") as caught:
+            Server(server.url, token).ask("GET")
+        assert TOKEN not in str(caught.value)
+    assert not server.requests
+    assert TOKEN not in repr(Server("http://127.0.0.1/", TOKEN))
+
+
+def test_what_is_no_jupyter_is_the_servers_error(listen):
+    """A thread that waits for the end of the kernel died of it without a word. An SSH server answers, too."""
+    server = listen()
+    for headers, body, error in (
+        ({}, b"{", "JSONDecodeError"),
+        ({}, b"\xff", "UnicodeDecodeError"),
+        ({}, b"<html>", "JSONDecodeError"),
+        ({"Content-Length": "x"}, b"", "RemoteProtocolError"),
+        ({"Content-Encoding": "gzip"}, b"<html>", "DecodingError"),
+    ):
+        server.answer = lambda path, answer=(200, headers, body): answer
+        with pytest.raises(ServerError, match=f"cannot be queried: {error}"):
+            Server(server.url).ask("GET")
+    with pytest.raises(ServerError, match="cannot be queried: ConnectError"):
+        Server("http://127.0.0.1:9/").ask("DELETE")
+
+
 # ------------------------------------------------------------------------------------------------ the runner
 
 
 @pytest.fixture
 def in_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """`in_kernel(allow_stdin=True)`: this process takes itself for a kernel; with `kernel=None` for IPython alone."""
+    """`in_kernel(allow_stdin=True)`: this process takes itself for a kernel."""
     for name in ("JPY_SESSION_NAME", "JPY_PARENT_PID", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
 
-    def pretend(allow_stdin: bool = True, **attributes: Any) -> None:
+    def pretend(allow_stdin: bool = True) -> None:
         app = SimpleNamespace(get_connection_info=dict, abs_connection_file=str(tmp_path / "kernel-an-id.json"))
         request = {"content": {"allow_stdin": allow_stdin}}
-        one = SimpleNamespace(parent=app, get_parent=lambda channel: request)
-        shell = SimpleNamespace(**{"kernel": one} | attributes)
+        shell = SimpleNamespace(kernel=SimpleNamespace(parent=app, get_parent=lambda channel: request))
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
 
     return pretend
@@ -133,73 +277,21 @@ def test_a_kernel_that_would_come_back_is_left_alone(in_kernel: Any, monkeypatch
         assert "The kernel is not ended: " in printed and fix in printed
 
 
-def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(in_kernel, monkeypatch, tmp_path):
-    """A second server with a password must not keep the kernel of a script of one's own."""
+def test_the_runner_by_the_servers_answer(in_kernel, started_by, listen):
+    """Without a token (a password alone) there is no way in; the person has to click, and has to know it."""
     in_kernel()
-    file = tmp_path / "jpserver-77.json"
-    file.write_text(json.dumps({"url": "http://127.0.0.1:9/", "hostname": "127.0.0.1", "pid": os.getpid()}))
-    file.chmod(0o600)
     assert find_runner().kind == "kernel"
-    monkeypatch.setenv("JPY_PARENT_PID", str(os.getpid()))
+    server = listen()
+    started_by(server.port)
+    assert find_runner().kind == "server"
+    server.answer = lambda path: (404, {}, b"")
+    assert find_runner().kind == "kernel", "the server has it no longer"
+    server.answer = lambda path: (403, {}, b"")
     found = find_runner()
     assert found.kind == "foreign"
-    assert found.reason.startswith("the server at http://127.0.0.1:9/ cannot be queried")
-    assert found.reason.endswith("in JupyterLab: Kernel > Shut Down Kernel")
-
-
-# ------------------------------------------------------------------------------------------------ Jupyter's server
-
-
-def info(folder: Path, name: str, **changes: object) -> None:
-    base = {"url": "http://127.0.0.1:1/", "hostname": "127.0.0.1", "port": 1, "base_url": "/", "secure": False}
-    (folder / name).write_text(json.dumps(base | {"pid": os.getpid(), "token": "right"} | changes))
-    (folder / name).chmod(0o600)
-
-
-@pytest.fixture
-def server_of_something_else() -> Iterator[str]:
-    """The address of a server that answers every request with 501."""
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_server_that_does_not_answer_says_why(server_of_something_else: str) -> None:
-    """Without a token (a password alone) there is no way in; the person has to click, and has to know it."""
-    for url, reason in (
-        (server_of_something_else, "501 Unsupported"),
-        ("http://127.0.0.1:9/", "cannot be queried"),
-        ("http+unix://%2Ftmp%2Fsocket/", "cannot be queried"),
-    ):
-        for method in ("GET", "DELETE"):
-            with pytest.raises(ServerError, match=reason):
-                Server(url, 4, "").ask(method, "an-id")
-
-
-def test_the_token_is_not_printed() -> None:
-    """A traceback in a shared notebook would hand the server to every reader."""
-    assert "secret" not in repr(Server("http://127.0.0.1:1/", 4, "secret"))
-
-
-def test_servers_are_read_from_the_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-written file and those of other programs are skipped; base_url and https survive a wildcard address."""
-    monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "of-the-hub")
-    monkeypatch.setenv("JUPYTERHUB_SERVICE_URL", "http://127.0.0.1:7/user/me/")
-    info(tmp_path, "jpserver-1.json", url="http://localhost:8888/lab", hostname="localhost")
-    info(tmp_path, "nbserver-2.json", url="https://host.example:8889/user/me/", hostname="0.0.0.0", port=8889)
-    info(tmp_path, "jpserver-3.json", url="http://127.0.0.1:7/user/me/", token="")
-    info(tmp_path, "jpserver-6.json", hostname="*", port=443, base_url="/user/me/", secure=True)
-    info(tmp_path, "kernel-4.json")
-    (tmp_path / "jpserver-5.json").write_text('{"url": "http://')
-    found = {(server.url, server.token) for server in find_servers([tmp_path, tmp_path / "nowhere"])}
-    assert found == {
-        ("http://localhost:8888/lab/", "right"),
-        ("http://127.0.0.1:8889/", "right"),
-        ("http://127.0.0.1:7/user/me/", "of-the-hub"),
-        ("https://127.0.0.1:443/user/me/", "right"),
-    }
+    assert found.reason.endswith("answered GET with 403 Forbidden; in JupyterLab: Kernel > Shut Down Kernel")
+    in_kernel(allow_stdin=False)
+    assert find_runner().kind == "batch"
 
 
 # ------------------------------------------------------------------------------------------------ no work is lost

@@ -165,7 +165,7 @@ def test_switches_are_understood(given: Any, meant: bool) -> None:
         ("learning_rate", ".nan", "is '.nan'; it must be a finite number"),
         pytest.param("learning_rate", 10**400, "...; it takes a number", id="huge"),
         ("run_name", False, "is False; it takes text (in quotes"),
-        ("config", RunConfig, "is a ModelMetaclass; it takes text"),
+        ("config", RunConfig, "RunConfig'>; it takes text"),
         ("output_dir", "", "is ''; it takes the folder that runs are written into"),
         ("config", "", "is ''; it takes a file"),
         ("overwrite", "perhaps", "is 'perhaps'; it takes True or False"),

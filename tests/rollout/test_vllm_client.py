@@ -1,15 +1,12 @@
 """What a server answers is not trusted, and the key goes to the server alone: the client against real sockets.
 
-RLOO_KIT_FUZZ_CASES=10000 runs the long search for an answer that ends in a traceback.
+tests/fuzz/test_answers.py searches for an answer that ends in a traceback.
 """
 
 import copy
 import json
-import os
-import random
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -18,9 +15,9 @@ from rloo_kit.errors import ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import vllm_client
 from rloo_kit.rollout.vllm_client import RequestStoppedError, VllmClient
+from tests.scripted_server import Scripted
 
 KEY = "the-key-of-the-server"
-CASES = int(os.environ.get("RLOO_KIT_FUZZ_CASES", "600"))
 PROMPT, STOPS = [1, 2], [9]
 COMPLETION: dict[str, Any] = {
     "choices": [
@@ -33,45 +30,6 @@ COMPLETION: dict[str, Any] = {
 MODELS: dict[str, Any] = {
     "data": [{"id": "tiny", "root": "org/tiny", "parent": None, "max_model_len": 512}, {"id": "a", "parent": "tiny"}]
 }
-
-
-class Scripted:
-    """Answers every request with `answer(path)`: status, headers and body; `headers` has those of the `requests`."""
-
-    def __init__(self) -> None:
-        self.headers: list[dict[str, str]] = []
-        self.requests: list[BaseHTTPRequestHandler] = []
-        self.answer: Callable[[str], tuple[int, dict[str, str], bytes]] = lambda path: (200, {}, b"{}")
-        scripted = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1  # head and body in one packet: a delayed acknowledgement costs 40 ms
-
-            def do_GET(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                scripted.headers.append(dict(self.headers))
-                scripted.requests.append(self)
-                status, headers, body = scripted.answer(self.path)
-                self.send_response(status)
-                for name, value in ({"Content-Length": str(len(body))} | headers).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_POST = do_DELETE = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                """Tests have enough to read."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 @pytest.fixture
@@ -259,51 +217,3 @@ def test_a_completion_that_cannot_be_is_not_trained_on(scripted, client, fault):
     scripted.answer = lambda path: (200, {}, json.dumps(FAULTS[fault]).encode())
     with pytest.raises(RolloutServerError, match=scripted.url):
         CALLS["complete"](client)
-
-
-ODD: list[Any] = [None, True, -1, 0, 1.5, 10**25, "", "x", "\x1b[2J\u009b", [], [None], {}, {"a": 1}, float("nan"),
-                  float("inf"), [[]] * 3, {"message": []}, "9" * 5000]  # fmt: skip
-
-
-def damage(value: Any, generator: random.Random) -> Any:
-    """The value with one part, somewhere in it, replaced, dropped or repeated."""
-    if isinstance(value, dict) and value and generator.random() < 0.8:
-        key = generator.choice(list(value))
-        if generator.random() < 0.2:
-            return {name: part for name, part in value.items() if name != key}
-        return value | {key: damage(value[key], generator)}
-    if isinstance(value, list) and value and generator.random() < 0.8:
-        place = generator.randrange(len(value))
-        if generator.random() < 0.2:
-            return value[:place] + value[place + 1 :] * 2
-        return [*value[:place], damage(value[place], generator), *value[place + 1 :]]
-    return generator.choice(ODD)
-
-
-def test_damaged_answers_end_in_the_kits_error(scripted, client):
-    """Answers with parts replaced, dropped or repeated and bytes flipped: an error of the kit or a sound result."""
-    generator = random.Random(14)
-    refused = 0
-    for case in range(CASES):
-        call = generator.choice(["models", "load", "unload", "complete", "mode"])
-        value: Any = MODELS if call == "models" else COMPLETION
-        for _ in range(generator.randint(1, 3)):
-            value = damage(value, generator)
-        body = bytearray(json.dumps(value).encode())
-        if case % 4 == 0:
-            for _ in range(generator.randint(1, 4)):
-                body[generator.randrange(len(body))] = generator.randrange(256)
-        status = generator.choice([200, 200, 200, 400, 404, 500])
-        scripted.answer = lambda path, answer=(status, {}, bytes(body)): answer
-        try:
-            found = CALLS[call](client)
-        except RolloutServerError as error:
-            refused += 1
-            assert KEY not in str(error) and "\x1b" not in str(error) and len(str(error)) < 3000
-            continue
-        if call == "complete":
-            assert len(found.ids) == len(found.logps) > 0
-            assert all(type(token) is int and 0 <= token < 2**31 for token in found.ids)
-            assert all(type(logp) is float and -1e300 < logp < 0.1 for logp in found.logps)
-    print(f"{CASES} damaged answers, {refused} refused, no traceback")
-    assert refused > CASES / 4
