@@ -23,7 +23,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.packing import Group
-from tests.loop.conftest import EOS
+from tests.loop.conftest import COMPLETIONS, EOS
 
 
 def lora(**options):
