@@ -141,21 +141,6 @@ def test_the_step_is_the_trainers(
     assert (plain[2] - kit[2]).norm() <= RELATIVE * kit[2].norm()
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([17, 260, 198, 198, 22, 18, 258], 1.0),  # </think>, two line ends, 73
-        ([22, 18, 258], 0.0),  # never closed
-        ([260, 22, 18, 260, 20, 258], 0.0),  # the answer is behind the last one
-        ([260, 258], 0.0),
-        ([], 0.0),
-    ],
-)
-def test_the_reward_reads_ids(ids: list[int], expected: float, script: SimpleNamespace, tiny_tokenizer: Any) -> None:
-    """A reward that looks for the spelling pays for a tag in ordinary tokens."""
-    assert script.answer_reward(ids, "73", tiny_tokenizer) == expected
-
-
 def test_sampling_is_not_touched_by_padding_and_cache(
     script: SimpleNamespace, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
 ) -> None:

@@ -197,19 +197,6 @@ def test_a_ratio_that_overflows_has_no_nan_in_its_gradient():
         assert loss.per_row.isfinite().all() and ours.grad.tolist() == [0.0]
 
 
-def test_a_length_normalised_ratio_stays_in_range_over_a_long_completion():
-    """Half a thousandth of a nat a token is nothing, but its sum over 4096 tokens is a ratio of 8: clipped, no gradient
-    from any long completion. The mean's ratio is 1.0005 (GSPO), whatever the length."""
-    new = torch.full((4096,), -0.9995, requires_grad=True)
-    arguments = (new, torch.full((4096,), -1.0), [4096], torch.ones(4096), torch.tensor([1.0]))
-    whole = policy_loss(*arguments, Objective())
-    assert whole.ratio.item() == pytest.approx(math.exp(2.048), rel=1e-3) and whole.clipped_high.item() == 1.0
-    mean = policy_loss(*arguments, Objective(ratio_form="length_normalized"))
-    assert mean.ratio.item() == pytest.approx(math.exp(0.0005), rel=1e-5) and mean.clipped_high.item() == 0.0
-    mean.per_row.sum().backward()
-    assert new.grad.sum().item() == pytest.approx(-math.exp(0.0005), rel=1e-5)
-
-
 def test_masked_tokens_have_no_ratio_no_loss_and_no_gradient():
     """A forced `</think>` has whatever log-probability it has, minus infinity included."""
     logps = torch.tensor([-0.5, -torch.inf, -0.7], requires_grad=True)

@@ -57,62 +57,11 @@ def fail(settings: dict[str, Any]) -> dict[str, Any]:
     return train(settings)
 
 
-def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Pass rates, with completions that are right for every second prompt; what this process was asked for."""
-    from rloo_kit.evals import difficulty
-    from rloo_kit.rollout.completions import Completion
-
-    asked: list[str] = []
-
-    def answer(policy: Any, prompts: list[str], num_samples: int = 1, **_: Any) -> list[Completion]:
-        asked.extend(prompts)
-        texts = ["1" if int(prompt.split()[-1]) % 2 else "0" for prompt in prompts]
-        ids = [policy.tokenizer(f"</think>{text}<|im_end|>")["input_ids"] for text in texts]
-        return [
-            Completion(number, ids[number], f"</think>{text}", True, 0, False)
-            for number, text in enumerate(texts)
-            for _ in range(num_samples)
-        ]
-
-    difficulty.generate_completions = answer
-    run = kit.load_config(settings["config"], *settings["overrides"])
-    policy = kit.load_policy(run)
-    prompts = [f"add {number}" for number in range(7)]
-    rates, cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7)
-    again, all_cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7)
-    return {"asked": asked, "rates": rates, "again": again, "cached": [cached, all_cached]}
-
-
-def talk(settings: dict[str, Any]) -> dict[str, Any]:
-    """Each helper of `collective`, and who came first through `main_first`."""
-    from rloo_kit import collective
-    from rloo_kit.system import processes
-
-    rank, found = processes.process_index(), {}
-    collective.start_processes()
-    found["share"] = collective.share({"from": rank})
-    found["lists"] = collective.gather_lists([rank] * (rank + 1))
-    found["objects"] = collective.gather_objects(None if rank else "first")
-    found["any"] = [collective.any_of(rank == 1), collective.any_of(False)]
-    order = Path(settings["out"] + ".order")
-    with collective.main_first(), open(order, "a") as file:
-        file.write(f"{rank}\n")
-    try:
-        with collective.main_first():
-            raise FileNotFoundError(rank)
-    except FileNotFoundError as error:
-        found["failed"] = error.args[0]
-    collective.wait_for_all()
-    found["order"] = order.read_text().split()
-    found["backend"] = __import__("torch").distributed.get_backend()
-    return found
-
-
 def main(settings: dict[str, Any]) -> None:
     kit.setup_environment()
     if settings.get("sharding"):
         shard_on_the_cpu(settings["sharding"])
-    found = {"train": train, "fail": fail, "measure": measure, "talk": talk}[settings.get("do", "train")](settings)
+    found = {"train": train, "fail": fail}[settings.get("do", "train")](settings)
     Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))
     from rloo_kit.collective import end_processes
 

@@ -1,6 +1,5 @@
 """The arithmetic of memory against real models: what is called exact is counted, what is an estimate is bounded."""
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,126 +67,6 @@ def test_qwen3_4b_in_4_bit() -> None:
         assert 0.88 * training < fused < training < 1.06 * plain and plain < 1.1 * training
 
 
-def test_the_adapter_is_that_of_peft() -> None:
-    """And the reference, where it is a copy of it."""
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    shape = shape_of_config(model.config.to_dict())
-    load = load_of(shape, lora_rank=4, lora_targets=("q_proj", "down_proj"), reference="adapter")
-    assert parts.trained_weights(load) == trained
-    assert parts.gradient_bytes(load) == parts.reference_bytes(load) == 4 * trained
-    assert parts.optimizer_bytes(replace(load, optim="adamw_torch_fused")) == 8 * trained
-    assert parts.optimizer_bytes(load) == pytest.approx(2 * trained, rel=0.04)
-    whole = replace(load, lora_rank=None, reference="model", four_bit=False, weight_bytes=4)
-    assert parts.trained_weights(whole) == shape.num_weights
-    assert parts.reference_bytes(whole) == 4 * shape.num_weights
-
-
-def with_lora(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM"))
-
-
-def make_groups(length: int) -> list[Any]:
-    """A prompt of four tokens with two completions."""
-    import torch
-
-    from rloo_kit.gradient.packing import Group
-
-    return [Group(torch.randint(0, 320, (4,)), [torch.randint(0, 320, (length,)) for _ in range(2)])]
-
-
-def count_saved_bytes(layers: int, half: bool) -> float:
-    """Bytes that a packed pass saves for its backward pass, parameters apart, for each of its tokens."""
-    import torch
-
-    from rloo_kit.gradient.scorer import Scorer
-
-    model = with_lora(make_model(num_hidden_layers=layers).to(torch.bfloat16 if half else torch.float32))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        return tensor
-
-    groups = make_groups(190)
-    mixed = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
-    scorer = Scorer(model, 1.0, 0)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
-        scorer.score(model, groups)
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    return sum(size for place, size in found.items() if place not in own) / scorer.tokens(groups)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_what_a_layer_saves_is_what_torch_saves(half: bool) -> None:
-    """An unchecked estimate drifts from the code: a cast more in the adapter, and a pass no longer fits."""
-    pytest.importorskip("rloo_kit.gradient.scorer")
-    one_layer = count_saved_bytes(2, half) - count_saved_bytes(1, half)
-    shape = shape_of_config(make_model().config.to_dict())
-    width = 2 if half else 4
-    load = load_of(shape, four_bit=False, weight_bytes=width, compute_bytes=width, fused=False, checkpointing="off")
-    assert parts.saved_bytes_per_token(load) == pytest.approx(one_layer, rel=0.05)
-
-
-def measure_peak(model: Any, checkpointing: bool, length: int, layout: str = "shared") -> float:
-    """Bytes that are alive at once at the peak of a pass, forward and backward, the model's own apart; two completions
-    of `length` tokens and a prompt of four."""
-    import torch
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    from rloo_kit.gradient.scorer import Scorer
-
-    class Peak(TorchDispatchMode):
-        def __init__(self, own: set[int]):
-            super().__init__()
-            self.own, self.live, self.most = own, {}, 0
-
-        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = call(*args, **(kwargs or {}))
-            for tensor in tree_leaves(made):
-                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.own:
-                    storage = tensor.untyped_storage()
-                    reference = StorageWeakRef(storage)
-                    self.live[reference.cdata] = reference, storage.nbytes()
-            self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-            self.most = max(self.most, sum(size for _, size in self.live.values()))
-            return made
-
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    scorer, groups = Scorer(model.train(), 1.0, 0), make_groups(length)
-    assert scorer.layout == layout
-    peak = Peak({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
-    with peak:
-        scorer.score(model, groups).logps.sum().backward()
-    return peak.most
-
-
-@pytest.mark.parametrize(("checkpointing", "most"), [(False, 1.2), (True, 1.6)])
-def test_the_peak_of_a_pass_is_not_above_the_plan(checkpointing: bool, most: float) -> None:
-    """What a pass holds besides what is saved (gradients on their way, the head's tiles) is an estimate: from above."""
-    model, length = with_lora(make_model(num_hidden_layers=4)), 300
-    peak = measure_peak(model, checkpointing, length)
-    load = load_of(
-        shape_of_config(model.config.to_dict()), four_bit=False, weight_bytes=4, compute_bytes=4, fused=False,
-        on_cuda=False, checkpointing="on" if checkpointing else "off", tokens_per_pass=2 * length + 4, prompt_tokens=4,
-        completion_tokens=length,
-    )  # fmt: skip
-    planned = parts.activation_bytes(load) + parts.head_bytes(load) + parts.gradient_bytes(load)
-    assert peak < planned < most * peak
-
-
 def test_the_copy_that_decodes_is_counted(tiny_model: Any) -> None:
     """Up to a gibibyte of joined matrices was in no part of the plan; a larger model has none, nor one in 16 bit."""
     from rloo_kit.rollout.decoders import FusedDecoder
@@ -210,26 +89,6 @@ def test_numbers_that_are_held_twice_agree() -> None:
     for plan in cold_start.PLANS.values():
         config = cold_start.model_config(plan, tokenizer.ROWS["compact"]).to_dict()
         assert replace(shape_of_config(config), source=EMBEDDED.source) == EMBEDDED
-
-
-def test_each_setting_moves_its_part() -> None:
-    """A setting that the plan forgets is one that it recommends in vain."""
-    load = load_of(PUBLISHED["4b"], prompt_tokens=512, tokens_per_pass=8192)
-    assert load.pass_tokens == 8192 and replace(load, tokens_per_pass=1).pass_tokens == 4608
-    assert replace(load, whole_groups=True).pass_tokens == 8 * 4608  # Unsloth's packing repeats the prompt
-    assert replace(load, whole_groups=True, fused=False).pass_tokens == 512 + 8 * 4096
-    assert replace(load, tokens_per_pass=10**9).pass_tokens == 8 * 4608
-    sizes = [parts.activation_bytes(replace(load, checkpointing=kind)) for kind in ("offloaded", "on", "off")]
-    assert sizes == sorted(sizes) and sizes[2] > 5 * sizes[1]
-    assert parts.optimizer_bytes(replace(load, optim="sgd")) == 0
-    assert parts.optimizer_bytes(replace(load, optim="adafactor")) < parts.optimizer_bytes(load)
-    assert parts.work_bytes(replace(load, four_bit=False)) == 0 < parts.work_bytes(load)
-    assert (
-        parts.cache_bytes_per_token(load)
-        == 144 * 1024
-        == 2 * parts.cache_bytes_per_token(replace(load, float8_cache=True))
-    )
-    assert parts.sampling_bytes(load, 8) < 0.1 * GIB and parts.head_bytes(load) < 0.4 * GIB
 
 
 def test_a_rollout_finds_gradients_only_in_a_step_of_several() -> None:

@@ -81,19 +81,6 @@ def test_a_full_disk_ends_in_a_line(make_run: Callable[..., Path], tmp_path: Pat
     assert not [path for path in run.iterdir() if path.name.endswith((".tmp", ".html"))]
 
 
-def test_a_run_without_evaluations_keeps_the_colours(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """The table numbered all runs, the charts only those with points, so one run had two colours."""
-    runs = [make_run(name, right) for name, right in (("a", 40), ("b", 60), ("c", 80))]
-    for when in ("before", "after"):
-        (runs[0] / f"{when}.json").unlink()
-    text = write_comparison_page(compare_runs(runs), tmp_path / "comparison.html").read_text(encoding="utf-8")
-    figure = text[text.index("<figure") : text.index("</figure>")]
-    assert "Held-out accuracy" in figure and 'class="dot c0"' not in figure and "key c0" not in figure
-    for number, name in ((1, "b"), (2, "c")):
-        assert re.search(rf'key c{number}"[^>]*></span>\s*<[^>]*>{name}<', text)
-        assert f'c{number}">{name}</span>' in figure
-
-
 def test_evaluations_during_training_are_drawn_without_the_others(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -273,6 +273,19 @@ def test_one_row_that_does_not_fit_and_other_errors_are_errors(make_model, monke
     assert not said
 
 
+def test_masked_memory_is_finite():
+    """Fresh memory may hold NaNs, and weight 0 times NaN is NaN: whole rows were lost to masked tokens. A cache that
+    grows drops the slots of rows that have ended."""
+    cache, cpu = kv_cache.SlotCache(slots=3, block_tokens=4), torch.device("cpu")
+    state = torch.ones(2, 1, 2)  # two rows, one head, two dimensions
+    for positions in ([6, 0], [9, 1]):
+        cache.begin(positions, cpu)
+        assert all(torch.isfinite(held).all() for held in cache.write(0, state, state))
+    cache.shrink(1)
+    cache.begin([12], cpu)
+    assert cache.write(0, state[:1], state[:1])[0].size(0) == 1
+
+
 def test_nothing_of_a_rollout_stays_alive(make_model, monkeypatch):
     """The cache and the decoder's copy of the weights are as large as the model; training needs the room."""
     made: list[weakref.ref[Any]] = []
