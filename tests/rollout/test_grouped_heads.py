@@ -1,4 +1,4 @@
-"""A step of `ModuleDecoder` reads the KV cache as it lies: no copy of it for every query head, and the same logits."""
+"""A step of `ModuleDecoder` reads the KV cache as it lies, without a copy for every query head: the same logits."""
 
 from collections.abc import Callable
 from typing import Any
