@@ -4,9 +4,6 @@ The lines are made up; that real ones have these names is shown by the rehearsal
 """
 
 import importlib
-import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -123,28 +120,6 @@ def test_only_measurements_are_collected(module: Any, measured: Path, tmp_path: 
     with pytest.raises(SystemExit, match="part2.jsonl is a rehearsal's"):
         report.collect(measured, target)
     assert set(report.read_parts(measured)) == {1, 3}
-
-
-@pytest.mark.slow
-def test_the_command_writes_every_page(measured: Path, tmp_path: Path) -> None:
-    """One command; in a copy of the repository, from archives, and what it has written is what its tests expect."""
-    copy = tmp_path / "copy"
-    ignored = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".mypy_cache", ".ruff_cache")
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-    import tarfile
-
-    with tarfile.open(measured / "part1.tar.gz", "w:gz") as archive:
-        archive.add(measured / "part1.jsonl", "part1.jsonl")
-    (measured / "part1.jsonl").unlink()
-    command = [sys.executable, "benchmarks/tables.py", "--from", str(measured)]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "parts that were measured: 1, 2, 3" in done.stdout and "qwen3_4b_thinking_8gb.yaml: header" in done.stdout
-    corrections = json.loads((copy / "rloo_kit" / "plan" / "corrections.json").read_text(encoding="utf-8"))
-    assert corrections["factors"]["unsloth rollout"] == 1.09
-    assert "From NVIDIA Test, 2026-12-01: unsloth rollout 1.09" in (copy / "docs" / "plan.md").read_text("utf-8")
-    again = subprocess.run(command[:2], cwd=copy, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0 and "header written" not in again.stdout
 
 
 def test_a_check_after_an_interrupted_one_corrects_nothing(module: Any, tmp_path: Path) -> None:

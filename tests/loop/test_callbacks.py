@@ -1,6 +1,5 @@
 """What a run prints and writes, on a trainer that is only its state: lines, throttle, tables, signals."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -94,21 +93,6 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(begin, clock, capsys):
     clock.now += 60
     log(line, 11, LOGS)
     assert "eta 9:00" in capsys.readouterr().out
-
-
-def test_metrics_are_written_as_they_come(tmp_path, clock):
-    """A run that is killed keeps every step that it logged; the trainer's summary at the end is no step."""
-    run_dir = RunDir(tmp_path)
-    writer = MetricsWriter(run_dir)
-    writer.on_train_begin(None, state(0), None)
-    writer.on_log(None, state(1), None, logs=LOGS)
-    clock.now += 2.5
-    writer.on_log(None, state(2), None, logs=LOGS | {"reward": float("nan")})
-    writer.on_log(None, state(2), None, logs={"train_runtime": 3.0})
-    writer.on_step_end(None, state(2), None)
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(entry["step"], entry["reward"], entry["seconds"]) for entry in written] == [(1, 0.25, 0.0), (2, None, 2.5)]
-    assert run_dir.status()["step"] == 2 and run_dir.status()["max_steps"] == 20
 
 
 def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, capsys):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rewards import thinking_reward
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.export.export import export_model
@@ -34,10 +33,6 @@ from rloo_kit.runs.rows import to_lines
 from rloo_kit.runs.run_dir import RunDir, open_runs
 from rloo_kit.system import environment
 from tests.loop.conftest import by_ids
-
-
-def all_equal(completion_ids, **_):
-    return [0.5] * len(completion_ids)
 
 
 def adapter_weights(result):
@@ -509,79 +504,6 @@ def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
     assert result.stopped == "interrupted" and result.steps == 2
     assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
     assert start(resume=True, accept_changes=True).steps == 4
-
-
-@pytest.fixture
-def endless_folder(tmp_path, make_tiny_model, tiny_tokenizer):
-    """A checkpoint that samples at random but never ends and never closes its thinking: those logits are tiny."""
-    model = make_tiny_model(tie_word_embeddings=False)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1.0  # a direction that every hidden state shares
-        model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[[256, 258, 260], 0] = -10.0
-    model.save_pretrained(tmp_path / "endless")
-    tiny_tokenizer.save_pretrained(tmp_path / "endless")
-    return tmp_path / "endless"
-
-
-def test_the_published_recipe_says_that_it_learns_nothing(start, capsys, endless_folder):
-    """The published Qwen3-Thinking recipe: 128 tokens and -1.0 without </think>. A Thinking model does not close its
-    thoughts that early, so every completion earns -1.0, all advantages are zero and the run trains nothing."""
-    recipe = ["rloo.max_completion_length=128", "model.max_seq_length=256", f"model.name={endless_folder}"]
-    result = start(*recipe, "rloo.beta=0.05", "rloo.max_steps=4", "health.no_signal_steps=2", rewards=[thinking_reward])
-    assert [row["reward"] for row in result.metrics] == [-1.0] * 4
-    assert [row["grad_norm"] for row in result.metrics] == [0.0] * 4
-    printed = capsys.readouterr().out
-    warning = "WARNING: truncation since step 1: 100% of the completions are truncated"
-    assert printed.count(warning) == 1 and printed.count(warning.removeprefix("WARNING: ")) == 2, "once, and at the end"
-    assert printed.rstrip().splitlines()[-1].startswith("health: truncation since step 1")
-    assert "raise rloo.max_completion_length (currently 128)" in printed and "earned the same reward" not in printed
-    (row,) = lines(result.folder, "health.jsonl")
-    assert (row["step"], row["rule"], row["since"], row["last"]) == (2, "truncation", 1, 4)
-    assert {"no_signal", "zero_gradient"} <= set(row["explains"]) and row["run"] == result.metrics[0]["run"]
-    (kept,) = status(result)["health"]
-    assert kept["rule"] == "truncation" and "rloo.max_completion_length" in kept["fix"]
-    assert [one.name for one in result.findings] == ["truncation"]
-
-
-def test_no_signal_stops_the_run_where_it_is_to(start, capsys):
-    """On rented time an unread warning costs a night."""
-    result = start("health.no_signal=stop", "health.no_signal_steps=2", rewards=[all_equal])
-    assert result.stopped == "no signal" and result.steps == 2
-    assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
-    found = status(result)
-    assert found["state"] == "failed" and found["error"].startswith("NoSignalError: stopped at step 2 of 4")
-    assert "health.no_signal=stop" in found["error"]
-    assert "raise rloo.max_completion_length (currently 6)" in found["error"], "the cause: all of them are cut off"
-    assert start("health.no_signal=stop", "health.no_signal_steps=2", rewards=[all_equal], resume=True).stopped is None
-
-
-def test_another_rule_stops_the_run_with_its_own_words(start, capsys):
-    """Only a run without signal could be stopped; one that was truncated from end to end used the GPU up."""
-    result = start("health.truncation=stop", "health.no_signal_steps=2")
-    assert result.stopped == "truncation" and result.steps == 2 and status(result)["state"] == "failed"
-    assert status(result)["error"].startswith(
-        "HealthError: stopped at step 2 of 4 (health.truncation=stop): truncation"
-    )
-    capsys.readouterr()
-    on = start("health.truncation=off", "health.no_signal_steps=2", resume=True)
-    printed = capsys.readouterr().out
-    assert on.steps == 4 and on.findings == [] and "health:" not in printed and "WARNING: trunc" not in printed
-    assert lines(on.folder, "health.jsonl") == [] == status(on)["health"]
-
-
-def test_findings_are_rewound_with_the_rows(start, capsys):
-    """A resumed run repeats what came after its checkpoint; a finding from there would stand in the file twice."""
-    keys = ("health.no_signal_steps=3", "rloo.save_steps=2")
-    result = start(*keys)
-    assert [(row["rule"], row["step"]) for row in lines(result.folder, "health.jsonl")] == [("truncation", 3)]
-    capsys.readouterr()
-    more = start(*keys, "rloo.max_steps=6", resume=True)
-    assert "WARNING: truncation" not in capsys.readouterr().out, "it was printed before the resume"
-    (row,) = lines(more.folder, "health.jsonl")
-    assert (row["since"], row["step"]) == (1, 3)
-    RunDir(more.folder).rewind(2)
-    assert lines(more.folder, "health.jsonl") == []
 
 
 def test_movement_of_the_weights_is_logged(start):

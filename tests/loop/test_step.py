@@ -168,23 +168,3 @@ def test_the_loop_remembers_its_rewards_across_a_resume(make_trainer, tmp_path):
     assert [log["episode"] for log in resumed.state.log_history if "episode" in log] == [8.0, 16.0], "of the whole run"
     ids = [row["completion_ids"][0] for row in first.rows + resumed.rows]
     assert resumed.rloo.rewarder.moments.to_dict()["mean"] == pytest.approx(sum(ids) / 16)
-
-
-def test_prompts_that_took_long_start_first_the_next_time(make_trainer):
-    """With fewer slots than rows the longest completion should not be the last to begin."""
-    trainer = make_trainer(first_id, rollout_rows=3, max_steps=2, prompts=2)
-    seen = []
-    sample = trainer.rloo.sampler.engine.sample
-    trainer.rloo.sampler.engine.sample = lambda prompt_ids, limits, expected_lengths, *_: (
-        seen.append((prompt_ids, expected_lengths)),
-        sample(prompt_ids, limits, expected_lengths),
-    )[1]
-    trainer.train()
-    (_, first), (prompts, second) = seen
-    assert set(first) == {0.0}, "nothing is known yet"
-    lengths = {}
-    for row in trainer.rows[:8]:
-        ids = tuple(trainer.processing_class(row["prompt"])["input_ids"])
-        before = lengths.get(ids, len(row["completion_ids"]))
-        lengths[ids] = (before + len(row["completion_ids"])) / 2
-    assert second == [lengths[tuple(ids)] for ids in prompts]

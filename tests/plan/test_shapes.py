@@ -1,7 +1,6 @@
 """Shapes against real models: SmolLM3 and Qwen3.5, whose layers are of two kinds, and the models known by name."""
 
 import contextlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,25 +192,6 @@ def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim
     assert 0.99 * saved < parts.saved_bytes_per_token(load, kind) < 1.2 * saved
 
 
-def test_a_text_model_is_loaded_from_a_checkpoint_with_a_vision_tower(tmp_path: Path) -> None:
-    """Qwen3.5 is published with one; AutoModelForCausalLM loads the text model alone. Its own key says whether the head
-    is tied, not the one of the whole."""
-    from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    for tied in (True, False):
-        text = SIZES | DELTA | {"tie_word_embeddings": tied}
-        whole = Qwen3_5ForConditionalGeneration(
-            Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
-        )
-        whole.save_pretrained(tmp_path / str(tied))
-        config = json.loads((tmp_path / str(tied) / "config.json").read_text())
-        shape = shape_of_config(config)
-        assert shape.tied == tied
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied))
-        assert shape.num_weights == model.num_parameters() < whole.num_parameters()
-
-
 def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
     """A default number of heads would plan another model."""
     config = make_model("qwen3_5").config.to_dict()
@@ -220,13 +200,6 @@ def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
         shape_of_config(config)
     with pytest.raises(ConfigError, match="'qwen3_5_moe'.*smollm3, qwen3_5"):
         shape_of_config(make_model("qwen3_5").config.to_dict() | {"model_type": "qwen3_5_moe_text"})
-
-
-def test_a_file_of_smollm3_that_leaves_tying_out_is_tied() -> None:
-    """transformers 4 wrote only what differs from its defaults, and SmolLM3 is tied by default."""
-    config = make_model("smollm3").config.to_dict()
-    del config["tie_word_embeddings"]
-    assert shape_of_config(config).tied
 
 
 @pytest.mark.parametrize(

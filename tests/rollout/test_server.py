@@ -487,21 +487,6 @@ def test_requests_of_a_server_that_shuts_down_go_to_the_restarted_one(
             server.stop()
 
 
-def test_a_server_that_is_slow_is_asked_once(server, make_policy, make_engine, monkeypatch):
-    """A second request for a completion of an hour, because no answer came in half a minute, is an hour wasted."""
-    monkeypatch.setattr(server_module, "LOOK_S", 0.1)
-    complete = server._complete
-
-    def slow(body: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(0.3)
-        return complete(body)
-
-    server._complete = slow
-    model = make_policy()
-    check_against(model, make_engine(model).sample(PROMPTS, Limits(4)))
-    assert len(server.posted(COMPLETE)) == 4
-
-
 def test_a_server_that_stays_dead_ends_the_run(server, make_policy, make_engine):
     """Without an end to the waiting a night passes on a server that is never restarted."""
     answer = server.answer
