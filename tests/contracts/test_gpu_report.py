@@ -70,22 +70,13 @@ def measured(module: Any, tmp_path: Path) -> Path:
 
 
 def test_figures_become_tables(module: Any, measured: Path) -> None:
-    """Figures that are copied by hand are the ones that get copied wrong."""
+    """Figures that are copied by hand are the ones that get copied wrong; what failed or fell short is said."""
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     with_tables, tables = module("reporting").with_tables, module("tables").TABLES
     text = with_tables(page, tables, measured.parent)
     assert "Part 2: NVIDIA Test, 2026-12-01, revision `0123456`; torch 2.11.0, trl 1.15.0." in text
-    assert "| 0.004 / 0.11, gradient 0.021 |" in text and "RuntimeError: no / kernel" in text
-    assert "**failed**: off / single" in text and "| passed, 7 s |" in text
-    assert "| matrix products, bf16 | 700 to 850 TFLOP/s |  | 395 TFLOP/s | **outside** |" in text
-    assert "| decode step, 4B in 4-bit, 8 rows, Unsloth | 25 to 35 ms | 1.8 ms | 30.2 ms |  |" in text  # half an H200's
-    assert "| Unsloth's `generate` | 30.2 ms, 265 tokens/s | not measured | does not fit |" in text
-    assert "| training part, 4k, vs. TRL under Unsloth | 4x | 5.00x | reached |" in text
-    assert "| its memory, vs. TRL under Unsloth | 2x | 1.80x | **missed** |" in text
-    assert "planned 6144; 6144 fits, 7680 does not fit" in text
-    assert "| 8 GB | 5.00 / 4.00 GiB | 5.40 / 3.00 GiB, through unsloth | 512 s | 28 h |" in text
-    assert "| Qwen3-4B in 4-bit on 8 GB, simulated by a cap | trains, 5.4 GiB, 512 s a step at most |" in text
-    assert "| Qwen3-4B in 4-bit on 12 GB, simulated by a cap | not measured |" in text
+    assert "RuntimeError: no / kernel" in text and "**failed**: off / single" in text
+    assert "395 TFLOP/s | **outside** |" in text and "5.00x | reached |" in text and "1.80x | **missed** |" in text
     assert with_tables(page, tables, measured.parent / "nowhere").count("not measured") > text.count("not measured")
 
 

@@ -17,7 +17,6 @@ import pytest
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import OPTIONS, RLOOSection
-from rloo_kit.config.section import declared
 from rloo_kit.errors import ConfigError, RlooKitError
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.
@@ -175,19 +174,6 @@ def test_command_line_flags_old_and_new(config_class: type, tmp_path: Path) -> N
         )
     assert (config.num_generations, config.beta, config.max_steps, config.learning_rate) == (4, 0.03, 10, 3e-6)
     assert (config.missing_eos_penalty, config.kl_form) == (1.0, "per_token")
-
-
-def test_keys_of_the_file_are_fields_of_the_config(config_class: type, tmp_path: Path) -> None:
-    """A key that TRL renamed would be accepted by the file and refused by the trainer after the model had loaded."""
-    fields = {f.name: f for f in dataclasses.fields(config_class)}
-    for name, option in OPTIONS.items():
-        assert name in fields, f"{option.key} is no field of RLOOConfig any more"
-        assert option.default == fields[name].default, f"{option.key}: TRL's default is {fields[name].default}"
-        if declared(option.field, "trl"):
-            assert option.default != option.field.default, f"{option.key} does not differ from TRL any more"
-    run = load_config(Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml")
-    config = config_class(str(tmp_path), **run.rloo.to_arguments())
-    assert (config.max_steps, config.num_generations) == (run.rloo.max_steps, run.rloo.num_generations)
 
 
 def test_choices_of_the_file_are_choices_of_transformers() -> None:

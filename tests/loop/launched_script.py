@@ -57,11 +57,37 @@ def fail(settings: dict[str, Any]) -> dict[str, Any]:
     return train(settings)
 
 
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """Pass rates, with completions that are right for every second prompt; what this process was asked for."""
+    from rloo_kit.evals import difficulty
+    from rloo_kit.rollout.completions import Completion
+
+    asked: list[str] = []
+
+    def answer(policy: Any, prompts: list[str], num_samples: int = 1, **_: Any) -> list[Completion]:
+        asked.extend(prompts)
+        texts = ["1" if int(prompt.split()[-1]) % 2 else "0" for prompt in prompts]
+        ids = [policy.tokenizer(f"</think>{text}<|im_end|>")["input_ids"] for text in texts]
+        return [
+            Completion(number, ids[number], f"</think>{text}", True, 0, False)
+            for number, text in enumerate(texts)
+            for _ in range(num_samples)
+        ]
+
+    difficulty.generate_completions = answer
+    run = kit.load_config(settings["config"], *settings["overrides"])
+    policy = kit.load_policy(run)
+    prompts = [f"add {number}" for number in range(7)]
+    rates, cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7)
+    again, all_cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7)
+    return {"asked": asked, "rates": rates, "again": again, "cached": [cached, all_cached]}
+
+
 def main(settings: dict[str, Any]) -> None:
     kit.setup_environment()
     if settings.get("sharding"):
         shard_on_the_cpu(settings["sharding"])
-    found = {"train": train, "fail": fail}[settings.get("do", "train")](settings)
+    found = {"train": train, "fail": fail, "measure": measure}[settings.get("do", "train")](settings)
     Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))
     from rloo_kit.collective import end_processes
 

@@ -347,6 +347,19 @@ def test_copies_of_a_4bit_model_train(config, tmp_path, make_tiny_model, tiny_to
     assert first == second and first["steps"] == 2 and first["in_4bit"]
 
 
+@pytest.mark.long
+def test_pass_rates_are_measured_by_all_processes_together(config):
+    """Each process measured every prompt: twice the work, and twice in the cache."""
+    (first, second), _ = run_script(
+        config, config.parent / "rates", do="measure", overrides=["rollout.difficulty_samples=2"]
+    )
+    assert first["asked"] + second["asked"] == [f"add {n}" for n in range(7)]
+    assert first["rates"] == second["rates"] == first["again"] == [0, 1, 0, 1, 0, 1, 0]
+    assert first["cached"] == second["cached"] == [0, 7]
+    [cache] = (config.parent / "cache" / "difficulty").glob("*.jsonl")
+    assert len([line for line in read_lines(cache) if "prompt" in line]) == 7
+
+
 def test_processes_end_cleanly_while_gloo_still_drops_a_tensor(tmp_path):
     """A run that had succeeded ended in "terminate called without an active exception", rarely, on a busy machine."""
     script = [sys.executable, str(Path(__file__).with_name("late_drop.py"))]
