@@ -21,6 +21,7 @@ from rloo_kit.models import unsloth
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.policy import save_adapter
+from rloo_kit.models.vllm import InProcessVllm, adopt_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.system import environment
@@ -362,6 +363,34 @@ def test_unsloth_loads_vllm_on_the_shares_that_were_planned(
     assert os.environ[unsloth.MERGED_VARIABLE] == "0"
     monkeypatch.setenv(unsloth.MERGED_VARIABLE, "attention")  # a value that is set is the user's, and is refused below
     assert unsloth._vllm_arguments(run, vllm_plan) and os.environ[unsloth.MERGED_VARIABLE] == "attention"
+
+
+def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: VllmPlan, monkeypatch) -> None:
+    """vLLM kept its pool while the model was trained, and training ran out of memory an hour later."""
+    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
+    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    run = make_run("rollout.engine=vllm")  # built by hand: no file was read
+    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
+    with pytest.raises(BackendError, match="restart the kernel and call load_config before"):
+        unsloth._vllm_arguments(run, vllm_plan)
+
+
+def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's process groups are global to the process, and the first vLLM has the first model's weights: it cannot be
+    stopped for a second, unlike the transformers backend's. Once its model is gone, another is accepted."""
+    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    run = make_run("rollout.engine=vllm")
+    settings = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=64, enable_sleep_mode=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=settings), reset_prefix_cache=lambda: None)
+    policy = load(make_run())
+    adopt_vllm(policy.model, InProcessVllm(llm, lambda model: "a request", "a test"))
+    with pytest.raises(BackendError, match="another model of this process has a vLLM .* restart the kernel"):
+        unsloth._vllm_arguments(run, vllm_plan)
+    del policy
+    assert unsloth._vllm_arguments(run, vllm_plan)["fast_inference"]
 
 
 def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

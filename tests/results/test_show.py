@@ -314,3 +314,19 @@ def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., P
         assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
     (b / "inputs.json").write_text(json.dumps(inputs | {key: "1", "column answer of the held-out prompts": "y"}))
     assert "differently (column answer of the held-out prompts)" in call_json(a, b)[1]["sentence"]
+
+
+def test_a_run_with_an_own_reward_is_shown_by_it(make_run: Callable[..., Path]) -> None:
+    """`show` began with an accuracy of 0.000, and counted all prompts as still wrong."""
+    folder = make_run(make_rows())
+    for name, right in (("before", 10), ("after", 60)):
+        values = [1.0] * right + [0.0] * (100 - right)
+        reward = {"low": 0.0, "reward": right / 100, "reward_low": 0.0, "reward_high": 1.0, "reward_per_prompt": values}
+        write_evaluation(folder, 0, name=name, judged_by="exact match", **reward)
+    printed = " ".join(call(folder)[1].split())
+    assert "learnt: The held-out reward rose from 0.10 to 0.60" in printed and "reward, weighted sum 0.100" in printed
+    assert "Prompt by prompt (reward): 50 reward rose, 50 reward the same" in printed
+    assert "ccuracy" not in printed and "exact match" not in printed
+    found = call_json(folder)[1]
+    assert found["measure"] == "reward" and found["accuracy"]["reward_difference"]["value"] == pytest.approx(0.5)
+    assert found["accuracy"]["after"]["judged_by"] == "exact match"
