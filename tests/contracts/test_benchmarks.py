@@ -12,7 +12,6 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -199,28 +198,6 @@ def test_without_a_gpu_nothing_is_run_and_nothing_claimed(tmp_path: Path) -> Non
     assert done.returncode == 2 and "no CUDA GPU: " in done.stdout and not (tmp_path / "out").exists()
 
 
-def test_results_of_a_gpu_are_of_a_gpu() -> None:
-    """A rehearsal's figures in the folder of results would be quoted."""
-    command = [sys.executable, str(FOLDER / "first_hour.py"), "--rehearse", "--out", str(FOLDER / "results" / "gpu")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "for what a GPU measured" in done.stderr and "--out" in done.stderr
-
-
-def test_a_gpu_is_simulated_by_a_cap(module: Any) -> None:
-    """12 GB on the box are 11.2 GiB, and CUDA's context is none of torch's: a cap of 12 GiB shows nothing."""
-    memory, fractions = module("on_gpu.memory"), []
-    gib = memory.GIB
-    cuda = SimpleNamespace(
-        is_available=lambda: True, mem_get_info=lambda: (70 * gib, 80 * gib), memory_reserved=lambda: 9 * gib,
-        synchronize=lambda: None, empty_cache=lambda: None, set_per_process_memory_fraction=fractions.append,
-    )  # fmt: skip
-    with memory.capped(cuda, 12) as limit:
-        assert limit == pytest.approx(12e9 / gib - 1)  # 10 GiB are taken, 9 of them by torch
-    assert fractions == [pytest.approx(limit / 80), 1.0]
-    with pytest.raises(memory.TooSmall, match="96 GB .* 80.0 GiB"), memory.capped(cuda, 96):
-        pass
-
-
 def test_the_list_is_whole(module: Any) -> None:
     """An expectation of a check that was renamed is silently compared with nothing."""
     known = module("on_gpu.listing").list_checks()
@@ -264,28 +241,3 @@ def test_a_run_that_is_made_to_fail_says_how(name: str, rule: str, module: Any, 
     (found,) = json.loads(out.read_text())["runs"]
     assert found["rule"] == rule and found["onset"] <= found["since"] <= found["found"] <= found["onset"] + 20
     assert (tmp_path / f"{name}.jsonl").read_text().count("\n") == found["steps"] + 1
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_stays_flat(module: Any, tmp_path: Path) -> None:
-    """Open files, threads and memory of a real run from outside; --steps 2000 is the command. 40 steps were too few: a
-    single growth of the allocator by 1 MiB is more than their limit."""
-    out = tmp_path / "soak.json"
-    assert module("soak").main(["--steps", "400", "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert len(found["samples"]) > 20 and found["more_files"] == 0 == found["more_threads"]
-
-
-def test_what_grows_is_noticed(module: Any) -> None:
-    """A verdict that cannot be "no" proves nothing."""
-
-    def judge(**slopes: float) -> bool:
-        flat = {"memory_mib": 600.0, "files": 8, "threads": 5}
-        samples = [
-            {"at": at} | {key: value + slopes.get(key, 0) * at for key, value in flat.items()} for at in range(40)
-        ]
-        return module("soak").judge(samples, 20.0)["flat"]
-
-    assert judge() and judge(memory_mib=0.019)
-    assert not judge(memory_mib=0.021) and not judge(files=0.1) and not judge(threads=0.1)

@@ -5,10 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
-import zipfile
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,89 +40,12 @@ def revision() -> str:
     return done.stdout.strip()
 
 
-def make_wheel(folder: Path, name: str, version: str, requires: list[str], *files: str) -> Path:
-    """A wheel with that metadata, an empty module and empty files."""
-    wheel, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
-    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {found}" for found in requires)]
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\n" + "\n".join(lines) + "\n\nText: no header\n")
-        for path in (f"{name}.py", *files):
-            archive.writestr(path, "")
-    return wheel
-
-
-@pytest.fixture
-def close(bundle: Any, tmp_path: Path) -> Callable[..., set[str]]:
-    """`close(wanted, have)`: names of the wheels that would be packed, of a small index for Python 3.12 on Linux."""
-    index = {
-        "kit_a": ("2.0", ["kit_b[fast]>=1", "torch>=2", "kit_win; sys_platform == 'win32'", "kit_c"]),
-        "kit_b": ("1.5", ["kit_d; extra == 'fast'", "kit_e; extra == 'slow'", "kit_f; python_version >= '3.12'"]),
-        "kit_c": ("3.0", ["kit_b>=1.5", "kit_old; python_version < '3.12'"]),
-        "kit_d": ("1.0", []),
-        "kit_f": ("1.0", ["kit_a"]),  # a circle
-    }
-    pins = {canonicalize_name(name): version for name, (version, _) in index.items()}
-    wheels = {canonicalize_name(name): make_wheel(tmp_path, name, *found) for name, found in index.items()}
-
-    def names(wanted: list[str], have: str = "", **other: str) -> set[str]:
-        versions, target = bundle.read_versions(have), bundle.target_environment("3.12")
-        found = bundle.close(
-            wanted, pins | other, versions, target, lambda asked: {name: wheels[name] for name in asked}
-        )
-        return set(found)
-
-    return names
-
-
-def test_the_closure_is_what_the_wheels_require(close: Callable[..., set[str]]) -> None:
-    """A second list of packages, kept by hand, lacked ruamel.yaml, and the machine had been rented."""
-    assert close(["Kit.A"]) == {"kit-a", "kit-b", "kit-c", "kit-d", "kit-f"}
-    assert close(["kit_b"]) == {"kit-a", "kit-b", "kit-c", "kit-d", "kit-f"}
-    assert close(["kit_d", "torch<3"]) == {"kit-d"}
-
-
-def test_what_the_machine_has_is_left_out(close: Callable[..., set[str]]) -> None:
-    """A package that is there may be too old for another, or be there without the extra that is asked for."""
-    assert close(["kit_a"], "kit_a==1.0") == set()
-    assert close(["kit_a>=2"], "kit_a==1.0\nkit-c==2.0+cu130\nkit_f") == {"kit-a", "kit-b", "kit-d"}
-    assert close(["kit_a"], "kit_b\nkit_c\nkit_f") == {"kit-a", "kit-d"}, "kit_b[fast] needs kit_d"
-    assert close(["kit_d<=2"], "kit_d==99999") == {"kit-d"}, (
-        "torch brings the newest fsspec, datasets wants an older one"
-    )
-    assert close(["kit_a"], "kit_b==1.0\nkit_f") == {"kit-a", "kit-b", "kit-c", "kit-d"}, "kit_c needs kit_b 1.5"
-
-
-def test_versions_that_the_lock_cannot_give_are_named(close: Callable[..., set[str]]) -> None:
-    """pip would take the newest version on the day, or fail without saying which list to change."""
-    with pytest.raises(SystemExit, match=r"constraints.txt has no kit-x, .*\(kit_x>=4\): add the line kit-x==VERSION"):
-        close(["kit_d", "kit_x>=4"])
-    with pytest.raises(SystemExit, match="constraints.txt has kit-d==1.0, which kit_d>=2 refuses"):
-        close(["kit_d>=2"])
-
-
 def test_the_lock_holds_the_roots_of_the_bundle(bundle: Any) -> None:
     """The lock had no version of Unsloth's own requirements; the build of the bundle was the first to need them."""
     pins = bundle.read_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     for found in ROOTS:
         assert found.specifier.contains(pins[canonicalize_name(found.name)]), str(found)
     assert {"sympy", "jinja2", "filelock"} <= bundle.torch_closure(bundle.target_environment("3.12")).keys()
-
-
-def test_only_what_is_imported_is_packed(bundle: Any, tmp_path: Path) -> None:
-    """bitsandbytes alone has 150 MB of libraries for other versions of CUDA."""
-    libraries = [f"bitsandbytes/libbitsandbytes_{name}.so" for name in ("cuda130", "cuda128", "rocm72", "cpu")]
-    other = ["kit/__init__.py", "kit/a.pyi", "kit/tests/test_a.py", "kit/testing.py", "studio/app.py"]
-    data = ["kit-1.0.data/purelib/inner.py", "kit-1.0.data/scripts/kit"]
-    wheel = make_wheel(tmp_path, "kit", "1.0", [], *libraries, *other, *data)
-    archives = [tmp_path / "one.tar.xz", tmp_path / "two.tar.xz"]
-    for archive in archives:
-        bundle.pack_site([wheel], "130", archive)
-    assert archives[0].read_bytes() == archives[1].read_bytes(), "use.sh would unpack the same packages again"
-    kept = {"kit.py", "kit-1.0.dist-info/METADATA", "kit/__init__.py", "kit/testing.py", "inner.py", libraries[0]}
-    with tarfile.open(archives[0]) as tar:
-        assert set(tar.getnames()) == kept | {libraries[3]}
-    with pytest.raises(SystemExit, match="no library for CUDA 129, .*130"):
-        bundle.pack_site([wheel], "129", archives[0])
 
 
 def build(dest: Path, have: str, python: str = PYTHON) -> str:

@@ -12,17 +12,21 @@ from typing import Any
 
 import pytest
 
+from tests.loop.test_equality_with_stock import (
+    COMPLETIONS,
+    RELATIVE,
+    _batch_loss_gradients,
+    _lora,
+    _make,
+    _sides,
+    by_length,
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "minimal_rloo.py"
 PAGE = ROOT / "docs" / "minimal.md"
-RELATIVE = 1e-5
 K = 4
-# Two groups of unequal lengths: closed and open thinking, with and without the end token.
-COMPLETIONS = [
-    [72, 260, 70, 258], [72, 73, 74, 75, 76, 77], [260, 258], [65, 66, 67, 260, 68, 258],
-    [90, 258], [91, 92, 93], [94, 95, 96, 97, 98, 258], [99, 260, 258],
-]  # fmt: skip
-PROMPTS = ["What is 1+1?", "A much longer prompt than the other"]
+PROMPTS = ["What is 1+1?", "A much longer prompt than the others"]
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +35,6 @@ def script() -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLOO_KIT_BACKEND", "transformers")
         return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
-
-
-def rewards_of(completion_ids: list[list[int]]) -> list[float]:
-    """Anything that differs from completion to completion."""
-    return [len(ids) / 3 - 0.7 * ids[0] / 90 for ids in completion_ids]
-
-
-def make_policy(make_tiny_model: Callable[..., Any]) -> Any:
-    """A policy that has left its reference: in a fresh adapter B is 0, and so are KL and most gradients."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    policy = get_peft_model(make_tiny_model(), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return policy
 
 
 def drift(policy: Any) -> None:
@@ -61,44 +47,6 @@ def drift(policy: Any) -> None:
                 parameter.add_(0.2 * torch.sin(torch.arange(parameter.numel()).view_as(parameter) * 1.7))
 
 
-def read_gradient(policy: Any) -> Any:
-    """Of all LoRA parameters together: (N,)."""
-    import torch
-
-    found = {name: p.grad for name, p in policy.named_parameters() if p.requires_grad and p.grad is not None}
-    return torch.cat([found[name].flatten() for name in sorted(found)])
-
-
-def step_of_the_kit(policy: Any, tokenizer: Any, folder: Path, is_moved: bool, **options: Any) -> tuple[Any, Any, Any]:
-    """Advantages, loss and gradient of RLOOTrainer, by the methods that TRL calls."""
-    from datasets import Dataset
-
-    from rloo_kit.loop.options import RLOOConfig
-    from rloo_kit.loop.trainer import RLOOTrainer
-
-    config = RLOOConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, num_generations=K,
-        per_device_train_batch_size=len(COMPLETIONS), gradient_checkpointing=False, max_completion_length=6,
-        reference="base", **options,
-    )  # fmt: skip
-    trainer = RLOOTrainer(
-        model=policy,
-        reward_funcs=[lambda completion_ids, **_: rewards_of(completion_ids)],
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=tokenizer,
-    )
-    trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in COMPLETIONS]
-    trainer.model.train()
-    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPTS for _ in range(K)])
-    if is_moved:
-        drift(trainer.model)
-    trainer.model.zero_grad()
-    loss = trainer._compute_loss(trainer.model, batch)
-    loss.backward()
-    return batch["advantages"], loss.detach(), read_gradient(trainer.model)
-
-
 def step_of_the_script(
     script: SimpleNamespace, policy: Any, tokenizer: Any, is_moved: bool, beta: float, epsilon: float
 ) -> tuple[Any, Any, Any]:
@@ -106,7 +54,7 @@ def step_of_the_script(
     import torch
 
     prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(K)]
-    rewards = torch.tensor(rewards_of(COMPLETIONS))
+    rewards = torch.tensor(by_length(COMPLETIONS))
     logps = script.token_logps(policy, prompts, COMPLETIONS)
     old_logps = logps.detach()
     charged = script.charge_kl(rewards, policy, old_logps, prompts, COMPLETIONS, beta)
@@ -116,7 +64,7 @@ def step_of_the_script(
         logps = script.token_logps(policy, prompts, COMPLETIONS)
     loss = script.clipped_loss(logps, old_logps, advantages, epsilon)
     loss.backward()
-    return advantages, loss.detach(), read_gradient(policy)
+    return advantages, loss.detach(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("is_moved", [False, True], ids=["on-policy", "off-policy"])
@@ -130,30 +78,18 @@ def test_the_step_is_the_trainers(
     tmp_path: Path,
 ) -> None:
     """A script that is read to understand the kit would teach another algorithm once one of the two drifts."""
-    epsilon = 0.05
-    options = {"beta": beta, "epsilon": epsilon, "epsilon_high": epsilon} | ({"num_iterations": 2} if is_moved else {})
-    kit = step_of_the_kit(make_policy(make_tiny_model), tiny_tokenizer, tmp_path, is_moved, **options)
-    plain = step_of_the_script(script, make_policy(make_tiny_model), tiny_tokenizer, is_moved, beta, epsilon)
-    assert plain[0].abs().max() > 0.05 and plain[2].norm() > 1e-3, "the case carries no signal"
+    import torch
+
+    options = {"beta": beta, "epsilon": 0.05, "epsilon_high": 0.05, "reference": "base"}
+    policy, tokenizer = _lora(make_tiny_model()), tiny_tokenizer
+    trainer = _make(_sides()[1], policy, tokenizer, tmp_path, [by_length], num_iterations=1 + is_moved, **options)
+    kit = _batch_loss_gradients(trainer, drift=0.2 if is_moved else None)
+    plain = step_of_the_script(script, _lora(make_tiny_model()), tokenizer, is_moved, beta, 0.05)
+    (wanted, found) = [torch.cat([grads[name].flatten() for name in sorted(kit[2])]) for grads in (kit[2], plain[2])]
+    assert plain[0].abs().max() > 0.05 and found.norm() > 1e-3, "the case carries no signal"
     assert (plain[0] - kit[0]).norm() <= RELATIVE * kit[0].norm()
     assert abs(plain[1] - kit[1]) <= RELATIVE * max(1.0, abs(kit[1]))
-    assert plain[2].shape == kit[2].shape
-    assert (plain[2] - kit[2]).norm() <= RELATIVE * kit[2].norm()
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([17, 260, 198, 198, 22, 18, 258], 1.0),  # </think>, two line ends, 73
-        ([22, 18, 258], 0.0),  # never closed
-        ([260, 22, 18, 260, 20, 258], 0.0),  # the answer is behind the last one
-        ([260, 258], 0.0),
-        ([], 0.0),
-    ],
-)
-def test_the_reward_reads_ids(ids: list[int], expected: float, script: SimpleNamespace, tiny_tokenizer: Any) -> None:
-    """A reward that looks for the spelling pays for a tag in ordinary tokens."""
-    assert script.answer_reward(ids, "73", tiny_tokenizer) == expected
+    assert (found - wanted).norm() <= RELATIVE * wanted.norm()
 
 
 def test_sampling_is_not_touched_by_padding_and_cache(

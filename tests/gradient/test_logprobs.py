@@ -84,20 +84,6 @@ def test_a_sure_token_keeps_its_gradient_in_16_bits(small_tiles):
     assert off.median() < 0.1
 
 
-def test_entropy_is_made_only_on_demand(small_tiles):
-    """The reference pass has no use for it, and it costs a pass over all logits."""
-    torch.manual_seed(0)
-    hidden, weight, targets = torch.randn(37, 12, requires_grad=True), torch.randn(51, 12), torch.randint(0, 51, (37,))
-    logps, entropies = logprobs.score_tokens(hidden, weight, None, targets, 1.0)
-    without, nothing = logprobs.score_tokens(hidden, weight, None, targets, 1.0, need_entropy=False)
-    assert nothing is None and entropies.shape == (37,)
-    assert torch.equal(logps, without)
-    gradients = [torch.autograd.grad(values.sum(), hidden)[0] for values in (logps, without)]
-    assert torch.equal(*gradients)
-    with torch.no_grad():
-        assert torch.equal(logprobs.score_tokens(hidden, weight, None, targets, 1.0, need_entropy=False)[0], logps)
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_never_holds_tokens_times_vocabulary(trained, monkeypatch):
     """3,000 tokens of Qwen3's 151936 rows would be 1.8 GB of logits in one piece; a tile is 2 MiB."""

@@ -8,105 +8,46 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rloo_kit.config.schema import BASELINES, KL_FORMS, RATIO_FORMS
-from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
+from rloo_kit.config.schema import RATIO_FORMS
 from rloo_kit.gradient.objective import Objective, policy_loss, spread, sum_rows
 
-# Two prompts with three completions each: one is empty, one wholly masked, one has forced tokens in its middle, one is
-# not scored. (reward, [(log-probability, reference's, kept)])
-NAN = float("nan")
+# (log-probability, advantage, kept) of each token. The second completion is empty, the fourth wholly masked, the third
+# has forced tokens in its middle.
 ROWS = [
-    (1.0, [(-0.5, -0.7, 1), (-1.5, -1.1, 1), (-0.2, -0.9, 1), (-2.0, -2.2, 1)]),
-    (0.0, []),
-    (0.25, [(-0.3, -0.1, 1), (-4.0, -9.0, 0), (-3.0, -7.0, 0), (-0.6, -0.8, 1)]),
-    (-1.0, [(-1.0, -1.5, 0), (-1.0, -1.5, 0)]),
-    (NAN, [(-0.1, -0.4, 1), (-0.1, -0.4, 1)]),
-    (2.0, [(-2.5, -2.0, 1)]),
+    [(-0.5, 0.7, 1), (-1.5, 0.4, 1), (-0.2, 0.3, 1), (-2.0, -0.2, 1)],
+    [],
+    [(-0.3, -1.1, 1), (-4.0, -0.9, 0), (-3.0, -0.7, 0), (-0.6, -0.8, 1)],
+    [(-1.0, 0.5, 0), (-1.0, 0.5, 0)],
+    [(-2.5, 2.0, 1)],
 ]
-BETA, K = 0.3, 3
+LENGTHS = [len(row) for row in ROWS]
+CASES = [(ratio, False, None) for ratio in RATIO_FORMS] + [("per_token", True, mean) for mean in (None, "completion")]
 
 
-def oracle_advantages(baseline, kl_form):
-    """An advantage a token for each row, in plain Python; 0 where there is nothing to compare with."""
-    per_row = [[(policy - reference) * kept for policy, reference, kept in tokens] for _, tokens in ROWS]
-    kept = [sum(token[2] for token in tokens) for _, tokens in ROWS]
-    charges = [
-        sum(kl) / (max(n, 1) if kl_form == "length_normalized" else 1) for kl, n in zip(per_row, kept, strict=True)
-    ]
-    rewards = [reward for reward, _ in ROWS]
-    if kl_form != "per_token":
-        rewards = [reward - BETA * charge for reward, charge in zip(rewards, charges, strict=True)]
-    found = []
-    for index, reward in enumerate(rewards):
-        start = index // K * K
-        group = [(other, rewards[other]) for other in range(start, start + K) if not math.isnan(rewards[other])]
-        siblings = [value for other, value in group if other != index]
-        advantage = reward
-        if baseline == "leave_one_out":
-            advantage = reward - sum(siblings) / len(siblings) if siblings else NAN
-        if baseline == "group_mean":
-            advantage = reward - sum(value for _, value in group) / len(group)
-        kl = per_row[index]
-        to_go = [sum(kl[place:]) if kl_form == "per_token" else 0.0 for place in range(len(kl))]
-        found.append([0.0 if math.isnan(advantage) else advantage - BETA * rest for rest in to_go])
-    return found
-
-
-def flat():
-    tokens = [token for _, row in ROWS for token in row]
-    logps, reference, mask = (torch.tensor(part, dtype=torch.float32) for part in zip(*tokens, strict=True))
-    return logps.requires_grad_(), reference, mask, [len(row) for _, row in ROWS]
-
-
-def our_advantages(logps, reference, mask, lengths, baseline, kl_form):
-    rewards = torch.tensor([reward for reward, _ in ROWS])
-    settings = AdvantageSettings(BETA, kl_form, baseline)
-    return make_advantages(rewards, (logps - reference).detach(), mask, lengths, K, settings).trained
-
-
-FORMS = [
-    (baseline, kl_form, ratio_form)
-    for baseline, kl_form, ratio_form in itertools.product(BASELINES, KL_FORMS, RATIO_FORMS)
-    if kl_form != "per_token" or ratio_form == "per_token"
-]
-
-
-@pytest.mark.parametrize(("baseline", "kl_form", "ratio_form"), FORMS)
-def test_on_policy_gradients_equal_plain_python(baseline, kl_form, ratio_form):
-    """Each option alone is easily right; the incident is one that changes what another one means. On-policy the
-    gradient of a token is minus its advantage, over the scored tokens of the completion where the ratio is a mean."""
-    logps, reference, mask, lengths = flat()
-    advantages = our_advantages(logps, reference, mask, lengths, baseline, kl_form)
-    loss = policy_loss(logps, logps.detach(), lengths, mask, advantages, Objective(ratio_form=ratio_form))
+@pytest.mark.parametrize(("ratio_form", "of_tokens", "mean"), CASES)
+def test_on_policy_gradients_equal_plain_python(ratio_form, of_tokens, mean):
+    """On-policy the gradient of a token is minus its advantage, over the scored tokens of the completion where the
+    ratio is a mean, or the loss is (GRPO: each completion counts once, however long it is)."""
+    tokens = [token for row in ROWS for token in row]
+    logps, every, mask = (torch.tensor(part) for part in zip(*tokens, strict=True))
+    per_row = [row[0][1] if row else 0.3 for row in ROWS]
+    advantages = every if of_tokens else torch.tensor(per_row)
+    settings = Objective(ratio_form=ratio_form, **{"token_mean": mean} if mean else {})
+    loss = policy_loss(logps.requires_grad_(), logps.detach(), LENGTHS, mask, advantages, settings)
     loss.per_row.sum().backward()
-    wanted, place = [], 0
-    for (_, tokens), row in zip(ROWS, oracle_advantages(baseline, kl_form), strict=True):
-        kept = sum(token[2] for token in tokens)
-        scale = 1 / max(kept, 1) if ratio_form == "length_normalized" else 1.0
-        wanted += [-advantage * token[2] * scale for advantage, token in zip(row, tokens, strict=True)]
-        place += len(tokens)
+    wanted, values = [], []
+    for row, whole in zip(ROWS, per_row, strict=True):
+        kept = max(sum(token[2] for token in row), 1)
+        share = 1 / kept if "length_normalized" in ratio_form or mean else 1.0
+        terms = [-(token[1] if of_tokens else whole) * token[2] * share for token in row]
+        wanted += terms
+        values.append(sum(terms))
     assert logps.grad.tolist() == pytest.approx(wanted, abs=1e-6)
+    if of_tokens:
+        assert loss.per_row.tolist() == pytest.approx(values, abs=1e-6)
     assert (loss.ratio == 1.0).all() and not (loss.clipped_low + loss.clipped_high + loss.bounded).any()
     assert loss.per_row[1] == 0 and loss.per_row[3] == 0, "an empty and a wholly masked completion have no loss"
     assert loss.ratio.shape == loss.per_row.shape
-
-
-@pytest.mark.parametrize(("baseline", "kl_form"), list(itertools.product(BASELINES, KL_FORMS)))
-def test_a_mean_over_the_completion_equals_plain_python(baseline, kl_form):
-    """GRPO's loss: each completion counts once, however long it is. Masked tokens are in no mean."""
-    logps, reference, mask, lengths = flat()
-    advantages = our_advantages(logps, reference, mask, lengths, baseline, kl_form)
-    settings = Objective(ratio_form="per_token", token_mean="completion")
-    loss = policy_loss(logps, logps.detach(), lengths, mask, advantages, settings)
-    loss.per_row.sum().backward()
-    wanted, values = [], []
-    for (_, tokens), row in zip(ROWS, oracle_advantages(baseline, kl_form), strict=True):
-        kept = max(sum(token[2] for token in tokens), 1)
-        wanted += [-advantage * token[2] / kept for advantage, token in zip(row, tokens, strict=True)]
-        values.append(sum(wanted[len(wanted) - len(tokens) :]))
-    assert logps.grad.tolist() == pytest.approx(wanted, abs=1e-6)
-    assert loss.per_row.tolist() == pytest.approx(values, abs=1e-6)
-    assert loss.ratio.tolist() == pytest.approx([1.0] * len(ROWS)), "what is logged of the ratio is no part of it"
 
 
 @pytest.mark.parametrize("delta", [None, 3.0])
@@ -195,19 +136,6 @@ def test_a_ratio_that_overflows_has_no_nan_in_its_gradient():
         loss = policy_loss(ours, torch.tensor([-100.0]), [1], torch.ones(1), torch.tensor([advantage]), settings)
         loss.per_row.sum().backward()
         assert loss.per_row.isfinite().all() and ours.grad.tolist() == [0.0]
-
-
-def test_a_length_normalised_ratio_stays_in_range_over_a_long_completion():
-    """Half a thousandth of a nat a token is nothing, but its sum over 4096 tokens is a ratio of 8: clipped, no gradient
-    from any long completion. The mean's ratio is 1.0005 (GSPO), whatever the length."""
-    new = torch.full((4096,), -0.9995, requires_grad=True)
-    arguments = (new, torch.full((4096,), -1.0), [4096], torch.ones(4096), torch.tensor([1.0]))
-    whole = policy_loss(*arguments, Objective())
-    assert whole.ratio.item() == pytest.approx(math.exp(2.048), rel=1e-3) and whole.clipped_high.item() == 1.0
-    mean = policy_loss(*arguments, Objective(ratio_form="length_normalized"))
-    assert mean.ratio.item() == pytest.approx(math.exp(0.0005), rel=1e-5) and mean.clipped_high.item() == 0.0
-    mean.per_row.sum().backward()
-    assert new.grad.sum().item() == pytest.approx(-math.exp(0.0005), rel=1e-5)
 
 
 def test_masked_tokens_have_no_ratio_no_loss_and_no_gradient():

@@ -38,13 +38,6 @@ def test_a_prompt_is_laid_out_once_for_its_group():
         assert lay_out(GROUPS, layout).input_ids.numel() == count_tokens(GROUPS, layout) == tokens
 
 
-def test_groups_without_completions_cost_nothing():
-    """A pass may be handed a group whose rows are all left out."""
-    groups = [Group(torch.tensor([7, 8]), []), *GROUPS]
-    assert count_tokens(groups, "shared") == 15
-    assert torch.equal(lay_out(groups, "shared").input_ids, lay_out(GROUPS, "shared").input_ids)
-
-
 def make_plan(layout: str = "shared") -> Any:
     lengths = ((5, (7, 0, 60)), (1, (3,)), (2, (1, 8)))
     groups = [

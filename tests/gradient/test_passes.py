@@ -1,6 +1,5 @@
 """One gradient, however it is computed: memory modes, sizes of passes, splits of the batch; real training steps."""
 
-import statistics
 from itertools import cycle
 
 import pytest
@@ -13,7 +12,6 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.loop.trainer import RLOOTrainer
 
-EOS, THINK_END = 258, 260
 COMPLETIONS = [
     [72, 260, 70, 258], [72, 73, 74, 75, 76, 77], [260, 258], [65, 66, 67, 260, 68, 258],
     [90, 258], [91, 92, 93], [94, 95, 96, 97, 98, 258], [99, 260, 258],
@@ -321,22 +319,6 @@ def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
     mixed = [sum(share * one for share, one in zip(order, expected, strict=True)) for order in orders]
     assert min(off(one, whole) for one in mixed) < TOLERANCE
     assert not trainer.rloo.settings.on_policy
-
-
-@pytest.mark.parametrize("form", ["per_token", "sum"])
-def test_a_penalty_is_weighed_against_scaled_scores(form, step):
-    """The health of a run reads `kl/spread_ratio`: next to rewards of 0 to 100 a penalty would look harmless that
-    outweighs advantages of deviation 1."""
-
-    def dear(completion_ids, **_):
-        return [10 * value for value in by_length(completion_ids)]
-
-    options = {"baseline": "group_mean", "kl_form": form}
-    logs = [step(dear, **options, **more)[1].state.log_history[0] for more in ({}, {"scale_rewards": "group"})]
-    scores = dear(COMPLETIONS)
-    deviation = (statistics.stdev(scores[:4]) + statistics.stdev(scores[4:])) / 2
-    plain, scaled = (found["kl/spread_ratio"] for found in logs)
-    assert scaled == pytest.approx(plain * deviation, rel=1e-3) and deviation > 5
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])

@@ -73,13 +73,6 @@ def test_the_band_has_its_ends(form):
     assert weigh([-30.0], [1], form, 0.0, 2.0) == pytest.approx([math.exp(-30)], rel=1e-4), "no floor drops nothing low"
 
 
-def test_one_token_drops_a_completion_or_itself():
-    """Two ratios that cancel leave a completion as likely as it was; the token forms drop both."""
-    assert weigh([3.0, -3.0, 0.0], [2, 1], "sequence_mask", 0.5, 2.0) == [1.0, 1.0, 1.0]
-    assert weigh([3.0, -3.0, 0.0], [2, 1], "token_mask", 0.5, 2.0) == [0.0, 0.0, 1.0]
-    assert weigh([3.0, 0.0, 0.0], [2, 1], "sequence_mask", 0.0, 2.0) == [0.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_values_that_overflow(form):
     """exp of 1000 nats is infinity, and infinity times a gradient of 0 is NaN: the cap or the mask comes first."""

@@ -210,28 +210,6 @@ def test_the_check_trains_through_the_checkpoints_that_are_set(use_reentrant, ma
     assert all(one is other and bool((one == 2).all()) for one, other in zip(left, before, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completions", "layout"),
-    [
-        (100, [1300] * 8, "repeated"),  # the thinking configs: 6 % of the tokens are spared
-        (500, [4096] * 8, "repeated"),  # 10 %
-        (1000, [500] * 8, "shared"),  # 58 %
-        (300, [600] * 8, "shared"),  # 29 %
-        (4000, [40], "repeated"),  # nothing
-    ],
-)
-def test_prompts_are_shared_where_that_spares_enough(prompt, completions, layout, tiny_model):
-    """Where the two layouts attend by different kernels, the slower one has to be paid for in tokens."""
-    scorer = Scorer(tiny_model, 1.0, pad_id=256)
-    ids = torch.zeros(5000, dtype=torch.long)
-    group = Group(ids[:prompt], [ids[:length] for length in completions])
-    scorer.choose_layout([group])
-    assert scorer.layouts == ("shared",) and scorer.layout == "shared", "one kernel for both: the fewest tokens"
-    scorer.layouts = ("shared", "repeated")
-    scorer.choose_layout([group, group])
-    assert scorer.layout == layout and scorer.tokens([group]) == packing.count_tokens([group], layout)
-
-
 def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model, groups):
     """A sliding window, eager attention, attention that is not looked up by name: padded rows, the right numbers."""
     from transformers import BloomConfig, BloomForCausalLM

@@ -83,36 +83,11 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     return {"asked": asked, "rates": rates, "again": again, "cached": [cached, all_cached]}
 
 
-def talk(settings: dict[str, Any]) -> dict[str, Any]:
-    """Each helper of `collective`, and who came first through `main_first`."""
-    from rloo_kit import collective
-    from rloo_kit.system import processes
-
-    rank, found = processes.process_index(), {}
-    collective.start_processes()
-    found["share"] = collective.share({"from": rank})
-    found["lists"] = collective.gather_lists([rank] * (rank + 1))
-    found["objects"] = collective.gather_objects(None if rank else "first")
-    found["any"] = [collective.any_of(rank == 1), collective.any_of(False)]
-    order = Path(settings["out"] + ".order")
-    with collective.main_first(), open(order, "a") as file:
-        file.write(f"{rank}\n")
-    try:
-        with collective.main_first():
-            raise FileNotFoundError(rank)
-    except FileNotFoundError as error:
-        found["failed"] = error.args[0]
-    collective.wait_for_all()
-    found["order"] = order.read_text().split()
-    found["backend"] = __import__("torch").distributed.get_backend()
-    return found
-
-
 def main(settings: dict[str, Any]) -> None:
     kit.setup_environment()
     if settings.get("sharding"):
         shard_on_the_cpu(settings["sharding"])
-    found = {"train": train, "fail": fail, "measure": measure, "talk": talk}[settings.get("do", "train")](settings)
+    found = {"train": train, "fail": fail, "measure": measure}[settings.get("do", "train")](settings)
     Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))
     from rloo_kit.collective import end_processes
 

@@ -1,16 +1,15 @@
 """What a run prints and writes, on a trainer that is only its state: lines, throttle, tables, signals."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from rloo_kit.errors import NonFiniteError, RlooKitError
 from rloo_kit.loop import callbacks
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable
+from rloo_kit.loop.callbacks import MetricsWriter, ProgressLine, RolloutLog, SampleTable
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.runs.watch import FiniteWatch
-from rloo_kit.think_tags import ThinkTags, split_thinking
+from rloo_kit.think_tags import ThinkTags
 
 TAGS = ThinkTags(start_id=259, end_id=260)
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -65,14 +64,6 @@ def test_progress_line_says_where_the_run_is(begin, clock, capsys):
     assert capsys.readouterr().out == expected
 
 
-def test_eta_includes_what_follows_the_steps(begin, clock, capsys):
-    """The evaluation after training took 736 s, for which the line had promised 0."""
-    line = begin(every_s=0.0, after_s=736.0)
-    clock.now += 4
-    log(line, 5, LOGS)
-    assert "eta 12:28" in capsys.readouterr().out
-
-
 def test_progress_is_throttled_but_never_misses_the_first_and_the_last(begin, clock, capsys):
     """nbclient keeps every flush as a separate output: a line per step makes a notebook of megabytes."""
     line = begin(every_s=5.0)
@@ -104,39 +95,6 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(begin, clock, capsys):
     assert "eta 9:00" in capsys.readouterr().out
 
 
-def test_metrics_are_written_as_they_come(tmp_path, clock):
-    """A run that is killed keeps every step that it logged; the trainer's summary at the end is no step."""
-    run_dir = RunDir(tmp_path)
-    writer = MetricsWriter(run_dir)
-    writer.on_train_begin(None, state(0), None)
-    writer.on_log(None, state(1), None, logs=LOGS)
-    clock.now += 2.5
-    writer.on_log(None, state(2), None, logs=LOGS | {"reward": float("nan")})
-    writer.on_log(None, state(2), None, logs={"train_runtime": 3.0})
-    writer.on_step_end(None, state(2), None)
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(entry["step"], entry["reward"], entry["seconds"]) for entry in written] == [(1, 0.25, 0.0), (2, None, 2.5)]
-    assert run_dir.status()["step"] == 2 and run_dir.status()["max_steps"] == 20
-
-
-@pytest.mark.parametrize(
-    ("text", "opened", "expected"),
-    [
-        ("2+1=3</think>\n3", True, ("2+1=3", "3")),
-        ("a</think>b</think>c", True, ("a</think>b", "c")),
-        ("2+1=", True, ("2+1=", "")),
-        ("3", False, ("", "3")),
-        ("<think>2+", False, ("2+", "")),
-        ("<think>2+1=3</think>3", False, ("2+1=3", "3")),
-        ("", True, ("", "")),
-    ],
-)
-def test_thinking_and_answer_are_split_by_token_id(text, opened, expected, tiny_tokenizer):
-    """A completion that is cut off inside its thinking has no answer, however much its last line looks like one."""
-    ids = tiny_tokenizer(text)["input_ids"]
-    assert split_thinking(ids, tiny_tokenizer, TAGS, opened) == expected
-
-
 def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, capsys):
     """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
     moves the cursor (a model may write any byte) must not draw over the table."""
@@ -162,38 +120,6 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
     assert "same prompt" not in printed, "one completion of each prompt before a second one"
     assert "im_start" not in printed and "assistant" not in printed and "5+5=" in printed
     assert max(map(len, printed.splitlines())) <= 100, "a wider table wraps in the middle of its frame"
-
-
-def test_the_prompt_says_where_a_completion_begins(rollouts, tiny_tokenizer):
-    """By its family, a hybrid model whose template opens the tag (Qwen3.5) had its thoughts shown as answers."""
-    closed = PROMPT.replace("<think>\n", "<think>\n\n</think>\n\n")
-    rollouts([row(tiny_tokenizer(f"{n}")["input_ids"], prompt=one.format(n)) for n, one in ((1, PROMPT), (2, closed))])
-    table = SampleTable(rollouts, tiny_tokenizer, TAGS, every_steps=1, num_samples=2).table("")
-    thinking, answers = ([str(cell) for cell in column.cells] for column in table.columns[1:3])
-    assert thinking == ["1", ""] and answers == ["", "2"]
-
-
-@pytest.mark.parametrize(("every", "samples"), [(0, 2), (5, 0)])
-def test_no_table_where_none_is_wanted(every, samples, rollouts, tiny_tokenizer, capsys):
-    """run.sample_every_steps=0 used as "never" must not divide by zero."""
-    rollouts([row([1])])
-    table = SampleTable(rollouts, tiny_tokenizer, TAGS, every, samples)
-    table.on_log(None, state(5), None, logs=LOGS)
-    assert capsys.readouterr().out == ""
-
-
-def control():
-    return SimpleNamespace(should_save=False, should_training_stop=False, should_log=False)
-
-
-def test_a_half_done_update_is_known_as_such():
-    """Weights that are updated and an optimizer step that is not counted make a checkpoint of no step at all."""
-    interrupts = Interrupts()
-    assert interrupts.between_steps
-    interrupts.on_pre_optimizer_step(None, state(1), control())
-    assert not interrupts.between_steps
-    interrupts.on_step_end(None, state(1), control())
-    assert interrupts.between_steps
 
 
 def test_it_stops_after_so_many_in_a_row(capsys):

@@ -21,27 +21,6 @@ def prompts():
     )
 
 
-def test_todays_trl_code_runs_with_only_its_import_changed(make_tiny_model, tiny_tokenizer, prompts, tmp_path):
-    """A class that requires an extra keyword is not a drop-in."""
-    from peft import LoraConfig
-
-    training_args = RLOOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_steps=2,
-        max_completion_length=5, logging_steps=1, temperature=0.9, beta=0.01, epsilon_high=0.28, **PLAIN,
-    )  # fmt: skip
-    trainer = RLOOTrainer(
-        model=make_tiny_model(),
-        reward_funcs=lambda completions, **kwargs: [float(len(set(text))) for text in completions],
-        args=training_args,
-        train_dataset=prompts,
-        processing_class=tiny_tokenizer,
-        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
-    )
-    trainer.train()
-    assert trainer.state.global_step == 2
-    assert trainer.state.log_history[0]["reward"] > 0
-
-
 def test_arguments_are_taken_by_position_as_in_trl(tiny_folder, tiny_tokenizer, prompts, tmp_path):
     """`RLOOTrainer(model, reward, args, dataset, None, tokenizer)` is valid TRL code."""
     import trl

@@ -11,16 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloo_kit import build_rewards, load_config, load_data, load_policy, train
+from rloo_kit import load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
-from rloo_kit.loop.run import run_and_report
 from rloo_kit.results.result import load_result
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.runs.rollouts import read_rollouts
-from rloo_kit.runs.run_dir import RunDir
 from tests.loop.conftest import by_ids
 
 CLOCKS = {"seconds", "step_time", "eps", "run"}
@@ -295,33 +292,6 @@ def test_the_best_so_far_is_measured_again_when_the_settings_change(start, capsy
     assert_same(*(weights(one / "checkpoints" / "checkpoint-8") for one in (folder, whole)))
 
 
-def test_another_measure_decides_after_a_second_resume_too(start):
-    """The best was measured again by the new measure, the rows after it were not: the next resume went by the old."""
-    words, rewards = (*EVERY_TWO, "rloo.save_steps=2"), [falling(4), by_ids]
-    folder = start(*words, "eval.measure=reward", "rloo.max_steps=4", rewards=rewards).folder
-    words += ("eval.measure=by_ids", "rloo.max_steps=6")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="killed"):
-        patch.setattr(RolloutLog, "__call__", killed)
-        start(*words, rewards=rewards, resume=True)
-    start(*words, rewards=rewards, resume=True)
-    assert [row["measure"] for row in lines(folder, "evaluations.jsonl")] == ["reward", "by_ids", "reward", "by_ids"]
-
-
-def test_a_run_without_a_checkpoint_measures_its_start_with_the_reward_of_now(start):
-    """It was killed in its first steps and its reward edited: the value of the old one at step 0 stood in the curve,
-    and the first evaluation by the new one was the best, however bad."""
-
-    def high(completion_ids, **_):
-        return [9.0 + value for value in by_ids(completion_ids)]
-
-    words = (*EVERY_TWO, "eval.measure=reward", "rloo.save_steps=100")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="killed"):
-        patch.setattr(RolloutLog, "__call__", killed)
-        start(*words, rewards=[high])
-    folder = start(*words, rewards=[falling(6)], resume=True).folder
-    assert found_by(folder)[0][0] == 0 and found_by(folder)[0][1] < 9
-
-
 def worse_from_the_second(limit):
     """As `falling`, from the second evaluation on."""
     calls = []
@@ -333,18 +303,6 @@ def worse_from_the_second(limit):
         return [-float(len(calls))] * len(completion_ids)
 
     return reward
-
-
-def test_patience_that_ends_with_the_last_step_is_said_when_there_are_to_be_more(start, capsys):
-    """A stopped run that was resumed for more steps trained none of them and still reported `finished`."""
-    words = (*EVERY_TWO, "eval.measure=reward", "eval.patience=2", "eval.save_best=false")
-    first = start(*words, rewards=[falling(6)])
-    assert (first.stopped, first.steps, first.adapter_step) == (None, 6, 6)
-    assert start(*words, rewards=[falling(6)], resume=True).stopped is None
-    capsys.readouterr()
-    more = start(*words, "rloo.max_steps=8", rewards=[falling(8)], resume=True)
-    assert (more.stopped, more.steps) == ("early", 6)
-    assert "stopped early at step 6 of 8" in capsys.readouterr().out
 
 
 def test_a_full_model_gets_its_best_weights_back(start):
@@ -387,42 +345,3 @@ def test_an_evaluation_that_fails_does_not_count(start, capsys):
     printed = capsys.readouterr().out
     assert "the judge is down (100% of the held-out completions have no reward)" in printed
     assert "held-out at step 2: reward could not be measured, so it does not count" in printed
-
-
-def test_an_async_reward_is_measured_as_training_calls_it(start):
-    """An async reward returned its coroutine in place of numbers."""
-
-    async def judged(completion_ids, **_):
-        return by_ids(completion_ids)
-
-    result = start(*EVERY_TWO, "rloo.max_steps=2", "eval.measure=judged", rewards=[judged])
-    assert all(isinstance(value, float) for _, value, _, _ in found_by(result.folder))
-
-
-@pytest.mark.slow
-def test_a_learning_rate_that_breaks_the_policy(tmp_path, repository):
-    """The whole command on the embedded model: accuracy rises, falls again, the run stops, and what is measured
-    afterwards, saved and reported is the best."""
-    words = ["eval.every_steps=2", "eval.patience=3", "rloo.learning_rate=1.5e-2", "rloo.lr_scheduler_type=constant"]
-    words += [f"run.output_dir={tmp_path}", "rloo.max_steps=40", "data.num_prompts=1200", "data.test_size=200"]
-    run = load_config(repository / "configs" / "arithmetic_thinking.yaml", *words)
-    policy = load_policy(run)
-    data = load_data(run, policy.tokenizer)
-    with RunDir.create(run) as run_dir:
-        assert run_and_report(run, policy, data, build_rewards(run, policy.tokenizer), run_dir) is False
-    found = found_by(run.folder)
-    best = max(found, key=lambda row: row[1])
-    assert found[-1][0] < 40 and 0 < best[0] < found[-1][0] and best[1] > found[-1][1] + 0.1
-    assert status(run.folder)["adapter_step"] == best[0] and "stopped_early" in status(run.folder)
-    assert_same(weights(run.folder / "adapter"), weights(run.folder / "best"))
-    loaded = load_config(
-        repository / "configs" / "arithmetic_thinking.yaml", *words, f"model.adapter={run.folder}/adapter"
-    )
-    policy = load_policy(loaded)
-    after = json.loads((run.folder / "after.json").read_text())
-    measured = evaluate(loaded, policy, data.test).measures["accuracy"]
-    assert measured.per_prompt == after["measures"]["accuracy"]["per_prompt"]
-    again = evaluate(settings_during_training(loaded), policy, draw_prompts(loaded, data.test))
-    assert again.value("accuracy") == best[1]
-    page = (run.folder / "report.html").read_text()
-    assert f"the weights of step {best[0]}" in page and "stopped early" in page

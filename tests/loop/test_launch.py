@@ -277,16 +277,6 @@ def test_two_machines_meet_and_stop_together(config):
     assert "step 2/30" not in second.text, "the second machine prints nothing itself"
 
 
-@pytest.mark.long
-def test_a_script_gets_the_same_in_every_process(config):
-    """A script under torchrun decided by result.metrics: they were empty in the second process, and it took a turn of
-    its own."""
-    (first, second), printed = run_script(config, config.parent / "script", overrides=["run.name=script"])
-    assert first == second
-    assert first["steps"] == STEPS and len(first["metrics"]) == STEPS and first["stopped"] is None
-    assert not first["sharded"] and printed.count("step 1/30") == 1
-
-
 def test_an_error_of_the_second_process_is_the_runs_error(config):
     """The first process said "connection closed by peer", and no message said that the second GPU was full."""
     began = time.monotonic()
@@ -368,16 +358,6 @@ def test_pass_rates_are_measured_by_all_processes_together(config):
     assert first["cached"] == second["cached"] == [0, 7]
     [cache] = (config.parent / "cache" / "difficulty").glob("*.jsonl")
     assert len([line for line in read_lines(cache) if "prompt" in line]) == 7
-
-
-def test_processes_talk(config):
-    """A helper that hangs, or answers differently in two processes, hangs the run somewhere else, later."""
-    found, _ = run_script(config, config.parent / "talk", do="talk")
-    for rank, one in enumerate(found):
-        assert one["failed"] == rank
-    for one in found:
-        assert one["share"] == {"from": 0} and one["lists"] == [0, 1, 1] and one["objects"] == ["first", None]
-        assert one["any"] == [True, False] and one["order"] == ["0", "1"] and one["backend"] == "gloo"
 
 
 def test_processes_end_cleanly_while_gloo_still_drops_a_tensor(tmp_path):

@@ -1,21 +1,17 @@
 """The options of the loop as keywords of `RLOOConfig`: what is refused there, and that a file's keys arrive."""
 
 import dataclasses
-import importlib.util
-import inspect
-import sys
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from pydantic import create_model
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import OPTIONS, Option, choices
-from rloo_kit.config.section import Section, TrlDefault, declared, key
+from rloo_kit.config.schema import choices
+from rloo_kit.config.section import declared
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.loop import options
-from rloo_kit.loop.options import RLOOConfig, check_options, option
+from rloo_kit.loop.options import RLOOConfig, check_options
 from rloo_kit.loop.run_arguments import training_arguments
 from tests.loop.conftest import by_ids
 
@@ -91,6 +87,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sampler_correction": "sequence", "sampler_correction_floor": 0.5},
         "set sampler_correction=sequence_mask or",
     ),
+    "a reward for no end": ({"missing_eos_penalty": -1.0}, "missing_eos_penalty is -1.0.*above 0"),
+    "failures": ({"max_reward_failure_share": 1.5}, "max_reward_failure_share is 1.5.*at most 1"),
+    "a group": ({"num_generations": 3}, "groups of 3 .num_generations"),
+    "a mistyped name": ({"num_generation": 4}, "'num_generation'.*num_generations"),
     "skips": ({"max_skipped_steps": 0}, "max_skipped_steps is 0; it must be at least 1"),
     "tokens": ({"tokens_per_pass": 0}, "tokens_per_pass is 0; it must be at least 1"),
 }
@@ -204,27 +204,6 @@ def test_both_sides_have_the_same_defaults_and_choices(tmp_path):
             RunConfig.model_validate(MINIMAL | {section: MINIMAL.get(section, {}) | extra | url | {entry.key: choice}})
 
 
-def test_an_option_is_declared_once(tmp_path, monkeypatch):
-    """Default, bounds, choices, help and TRL's other default were written four times, and drifted apart."""
-    declaration = key("a", "what it does; null: nothing", argument="probe", trl=TrlDefault("b", "TRL has b"))
-    section = create_model("Probe", __base__=Section, one=(Literal["a", "b"] | None, declaration))
-    probe = Option(section, "one")
-    assert section.arguments() == {"probe": "one"} and section().to_arguments() == {"probe": "a"}
-    assert (probe.default, probe.field.default, probe.type) == ("b", "a", Literal["a", "b"] | None)
-    monkeypatch.setitem(OPTIONS, "probe", probe)
-    module = importlib.util.spec_from_file_location("options_with_a_probe", options.__file__)
-    again = importlib.util.module_from_spec(module)
-    monkeypatch.setitem(sys.modules, module.name, again)
-    module.loader.exec_module(again)
-    config = again.RLOOConfig(str(tmp_path))
-    assert config.probe == option(config, "probe") == "b" and option(SimpleNamespace(), "probe") == "b"
-    assert "probe: what it does; None: nothing ('a', 'b' or None). Default: 'b'.\n" in again.RLOOConfig.__doc__
-    assert inspect.signature(again.RLOOConfig).parameters["probe"].default == "b"
-    assert again.RLOOConfig(str(tmp_path), probe="a").to_dict()["probe"] == "a"
-    with pytest.raises(ConfigError, match="probe is 'c'; it takes 'a', 'b' or null"):
-        again.RLOOConfig(str(tmp_path), probe="c")
-
-
 def test_values_are_read_as_a_files_are(tmp_path):
     """`parse_yaml_file` hands 1e-1 over as text, and true was a count of 1."""
     config = RLOOConfig(str(tmp_path), tokens_per_pass="4096", max_reward_failure_share="1e-1")
@@ -268,15 +247,3 @@ def test_flags_of_the_options(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--ratio_form", "token"])
     assert "per_token" in capsys.readouterr().err
-
-
-def test_accepted_filters_reach_the_engine(tmp_path):
-    """An opt-in that is taken and not followed trains on other samples than the run's file says."""
-    from rloo_kit.loop.build import read_filters
-    from rloo_kit.rollout.types import Filters
-
-    given = {"top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
-    config = RLOOConfig(str(tmp_path), accept_truncated_sampling=True, **given)
-    assert read_filters(config) == Filters(**given) and read_filters(config).active
-    off = RLOOConfig(str(tmp_path), top_k=-1, min_p=None)
-    assert read_filters(off) == Filters() and not read_filters(off).active

@@ -63,22 +63,6 @@ def test_published_rewards_train(make_trainer: Callable[..., Any]) -> None:
     assert logs["rewards/Judge/mean"] == 1.0
 
 
-def test_old_and_odd_results_in_the_loop(make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """A dict was trained on its keys; now no sample is scored, and the run says so."""
-    seen: list[Any] = []
-
-    def keyed(completion_ids):
-        seen.append(completion_ids)
-        return {index: 1.0 for index, _ in enumerate(completion_ids)}
-
-    trainer = make_trainer(
-        keyed, completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8, reward_failure_steps=5
-    )
-    trainer.train()
-    assert len(seen) == 1 and trainer.state.log_history[0]["rewards/failed_ratio"] == 1.0
-    assert "it returned dict" in capsys.readouterr().out
-
-
 def test_rewards_of_one_name_are_both_logged(make_trainer: Callable[..., Any]) -> None:
     """Under one name the second reward's figures were those of the first, in the log and with each completion."""
     rewards = [functools.partial(scaled, 1.0), functools.partial(scaled, 3.0)]

@@ -1,7 +1,5 @@
 """The options of the rollout through real runs on a tiny Qwen3: forced closes, dynamic sampling."""
 
-import json
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import rewards
-from rloo_kit import load_config, load_data, load_policy, train
-from rloo_kit.errors import ConfigError
 from rloo_kit.runs.rollouts import read_rollouts
 from tests.loop.conftest import by_ids
 
@@ -21,10 +17,6 @@ def start(start):
     """The loop's `start`, with room for an answer."""
     words = ("rloo.max_steps=2", "rloo.max_completion_length=8", "run.sample_every_steps=1", "run.num_samples=4")
     return partial(start, *words)
-
-
-def lines(result: Any, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (result.folder / name).read_text().splitlines()]
 
 
 def test_a_forced_close_is_seen_by_rewards_and_kept(start, capsys):
@@ -57,33 +49,6 @@ def test_a_forced_close_is_seen_by_rewards_and_kept(start, capsys):
             sum(row["rewards"]["answer_reward"] for row in step if row["forced"]) / sum(row["forced"] for row in step)
         )
     assert "closed by the budget" in capsys.readouterr().out, "in the table of samples"
-
-
-def test_without_a_budget_nothing_of_it_is_there(start):
-    """A column that is always false would be asked for by every reward of a user's own."""
-    asked: set[str] = set()
-
-    def watch(completion_ids: Any, **columns: Any) -> list[float]:
-        asked.update(columns)
-        return [float(sum(ids) % 5) for ids in completion_ids]
-
-    result = start("rloo.max_steps=1", rewards=[watch])
-    assert "thinking_forced" not in asked and not any(row["forced"] for row in read_rollouts(result.folder))
-    assert not [name for name in result.metrics[0] if "forced" in name or "resampled" in name]
-
-
-@pytest.mark.parametrize("family", ["instruct", "hybrid"])
-def test_a_budget_needs_a_model_that_thinks(family, write_config, tmp_path):
-    """Its answers have no `</think>` either: each that was longer than the budget had one forced into its middle."""
-    config = load_config(write_config(), "rloo.thinking_budget=3", "rloo.answer_budget=2")
-    policy = load_policy(config)
-    data = load_data(config, policy.tokenizer)
-    config.model.enable_thinking = False  # as for a model of that family that is asked not to think
-    with pytest.raises(
-        ConfigError, match=rf"rloo.thinking_budget is 3, but .* \(family {family}.*thinking_budget=null"
-    ):
-        train(config, replace(policy, family=family), data, [tied_for_even_prompts])
-    assert not (tmp_path / "outputs").exists()
 
 
 def tied_for_even_prompts(prompts: Any, completion_ids: Any, **columns: Any) -> list[float]:

@@ -35,6 +35,7 @@ def test_a_stream_that_ends_starts_over(shuffled, trl_train):
     """Every prompt once a pass; each pass in another order, unless shuffling is off."""
     run = trl_train(arguments={"train_dataset": stream(5)}, max_steps=10, shuffle_dataset=shuffled)
     prompts = [row["prompt"] for row in run.rows][::4]
+    assert [row["prompt"] for row in run.rows] == [prompt for prompt in prompts for _ in range(4)], "whole groups"
     first, second, everything = prompts[:5], prompts[5:], [f"{n}+2=" for n in range(5)]
     assert sorted(first) == sorted(second) == everything
     assert (first != second) if shuffled else first == second == everything

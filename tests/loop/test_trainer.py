@@ -82,18 +82,6 @@ def test_older_metric_names_have_the_values_of_their_formulas(make_trainer):
     assert not any("val/clipfrac_avg" in row for row in trainer.state.log_history), "there is no value function"
 
 
-def test_full_training_keeps_a_reference_model(make_trainer, tiny_folder):
-    """Without an adapter the reference is a separate model, which has to be scored without Triton as well."""
-    trainer = make_trainer(model=str(tiny_folder), lora=False, beta=0.1)
-    before = trainer.model.lm_head.weight.detach().clone()
-    trainer.train()
-    assert not torch.equal(before, trainer.model.lm_head.weight)
-    assert torch.equal(before, trainer.ref_model.lm_head.weight)
-    kls = [logs["kl"] for logs in trainer.state.log_history if "kl" in logs]
-    assert kls[0] == pytest.approx(0.0, abs=1e-6)
-    assert abs(kls[1]) > 1e-6
-
-
 def test_a_reference_that_cannot_be_read_is_said(make_trainer):
     """transformers' answer to a model without a name was a lecture on repository ids."""
     with pytest.raises(ConfigError, match=r"beta is 0.1 .* names none: .* set beta=0.0"):
@@ -189,23 +177,6 @@ def test_what_tokens_pay_by_themselves_is_in_the_log_too(make_trainer):
     assert logs["objective/kl"] != 0.0
     assert logs["objective/non_score_reward"] == pytest.approx(-0.5 * logs["objective/kl"], rel=1e-4)
     assert logs["objective/rlhf_reward"] != logs["objective/scores"]
-
-
-def test_per_token_form_equals_the_sequence_form_without_kl(make_trainer):
-    """On-policy and without a penalty, a ratio for each token and one for the sequence have the same gradient."""
-    completions = [[70, 71, EOS], [70, EOS], [72, 73, 74, 75, 76, EOS], [99, EOS]]
-    gradients = []
-    for form in ("sum", "per_token"):
-        trainer = make_trainer(
-            completions=completions, kl_form=form, beta=1e-12
-        )  # the reference pass runs, weighs nothing
-        inputs = [{"prompt": trainer.train_dataset[0]["prompt"]} for _ in range(4)]
-        trainer.model.train()
-        batch = trainer._generate_and_score_completions(inputs)
-        trainer._compute_loss(trainer.model, batch).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
-    assert gradients[0].norm() > 1e-4
-    assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-7)
 
 
 def test_failing_reward_unscores_the_sample_and_spares_the_rest(make_trainer):
@@ -390,14 +361,6 @@ def test_a_broken_evaluation_skips_no_step(make_trainer):
     skipped = [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs]
     assert skipped == [0.0, 0.0]
     assert any("eval_reward" in logs for logs in trainer.state.log_history)
-
-
-def test_shuffled_windows_hold_every_row(make_trainer):
-    """Several processes may share a group; cut by whole groups the rest of a process's rows was never trained on."""
-    trainer = make_trainer(num_iterations=2)
-    assert sorted(trainer._shuffle_rows(6)) == list(range(6))
-    order = trainer._shuffle_rows(8)
-    assert sorted(order) == list(range(8)) and order[0] % 4 == 0 and order[3] == order[0] + 3
 
 
 def test_the_adapter_that_trl_makes_for_a_quantised_model_stays_in_float32(tiny_folder, tiny_tokenizer, tmp_path):

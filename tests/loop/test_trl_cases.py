@@ -1,25 +1,8 @@
-"""What TRL's own suite asks of its RLOO trainer, asked of ours through `train()`: rewards and reward models.
+"""What TRL's own suite asks of its RLOO trainer and `test_equality_with_stock.py` does not run on both trainers.
 
-Data sets, evaluation and the log: `test_trl_cases_data.py`; models and adapters: `test_trl_cases_policy.py`; the
-objective and batches: `test_trl_cases_loop.py`; what is refused: `test_trl_refusals.py`. Cases of that suite which
-other tests hold:
-
-| case | test |
-|---|---|
-| one function, arguments by position, no `args` | `test_drop_in.py`: the first three |
-| a warning where every reward is None | `test_trainer.py`: unscored samples (muted, and counted instead) |
-| old arguments and options | `contracts/test_old_names.py`, `test_options.py`, `test_drop_in.py`: the recipe |
-| temperature | `test_equality_with_stock.py`, `test_step.py`: sampler and trainer agree |
-| a separate reference | `test_trainer.py`: full training |
-| each sampling filter | `test_options.py`: what the loop would get wrong |
-| scaled logits | `test_equality_with_stock.py`, `gradient/test_logprobs.py` (Gemma's soft cap is refused) |
-| experts and their auxiliary loss | `test_equality_with_stock.py`, `test_trl_cases_policy.py` |
-| resume | `test_trainer.py`, `test_run.py` |
-| 4-bit | `test_trainer.py`, `test_equality_with_stock.py` |
-| vLLM | `test_step.py`: vLLM is asked; `rollout/test_server.py` |
-| images | `test_trainer.py`: refused |
-
-Tools, environments and multimodal models do not apply: the kit trains on text, and TRL's RLOO calls no tools.
+Rewards and reward models, datasets, evaluation and the log here; models and adapters in `test_trl_adapters.py`; what is
+refused in `test_trl_refusals.py`. Tools, environments and multimodal models do not apply: the kit trains on text, and
+TRL's RLOO calls no tools.
 """
 
 import asyncio
@@ -28,7 +11,7 @@ import functools
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.loop.conftest import EOS, by_ids, conversations
@@ -55,52 +38,11 @@ def classifier(seed=0, name=""):
     return model
 
 
+def stream(number):
+    return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
+
+
 # -------------------------------------------------------------------------------------------------------------- rewards
-
-
-def test_weighted_rewards_are_in_the_log_under_their_names(trl_train):
-    """A sum without the weights in the log is another reward than the one that is trained."""
-    run = trl_train([by_ids, distinct], reward_weights=[0.7, 0.3], max_steps=2)
-    assert run.kept == set() and run.trainer.reward_func_names == ["by_ids", "distinct"]
-    for row in run.rows:
-        parts = (row["rewards"]["by_ids"], row["rewards"]["distinct"])
-        assert row["reward"] == pytest.approx(0.7 * parts[0] + 0.3 * parts[1], rel=1e-5)
-    for step in run.steps:
-        means = 0.7 * step["rewards/by_ids/mean"] + 0.3 * step["rewards/distinct/mean"]
-        assert step["reward"] == pytest.approx(means, rel=1e-5)
-        assert step["rewards/by_ids/std"] >= 0 and step["rewards/distinct/std"] >= 0
-
-
-@pytest.mark.parametrize("other", [[], [by_ids]], ids=["alone", "with another"])
-def test_a_reward_that_never_applies(other, trl_train):
-    """None read as 0 pulls the baseline down; alone it would train on noise."""
-    run = trl_train([nothing, *other], beta=0.0)
-    assert bool(run.moved) is bool(other)
-    for step in run.steps:
-        assert step["rewards/nothing/mean"] is None
-        assert step["rewards/unscored_ratio"] == (0.0 if other else 1.0) and step["rewards/failed_ratio"] == 0.0
-    assert all(row["reward"] == (row["rewards"]["by_ids"] if other else None) for row in run.rows)
-
-
-def test_a_reward_that_applies_to_some_prompts_only(trl_train):
-    """A mathematics reward and a code reward share a dataset: neither may move the other's baseline."""
-
-    def even(completion_ids, kind, **_):
-        return [value if k == "even" else None for value, k in zip(by_ids(completion_ids), kind, strict=True)]
-
-    def odd(completions, kind, **_):
-        return [value if k == "odd" else None for value, k in zip(distinct(completions), kind, strict=True)]
-
-    data = Dataset.from_dict({"prompt": list("012345"), "kind": ["even", "odd"] * 3})
-    run = trl_train([even, odd], arguments={"train_dataset": data}, per_device_train_batch_size=8, beta=0.0)
-    assert run.kept == set()
-    for first in range(0, len(run.rows), 4):
-        group = run.rows[first : first + 4]
-        kind = group[0]["columns"]["kind"]
-        scores = [row["rewards"][kind] for row in group]
-        assert [row["reward"] for row in group] == scores and None not in scores
-        for row, own in zip(group, scores, strict=True):
-            assert row["advantage"] == pytest.approx(own - (sum(scores) - own) / 3, abs=1e-5)
 
 
 class AsyncJudge:
@@ -136,14 +78,6 @@ def test_async_rewards_run_side_by_side_with_plain_ones(trl_train):
         found = row["rewards"]
         assert found["waiting"] == 2 * found["scaled"] and found["AsyncJudge"] == pytest.approx(found["by_ids"])
         assert found["calling"] is None
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, tuple, lambda values: [int(10 * value) for value in values]])
-def test_what_a_reward_may_return(kind, trl_train):
-    """A reward that computes with torch hands back a tensor, one that counts whole numbers."""
-    run = trl_train(lambda completion_ids, **_: kind(by_ids(completion_ids)))
-    assert run.kept == set() and all(step["rewards/failed_ratio"] == 0.0 for step in run.steps)
-    assert len({row["reward"] for row in run.rows}) > 2
 
 
 def test_columns_and_the_state_reach_a_reward_in_the_order_of_its_samples(trl_train):
@@ -195,22 +129,6 @@ def test_what_rewards_log_themselves(trl_train, capsys):
     assert "first_id" in table and all(f"id{ids[0]}" in table for ids in completions)
 
 
-def test_completions_are_printed_with_their_rewards(trl_train, capsys):
-    """A table with another completion's advantage sends its reader after the wrong bug."""
-    completions = [[ids, ids, EOS] for ids in (64, 65, 66, 67)]  # `a` is 64 in the byte alphabet
-    run = trl_train(lambda completion_ids, **_: [0.0, 1.0, 2.0, 5.0], completions, log_completions=True, beta=0.0)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "0+1=" in line or "Advantage" in line]
-    assert any("Prompt" in line and "Completion" in line for line in lines)
-    cells = {tuple(cell.strip() for cell in line.strip("│ ").split("│")) for line in lines}
-    for row in run.rows:
-        if row["prompt"] == "0+1=":
-            expected = ("0+1=", row["completion"], f"{row['reward']:.2f}", f"{row['advantage']:.2f}")
-            assert expected in cells
-
-
-# -------------------------------------------------------------------------------------------------------- reward models
-
-
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "conversations"])
 def test_a_reward_model_scores_what_was_written(chat, trl_train, tiny_tokenizer):
     """A reward model that is padded on the wrong side, or trained along, scores something else from step to step."""
@@ -251,3 +169,175 @@ def test_a_tokenizer_for_each_reward_model(trl_train, tiny_tokenizer):
     assert run.trainer.reward_processing_classes[1] is tiny_tokenizer
     alone = trl_train(classifier(), arguments={"reward_processing_classes": tiny_tokenizer})
     assert alone.kept == set() and alone.trainer.reward_processing_classes == [tiny_tokenizer]
+
+
+# ------------------------------------------------------------------------------------------------------------- datasets
+
+
+def test_conversations_come_back_as_messages(trl_train):
+    """A reward written for conversations reads `completion[0]["content"]`; text in its place is an IndexError."""
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    completions = [[66, EOS], [67, 68, EOS], [69, 70, 71, EOS], [72, 73, 74, 75, EOS]]
+    run = trl_train(reward, completions, arguments={"train_dataset": conversations()})
+    assert run.kept == set() and len(seen) == 8
+    for prompt, completion in seen:
+        assert [message["role"] for message in (*prompt, *completion)] == ["user", "assistant"]
+    assert sorted({row["reward"] for row in run.rows}) == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_chat_template_kwargs_reach_the_prompt(thinks, trl_train, tiny_tokenizer):
+    """`enable_thinking=False` that is not passed on trains a model to think where it is asked not to."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template += "{% if enable_thinking is false %}</think>{% endif %}"
+    asked = []
+
+    def watch(trainer):
+        plain = trainer._generate_single_turn
+        trainer._generate_single_turn = lambda ids, *rest: (asked.extend(ids), plain(ids, *rest))[1]
+
+    arguments = {"train_dataset": conversations(), "processing_class": tokenizer}
+    run = trl_train(
+        arguments=arguments, before=watch, chat_template_kwargs={} if thinks else {"enable_thinking": False}
+    )
+    assert run.kept == set()
+    ends = {tokenizer.decode(ids).rpartition("<think>")[2].strip() for ids in asked}
+    assert ends == {"" if thinks else "</think>"}
+
+
+# ----------------------------------------------------------------------------------------------- evaluation and the log
+
+
+def held_out(number):
+    return Dataset.from_dict({"prompt": [f"{n}+5=" for n in range(number)]})
+
+
+def watched(seen):
+    """The reward by ids; notes the prompts that it is called with."""
+
+    def reward(prompts, completion_ids, **_):
+        seen.append(list(prompts))
+        return by_ids(completion_ids)
+
+    return reward
+
+
+@pytest.mark.parametrize("generations", [None, 1, 2])
+def test_evaluation_during_training(generations, trl_train):
+    """Evaluated prompts that got into the training window would be trained on; one completion has no baseline."""
+    seen = []
+    run = trl_train(
+        watched(seen), arguments={"eval_dataset": held_out(3)}, eval_strategy="steps", eval_steps=2, max_steps=4,
+        num_generations_eval=generations, per_device_eval_batch_size=4, eval_on_start=True,
+    )  # fmt: skip
+    assert run.kept == set() and all(row["prompt"].endswith("+1=") for row in run.rows) and len(run.rows) == 16
+    evaluations = [logs for logs in run.trainer.state.log_history if "eval_loss" in logs]
+    assert [logs["step"] for logs in evaluations] == [0, 2, 4]
+    for logs in evaluations:
+        assert 0 <= logs["eval_reward"] <= 1 and logs["eval_completions/mean_length"] > 0
+        assert logs["eval_loss"] == pytest.approx(0.0, abs=1e-5) and "eval_kl" in logs
+    judged = [prompt for prompts in seen for prompt in prompts if prompt.endswith("+5=")]
+    assert {prompt: judged.count(prompt) for prompt in judged} == dict.fromkeys(
+        [f"{n}+5=" for n in range(3)], 3 * (generations or 4)
+    )
+
+
+def test_several_evaluation_sets_and_one_by_hand(trl_train):
+    """A dict of datasets is evaluated under each name; by hand any other may be given, a stream too."""
+    seen = []
+    sets = {"easy": held_out(2), "hard": stream(3)}
+    run = trl_train(
+        watched(seen), arguments={"eval_dataset": sets}, eval_strategy="steps", eval_steps=2, num_generations_eval=2,
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    names = [name for logs in run.trainer.state.log_history for name in logs if name.endswith("_loss")]
+    assert run.kept == set() and names == ["eval_easy_loss", "eval_hard_loss", "train_loss"]
+    policy = {name: value.clone() for name, value in run.trainer.model.state_dict().items()}
+    for data, number in ((held_out(5), 5), (stream(4), 4)):
+        seen.clear()
+        found = run.trainer.evaluate(data, metric_key_prefix="eval_later")
+        assert "eval_later_loss" in found and len([prompt for prompts in seen for prompt in prompts]) == 2 * number
+    assert all(policy[name].equal(value) for name, value in run.trainer.model.state_dict().items())
+    assert len(run.rows) == 8, "listeners hear of training only"
+
+
+def test_an_evaluation_counts_each_completion_once(trl_train):
+    """A mean of batches' means: one of five prompts, alone in the last batch, was a third of `eval_reward`, which picks
+    the best checkpoint."""
+    values = []
+
+    def reward(completion_ids, **_):
+        values.append(by_ids(completion_ids))
+        return values[-1]
+
+    run = trl_train(reward, per_device_eval_batch_size=8)
+    values.clear()
+    found = run.trainer.evaluate(held_out(5))
+    assert [len(batch) for batch in values] == [8, 8, 4]
+    expected = sum(map(sum, values)) / 20
+    assert found["eval_reward"] == pytest.approx(expected, rel=1e-5)
+    assert found["eval_rewards/reward/mean"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_best_checkpoint_by_its_reward_is_loaded_at_the_end(trl_train):
+    """`metric_for_best_model` reads what evaluation returns; without the reward in it the last checkpoint wins."""
+    scores = iter([0.9, 0.1])
+    now = [0.0]
+
+    def reward(prompts, completion_ids, **_):
+        if prompts[0].endswith("+5="):
+            now[0] = next(scores)
+            return [now[0]] * len(prompts)
+        return by_ids(completion_ids)
+
+    at_first = {}
+
+    def keep(trainer):
+        plain = trainer._save_checkpoint
+        trainer._save_checkpoint = lambda *a, **k: (
+            at_first.setdefault("model", copy.deepcopy(trainer.model.state_dict())), plain(*a, **k)
+        )[1]  # fmt: skip
+
+    run = trl_train(
+        reward, arguments={"eval_dataset": held_out(1)}, before=keep, eval_strategy="steps", eval_steps=1,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_reward",
+        greater_is_better=True, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    assert run.trainer.state.best_metric == pytest.approx(0.9) and run.trainer.state.best_global_step == 1
+    assert all(at_first["model"][name].equal(value) for name, value in run.trainer.model.state_dict().items())
+    assert run.kept == set()
+
+
+def test_an_evaluation_by_hand_of_half_groups_is_refused(trl_train):
+    """With `eval_strategy="no"` nothing checks the batch of `evaluate()` before rewards are grouped."""
+    run = trl_train(per_device_eval_batch_size=3)
+    with pytest.raises(ValueError, match="per_device_eval_batch_size"):
+        run.trainer.evaluate(Dataset.from_dict({"prompt": list("012")}))
+
+
+def test_trls_own_config(trl_train, tmp_path):
+    """A script that builds `trl.RLOOConfig` and changes only the trainer's import."""
+    import trl
+
+    config = trl.RLOOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=2, learning_rate=0.1, num_generations=2,
+        per_device_train_batch_size=4, logging_steps=1, max_completion_length=6, save_strategy="no",
+    )  # fmt: skip
+    run = trl_train(arguments={"args": config})
+    assert run.kept == set() and len(run.steps) == 2 and run.trainer.args is config
+
+
+@pytest.mark.slow
+def test_a_compiled_model(trl_train):
+    """`torch_compile` wraps the model; scores must go through the wrapper, or nothing is compiled (8 s on a CPU)."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    run = trl_train(torch_compile=True, torch_compile_backend="eager")
+    assert run.kept == set() and all(step["sampling/logp_difference_max"] < 1e-4 for step in run.steps)
+    assert counters["stats"]["unique_graphs"] > 0

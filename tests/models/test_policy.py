@@ -19,8 +19,8 @@ from rloo_kit.errors import BackendError
 from rloo_kit.models import policy as policies
 from rloo_kit.models import unsloth
 from rloo_kit.models.checkpoint import find_source
-from rloo_kit.models.policy import keep_settings, save_adapter
 from rloo_kit.models.policy import load_policy as load
+from rloo_kit.models.policy import save_adapter
 from rloo_kit.models.vllm import InProcessVllm, adopt_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.preflight.faults import PreflightError
@@ -159,25 +159,6 @@ def test_the_same_seed_gives_the_same_adapter(make_run: Any) -> None:
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
     first, second, other = (load(make_run(f"run.seed={seed}")).model.state_dict()[name] for seed in (3, 3, 4))
     assert torch.equal(first, second) and not torch.equal(first, other)
-
-
-def test_gradient_checkpointing_gives_the_same_gradients(make_run: Any) -> None:
-    """Checkpointing over a frozen embedding needs its outputs to ask for gradients, or LoRA gets none at all."""
-    ids = torch.tensor([[10, 20, 30, 40]])
-    gradients = []
-    for value in ("false", "true", "unsloth"):
-        policy = load(make_run(f"model.gradient_checkpointing={value}"))
-        expected = {"gradient_checkpointing": value != "false"}
-        if value != "false":
-            expected["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-        assert policy.config_arguments == expected
-        assert policy.model.get_base_model().is_gradient_checkpointing is (value != "false")
-        policy.model.train()
-        policy.model(input_ids=ids, labels=ids).loss.backward()
-        layer = policy.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
-        gradients.append(layer.lora_B.default.weight.grad)
-    assert gradients[0].any()
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
 
 def test_inference_mode_puts_the_mode_back(make_run: Any) -> None:
@@ -429,56 +410,6 @@ def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(unsloth.MERGED_VARIABLE, "auto")  # unset it, the advice was: unset, Unsloth merges
     with pytest.raises(ValueError, match="UNSLOTH_VLLM_MERGED_ROLLOUT='auto'.* set it to 0"):
         unsloth._hand_over(folder, merged)
-
-
-@pytest.mark.parametrize(
-    ("engine", "backend", "expected"),
-    [("vllm", "auto", "1"), ("vllm", "transformers", None), ("generate", "auto", None), ("auto", "auto", None)],
-)
-def test_vllm_may_sleep_where_it_may_be_used(engine, backend, expected, monkeypatch) -> None:
-    """Unsloth reads the variable when it is imported; with it, its allocator grows in fixed segments."""
-    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
-    monkeypatch.setitem(sys.modules, "unsloth", None)
-    del sys.modules["unsloth"]
-    environment.prepare_standby(engine, backend)
-    assert os.environ.get(STANDBY_VARIABLE) == expected
-    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
-
-
-def test_the_generated_trainer_does_not_see_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unsloth's trainer sets `use_vllm` for a model that carries vLLM, and TRL's code then merges and samples."""
-    inner = torch.nn.Linear(1, 1)
-    model, engine = torch.nn.Sequential(inner), object()
-    inner.vllm_engine = model.vllm_engine = engine
-    args = SimpleNamespace(bf16=True, fp16=False)
-    with pytest.raises(ValueError, match="a fault"), unsloth.keep_arguments(args, model):
-        assert not hasattr(model, "vllm_engine") and not hasattr(inner, "vllm_engine")
-        raise ValueError("a fault")
-    assert model.vllm_engine is engine and inner.vllm_engine is engine
-
-
-def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The trainer that Unsloth writes turns padding to the right and mixed precision on, in its constructor; where
-    bf16 was asked for it had evaluation cast the whole model, adapter included, to bf16 in place."""
-    args = SimpleNamespace(bf16=False, fp16=False, bf16_full_eval=False, fp16_full_eval=False, eval_strategy="no")
-    tokenizer = SimpleNamespace(padding_side="left")
-    with keep_settings({"args": args, "processing_class": tokenizer}):
-        tokenizer.padding_side = "right"
-    assert tokenizer.padding_side == "left"
-    assert capsys.readouterr().out == "kept settings that Unsloth would change: padding_side left (Unsloth: right)\n"
-    monkeypatch.delenv(unsloth.PRECISION_VARIABLE, raising=False)
-    with unsloth.keep_arguments(args, None) as changes:
-        assert os.environ[unsloth.PRECISION_VARIABLE] == "bfloat16"
-        args.bf16_full_eval, args.eval_strategy = True, "steps"
-    assert unsloth.PRECISION_VARIABLE not in os.environ
-    assert (args.bf16_full_eval, args.eval_strategy) == (False, "no")
-    assert [change.name for change in changes] == ["mixed precision", "bf16_full_eval", "eval_strategy"]
-    assert str(changes[1]) == "bf16_full_eval False (Unsloth: True)"
-    args.bf16 = True
-    with unsloth.keep_arguments(args, None) as changes:
-        assert unsloth.PRECISION_VARIABLE not in os.environ
-        args.bf16_full_eval = True
-    assert args.bf16_full_eval is False and [change.name for change in changes] == ["bf16_full_eval"]
 
 
 @pytest.mark.parametrize(("wanted", "threads"), [(None, 1), ("2", 2)])

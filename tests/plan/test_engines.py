@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rloo_kit import load_config, plan_vram
-from rloo_kit.errors import ConfigError
 from rloo_kit.plan import engines, vllm_memory
 from rloo_kit.plan import load as plan_load
 from rloo_kit.plan.engines import choose_engine, plan_vllm
@@ -59,22 +58,6 @@ def test_buffers_are_those_that_unsloth_measured(tokens: int, rows: int, monkeyp
     assert MEASURED[tokens, rows] * 0.8 <= peak <= MEASURED[tokens, rows] * 1.2
     weights = (vllm_memory.weight_bytes(load) + vllm_memory.adapter_bytes(load)) / GIB
     assert weights == pytest.approx(7.56, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("rows", "adapter", "plain"), [(1, 6, 3), (16, 24, 12), (64, 60, 30), (256, 172, 86), (999, 204, 102)]
-)
-def test_cuda_graphs_grow_with_the_rows(rows: int, adapter: int, plain: int) -> None:
-    """0.8 GiB was planned for any number of rows. For 256 rows with an adapter vLLM prints 102 mixed and 70 decoding
-    graphs, and users report 1.7 to 2.4 GiB: memory that the KV cache's pool was promised."""
-    load = load_of(PUBLISHED["4b"], engine="vllm")
-    assert vllm_memory.graphs(load, rows) == adapter
-    assert vllm_memory.graphs(replace(load, lora_rank=None), rows) == plain
-    eager = vllm_memory.buffer_bytes(replace(load, enforce_eager=True), rows)
-    taken = (vllm_memory.buffer_bytes(load, rows) - eager) / GIB
-    assert taken == pytest.approx(0.3 + adapter * 11 / 1024, abs=1e-6)
-    assert vllm_memory.asleep_bytes(load, rows) / GIB > taken
-    assert rows != 256 or 1.7 < taken < 2.4
 
 
 def test_shared_weights_are_counted_once() -> None:
@@ -167,16 +150,6 @@ def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
     assert choose_engine(run, machine).name == "generate"
 
 
-def test_a_pass_that_can_be_smaller_is_no_obstacle() -> None:
-    """The usual 8192 tokens a pass did not fit next to vLLM asleep, and auto took the slow engine; the plan takes fewer
-    where the file is silent."""
-    run = load_config(THINKING, "rollout.engine=vllm", *IN_16_BIT)
-    plan, machine = plan_vram(run, 11.5), find_machine(11.5)
-    assert plan_vllm(run, machine).obstacle is None and plan.fits
-    assert plan.tokens_per_pass < 8192
-    assert training_gib(replace(read_load(run, machine), tokens_per_pass=8192)) > machine.usable_gib
-
-
 def test_the_plan_says_which_engine_it_is_for() -> None:
     """`rollout.engine=vllm` got the plan of `generate`: a cache and its copies that vLLM never makes."""
     plans = {}
@@ -216,29 +189,3 @@ def test_changes_of_a_run_with_vllm_are_vllms() -> None:
     long = ["rloo.thinking_budget=14000", "rloo.max_completion_length=14600", "model.max_seq_length=15112"]
     tight = plan_vram(load_config(THINKING, words[0], *long, "rloo.memory=low"), 6.5)
     assert "rollout.vllm.float8_kv_cache" in [change.key for change in tight.changes]
-
-
-def test_16_bit_is_offered_where_it_fits() -> None:
-    """In 4 bit a token step reads the weights, writes them in 16 bit and reads these: five times the bytes."""
-
-    def offers(gib: float, *words: str) -> list[str]:
-        notes = plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), gib).notes
-        return [note for note in notes if "4-bit is the slower" in note]
-
-    assert not offers(12) and not offers(80, *IN_16_BIT)
-    (note,) = offers(80)
-    assert "model.load_in_4bit=false" in note and "-bnb-4bit" in note and "GiB to spare" in note
-    plan = plan_vram(load_config(THINKING, "rollout.engine=vllm", *IN_16_BIT), 80)
-    assert plan.fits and plan.rows == 32 and f"{plan.headroom_gib:.1f} GiB to spare" in note
-    (own,) = offers(80, "model.name=Qwen/Qwen3-4B-Thinking-2507")
-    assert "model.name" not in own
-
-
-def test_on_a_cpu_sleep_gives_nothing_back() -> None:
-    """vLLM on a CPU holds its copy and its pool while the policy trains."""
-    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rollout.engine=vllm")
-    machine = Machine("the CPU", 16, 0.3, False)
-    plan = plan_vllm(run, machine)
-    assert plan.asleep_gib == pytest.approx(plan.gpu_memory_utilization * 16) and plan.max_num_seqs == 128
-    with pytest.raises(ConfigError):
-        plan_vllm(load_config(THINKING, "model.name=google/gemma-3-4b-it"), machine)

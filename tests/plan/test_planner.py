@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 from rloo_kit import load_config, plan_vram
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import load as plan_load
-from rloo_kit.plan.changes import SHORTEST
 from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.peaks import comfortable_gib, rollout_gib, rows_at_once, unmeasured_gib
+from rloo_kit.plan.peaks import comfortable_gib, rollout_gib, unmeasured_gib
 from rloo_kit.plan.result import EngineChoice
-from rloo_kit.plan.shapes import PUBLISHED, find_shape
+from rloo_kit.plan.shapes import find_shape
 from rloo_kit.system.memory import _free_in_container, available_gib
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -26,22 +24,6 @@ A10 = {"name": "A10", "capability": [8, 6], "total": 24 * 2**30, "used": 6 * 2**
 
 def shape_named(name: str, **keys: Any) -> Any:
     return find_shape(load_config(THINKING, model={"name": name} | keys))
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "is_quantised"),
-    [
-        ("Qwen/Qwen3-0.6B", "0.6b", False),
-        ("unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit", "4b", True),
-        ("Qwen/Qwen3-4B-Instruct-2507", "4b", False),
-        ("unsloth/Qwen3-14B-bnb-4bit", "14b", True),
-        ("someone/Qwen3-32B-Base", "32b", False),
-    ],
-)
-def test_published_names_are_known_without_a_network(name: str, size: str, is_quantised: bool) -> None:
-    """The plan is asked for before the download of gigabytes, often on another machine."""
-    found = shape_named(name)
-    assert found.num_weights == PUBLISHED[size].num_weights and found.is_quantised == is_quantised
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B-AWQ", "google/gemma-3-4b-it", "me/my-qwen3-4b"])
@@ -121,28 +103,6 @@ def test_rows_are_planned(gib: float, rows: int) -> None:
     assert plan_vram(load_config(THINKING, "rollout.rows=3"), gib).rows == 3, "the file wins"
 
 
-@pytest.mark.parametrize(("fit", "rows"), [(40, 32), (31, 16), (16, 16), (15, 11), (10, 8), (7, 7), (1, 1)])
-def test_batches_of_generate_are_alike(fit: int, rows: int) -> None:
-    """32 completions, 10 at once, are four batches, and so they are with 8: the rest was only memory, up to the last
-    gigabyte. An engine that fills the place of a row that has ended has a use for each."""
-    generate = replace(read_load(load_config(THINKING), find_machine(24)), unmeasured=0.0, unknown_bytes=0)
-    native = replace(generate, engine="native")
-    limit = rollout_gib(replace(generate, completions=64), fit) + 1e-6
-    assert rows_at_once(generate, limit) == rows and -(-32 // rows) == -(-32 // fit)
-    assert rows == 1 or -(-32 // (rows - 1)) > -(-32 // fit), "fewer would be a batch more"
-    assert rows_at_once(native, rollout_gib(native, min(fit, 32)) + 1e-6) == min(fit, 32)
-    assert rows_at_once(generate, limit, wanted=10) == 10, "the file wins"
-
-
-@pytest.mark.parametrize("engine", ["generate", "native", "vllm", "server"])
-def test_an_engine_gets_a_rollout_in_one_call(engine: str) -> None:
-    """A step was sampled in four rollouts of 8, which a GPU with room for 32 was no faster at."""
-    words = [f"rollout.engine={engine}", "rollout.server_url=http://node1:8000"][: 2 if engine == "server" else 1]
-    plan = plan_vram(load_config(THINKING, *words), 80)
-    assert plan.completions == plan.rows == 32
-    assert plan_vram(load_config(THINKING, *words, "rloo.steps_per_generation=8"), 80).completions == 8
-
-
 def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     """The plan lowered what only the server has to hold; and one that does not fit sent one request at a time."""
     from rloo_kit.loop.run_arguments import planned_limits
@@ -193,14 +153,6 @@ def test_budgets_are_what_is_lowered_where_they_are_set() -> None:
     plan = plan_vram(load_config(THINKING, *words), 5)
     assert [change.key for change in plan.changes] == ["rloo.thinking_budget"] and plan.changes[0].fits
     load_config(THINKING, *words, plan.changes[0].override)
-
-
-def test_a_gpu_that_is_too_small_for_anything() -> None:
-    """A list of changes whose last one does not fit either must not read like a fix."""
-    plan = plan_vram(load_config(THINKING), 3)
-    assert not plan.fits and plan.rows == 1 and not any(change.fits for change in plan.changes)
-    assert "smaller model or a larger GPU" in str(plan) or not plan.changes
-    assert all(change.value != 0 for change in plan.changes) and SHORTEST > 0
 
 
 @pytest.mark.parametrize("words", [[], ["rloo.beta=0.05", "rollout.rows=16"]])

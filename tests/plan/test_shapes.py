@@ -1,7 +1,6 @@
 """Shapes against real models: SmolLM3 and Qwen3.5, whose layers are of two kinds, and the models known by name."""
 
 import contextlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from rloo_kit import load_config, plan_vram
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts, vllm_memory
 from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.shapes import NAMED, find_shape, shape_of_config
+from rloo_kit.plan.shapes import find_shape, shape_of_config
 from rloo_kit.plan.speed import token_step_bytes
-from tests.plan.test_parts import load_of, measure_peak
+from tests.plan.test_parts import load_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
@@ -193,55 +192,6 @@ def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim
     assert 0.99 * saved < parts.saved_bytes_per_token(load, kind) < 1.2 * saved
 
 
-@pytest.mark.parametrize(("checkpointing", "most"), [(False, 1.3), (True, 1.6)])
-def test_the_peak_of_a_padded_pass_is_not_above_the_plan(checkpointing: bool, most: float) -> None:
-    """Rows of delta nets are padded, each with its own prompt; the transients of their backward pass are in the
-    estimate of what is saved."""
-    from peft import LoraConfig, get_peft_model
-
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "head_dim": 64}
-    sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 4}
-    model = make_model("qwen3_5", **sizes, tie_word_embeddings=True)
-    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    peak = measure_peak(model, checkpointing, 300, "padded")
-    load = load_of(
-        shape_of_config(model.config.to_dict()), four_bit=False, weight_bytes=4, compute_bytes=4, fused=False,
-        on_cuda=False, checkpointing="on" if checkpointing else "off", tokens_per_pass=608, prompt_tokens=4,
-        completion_tokens=300, lora_targets=ALL_DELTA,
-    )  # fmt: skip
-    planned = parts.activation_bytes(load) + parts.head_bytes(load) + parts.gradient_bytes(load)
-    assert peak < planned < most * peak
-
-
-def test_layers_count_by_their_kind() -> None:
-    """With checkpointing the larger layer is in memory, without it all of both kinds."""
-    load = load_of(NAMED["qwen3.5-4b"], lora_targets=ALL_DELTA)
-    attention, delta = (parts.saved_bytes_per_token(load, kind) for kind in (0, 1))
-    off, on = (parts.activation_bytes(replace(load, checkpointing=how)) for how in ("off", "offloaded"))
-    checkpoints = 2 * 2560 * 2
-    assert off - on == load.pass_tokens * (8 * attention + 24 * delta - max(attention, delta) - checkpoints)
-    assert parts.decoding_bytes(replace(load, completion_tokens=64), 2) == 2 * 3 * parts.state_bytes(load) // 24
-
-
-def test_a_text_model_is_loaded_from_a_checkpoint_with_a_vision_tower(tmp_path: Path) -> None:
-    """Qwen3.5 is published with one; AutoModelForCausalLM loads the text model alone. Its own key says whether the head
-    is tied, not the one of the whole."""
-    from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    for tied in (True, False):
-        text = SIZES | DELTA | {"tie_word_embeddings": tied}
-        whole = Qwen3_5ForConditionalGeneration(
-            Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
-        )
-        whole.save_pretrained(tmp_path / str(tied))
-        config = json.loads((tmp_path / str(tied) / "config.json").read_text())
-        shape = shape_of_config(config)
-        assert shape.tied == tied
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied))
-        assert shape.num_weights == model.num_parameters() < whole.num_parameters()
-
-
 def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
     """A default number of heads would plan another model."""
     config = make_model("qwen3_5").config.to_dict()
@@ -250,13 +200,6 @@ def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
         shape_of_config(config)
     with pytest.raises(ConfigError, match="'qwen3_5_moe'.*smollm3, qwen3_5"):
         shape_of_config(make_model("qwen3_5").config.to_dict() | {"model_type": "qwen3_5_moe_text"})
-
-
-def test_a_file_of_smollm3_that_leaves_tying_out_is_tied() -> None:
-    """transformers 4 wrote only what differs from its defaults, and SmolLM3 is tied by default."""
-    config = make_model("smollm3").config.to_dict()
-    del config["tie_word_embeddings"]
-    assert shape_of_config(config).tied
 
 
 @pytest.mark.parametrize(

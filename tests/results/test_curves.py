@@ -7,9 +7,7 @@ import pytest
 
 from rloo_kit.health.rule import Finding
 from rloo_kit.results.charts import HEIGHT, MOST_POINTS, WIDTH, Chart, Point, draw_chart, moving_mean
-from rloo_kit.results.curves import budget_chart, choose_curves, held_out_chart, tokens_generated, tokens_per_second
-from rloo_kit.results.evaluation import Budget, Evaluation
-from tests.evaluations import around
+from rloo_kit.results.curves import choose_curves, tokens_generated, tokens_per_second
 
 
 def titles(metrics: list[dict[str, Any]], *findings: Finding) -> list[str]:
@@ -71,26 +69,6 @@ def test_no_point_is_cut_by_an_axis(values: list[float]) -> None:
     assert len(line.dots) == len(values)
     for x, y in line.dots:
         assert 3.5 <= x <= WIDTH - 3.5 and 3.5 <= y <= HEIGHT - 30 - 3.5
-
-
-def test_held_out_points_are_before_during_and_after() -> None:
-    """Held-out accuracy is the curve that counts, but was drawn without the two largest evaluations."""
-    before, after = (Evaluation("", 100, 1, 1.0, 64, {"accuracy": around(value)}) for value in (0.25, 0.75))
-    chart = held_out_chart(before, after, [], "accuracy", 60)
-    assert chart is not None and list(chart.series.values()) == [
-        [Point(step, *around(value).ends) for step, value in ((0, 0.25), (60, 0.75))]
-    ]
-    assert held_out_chart(before, None, [], "accuracy", 60) is None
-
-
-def test_accuracy_against_the_thinking_budget() -> None:
-    """Budgets were rows of a table, without a curve."""
-    one = Evaluation("", 100, 1, 1.0, 64, {"accuracy": around(0.9)})
-    one.budgets = [Budget(2048, 0.5, around(0.5)), Budget(512, 0.5, around(0.2))]
-    chart = budget_chart(None, one)
-    assert chart is not None and chart.labels == ["512", "2,048", "no budget"]
-    assert "20.0 % at 512, 90.0 % at no budget" in draw_chart(chart).text
-    assert budget_chart(one, None) is not None and budget_chart(None, None) is None
 
 
 def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:

@@ -206,16 +206,6 @@ def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None
     assert browser.run("document.querySelector('#details details').open") is True
 
 
-def test_more_is_shown_and_the_focus_stays(browser: Browser, report: Path) -> None:
-    """A focused button that vanishes sends a keyboard user back to the top."""
-    browser.view(WIDE)
-    browser.open(report)
-    browser.run("document.querySelector('#prompt-browser .more').click()")
-    assert count(browser, "#prompt-browser article") == 8
-    assert browser.run("document.querySelector('#prompt-browser .more').hidden") is True
-    assert browser.run("document.activeElement.tagName") == "ARTICLE"
-
-
 def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -> None:
     """A mail preview runs no scripts: verdict, numbers, curves and tables are in the file itself."""
     browser.view(WIDE)
@@ -227,35 +217,3 @@ def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -
     assert count(browser, "noscript p") == 2 and "JavaScript" in text_of(browser, "main")
     assert "Accuracy fell" in text_of(browser, ".verdict") and count(browser, ".panel svg") == 11
     assert count(browser, "#prompts table") == 1 and count(browser, "#prompt-browser *") == 0
-
-
-def test_on_paper_it_is_the_result_in_dark_ink(browser: Browser, report: Path) -> None:
-    """Printing a dark page as is wastes ink, and controls do nothing on paper."""
-    browser.view(WIDE, dark=True, media="print")
-    browser.open(report)
-    try:
-        assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert browser.run("getComputedStyle(document.querySelector('#rollout-browser')).display") == "none"
-    finally:
-        browser.view(WIDE)
-
-
-def test_a_hundred_thousand_rollouts_open(browser: Browser, tmp_path: Path) -> None:
-    """The page is bounded and works."""
-    run = RunConfig(
-        run={"name": "large", "output_dir": str(tmp_path)},
-        model={"name": "embedded/thinking"},
-        data={"source": "embedded/addition"},
-        rewards=[{"name": "answer_reward"}],
-        rloo={"max_steps": 500},
-    )
-    run.folder.mkdir(parents=True)
-    rows = [make_rollout(0, number, completion_ids=[]) for number in range(200)]
-    for step in range(1, 501):
-        Rollouts(run.folder).append([row | {"step": step} for row in rows])
-    path = write_report(run, TrainResult(run.folder, run.folder / "adapter", 500, make_metrics(20), 60.0))
-    assert path.stat().st_size < 2_000_000
-    browser.view(WIDE)
-    browser.open(path)
-    assert browser.messages == [] and "of 100,000 rollouts" in text_of(browser, "#rollouts")
-    assert text_of(browser, "#rollout-browser .count") == "4 of 250 groups"

@@ -63,13 +63,6 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path]) -> None:
     assert code == 0 and found["level"] == "healthy" and found["actions"] == found["health"] == []
 
 
-def test_ties_are_those_before_the_penalty(make_run: Callable[..., Path]) -> None:
-    """With beta above 0 the other share stays at 0, and the curve was omitted as flat."""
-    rows = [{"step": n, **HEALTHY, "frac_score_zero_std": n / 12, "frac_reward_zero_std": 0.0} for n in range(1, 13)]
-    _, printed, _ = call(make_run(rows))
-    assert re.search(r"Groups with signal +\S+ +91\.7 % +0\.0 %", printed)
-
-
 def test_brackets_in_a_name_are_shown(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """`sweep[a]` and `sweep[b]` were both shown as `sweep`, because brackets are rich's markup."""
     made = make_run(make_rows())
@@ -82,16 +75,8 @@ def test_brackets_in_a_name_are_shown(make_run: Callable[..., Path], tmp_path: P
     ("changes", "code", "level", "key"),
     [
         ({"completions/clipped_ratio": 0.5}, 0, "watch", "rloo.max_completion_length"),
-        ({"completions/clipped_ratio": 0.9}, 1, "alarming", "rloo.max_completion_length"),
-        ({"frac_score_zero_std": 0.9}, 1, "alarming", "rloo.num_generations"),
-        ({"entropy": 0.001}, 1, "alarming", "rloo.learning_rate"),
-        ({"entropy": 0.9}, 0, "watch", "rloo.learning_rate"),
         ({"kl": 3.0}, 1, "alarming", "rloo.beta"),
-        ({"grad_norm": 20.0}, 1, "alarming", "rloo.learning_rate"),
-        ({"clip_ratio/region_mean": 0.01}, 1, "alarming", "exactly 1"),
-        ({"rewards/failed_ratio": 0.2}, 0, "watch", "fix the reward"),
         ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, 1, "alarming", "every advantage is zero"),
-        ({"grad_norm": 0.0}, 1, "alarming", "the gradient was zero in"),
     ],
 )
 def test_each_sign_is_judged_with_its_key(
@@ -120,13 +105,6 @@ def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., P
         ("no_signal", 1, True)
     ]
     assert found["verdict"]["kind"] == "no signal"
-
-
-def test_off_policy_a_clipped_ratio_is_no_bug(make_run: Callable[..., Path]) -> None:
-    """With num_iterations above 1 the ratio is meant to be clipped."""
-    rows = make_rows(**{"clip_ratio/region_mean": 0.05})
-    code, found = call_json(make_run(rows, "finished", ("rloo.num_iterations=2",)))
-    assert code == 0 and found["level"] == "healthy"
 
 
 def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> None:

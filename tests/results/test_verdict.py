@@ -10,15 +10,14 @@ import pytest
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT
-from rloo_kit.health.rule import Context, Finding
-from rloo_kit.health.watch import examine
+from rloo_kit.health.rule import Finding
 from rloo_kit.results.changes import compare
-from rloo_kit.results.evaluation import Budget, Evaluation, shared_measures
+from rloo_kit.results.evaluation import Evaluation, shared_measures
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.result import TrainResult, load_result
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.runs.run_dir import RunDir
-from tests.evaluations import around, mean_of
+from tests.evaluations import mean_of
 
 COUNT = 400
 
@@ -166,33 +165,12 @@ def test_what_stopped_a_run_is_known_from_its_folder_too(run: RunConfig) -> None
     assert load_result(run).stopped == "failed"
 
 
-def test_signal_that_came_back_is_no_verdict(run: RunConfig) -> None:
-    verdict = judge_run(run, result(run, finding("no_signal", last=12)), evaluation(88), evaluation(368))
-    assert verdict.kind == "learnt"
-
-
 def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
     before = with_reward(evaluation(300), [0.2 + 0.001 * (number % 7) for number in range(COUNT)])
     after = with_reward(evaluation(200), [0.9 + 0.001 * (number % 5) for number in range(COUNT)])
     verdict = judge_run(run, result(run), before, after)
     assert verdict.kind == "gamed" and "reward rose from 0.20 to 0.90" in verdict.sentence
     assert "accuracy fell" in verdict.sentence
-
-
-def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
-    sides = [
-        with_reward(evaluation(0, measures={}), values)
-        for values in ([0.1 + 0.01 * (n % 9) for n in range(COUNT)], [1.1 + 0.01 * (n % 8) for n in range(COUNT)])
-    ]
-    verdict = judge_run(run, result(run), *sides)
-    assert verdict.kind == "learnt" and verdict.sentence.startswith("The held-out reward rose from 0.14 to 1.1")
-
-
-def test_two_prompts_that_rise_equally_are_no_evidence(run: RunConfig) -> None:
-    """Graded rewards of two prompts, each 0.2 higher: the interval was [0.20, 0.20] and the verdict "learnt"."""
-    nothing = evaluation(0, num_prompts=2, measures={})
-    verdict = judge_run(run, result(run), with_reward(nothing, [0.3, 0.5]), with_reward(nothing, [0.5, 0.7]))
-    assert verdict.kind == "no evidence" and verdict.change.difference.low < 0 < verdict.change.difference.high
 
 
 @pytest.mark.parametrize(
@@ -248,13 +226,6 @@ def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> No
         assert "verdict" not in RunDir(run.folder).status(), "it trains on"
         record_verdict(run.folder, verdict)
         assert "verdict" not in RunDir(run.folder).status()
-
-
-def test_the_line_of_an_evaluation_names_each_thinking_budget() -> None:
-    """When the line replaced the table in a run's output, the accuracies at thinking budgets were gone."""
-    budgets = [Budget(8, 0.5, around(0.5)), Budget(4, 0.5)]
-    line = Evaluation("after", 1000, 1, 1.0, 48, pass_at_k={4: 0.75}, budgets=budgets).describe()
-    assert line == "Evaluation after: pass@4 0.750, 0.500 at 8 tokens of thinking, 0% truncated; 1,000 held-out prompts"
 
 
 # ------------------------------------------------------------------------------------------------ rewards that lead
@@ -332,17 +303,6 @@ def test_a_run_that_starts_solved_needs_harder_prompts(
     assert ("harder prompts" in verdict.next) == solved
     assert verdict.kind == ("no evidence" if solved else "no signal")
     assert solved or "learning_rate" not in verdict.next
-
-
-def test_health_knows_a_solved_start_from_rewards_alone(run: RunConfig) -> None:
-    """nothing_learnt fired on a reward that stayed at 0.98: "raise rloo.learning_rate two to five times"."""
-    run.rewards, run.rloo.max_steps = [RewardSection(name="mine.py:sentence")], 40
-    for level, expected in ((0.98, set()), (0.4, {"nothing_learnt"})):
-        rows = [
-            {"step": n, "reward": level, "reward_std": 0.1, "rewards/sentence/mean": level + 0.01 * (n % 2)}
-            for n in range(1, 41)
-        ]
-        assert {one.name for one in examine(rows, Context.of(run))} == expected
 
 
 def test_a_reward_with_accuracy_in_its_name_keeps_it() -> None:

@@ -13,7 +13,7 @@ from rloo_kit import load_config
 from rloo_kit.cli import app
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.versus import compare_runs
-from rloo_kit.results.versus_page import held_out_points, write_comparison_page
+from rloo_kit.results.versus_page import write_comparison_page
 from rloo_kit.runs.run_dir import RunDir
 from tests.evaluations import around
 from tests.html_page import Page
@@ -79,46 +79,6 @@ def test_a_full_disk_ends_in_a_line(make_run: Callable[..., Path], tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert done.exit_code == 2 and "rloo-kit: the disk is full" in done.output and "free some space" in done.output
     assert not [path for path in run.iterdir() if path.name.endswith((".tmp", ".html"))]
-
-
-def test_a_run_without_evaluations_keeps_the_colours(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """The table numbered all runs, the charts only those with points, so one run had two colours."""
-    runs = [make_run(name, right) for name, right in (("a", 40), ("b", 60), ("c", 80))]
-    for when in ("before", "after"):
-        (runs[0] / f"{when}.json").unlink()
-    text = write_comparison_page(compare_runs(runs), tmp_path / "comparison.html").read_text(encoding="utf-8")
-    figure = text[text.index("<figure") : text.index("</figure>")]
-    assert "Held-out accuracy" in figure and 'class="dot c0"' not in figure and "key c0" not in figure
-    for number, name in ((1, "b"), (2, "c")):
-        assert re.search(rf'key c{number}"[^>]*></span>\s*<[^>]*>{name}<', text)
-        assert f'c{number}">{name}</span>' in figure
-
-
-def test_evaluations_during_training_are_drawn_without_the_others(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
-    """An interrupted run has no evaluation after training, and its best one was missing from the curve."""
-    folder = make_run("a", 40)
-    run_dir = RunDir(folder)
-    for when in ("before", "after"):
-        (folder / f"{when}.json").unlink()
-    side = Evaluation("", 100, 1, 1.0, 48, {"accuracy": around(0.4)}).to_dict()
-    rows = [
-        {
-            "step": step,
-            "evaluation": side,
-            "measure": "accuracy",
-            "episode": 8 * step,
-            "seconds": 1.0,
-            "run": run_dir.id,
-        }
-        for step in (0, 10, 20)
-    ]
-    edited = rows[0] | {"inputs": "another reward", "step": 5}  # on another scale
-    run_dir.append_jsonl("evaluations.jsonl", [edited, *rows])
-    run_dir.set_status("interrupted", step=20, adapter_step=10)
-    found = compare_runs([folder, make_run("b", 60)]).runs[0]
-    assert [point.step for point in held_out_points(found, "accuracy")] == [0, 10, 20]
 
 
 def test_the_lead_is_over_the_prompts_with_answers(make_run: Callable[..., Path]) -> None:

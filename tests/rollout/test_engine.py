@@ -79,15 +79,6 @@ def test_seed_fixes_the_samples_and_leaves_the_global_state(make_policy):
     assert generate_completions(policy, PROMPTS, max_completion_length=6, seed=2) != first
 
 
-def test_several_samples_come_prompt_by_prompt_and_progress_counts_them(make_policy):
-    """pass@k takes runs of `num_samples` for one prompt's; a line that counts batches never reaches the end."""
-    calls: list[tuple[int, int]] = []
-    options = {"max_completion_length": 2, "num_samples": 3, "batch_size": 5}
-    found = generate_completions(make_policy(), PROMPTS, on_batch=lambda *call: calls.append(call), **options)
-    assert [completion.prompt_index for completion in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert calls == [(5, 12), (10, 12), (12, 12)]
-
-
 def test_flags_are_told_by_ids(make_policy):
     """Ids distinguish a completion that writes the letters of `</think>`, or whose text hides the end token."""
     ended = generate_completions(make_policy(bias={TURN_END: 100}), ["a"], max_completion_length=5)[0]
@@ -123,21 +114,6 @@ def test_open_thinking_is_closed_at_the_budget(make_policy):
         ):
             assert one.forced and one.closed and not one.ended and len(one.ids) == length
             assert one.thinking_tokens == one.ids.index(THINK_END) == budget and one.ids.count(THINK_END) == 1
-
-
-def test_answer_after_a_forced_close_is_the_models_own(make_policy):
-    """The second part continues prompt + thinking + `</think>`: greedily it is what the model says to exactly that."""
-    policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100}, initializer_range=0.4)
-    (found,) = generate_completions(
-        policy, ["12+13="], max_completion_length=50, temperature=0, thinking_budget=5, answer_budget=6
-    )
-    thinking = greedy_by_hand(policy, "12+13=", 5)
-    assert found.ids[:6] == [*thinking, THINK_END]
-    ids = [*policy.tokenizer("12+13=")["input_ids"], *found.ids[:6]]
-    for token in found.ids[6:]:
-        with torch.no_grad():
-            assert int(policy.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
-        ids.append(token)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,3 @@ def test_frequencies_are_those_of_the_renormalised_rest():
     shares = torch.bincount(tokens, minlength=5) / len(tokens)
     assert torch.allclose(shares.double(), expected.exp(), atol=0.01) and shares[3:].sum() == 0
     assert torch.allclose(logps.double(), expected[tokens], atol=1e-6)
-
-
-def test_without_filters_nothing_is_called():
-    """Sorting a vocabulary of 151,936 for every token is not free."""
-    assert Filters().make_cut() is None and not Filters(1.0, 0, 0.0, 1.0).active

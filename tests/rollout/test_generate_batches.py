@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_kit.rollout.generate import GenerateEngine, next_batch
+from rloo_kit.rollout.generate import next_batch
 from rloo_kit.rollout.types import Limits
 from tests.models.zoo import make_model
-from tests.rollout.models import PROMPTS, adapted, check_logps, engine_for
+from tests.rollout.models import adapted, check_logps, engine_for
 
 
 def cut(lengths: list[int], rows: int) -> list[list[int]]:
@@ -38,22 +38,6 @@ def test_no_batch_more_and_no_row_twice():
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         before = [order[start : start + rows] for start in range(0, len(order), rows)]
         assert padded(batches, lengths) <= padded(before, lengths)
-
-
-@pytest.mark.parametrize(
-    ("groups", "rows", "expected"),
-    [
-        ({9: 8, 7: 8, 5: 8, 3: 8}, 8, 0),  # rows = K: every batch is one prompt
-        ({9: 8, 7: 16, 5: 8}, 16, 1),  # in order of length both were padded
-        ({9: 4, 7: 12, 5: 4, 3: 4}, 8, 2),  # what is left of three lengths does not come out even
-        ({9: 8, 7: 8}, 12, 0),  # two batches anyway
-        ({9: 8, 7: 8, 5: 8, 3: 8}, 32, 1),  # one batch, and four would read all weights four times
-    ],
-)
-def test_how_many_batches_are_padded(groups, rows, expected):
-    lengths = [length for length, count in groups.items() for _ in range(count)]
-    random.Random(1).shuffle(lengths)
-    assert padded(cut(lengths, rows), lengths) == expected
 
 
 def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
@@ -96,29 +80,3 @@ def test_padding_is_refused_in_16_bits_too_and_only_where_it_is_wrong(dtype: tor
     """A tolerance that let MiniMax pass in bfloat16, or refused Qwen3 for its rounding, would be no check."""
     assert engine_for(make_model("MiniMax").to(dtype), "generate").check_padding() is not None
     assert engine_for(make_tiny_model(initializer_range=0.3).to(dtype), "generate").check_padding() is None
-
-
-def test_a_rollout_of_one_length_is_not_checked(tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
-    """The check costs two calls, which a run without padding does not need."""
-    monkeypatch.setattr(GenerateEngine, "check_padding", lambda _: pytest.fail("nothing was padded"))
-    engine_for(tiny_model, "generate").sample([[1, 2, 3]] * 3, Limits(2))
-
-
-def test_a_budget_costs_one_call_of_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
-    """The answers were a second call, whose prefill is whole rows at once: on a small GPU more than decoding takes."""
-    model = adapted(make_tiny_model(initializer_range=0.15))
-    limits = Limits(20, thinking_budget=6, answer_budget=4, close_ids=(7, 260, 8), think_end_id=260)
-    widths: list[int] = []
-    plain = model.generate
-
-    def counted(**named: Any) -> Any:
-        widths.append(named["input_ids"].size(1))
-        return plain(**named)
-
-    monkeypatch.setattr(model, "generate", counted)
-    torch.manual_seed(0)
-    found = engine_for(model, "generate").sample(PROMPTS, limits)
-    assert widths == [6, 2, max(map(len, PROMPTS))] and any(found.thinking_forced)
-    for ids, span in zip(found.completion_ids, found.forced, strict=True):
-        if span is not None:
-            assert span == (6, 9) and ids[6:9] == [7, 260, 8] and len(ids) <= 13

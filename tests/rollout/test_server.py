@@ -21,7 +21,6 @@ from peft import LoraConfig, LoraModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
-from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import server as server_module
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
@@ -257,32 +256,6 @@ def test_accepted_filters_reach_the_server(server, make_policy, make_engine, cas
         check_kept(model, PROMPTS * 4, found, filters, temperature)
 
 
-def test_a_temperature_above_1_is_probed_within_vllms_range(server, make_policy, make_engine):
-    """The probe asked for twice the temperature; vLLM refuses more than 2, and the message blamed the
-    log-probabilities. Every request stays within 0 to 2, and raw ones are still found out."""
-    for temperature in (1.2, 2.0):
-        with pytest.raises(RolloutServerError, match=rf"temperature is {temperature}.*--logprobs-mode processed_logpr"):
-            make_engine(make_policy(), temperature=temperature).sample(PROMPTS, Limits(4))
-    assert all(body["temperature"] <= 2 for body in server.posted(COMPLETE))
-
-
-def test_a_refused_probe_says_what_was_refused(server, make_policy, make_engine, tmp_path):
-    """A server that refuses the probe for another reason was asked whether it is vLLM's."""
-    server.failures.append((COMPLETE, 400, "no room"))
-    with pytest.raises(RolloutServerError, match=r"refuses one token at temperature 0\.7, .*status 400\): no room"):
-        make_engine(make_policy(), temperature=0.7).sample(PROMPTS, Limits(4))
-    assert not server.loaded and not list(tmp_path.iterdir()), "the next start finds room"
-
-
-@pytest.mark.parametrize("engine", ["server", "vllm"])
-def test_a_temperature_that_vllm_does_not_sample_at(engine):
-    """It was refused by the server after the model had been loaded, with words about log-probabilities."""
-    with pytest.raises(
-        ConfigError, match=r"temperature is 2\.5, and vLLM samples at 0\.01 to 2; set temperature=2 or lower"
-    ):
-        RLOOConfig(temperature=2.5, rollout_engine=engine, rollout_server_url="http://node1:8000", use_cpu=True)
-
-
 def first_is_nan(choice: dict[str, Any]) -> None:
     choice["logprobs"]["token_logprobs"][0] = None
 
@@ -380,23 +353,6 @@ def test_what_got_lost_is_sent_again(server, make_policy, make_engine, path, fai
     assert len(server.posted(path)) == {COMPLETE: 9, LOAD: 3, UNLOAD: 2}[path]
 
 
-def test_an_adapter_that_was_taken_before_the_answer_got_lost(server, make_policy, make_engine):
-    """The second try finds the adapter there: that is what was wanted."""
-    model = make_policy()
-    load = server.load
-    lost = [True]
-
-    def load_and_lose(body: dict[str, Any]) -> str:
-        answer = load(body)
-        if lost.pop() if lost else False:
-            raise Refusal(502, "bad gateway")
-        return answer
-
-    server.load = load_and_lose
-    check_against(model, make_engine(model).sample(PROMPTS, Limits(4)))
-    assert len(server.posted(LOAD)) == 2 and len(server.ever_loaded) == 1
-
-
 def test_a_server_that_was_started_anew_gets_the_adapter_again(server, make_policy, make_engine):
     """After a crash the server is back in a minute and knows no adapter: every completion would be refused."""
     model = make_policy()
@@ -471,15 +427,6 @@ def test_completions_that_a_shutdown_aborts_are_sent_again(server, make_policy, 
     assert len(aborted) == 3
 
 
-def test_a_server_that_aborts_everything_ends_the_run(server, make_policy, make_engine):
-    """Whoever repeats an aborted completion without end hangs on a server that never completes one."""
-    server.tamper = changed(finish_reason="abort")
-    with pytest.raises(
-        RolloutServerError, match=r"did not answer for 1 s \(.*finish_reason abort.*read the server's log"
-    ):
-        make_engine(make_policy(), retry_s=1.0).sample(PROMPTS, Limits(6))
-
-
 class Counting(StandIn):
     """`answered`: completions, without those that were refused."""
 
@@ -538,40 +485,6 @@ def test_requests_of_a_server_that_shuts_down_go_to_the_restarted_one(
         restarter.join()
         for server in restarted:
             server.stop()
-
-
-def test_a_look_that_a_reload_overtakes_counts_one_loss(server, make_policy, make_engine, monkeypatch):
-    """A restarted server that got its adapter again while somebody looked was counted as two losses, and what was in
-    flight at it was asked for twice."""
-    engine = make_engine(make_policy())
-    engine.sample(PROMPTS, Limits(4))
-    server.models.clear()
-    server.loaded.clear()
-    look = engine._client.has_lost
-
-    def overtaken(adapter: str) -> bool:
-        found = look(adapter)
-        engine._complete(PROMPTS[0], 1, [], 0, threading.Event())
-        return found
-
-    monkeypatch.setattr(engine._client, "has_lost", overtaken)
-    assert engine._count_losses() == 1 and len(server.ever_loaded) == 2
-    assert engine._count_losses() == 1
-
-
-def test_a_server_that_is_slow_is_asked_once(server, make_policy, make_engine, monkeypatch):
-    """A second request for a completion of an hour, because no answer came in half a minute, is an hour wasted."""
-    monkeypatch.setattr(server_module, "LOOK_S", 0.1)
-    complete = server._complete
-
-    def slow(body: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(0.3)
-        return complete(body)
-
-    server._complete = slow
-    model = make_policy()
-    check_against(model, make_engine(model).sample(PROMPTS, Limits(4)))
-    assert len(server.posted(COMPLETE)) == 4
 
 
 def test_a_server_that_stays_dead_ends_the_run(server, make_policy, make_engine):
@@ -690,14 +603,6 @@ def test_what_it_serves_is_compared(server, make_policy, make_engine):
     assert any("serves somebody/other" in line and "org/tiny" in line for line in engine.said)
 
 
-def test_the_key_comes_from_the_environment(server, make_policy, make_engine, monkeypatch):
-    """A key in the run's file would end up in its outputs."""
-    server.key = "secret"
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    make_engine(make_policy()).sample(PROMPTS, Limits(2))
-    assert all(headers["Authorization"] == "Bearer secret" for headers in server.headers)
-
-
 def test_an_error_does_not_wait_for_the_others(server, make_policy, make_engine):
     """Requests in flight may take an hour; the run that fails meanwhile should end at once."""
     release = threading.Event()
@@ -759,28 +664,6 @@ def test_a_trainer_learns_through_it(server, make_trainer, tmp_path):
     assert len(loads) == 2 and all(Path(b["lora_path"]).parent == tmp_path / "run/server_adapters" for b in loads)
     assert not server.loaded and not list((tmp_path / "run" / "server_adapters").iterdir()), "nothing is left"
     assert len(server.posted(COMPLETE)) == 16
-
-
-def test_a_budget_through_the_trainer(server, make_trainer):
-    """vLLM through TRL cannot close a thought; here it can, and what was forced carries no gradient."""
-    trainer = make_trainer(thinking_budget=4, answer_budget=3, max_steps=1)
-    trainer.train()
-    forced = [row["forced"] for row in trainer.rows]
-    assert any(forced)
-    assert trainer.state.log_history[0]["thinking/forced_ratio"] == pytest.approx(sum(forced) / 8)
-    assert trainer.state.log_history[0]["sampling/logp_difference_max"] < 1e-3
-
-
-def test_accepted_filters_through_the_trainer(server, make_trainer, capsys):
-    """What the run accepts is what the server is asked for, and each weight is the share that the filter kept."""
-    server.logprobs_mode = "processed"
-    trainer = make_trainer(accept_truncated_sampling=True, top_k=3, sampler_correction="auto", max_steps=1)
-    assert "truncated sampling: top_p=1, top_k=3" in capsys.readouterr().out
-    trainer.train()
-    asked = [body for body in server.posted(COMPLETE) if body["max_tokens"] > 1]  # without the probe
-    assert len(asked) == 8 and {body["top_k"] for body in asked} == {3}
-    assert trainer.state.log_history[0]["sampling/logp_difference_max"] > 0.01
-    assert 0 < trainer.state.log_history[0]["sampling/importance_weight_mean"] < 1
 
 
 def test_what_cannot_be_handed_over_is_refused(make_trainer):
@@ -861,21 +744,3 @@ def test_two_processes_share_one_adapter(sharding, tiny_folder, tmp_path):
     assert [body["model"] for body in stand_in.posted(COMPLETE)] == [names[0]] * 8 + [names[1]] * 8
     assert len({body["seed"] for body in stand_in.posted(COMPLETE)}) == 16
     assert not list((tmp_path / "adapters").iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_refusal_ends_both_processes(tiny_folder, tmp_path):
-    """The main process alone talks to the server about the adapter: the answer has to reach the other one, which
-    would wait for completions forever."""
-    stand_in = StandIn(lambda: None)
-    stand_in.allows_updates = False
-    options = {"rollout_server_url": stand_in.url}
-    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "options": options}
-    try:
-        done = run_processes(2, settings)
-    finally:
-        stand_in.stop()
-    for process in done:
-        assert process.returncode == 1 and "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in process.stderr
-    assert [path for path, _ in stand_in.requests] == [LOAD]

@@ -74,13 +74,6 @@ def test_the_cap_holds_in_any_case(cap, run):
     assert state.forced == ((4, min(cap, 7)) if cap > 4 else None)
 
 
-@pytest.mark.parametrize("run", [token_by_token, in_stretches])
-def test_without_a_budget_nothing_is_forced(run):
-    """The limits of a run without a budget pass through the same code."""
-    text = [1, CLOSE, 1, 1, 1, 1]
-    assert run(text, Limits(5)).ids == text[:5]
-
-
 def test_the_close_is_the_tag_or_the_reports_sentence(tiny_tokenizer):
     """The sentence is the one that Qwen3 was trained to answer after; another one is another distribution."""
     tags = bind_think_tags(tiny_tokenizer)

@@ -103,15 +103,6 @@ def test_hang_up_ends_a_request_in_flight(scripted, client, is_kept):
     client.wait_until_up()  # others go on
 
 
-def test_a_request_that_is_stopped_is_not_repeated(scripted, client):
-    """Two requests for one completion would be in flight when the server returns."""
-    stop = threading.Event()
-    scripted.answer = lambda path: (stop.set(), (503, {}, b"busy"))[1]
-    with pytest.raises(RequestStoppedError):
-        client.complete("name", PROMPT, 4, STOPS, 1.0, 7, stop)
-    assert len(scripted.headers) == 1
-
-
 @pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\nsecond-line", f" {KEY}", f"{KEY}\x07", f"{KEY}ü"])
 def test_a_key_that_no_header_can_hold_is_refused_without_printing_it(scripted, monkeypatch, key):
     """The HTTP client's own error reads: Illegal header value b'Bearer ...', the key and all."""
