@@ -14,10 +14,10 @@ from typing import Any
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError, RewardError, WholeBatchError
-from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards._binding import check_int
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
+from rloo_kit.system.worker import Worker
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
@@ -69,9 +69,9 @@ class MathAnswerReward:
     @cached_property
     def worker(self) -> Worker:
         """The process that math-verify runs in; started and checked on first use."""
-        worker = Worker("rloo_kit.rewarding.models:verify_answer", timeout_s=self.answer_timeout_s)
+        worker = Worker("math-verify")
         try:
-            works = worker.call(*WARM_UP, timeout_s=120.0)
+            works = worker.call(verify_answer, *WARM_UP, timeout_s=120.0)
         except RewardError as error:
             raise WholeBatchError(f"{NEEDS_MATH_VERIFY} ({error})") from None
         if not works:
@@ -112,7 +112,7 @@ class MathAnswerReward:
             return math.nan
         started = time.monotonic()
         try:
-            verdict = worker.call(expected, found, timeout_s=min(left_s, self.answer_timeout_s))
+            verdict = worker.call(verify_answer, expected, found, timeout_s=min(left_s, self.answer_timeout_s))
         except WholeBatchError:
             return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
         return None if verdict is None else float(verdict)

@@ -131,7 +131,7 @@ def test_a_column_of_a_matrix_comes_over() -> None:
 def test_a_hang_is_killed_after_the_limit_and_the_next_batch_is_served(reward: WorkerReward) -> None:
     """Guards against a reward that loops for ever holding the interpreter lock: the run would stand still overnight."""
     guarded = guard(reward)
-    reward.worker.start()
+    reward.load()
     started = time.monotonic()
     assert (found := guarded.score(completions=["hang", "ok"], completion_ids=[[1], [2]])).values == [None, None]
     assert 1.0 <= time.monotonic() - started < 30.0  # about 1 s on an idle machine
@@ -140,7 +140,7 @@ def test_a_hang_is_killed_after_the_limit_and_the_next_batch_is_served(reward: W
         "reward 'hangs' failed on samples 0 to 1: 'reward_examples:hangs' took longer than 1 s and was killed "
         "(timeout_s)"
     ]
-    reward.worker.timeout_s = 60.0
+    reward.timeout_s = 60.0
     assert (found := guarded.score(completions=["ok"], completion_ids=[[1]])).values == [1.0]
     assert found.failed == [False] and found.failures == []
 
@@ -268,7 +268,7 @@ class Unreadable:
 @pytest.mark.parametrize("reward", ["by_length"], indirect=True)
 def test_a_column_that_the_worker_cannot_load_is_said_and_the_worker_lives(reward: WorkerReward) -> None:
     """Guards against taking the reply for that of another call: its number is read before the arguments are."""
-    reward.worker.start()
+    reward.load()
     process = reward.worker._process
     with pytest.raises(RewardError, match="ValueError: invalid literal"):
         reward(**BATCH, odd=[Unreadable(), Unreadable()])

@@ -100,11 +100,11 @@ def meet(fault: Fault, folder: Path) -> tuple[str, list[float | None], list[floa
     """The message, the rewards of the bad call and of the next one."""
     reward = make(fault.name, LIMIT_S if fault.words == KILLED else 60.0)
     guarded = guard(reward)
-    reward.worker.start()
+    reward.load()
     columns = {"path": str(folder / "made"), "log_extra": lambda *args: None, "log_metric": lambda *args: None}
     bad = call(guarded.score, "bad", **columns)
     message = " | ".join(bad.failures)
-    reward.worker.timeout_s = 60.0
+    reward.timeout_s = 60.0
     after = call(guarded, "good", **columns)
     reward.worker.close()
     return message, bad.values, after
@@ -129,7 +129,7 @@ def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tm
     """A sandbox of a reward's own starts programs with an empty environment: the mark does not find them, and one that
     was started between the look for children and the kill stayed."""
     reward = make("clean_children_without_end")
-    reward.worker.start()
+    reward.load()
     with pytest.raises(WholeBatchError, match="took longer"):
         call(reward, "bad", path=str(tmp_path))
     assert sleepers(str(tmp_path)) == []
@@ -155,10 +155,10 @@ def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
     while process.status() != psutil.STATUS_STOPPED and time.monotonic() < until:
         time.sleep(0.02)
     assert process.status() == psutil.STATUS_STOPPED
-    reward.worker.timeout_s = LIMIT_S
+    reward.timeout_s = LIMIT_S
     with pytest.raises(WholeBatchError, match="took longer than"):
         call(reward, "good" * 1_000_000)
-    reward.worker.timeout_s = 30.0
+    reward.timeout_s = 30.0
     assert call(reward, "good" * 1_000_000) == [1.0]
     reward.worker.close()
 
