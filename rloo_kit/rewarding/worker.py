@@ -167,8 +167,25 @@ def load_reward(target: str, folders: list[str]) -> dict[str, Any]:
     with suppress(FileNotFoundError):  # the working folder was deleted
         sys.path.insert(0, os.getcwd())
     sys.path[:0] = folders
-    _reward = _resolve(target)
-    return vars(read_signature(_reward))
+    module_name, _, name = target.rpartition(":")
+    try:
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0]):
+            looked = f"it was looked for in {', '.join(dict.fromkeys(sys.path[:2]))} and among the installed ones"
+            raise RewardError(f"there is no module '{module_name}'; {looked}") from None
+        raise RewardError(f"importing '{module_name}' failed: {_describe(error)}") from None
+    function = getattr(module, name, None)
+    if function is None:
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
+    check_no_class(function, f"'{target}'")
+    if not callable(function) and hasattr(function, "get_rewards"):
+        function = RewardsObject(function)
+    if not callable(function):
+        raise RewardError(f"'{target}' is {type(function).__name__}; a reward is a function")
+    _reward = function
+    return vars(read_signature(function))
 
 
 def call_reward(sent: dict[str, Any], logged: list[str], size: int) -> tuple[list[Any], list[Any]]:
@@ -199,31 +216,6 @@ def call_reward(sent: dict[str, Any], logged: list[str], size: int) -> tuple[lis
     if problem:
         raise WholeBatchError(problem)
     return make_sendable(values), records
-
-
-def _resolve(target: str) -> Callable[..., Any]:
-    module_name, _, name = target.rpartition(":")
-    try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise RewardError(f"importing '{module_name}' failed: {_describe(error)}") from None
-        folders = ", ".join(dict.fromkeys(sys.path[:2]))
-        raise RewardError(
-            f"there is no module '{module_name}'; it was looked for in {folders} and among the installed ones"
-        ) from None
-    except BaseException as error:
-        raise RewardError(f"importing '{module_name}' failed: {_describe(error)}") from None
-    function = getattr(module, name, None)
-    if function is None:
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
-    check_no_class(function, f"'{target}'")
-    if not callable(function) and hasattr(function, "get_rewards"):
-        function = RewardsObject(function)
-    if not callable(function):
-        raise RewardError(f"'{target}' is {type(function).__name__}; a reward is a function")
-    return function
 
 
 def _import_file(path: str) -> ModuleType:

@@ -78,9 +78,10 @@ def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
 def measure(task: str, rows: int) -> dict[str, Any]:
     """What the task's verifier does on `rows` rows: the lowest score of a stored answer, and what it pays to each kind
     of nonsense or raises on it."""
-    from rloo_kit.data.gym_library import draw, make_dataset
+    from rloo_kit.data.gym import draw_row, make_dataset
 
-    entries = draw(task, {}, None, START, rows, "data.options", judged=False)["entries"]
+    drawn = [draw_row(task, "{}", None, "data.options", START, rows, index) for index in range(rows)]
+    entries = [found[0] for found in drawn if found and found[0]]
     verifier = make_dataset(task, {}, None, seed=0, size=1)
     if any(runs_python(verifier, entry) for entry in entries[:5]):
         return {"runs_python": True}

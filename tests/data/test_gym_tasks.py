@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.data.gym_tasks import REFUSED, SOUND
+from rloo_kit.data.gym import REFUSED, SOUND
 from rloo_kit.system.versions import is_importable
 from tests.data.gym_verifiers import is_answer, measure, nonsense, runs_python
 
@@ -73,11 +73,11 @@ def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, row
     others."""
     code = f"""
 import json
-from rloo_kit.data.gym_library import draw
-from rloo_kit.data.gym_tasks import SOUND
-found = {{task: draw(task, {{}}, None, 74, {rows}, "data.options") for task in SOUND}}
+from rloo_kit.data.gym import SOUND, draw_row
+asked = {{task: (task, "{{}}", None, "data.options", 74, {rows}) for task in SOUND}}
+found = {{task: [draw_row(*asked[task], index) for index in range({rows})] for task in SOUND}}
 print("\\n" + json.dumps(found))
 """
     first, second = (json.loads(run_fresh(code, PYTHONHASHSEED="0").stdout.splitlines()[-1]) for _ in range(2))
     assert [task for task in SOUND if first[task] != second[task]] == []
-    assert all(len(found["entries"]) == rows and not found["wrong"] for found in first.values())
+    assert all(entry and is_sound for drawn in first.values() for entry, is_sound in drawn)
