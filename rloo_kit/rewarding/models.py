@@ -21,6 +21,7 @@ from rloo_kit.system.worker import Worker
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
+START_TIMEOUT_S = 120.0  # to start the worker and load math-verify
 
 _FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
 # Words, which it would multiply by their letters, so that TTH is HTT; but xyz, abc and inf are what it reads in them.
@@ -71,7 +72,7 @@ class MathAnswerReward:
         """The process that math-verify runs in; started and checked on first use."""
         worker = Worker("math-verify")
         try:
-            works = worker.call(verify_answer, *WARM_UP, timeout_s=120.0)
+            works = worker.call(verify_answer, *WARM_UP, timeout_s=START_TIMEOUT_S)
         except RewardError as error:
             raise WholeBatchError(f"{NEEDS_MATH_VERIFY} ({error})") from None
         if not works:
@@ -107,6 +108,8 @@ class MathAnswerReward:
         found = find_boxed(given) or _ending(given)
         if answers_agree(given, expected) or answers_agree(found, expected):
             return 1.0
+        if not worker.running:  # after an answer that took too long: the next one's limit is not for the import
+            worker.call(verify_answer, *WARM_UP, timeout_s=START_TIMEOUT_S)
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             return math.nan
