@@ -1,28 +1,55 @@
-"""Rows of `reasoning_gym/TASK`: questions that reasoning-gym generates by seed, with the data to score them."""
+"""Tasks of the library reasoning-gym (`reasoning_gym/TASK`): which are offered, rows drawn by seed, scores.
 
+The library takes over a second to import (sympy, numpy, matplotlib), may hang, and prints. So it is imported inside
+functions, and a `Worker` calls those: `read_gym` draws rows with one, `rewarding.gym` scores with another.
+"""
+
+import difflib
 import functools
+import importlib
 import json
-import os
-import subprocess
+import random
 import sys
-from random import Random
+from contextlib import closing, suppress
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.data.columns import DataSource
-from rloo_kit.data.gym_library import ROW_LIMIT_S, blamed_key, too_slow
-from rloo_kit.data.gym_tasks import check_task
-from rloo_kit.errors import DataError, SetupError
-from rloo_kit.system.marked import module_path, starting_folder
+from rloo_kit.errors import DataError, RewardError, SetupError, excerpt
 from rloo_kit.system.versions import is_importable
+from rloo_kit.system.worker import LateError, Worker, worker_environment
 
+# Of reasoning-gym 0.1.25 those tasks are offered whose verifier scores the stored answer 1 and nonsense 0, measured on
+# 60 rows of each (`benchmarks/results/gym_tasks.json`); `tests/data/test_gym_tasks.py` scores them again.
+_TASKS = json.loads(Path(__file__).with_name("gym_tasks.json").read_text(encoding="utf-8"))
+SOUND: tuple[str, ...] = tuple(_TASKS["offered"])
+REFUSED: dict[str, str] = _TASKS["refused"]
 GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, level, and the library's entry
 GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # defaults: if data.num_prompts is null; if data.test_size is a share
 MOST_PROMPTS = 100_000
 BLOCK = 2**20  # seeds reserved for each source of a run
+MOST_AT_ONCE = 10_000  # rows per dataset of the library; word_ladder allows at most 20,000
+LEAST_AT_ONCE = 64
+DRY = 500  # draws in a row without a new question, after which a task counts as exhausted
+LOAD_LIMIT_S = 120.0  # to start the process and load the library
+BUILD_LIMIT_S = 20.0  # to make a dataset
+ROW_LIMIT_S = 5.0  # to draw one question: some tasks hang at one seed in thousands
+MOST_LATE, LATE_PER = 2, 500  # questions that may take longer and are left out: 2, and one more for each 500 drawn
+MEMORY_LIMIT = 8 * 2**30  # bytes of address space: options may ask for all the memory there is
+SET_ELSEWHERE = {"seed": "data.seed", "size": "data.num_prompts"}
 INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one of its packages needs a C compiler)"
 
-_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rloo_kit.data.gym_library import serve; serve()"
+
+def check_task(task: str, key: str) -> None:
+    """Raise DataError for a task that does not exist or is refused; `key` names it in the configuration."""
+    if task not in SOUND:
+        found = difflib.get_close_matches(task, SOUND, n=3, cutoff=0.4)
+        near = f"the nearest: {', '.join(found)}" if found else f"there are {', '.join(SOUND)}"
+        if why := REFUSED.get(task):
+            raise DataError(f"{key}: {GYM_PREFIX}{task} is refused: {why}. docs/data.md lists the tasks; {near}")
+        raise DataError(f"{key}: reasoning-gym has no task '{task}'; {near}. docs/data.md lists those refused")
 
 
 def is_gym(source: str) -> bool:
@@ -41,7 +68,7 @@ def first_seed(seed: int, number: int) -> int:
 
     Blocks do not overlap. Seeds are below 2**32, numpy's limit.
     """
-    return Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
+    return random.Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
 
 
 def read_gym(
@@ -71,22 +98,26 @@ def read_gym(
     if count > MOST_PROMPTS:
         wanted = count_key or "data.num_prompts"
         raise DataError(f"{wanted} asks for {count} prompts of {source}; at most {MOST_PROMPTS} are drawn: lower it")
-    asked = {"task": task, "options": options, "level": level}
-    found = _draw(json.dumps(asked | {"start": start, "count": count, "options_key": options_key}), key)
-    entries = found["entries"]
-    few = f"{source} gave {len(entries)} different questions in {found['drawn']} draws; {count} were requested"
-    left_out = {
-        "late": f"questions that took more than {ROW_LIMIT_S} s to draw",
-        "wrong": "questions whose stored answer the verifier does not score 1",
-    }
-    notes = [f"{source}: {found[name]} {what} are left out" for name, what in left_out.items() if found[name]]
+    blamed = options_key if options or level is None else _level_key(options_key)
+    try:
+        entries, drawn, left_out = _draw(task, json.dumps(options), level, options_key, start, count)
+    except LateError:
+        given = options or ("its defaults" if level is None else f"the values of level {level}")
+        limits = f"{BUILD_LIMIT_S:g} s to set up or more than {ROW_LIMIT_S:g} s to draw one question"
+        fix = "set smaller values, or a wider range"
+        raise DataError(f"{blamed}: {source} took more than {limits} with {given}; {fix}") from None
+    except RewardError as error:
+        raise DataError(f"{key}: {source} cannot be drawn: {error}. If the library is broken, {INSTALL}") from None
+    few = f"{source} gave {len(entries)} different questions in {drawn} draws; {count} were requested"
+    notes = [f"{source}: {number} questions {why} are left out" for why, number in left_out.items() if number]
     if len(entries) < count:
-        other = f"another {blamed_key(options, level, options_key)}"
         if not entries:
-            raise DataError(f"{key}: {'; '.join([few, *notes])}. Set {other}")
+            raise DataError(f"{key}: {'; '.join([few, *notes])}. Set another {blamed}")
         if count_key:
-            raise DataError(f"{'; '.join([few, *notes])}. Set {count_key}={len(entries)} or lower, or {other}")
+            fix = f"Set {count_key}={len(entries)} or lower, or another {blamed}"
+            raise DataError(f"{'; '.join([few, *notes])}. {fix}")
         notes.insert(0, few)
+    asked = {"task": task, "options": options, "level": level}
     return DataSource(
         name=source,
         prompts=[entry["question"] for entry in entries],
@@ -99,28 +130,201 @@ def read_gym(
 
 
 @functools.lru_cache(maxsize=16)  # a run reads its data before and after loading the model
-def _draw(request: str, key: str) -> dict[str, Any]:
-    """`gym_library.draw` in a separate process: it may hang, and set order must be the same in every run."""
-    asked = json.loads(request)
-    done = subprocess.run(
-        [sys.executable, "-c", _BOOT, *module_path()],
-        input=request,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        env=os.environ | {"PYTHONHASHSEED": "0"},
-        cwd=starting_folder(),
-        check=False,
-    )
-    source = f"{GYM_PREFIX}{asked['task']}"
-    if done.stderr.startswith("Timeout (") or "\nTimeout (" in done.stderr:  # faulthandler ended it
-        raise DataError(too_slow(asked["task"], asked["options"], asked["level"], asked["options_key"]))
+def _draw(
+    task: str, options: str, level: int | None, options_key: str, start: int, count: int
+) -> tuple[list[dict[str, Any]], int, dict[str, int]]:
+    """`count` entries with different questions, fewer if the task has no more; how many were drawn; how many of those
+    were left out, by the reason.
+
+    They come from a process of their own: the library may hang, and the order of sets must be the same in every run.
+    Item i of a dataset is drawn with its seed + i, so it equals item i - 1 of the next seed: rows use the seeds from
+    `start` on, each once. Rows without a stored answer are left out too.
+    """
+    late, wrong = f"that took more than {ROW_LIMIT_S:g} s to draw", "whose stored answer the verifier does not score 1"
+    left_out = {late: 0, wrong: 0}
+    entries: dict[str, dict[str, Any]] = {}  # by the words of the question
+    drawn = dry = 0
+    with closing(Worker("its process", worker_environment() | {"PYTHONHASHSEED": "0"})) as worker:
+        while len(entries) < count and dry < DRY:
+            size = min(max(count - len(entries), LEAST_AT_ONCE), MOST_AT_ONCE)
+            dataset = task, options, level, options_key, start + drawn, size
+            for index in range(size):
+                if index == 0 or not worker.running:
+                    worker.call(load_library, True, timeout_s=LOAD_LIMIT_S)
+                    worker.call(draw_row, *dataset, None, timeout_s=BUILD_LIMIT_S)
+                entry, is_sound = None, True
+                try:
+                    entry, is_sound = worker.call(draw_row, *dataset, index, timeout_s=ROW_LIMIT_S)
+                except LateError:
+                    left_out[late] += 1
+                    if left_out[late] > MOST_LATE + drawn // LATE_PER:
+                        raise
+                left_out[wrong] += not is_sound
+                drawn += 1
+                words = " ".join(entry["question"].split()) if entry is not None and is_sound else ""
+                dry = 0 if words and words not in entries else dry + 1
+                if entry is not None and is_sound:
+                    entries.setdefault(words, entry)
+                if len(entries) == count or dry == DRY:
+                    break
+    return list(entries.values()), drawn, left_out
+
+
+# ---- in a process of their own
+
+
+def load_library(limit_memory: bool = False) -> None:
+    """Import the library, before a time limit for anything else counts."""
+    if limit_memory:
+        with suppress(ImportError, ValueError, OSError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
+    importlib.import_module("reasoning_gym.factory")
+
+
+def make_dataset(
+    task: str, options: dict[str, Any], level: int | None, options_key: str = "data.options", **where: int
+) -> Any:
+    """A dataset of the library for a task.
+
+    Args:
+        options: of the task; they override those of its curriculum at `level`, which override its defaults.
+        options_key: the key of `options`, for errors. where: `seed` and `size`.
+
+    Raises:
+        DataError: an option that the task does not have or refuses; a level that its curriculum does not have or whose
+            values the task refuses.
+    """
+    from reasoning_gym.factory import DATASETS
+
+    source, (make, config) = f"{GYM_PREFIX}{task}", DATASETS[task]
+    defaults = {name: value for name, value in vars(config()).items() if name not in SET_ELSEWHERE}
+    types = {field.name: str(field.type) for field in fields(config)}
+    has = f"it has {', '.join(f'{name} ({excerpt(value, 60)})' for name, value in defaults.items())}"
+    for name, value in options.items():
+        if name in SET_ELSEWHERE:
+            raise DataError(f"{options_key}.{name}: set {SET_ELSEWHERE[name]} instead")
+        if name not in defaults:
+            raise DataError(f"{options_key}.{name}: {source} has no such option; {has}")
+        _check_type(f"{options_key}.{name}", types[name], defaults[name], value)
+    tuples = {name for name in options if isinstance(defaults[name], tuple)}
+    given = {name: tuple(value) if name in tuples else value for name, value in options.items()}
+    values = {} if level is None else _read_level(task, level, options_key)
     try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise DataError(f"{key}: {source} cannot be drawn: {lines[-1]}. If the library is broken, {INSTALL}") from None
-    if "error" in found:
-        raise DataError(found["error"])
-    return found
+        return make(config=config(**values | given | where))
+    except Exception as error:  # a task's own checks may raise anything
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+    if values:
+        try:
+            make(config=config(**values | where))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            found = f"{_level_key(options_key)} is {level}, and {source} refuses the values of that level ({what})"
+            raise DataError(f"{found}; set another, or {options_key} instead") from None
+    raise DataError(f"{options_key}: {source} refuses {excerpt(options)} ({what}); {has}")
+
+
+def _check_type(key: str, declared: str, default: Any, value: Any) -> None:
+    """Refuse a value of another type than the option's default: a text or a list passes many of the library's checks,
+    and fails, or hangs, in the middle of the rows."""
+    if default is None or (value is None and ("None" in declared or "Optional" in declared)):
+        return
+    kind = list if isinstance(default, (list, tuple)) else type(default)
+    kind = float if kind is int and "float" in declared else kind
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
+    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
+    if not fits and kind in words:
+        raise DataError(f"{key} is {excerpt(value)}; it takes {words[kind]}, and its default is {excerpt(default)}")
+
+
+def _level_key(options_key: str) -> str:
+    return options_key.removesuffix("options") + "curriculum_level"
+
+
+def _read_level(task: str, level: int, options_key: str) -> dict[str, Any]:
+    """The options of a level of the task's curriculum; DataError if it has no such level."""
+    from reasoning_gym.factory import CURRICULA, create_curriculum
+
+    source, key = f"{GYM_PREFIX}{task}", _level_key(options_key)
+    if task not in CURRICULA:
+        raise DataError(f"{key} is {level}, and {source} has no curriculum; set {options_key} instead")
+    curriculum = create_curriculum(task)
+    count = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1)
+    if level >= count:
+        raise DataError(f"{key} is {level}; the levels of {source} are 0 to {count - 1}")
+    curriculum.set_global_level(level)
+    found = vars(curriculum.generate_configuration())
+    return {name: value for name, value in found.items() if name not in SET_ELSEWHERE}
+
+
+@functools.lru_cache(maxsize=1)
+def _open(task: str, options: str, level: int | None, options_key: str, seed: int, size: int) -> Any:
+    _seed(seed)
+    return make_dataset(task, json.loads(options), level, options_key, seed=seed, size=size)
+
+
+def draw_row(
+    task: str, options: str, level: int | None, options_key: str, seed: int, size: int, index: int | None
+) -> tuple[dict[str, Any] | None, bool] | None:
+    """Item `index` of the library's dataset with that seed and size; None only makes the dataset and its verifier.
+
+    Returns:
+        Its question, answer and metadata in JSON's types, None if the stored answer is empty; and whether the verifier
+        scores the stored answer 1.
+
+    Raises:
+        DataError: as `make_dataset`; or the item cannot be drawn.
+    """
+    dataset, verifier = _open(task, options, level, options_key, seed, size), _make_verifier(task, options, level)
+    if index is None:
+        return None
+    _seed(seed + index)
+    try:
+        entry = json.loads(json.dumps(dataset[index], allow_nan=False))
+        if not isinstance(entry["answer"], str):
+            raise ValueError(f"the stored answer is {entry['answer']!r}")
+    except Exception as error:
+        what = excerpt(f"{type(error).__name__}: {error}", 300)
+        where = f"{GYM_PREFIX}{task}, seed {seed + index}"
+        raise DataError(f"{where} cannot be drawn: {what}. Change {options_key}, or data.seed") from None
+    if not (answer := entry["answer"].strip()):
+        return None, True
+    return {name: entry[name] for name in ("question", "answer", "metadata")}, _score(verifier, answer, entry) == 1
+
+
+def _seed(seed: int) -> None:
+    """Some tasks draw from the global generators."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@functools.cache
+def _make_verifier(task: str, options: str, level: int | None) -> Any:
+    check_task(task, "reasoning_gym")  # a row may come from a file
+    return make_dataset(task, json.loads(options), level, seed=0, size=1)
+
+
+def score(row: str, given: str | None) -> float | None:
+    """The score in [0, 1] that the task's verifier gives an answer; 0.0 if it raises or does not return a number.
+
+    Args:
+        row: the column `reasoning_gym` of the question's row. given: None only creates the verifier, which may be slow.
+
+    Raises:
+        DataError: a task that is not offered, or cannot be created with its options.
+    """
+    found = json.loads(row)
+    verifier = _make_verifier(found["task"], json.dumps(found["options"]), found["level"])
+    return None if given is None else _score(verifier, given, found["entry"])
+
+
+def _score(verifier: Any, given: str, entry: dict[str, Any]) -> float:
+    try:
+        value = float(verifier.score_answer(given, entry))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # verifiers assume that an answer has the requested form; SystemExit is not an Exception
+        return 0.0
+    return min(max(value, 0.0), 1.0) if value == value else 0.0

@@ -1,6 +1,5 @@
 """The reward for reasoning-gym tasks: the task's own verifier, in a `Worker` with a time limit."""
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -9,19 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from rloo_kit.data.answers import GYM_REWARD
-from rloo_kit.data.gym import GYM_COLUMN, INSTALL
-from rloo_kit.errors import RewardError, WholeBatchError
-from rloo_kit.rewarding.worker import Worker
+from rloo_kit.data.gym import GYM_COLUMN, INSTALL, load_library, score
+from rloo_kit.errors import RlooKitError, WholeBatchError
+from rloo_kit.rewards._binding import check_positive
 from rloo_kit.rewards.answer import find_boxed
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
 from rloo_kit.system.processes import say
+from rloo_kit.system.worker import Worker
 
 NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"
 FINDERS = ("whole", "boxed", "answer_tag")
 START_TIMEOUT_S, BUILD_TIMEOUT_S = 120.0, 60.0  # to load the library; to make a task's verifier
-_ENTRY = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
-# Scores 1: shows that the worker works, and loads the library.
-WARM_UP = (json.dumps({"task": "chain_sum", "options": {}, "level": None, "entry": _ENTRY}), "2")
 
 
 @dataclass
@@ -55,18 +52,19 @@ class ReasoningGymScore:
 
     def __post_init__(self) -> None:
         self.__name__ = GYM_REWARD
-        for name in ("answer_timeout_s", "timeout_s"):
-            if not _is_number(value := getattr(self, name)) or not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value!r}; it must be a finite number of seconds above 0")
-        if self.threshold is not None and (not _is_number(self.threshold) or not 0 < self.threshold <= 1):
-            raise ValueError(f"threshold is {self.threshold!r}; it must be above 0 and at most 1, or null")
+        check_positive("answer_timeout_s", self.answer_timeout_s)
+        check_positive("timeout_s", self.timeout_s)
+        if self.threshold is not None:
+            check_positive("threshold", self.threshold)
+            if self.threshold > 1:
+                raise ValueError(f"threshold is {self.threshold!r}; it must be above 0 and at most 1, or null")
         if self.find not in FINDERS:
             raise ValueError(f"find is {self.find!r}; it must be one of {', '.join(FINDERS)}")
 
     @cached_property
     def worker(self) -> Worker:
         """The process the verifiers run in."""
-        return Worker("rloo_kit.data.gym_library:score", timeout_s=self.answer_timeout_s)
+        return Worker(GYM_REWARD)
 
     def __call__(
         self,
@@ -83,10 +81,9 @@ class ReasoningGymScore:
             )
         if self.thinking:
             refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
-        self._start()
         rows = [None if row is None or row != row else str(row) for row in reasoning_gym]
         for row in filter(None, rows):
-            self._make(row)
+            self._prepare(row)
         ends_at = time.monotonic() + self.timeout_s
         return [
             None if row is None else self._score(as_text(text), as_ids(ids), row, ends_at)
@@ -94,58 +91,38 @@ class ReasoningGymScore:
         ]
 
     def _score(self, text: str, ids: list[int], row: str, ends_at: float) -> float:
-        given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode)
-        given = self._find(given or "")
-        if not given:
-            return 0.0
-        if not self._make(row):
-            return math.nan
-        left_s = ends_at - time.monotonic()
-        if left_s <= 0:
-            return math.nan
-        started = time.monotonic()
-        try:
-            found = self.worker.call(row, given, timeout_s=min(left_s, self.answer_timeout_s))
-        except RewardError:
-            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
-        return float(found) if self.threshold is None else float(found >= self.threshold)
-
-    def _find(self, given: str) -> str:
+        given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode) or ""
         if self.find == "boxed":
             given = find_boxed(given)
         elif self.find == "answer_tag":
             before, closed, _ = given.rpartition("</answer>")
             given = before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
-        return given.strip()
+        if not (given := given.strip()):
+            return 0.0
+        if not self._prepare(row) or (left_s := ends_at - time.monotonic()) <= 0:
+            return math.nan
+        started = time.monotonic()
+        try:
+            found = self.worker.call(score, row, given, timeout_s=min(left_s, self.answer_timeout_s))
+        except RlooKitError:
+            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
+        return float(found) if self.threshold is None else float(found >= self.threshold)
 
-    def _make(self, row: str) -> bool:
-        """Build the row's verifier before a time limit counts, even after an answer that took too long.
-
-        False if it cannot be built, which is attempted and reported once."""
-        self._start()
+    def _prepare(self, row: str) -> bool:
+        """Load the library and make the row's verifier before a time limit counts, also after an answer that took too
+        long. False if it cannot be made, which is attempted and reported once."""
+        if not self.worker.running:
+            self._made = {settings: False for settings, works in self._made.items() if not works}
+            try:
+                self.worker.call(load_library, timeout_s=START_TIMEOUT_S)
+            except RlooKitError as error:
+                raise WholeBatchError(f"{NEEDS_GYM} ({error})") from None
         settings = row.partition(', "entry": ')[0]  # one verifier scores all rows of these
         if settings not in self._made:
+            self._made[settings] = True
             try:
-                self.worker.call(row, None, timeout_s=BUILD_TIMEOUT_S)
-            except RewardError as error:
+                self.worker.call(score, row, None, timeout_s=BUILD_TIMEOUT_S)
+            except RlooKitError as error:
                 say(f"WARNING: {GYM_REWARD} cannot score rows of {settings}}}: {error}")
                 self._made[settings] = False
-            else:
-                self._made[settings] = True
         return self._made[settings]
-
-    def _start(self) -> None:
-        """Load the library in the worker."""
-        if self.worker.running:
-            return
-        self._made = {settings: False for settings, works in self._made.items() if not works}
-        try:
-            works = self.worker.call(*WARM_UP, timeout_s=START_TIMEOUT_S)
-        except RewardError as error:
-            raise WholeBatchError(f"{NEEDS_GYM} ({error})") from None
-        if works != 1.0:
-            raise WholeBatchError(f"reasoning-gym gives {WARM_UP[1]} for 1 + 1 a score of {works}; reinstall it")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

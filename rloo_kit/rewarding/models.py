@@ -14,13 +14,14 @@ from typing import Any
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError, RewardError, WholeBatchError
-from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards._binding import check_int
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
+from rloo_kit.system.worker import Worker
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
+START_TIMEOUT_S = 120.0  # to start the worker and load math-verify
 
 _FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
 # Words, which it would multiply by their letters, so that TTH is HTT; but xyz, abc and inf are what it reads in them.
@@ -69,9 +70,9 @@ class MathAnswerReward:
     @cached_property
     def worker(self) -> Worker:
         """The process that math-verify runs in; started and checked on first use."""
-        worker = Worker("rloo_kit.rewarding.models:verify_answer", timeout_s=self.answer_timeout_s)
+        worker = Worker("math-verify")
         try:
-            works = worker.call(*WARM_UP, timeout_s=120.0)
+            works = worker.call(verify_answer, *WARM_UP, timeout_s=START_TIMEOUT_S)
         except RewardError as error:
             raise WholeBatchError(f"{NEEDS_MATH_VERIFY} ({error})") from None
         if not works:
@@ -107,12 +108,14 @@ class MathAnswerReward:
         found = find_boxed(given) or _ending(given)
         if answers_agree(given, expected) or answers_agree(found, expected):
             return 1.0
+        if not worker.running:  # after an answer that took too long: the next one's limit is not for the import
+            worker.call(verify_answer, *WARM_UP, timeout_s=START_TIMEOUT_S)
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             return math.nan
         started = time.monotonic()
         try:
-            verdict = worker.call(expected, found, timeout_s=min(left_s, self.answer_timeout_s))
+            verdict = worker.call(verify_answer, expected, found, timeout_s=min(left_s, self.answer_timeout_s))
         except WholeBatchError:
             return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
         return None if verdict is None else float(verdict)

@@ -157,11 +157,10 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
         target, folders = f"{file}:{function}", [file.parent]
     reward = WorkerReward(target, params=dict(entry.params), folders=folders, timeout_s=entry.timeout_s, env=entry.env)
     try:
-        reward.worker.start()
-        accepted = reward.worker.signature
-        if accepted is not None and not accepted.anything:
+        accepted = reward.load()
+        if not accepted.anything:
             _check_params(key, entry, [name for name in accepted.names if name not in PASSED])
-        if accepted is not None and "think_end_id" in accepted.names and tokenizer is not None:
+        if "think_end_id" in accepted.names and tokenizer is not None:
             end_id, is_given = bind_think_tags(tokenizer).end_id, "think_end_id" in entry.params
             _check_tag(key, entry, entry.params, end_id, required="think_end_id" in accepted.required and not is_given)
             reward.params |= {} if end_id is None else {"think_end_id": end_id}

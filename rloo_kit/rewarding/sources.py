@@ -39,8 +39,8 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
 
 def _read_source(reward: Any) -> dict[str, str]:
     """What identifies the source of an unwrapped reward, by file or function."""
-    if worker := getattr(reward, "__dict__", {}).get("worker"):  # a `WorkerReward`'s; others have no sources
-        return worker.sources
+    if digests := getattr(reward, "__dict__", {}).get("source_digests"):  # a `WorkerReward`'s
+        return digests
     made = reward if inspect.isroutine(reward) else type(reward)
     if inspect.ismethod(reward) and not inspect.isclass(reward.__self__):
         made = type(reward.__self__)

@@ -1,217 +1,50 @@
-"""A reward function in a separate process (`worker_main`) with a real time limit, since a thread cannot be stopped.
+"""A user's reward function in a `Worker`: the process imports its module, and the run does not.
 
-The process starts with `-c`: a fork would copy locks and CUDA contexts, and multiprocessing's spawn would run the
-caller's script again. Requests are pickled and replies are JSON, so the worker cannot make this process run code.
+`load_reward` and `call_reward` run in the process, so no torch here.
 """
 
-import contextlib
-import functools
-import json
-import multiprocessing
+import asyncio
+import importlib
+import importlib.util
+import inspect
 import os
-import pickle
-import signal
-import subprocess
 import sys
-import threading
-import time
-import uuid
+import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import psutil
-
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
-from rloo_kit.rewarding.environment import worker_environment
-from rloo_kit.rewarding.guard import batch_size, read_call
-from rloo_kit.rewarding.signature import Signature
+from rloo_kit.rewarding.guard import RewardsObject, batch_size, check_no_class, read_call
+from rloo_kit.rewarding.signature import Signature, read_signature
 from rloo_kit.rewarding.sources import read_files
-from rloo_kit.rewarding.worker_main import MAX_REPLY_BYTES
+from rloo_kit.rewarding.values import describe_error, make_sendable, read_result, show
 from rloo_kit.rewards.text import as_ids
-from rloo_kit.system.gpu import GIB
-from rloo_kit.system.marked import Watchdog, end_marked, module_path, starting_folder
-from rloo_kit.system.processes import say
+from rloo_kit.system.worker import WORKERS, LateError, Worker, worker_environment
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
-POLL_S = 0.05  # between two checks that the process is alive: a detached child may keep its end of the pipe open
-GRACE_S = 5.0  # for a worker that has closed its pipe to leave an exit code
-MAX_GROWTH_GIB = 4.0  # a worker that grows by more after its first call leaks and is replaced
 LOGS = ("log_extra", "log_metric")  # their calls come back with the reply and are made in this process
 NOT_SENT = ("trainer_state", *LOGS)
-RUN_MARK, WORKER_MARK = "RLOO_KIT_REWARDS", "RLOO_KIT_REWARD_WORKER"  # of this process; of one worker
-
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from rloo_kit.rewarding.worker_main import serve; serve()"
-_WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-
-
-class Worker:
-    """Calls `module:function` in its own process.
-
-    Args:
-        target: `module:function`, searched in `folders` first, then on this process's module path.
-        folders: put in front of the module path. timeout_s: limit for one call, in seconds.
-        env: further variables of this process's environment that the worker gets (`worker_environment`).
-
-    Attributes:
-        signature: what the function accepts, once the process runs; None for a function of the kit.
-        sources: `read_files` of its module when it was made; no later process runs other code.
-    """
-
-    def __init__(
-        self, target: str, *, folders: Sequence[Path | str] = (), timeout_s: float = 30.0, env: Sequence[str] = ()
-    ) -> None:
-        self.target = target
-        self.folders = [str(folder) for folder in folders]
-        self.timeout_s = timeout_s
-        self.env = tuple(env)
-        self.signature: Signature | None = None
-        self.sources = read_files(target.rpartition(":")[0], self.folders)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._finalizer: weakref.finalize | None = None
-        self._first_gib: float | None = None
-        _WORKERS.add(self)
-
-    @property
-    def running(self) -> bool:
-        """Whether a process is running."""
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> None:
-        """Start the process and import the module, unless one is running; raises WholeBatchError if either fails."""
-        if self.running:
-            return
-        self.close()
-        if edited := self.find_edited():
-            raise WholeBatchError(edited)
-        mark = uuid.uuid4().hex
-        marks = {RUN_MARK: _watch_over(os.getpid()).value, WORKER_MARK: mark}
-        self._connection, theirs = multiprocessing.Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *module_path()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what the reward prints
-                pass_fds=[theirs.fileno()],
-                env=worker_environment(self.env) | marks,
-                cwd=starting_folder(),
-                start_new_session=True,
-            )
-        self._finalizer = weakref.finalize(self, _end, self._process, mark, os.getpid())
-        self._first_gib = None
-        late = f"took longer than {START_TIMEOUT_S:g} s and was killed; import what takes long inside the function"
-        reply = self._exchange((self.target, self.folders), {}, START_TIMEOUT_S, f"importing '{self.target}'", late)
-        if "error" in reply:
-            self.close()
-            raise WholeBatchError(reply["error"])
-        names = reply["signature"]
-        self.signature = names and Signature(**{key: _frozen(value) for key, value in names.items()})
-
-    def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """The function's result for these arguments, within `timeout_s` (by default the worker's).
-
-        A reward's result is a mapping with `values` and `records`, its calls of log functions; a function of the kit
-        returns a number, a text or None.
-
-        Raises:
-            WholeBatchError: the call took too long, the process died or its reply is malformed (the next call starts
-                another process); or the function did not return a list with one reward per completion.
-            RewardError: the function raised, or its result cannot be sent.
-        """
-        self.start()
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
-        late = f"took longer than {limit_s:g} s and was killed (timeout_s)"
-        reply = self._exchange(args, kwargs, limit_s, f"'{self.target}'", late)
-        self._end_if_it_leaks()
-        if "error" in reply:
-            raise WholeBatchError(reply["error"]) if reply["whole_batch"] else RewardError(reply["error"])
-        return reply["result"]
-
-    def find_edited(self) -> str:
-        """What to do if a further process would run other code than the first one; "" if it would not."""
-        now = read_files(self.target.rpartition(":")[0], self.folders)
-        files = ", ".join(sorted({name for name, _ in now.items() ^ self.sources.items()}))
-        return files and f"{files} changed after the reward '{self.target}' was loaded: put it back, or load it again"
-
-    def close(self) -> None:
-        """End the process and everything it started, hung or not."""
-        if self._finalizer is not None:
-            self._finalizer()
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None
-
-    def _exchange(self, args: Any, kwargs: Any, limit_s: float, subject: str, late: str) -> dict[str, Any]:
-        process, connection = self._process, self._connection
-        assert process is not None and connection is not None
-        request = pickle.dumps((args, kwargs))  # an error here leaves the worker intact
-        ends_at = time.monotonic() + limit_s
-        timer = threading.Timer(limit_s, _kill, [process])  # also ends a send or a reply that goes no further
-        timer.start()
-        try:
-            connection.send_bytes(request)
-            while not connection.poll(POLL_S):
-                if process.poll() is not None and not connection.poll():
-                    raise EOFError
-            return json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
-        except (EOFError, OSError, ValueError, RecursionError) as error:
-            if time.monotonic() >= ends_at:
-                problem = late
-            elif isinstance(error, (EOFError, ConnectionError)):
-                problem = _cause(process)
-            else:
-                problem = "sent a reply that cannot be read"
-        except BaseException:  # an interrupt: this call's reply must not be read as the next one's
-            self.close()
-            raise
-        finally:
-            timer.cancel()
-        self.close()
-        raise WholeBatchError(f"{subject} {problem}")
-
-    def _end_if_it_leaks(self) -> None:
-        with contextlib.suppress(psutil.Error, AttributeError):
-            gib = psutil.Process(self._process.pid).memory_info().rss / GIB  # type: ignore[union-attr]
-            if self._first_gib is None:
-                self._first_gib = gib
-            elif gib > self._first_gib + MAX_GROWTH_GIB:
-                grown = f"its worker has grown from {self._first_gib:.1f} to {gib:.1f} GiB since its first call"
-                say(f"WARNING: reward '{self.target}': {grown}; a fresh one takes its place")
-                self.close()
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def end_workers() -> None:
-    """End the workers of this process and everything they started; a reward that is called again starts another."""
-    for worker in list(_WORKERS):
-        worker.close()
-
-
-def refuse_edited() -> None:
-    """Raise ConfigError if a reward of this process would start again with other code than it began with."""
-    if edited := next(filter(None, (worker.find_edited() for worker in list(_WORKERS))), ""):
-        raise ConfigError(f"{edited} (--resume --accept-changes measures everything with the new ones)")
-
-
-def close_worker(reward: Any) -> None:
-    """End a reward's process, if it has one; a later call starts another."""
-    worker = vars(reward).get("worker") if hasattr(reward, "__dict__") else None  # the property would start one
-    if worker is not None:
-        worker.close()
+_LOOP = asyncio.Runner()  # for all calls: a client that the reward keeps belongs to the loop of its first
+_REWARDS: "weakref.WeakSet[WorkerReward]" = weakref.WeakSet()
 
 
 class WorkerReward:
     """A `module:function` from a config as a reward in TRL's calling convention, run by a `Worker`.
 
     Args:
-        params: keyword arguments added to each call. target, folders, timeout_s, env: as for `Worker`.
+        target: `module:function`, searched in `folders` first, then on this process's module path; or
+            `path/to/file.py:function`.
+        params: keyword arguments added to each call. folders: put in front of the module path.
+        timeout_s: limit for one call, in seconds.
+        env: further variables of this process's environment that the worker gets (`worker_environment`).
+
+    Attributes:
+        source_digests: `read_files` of its module when it was made; no later process runs other code.
     """
 
     def __init__(
@@ -223,78 +56,203 @@ class WorkerReward:
         timeout_s: float = 30.0,
         env: Sequence[str] = (),
     ) -> None:
-        self.__name__ = target.rpartition(":")[2]
+        module, _, self.__name__ = target.rpartition(":")
+        self.target = target
         self.params = params or {}
-        self.worker = Worker(target, folders=folders, timeout_s=timeout_s, env=env)
+        self.folders = [str(folder) for folder in folders]
+        self.timeout_s = timeout_s
+        self.worker = Worker(f"'{target}'", worker_environment(env))
+        self.source_digests = read_files(module, self.folders)
+        self._declared: Signature | None = None
+        _REWARDS.add(self)
 
     def __repr__(self) -> str:
-        return f"WorkerReward({self.worker.target!r}, timeout_s={self.worker.timeout_s:g})"
+        return f"WorkerReward({self.target!r}, timeout_s={self.timeout_s:g})"
+
+    def load(self) -> Signature:
+        """Start the process and import the module, unless that is done. Returns what the function accepts.
+
+        Raises:
+            WholeBatchError: either fails.
+        """
+        if self._declared is not None and self.worker.running:
+            return self._declared
+        if edited := self.find_edited():
+            raise WholeBatchError(edited)
+        try:
+            doing, request = f"importing '{self.target}'", (load_reward, self.target, self.folders)
+            found = self.worker.call(*request, timeout_s=START_TIMEOUT_S, name=doing)
+        except LateError as error:
+            raise WholeBatchError(f"{error}; import what takes long inside the function") from None
+        except RewardError as error:
+            self.worker.close()
+            raise WholeBatchError(str(error)) from None
+        names: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in found.items()}
+        self._declared = Signature(**names)
+        return self._declared
+
+    def find_edited(self) -> str:
+        """What to do if a further process would run other code than the first one; "" if it would not."""
+        now = read_files(self.target.rpartition(":")[0], self.folders)
+        files = ", ".join(sorted({name for name, _ in now.items() ^ self.source_digests.items()}))
+        return files and f"{files} changed after the reward '{self.target}' was loaded: put it back, or load it again"
 
     @property
     def signature(self) -> Signature:
         """What the function accepts in addition to `params`; starts the process, because only it imports the module."""
-        if self.worker.signature is None:
-            self.worker.start()
-        found = self.worker.signature or Signature(anything=True)
+        found = self._declared or self.load()
         required, optional = (
             tuple(name for name in names if name not in self.params) for names in (found.required, found.optional)
         )
         return replace(found, required=required, optional=optional, in_worker=True)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
-        """The function's rewards; see `Worker.call` for what it raises."""
+        """The function's rewards.
+
+        Raises:
+            WholeBatchError: the process took too long, died or cannot be started, or the function did not return a list
+                with one reward per completion.
+            RewardError: the function raised.
+        """
         called = read_call(args, columns)
         batch = self.signature.select(called)
         sent = {key: value for key, value in batch.items() if key not in NOT_SENT} | self.params
         if batch.get("completion_ids") is not None:
             sent["completion_ids"] = [None if ids is None else as_ids(ids) for ids in batch["completion_ids"]]
         logged = [key for key in LOGS if batch.get(key) is not None]
-        found = self.worker.call(sent, logged, batch_size(called))
-        for key, name, value in found["records"]:
+        self.load()
+        try:
+            values, records = self.worker.call(call_reward, sent, logged, batch_size(called), timeout_s=self.timeout_s)
+        except LateError as error:
+            raise WholeBatchError(f"{error} (timeout_s)") from None
+        for key, name, value in records:
             batch[key](name, value)
-        return found["values"]
+        return values
 
 
-@functools.cache
-def _watch_over(pid: int) -> Watchdog:
-    """The watchdog that ends this process's workers, and what they started, when the process is killed."""
-    watchdog = Watchdog(RUN_MARK, uuid.uuid4().hex, worker_environment())
-    watchdog.__enter__()
-    weakref.finalize(watchdog, watchdog.__exit__)
-    return watchdog
+def end_workers() -> None:
+    """End the workers of this process and everything they started; a reward that is called again starts another."""
+    for worker in list(WORKERS):
+        worker.close()
 
 
-def _cause(process: "subprocess.Popen[bytes]") -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=GRACE_S)
-    code = process.returncode
-    if code is None:
-        return "closed the pipe of its replies"
-    if code == -signal.SIGKILL:
-        return "was killed with SIGKILL (by the system, if memory ran out)"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"crashed with {signal.Signals(-code).name}"
-    return f"ended its process with exit code {code}"
+def refuse_edited() -> None:
+    """Raise ConfigError if a reward of this process would start again with other code than it began with."""
+    if edited := next(filter(None, (reward.find_edited() for reward in list(_REWARDS))), ""):
+        raise ConfigError(f"{edited} (--resume --accept-changes measures everything with the new ones)")
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process and its descendants; it is stopped first, or it could start another."""
-    tree: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(process.pid)
-        root.suspend()
-        tree = root.children(recursive=True)
-    process.kill()
-    for child in tree:
-        with contextlib.suppress(psutil.Error):
-            child.kill()
+def close_worker(reward: Any) -> None:
+    """End a reward's process, if it has one; a later call starts another."""
+    worker = vars(reward).get("worker") if hasattr(reward, "__dict__") else None  # the property would start one
+    if worker is not None:
+        worker.close()
 
 
-def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
-    """Kill the process, its descendants and everything with its mark, which is all that a detached child keeps; a fork
-    of the owner ends nothing."""
-    if os.getpid() == owner:
-        _kill(process)
-        process.wait()
-        end_marked(lambda marks: marks.get(WORKER_MARK) == mark)
+# ---- in the process
+
+_reward: Callable[..., Any]
+
+
+def load_reward(target: str, folders: list[str]) -> dict[str, Any]:
+    """Import the function behind `module:function` or `path/to/file.py:function`; returns its `Signature` as a mapping.
+
+    Args:
+        folders: put in front of the module path, in front of the working folder.
+
+    Raises:
+        RewardError: no such module, no such function, or importing it failed.
+    """
+    global _reward
+    with suppress(FileNotFoundError):  # the working folder was deleted
+        sys.path.insert(0, os.getcwd())
+    sys.path[:0] = folders
+    module_name, _, name = target.rpartition(":")
+    try:
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0]):
+            looked = f"it was looked for in {', '.join(dict.fromkeys(sys.path[:2]))} and among the installed ones"
+            raise RewardError(f"there is no module '{module_name}'; {looked}") from None
+        raise RewardError(f"importing '{module_name}' failed: {_describe(error)}") from None
+    function = getattr(module, name, None)
+    if function is None:
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
+    check_no_class(function, f"'{target}'")
+    if not callable(function) and hasattr(function, "get_rewards"):
+        function = RewardsObject(function)
+    if not callable(function):
+        raise RewardError(f"'{target}' is {type(function).__name__}; a reward is a function")
+    _reward = function
+    return vars(read_signature(function))
+
+
+def call_reward(sent: dict[str, Any], logged: list[str], size: int) -> tuple[list[Any], list[Any]]:
+    """The function's rewards, and its calls of log functions as (function, name, value).
+
+    Args:
+        sent: its arguments. logged: the log functions that it gets. size: the number of completions.
+
+    Raises:
+        WholeBatchError: its result is not a list of that length. RewardError: it raised, at a line of its file.
+    """
+    records: list[Any] = []
+
+    def log_extra(column: str, values: list[Any]) -> None:
+        records.append(("log_extra", str(column), make_plain(list(values))))
+
+    def log_metric(name: str, value: float) -> None:
+        records.append(("log_metric", str(name), float(value)))
+
+    logs = {"log_extra": log_extra, "log_metric": log_metric}
+    try:
+        result = _reward(**sent, **{key: logs[key] for key in logged})
+        if inspect.iscoroutine(result):
+            result = _LOOP.run(result)
+        values, problem = read_result(result, size)
+    except BaseException as error:  # sys.exit and KeyboardInterrupt too
+        raise RewardError(_describe(error)) from None
+    if problem:
+        raise WholeBatchError(problem)
+    return make_sendable(values), records
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module in a file, under a unique name: the user's types.py must not replace Python's. Its folder, and those
+    above it that are packages, become packages for its relative imports; their `__init__` is not run."""
+    folders, package = [Path(path).parent], "_reward_files"
+    while (folders[0] / "__init__.py").is_file():
+        folders.insert(0, folders[0].parent)
+    for folder in folders:
+        package += f".{folder.name}"
+        parent = sys.modules[package] = ModuleType(package)
+        parent.__path__ = [str(folder)]
+    name = f"{package}.{Path(path).stem.replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_plain(value: Any) -> Any:
+    """`value` in the types of JSON: arrays and tensors as numbers and lists, anything else as its text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): make_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [make_plain(item) for item in value]
+    to_list = getattr(value, "tolist", None)
+    return make_plain(to_list()) if callable(to_list) else show(value)
+
+
+def _describe(error: BaseException) -> str:
+    """An error with the file and line of the user's code that raised it; for a file with a syntax error, that file's
+    line, which is in no frame."""
+    if isinstance(error, SyntaxError):  # its text ends with the file and the line
+        return describe_error(error, f": {error.text.strip()}" if error.text else "")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    theirs = frames and frames[-1].filename != __file__
+    return describe_error(error, f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if theirs else "")

@@ -36,7 +36,7 @@ OWN = {
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "measure/memory.py: engine._halve", "measure/memory.py: engine._fill", "measure/memory.py: engine._cache_options",
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
-    "models/unsloth.py: setattr(args, name)", "rewarding/worker_main.py: parent.__path__",
+    "models/unsloth.py: setattr(args, name)", "rewarding/worker.py: parent.__path__",
     "system/console.py: module.__spec__",
 }  # fmt: skip
 

@@ -1,21 +1,20 @@
 """Sources that the library reasoning-gym draws: rows, options, levels, seeds, and what cannot be drawn."""
 
 import json
-import time
+from pathlib import Path
 
 import datasets
 import pytest
 
-from rloo_kit.config.run import RunConfig
-from rloo_kit.data import gym, gym_library
-from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed
-from rloo_kit.data.gym_library import draw
+from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.data import gym
+from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.data.reading import needs_stack
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from tests.data.conftest import jsonl, plain
 
-SUMS, SORTING = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting"
+SUMS, SORTING, PRIMES = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting", "reasoning_gym/count_primes"
 REWARD = "reasoning_gym_score"
 pytestmark = pytest.mark.skipif(not gym.is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
 SHORT = {"max_terms": 3, "max_digits": 2}
@@ -30,14 +29,37 @@ def prepare_apart(make_run, tiny_tokenizer):
         source = "" if "sources" in data else source
         return prepare_data(make_run(source, reward, **LONG | data), tiny_tokenizer)
 
+    gym._draw.cache_clear()
     return build
+
+
+class InPlace:
+    """In the place of a `Worker`: this process, which has the library loaded."""
+
+    running = True
+
+    def __init__(self, *_):
+        pass
+
+    def call(self, function, *args, timeout_s):
+        return None if function is gym.load_library else function(*args)
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
 def prepare(prepare_apart, monkeypatch):
-    """The same, drawn in this process, which has the library loaded."""
-    monkeypatch.setattr(gym, "_draw", lambda request, key: draw(**json.loads(request)))
+    monkeypatch.setattr(gym, "Worker", InPlace)
     return prepare_apart
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """`fake(count, **options)`: rows of the stand-in for the library, which may hang or die."""
+    monkeypatch.syspath_prepend(str(Path(__file__).with_name("fake_gym")))
+    gym._draw.cache_clear()
+    return lambda count, **options: read_gym(SUMS, options, None, count, 100, "data.source", "data.num_prompts")
 
 
 def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer):
@@ -45,12 +67,8 @@ def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer
     Arrow's columns, JSON text does."""
     run = make_run(SUMS, REWARD, num_prompts=12, options=SHORT, test_size=2, **LONG)
     data = load_data(run, tiny_tokenizer)
-    assert (len(data.train), len(data.test)) == (10, 2) and set(data.train.column_names) == {
-        "prompt",
-        "answer",
-        "question",
-        GYM_COLUMN,
-    }
+    assert (len(data.train), len(data.test)) == (10, 2)
+    assert set(data.train.column_names) == {"prompt", "answer", "question", GYM_COLUMN}
     assert data.train.features[GYM_COLUMN] == datasets.Value("string")
     for row in data.train:
         found = json.loads(row[GYM_COLUMN])
@@ -86,7 +104,7 @@ def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
     assert len(prepare(num_prompts=40, test_source=SORTING).test.rows) == 200
 
 
-def test_only_one_side_is_of_the_library(prepare, write, make_run, tiny_tokenizer):
+def test_only_one_side_is_of_the_library(prepare, write):
     """A benchmark in a file next to drawn training rows, and the other way round. The first has no use for columns."""
     rows = write("rows.jsonl", jsonl(*({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20))))
     both = ("answer_reward", REWARD)
@@ -138,20 +156,17 @@ def test_a_mix_with_the_embedded_task_and_a_file(make_run, write, tiny_tokenizer
             "chain_sum",
             {"min_trms": 2},
             None,
-            r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\), max",
+            r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)",
         ),
         ("chain_sum", {"min_terms": "2"}, None, r"^data\.options\.min_terms is '2'; it takes a whole number"),
-        ("chain_sum", {"min_terms": [2]}, None, r"^data\.options\.min_terms is \[2\]; it takes a whole number"),
         ("chain_sum", {"min_terms": True}, None, r"^data\.options\.min_terms is True; it takes a whole number"),
         ("chain_sum", {"min_terms": None}, None, r"^data\.options\.min_terms is None; it takes a whole number"),
         ("chain_sum", {"allow_negation": 1}, None, r"^data\.options\.allow_negation is 1; it takes true or false"),
         ("chain_sum", {"min_terms": 9}, None, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
         ("chain_sum", {"seed": 3}, None, r"^data\.options\.seed: set data\.seed instead"),
-        ("chain_sum", {"size": 3}, None, r"^data\.options\.size: set data\.num_prompts instead"),
-        ("chain_sum", {}, 99, r"^data\.curriculum_level is 99; the levels .* are 0, 1, .*, 10$"),
-        ("modulo_grid", {}, 1, r"^data\.curriculum_level is 1; .* are 0, 2, 3, 4, 5$"),
-        ("caesar_cipher", {"min_words": 4}, 3, r"^data\.curriculum_level is 3; .* are 0, 1$"),
-        ("survo", {}, 2, r"^data\.curriculum_level is 2; .* are 0, 1$"),
+        ("chain_sum", {}, 99, r"^data\.curriculum_level is 99; the levels of reasoning_gym/chain_sum are 0 to 10"),
+        ("modulo_grid", {}, 1, r"^data\.curriculum_level is 1, .* refuses the values of that level .*set another"),
+        ("caesar_cipher", {"min_words": 4}, 3, r"^data\.curriculum_level is 3, .* refuses the values of that level"),
         ("chain_sum", {"min_terms": 9}, 0, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
         ("list_functions", {}, 0, r"^data\.curriculum_level is 0, and .*list_functions has no curriculum"),
     ],
@@ -160,7 +175,7 @@ def test_options_that_a_task_does_not_have(task, options, level, words):
     """The library answers with an assert, or a TypeError in the middle of the rows. Some levels have values that the
     task itself refuses: data.options was blamed, which was not in the file."""
     with pytest.raises(DataError, match=words):
-        draw(task, options, level, 0, 5, "data.options")
+        make_dataset(task, options, level, seed=0, size=5)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +186,13 @@ def test_options_that_a_task_does_not_have(task, options, level, words):
         ({"test_source": "reasoning_gym/x"}, r"^data\.test_source: .*no task 'x'"),
         ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
         ({"test_source": SUMS, "test_size": 10**9}, r"^data\.test_size asks for 1000000000 .*at most 100000"),
-        ({"source": "reasoning_gym/count_primes", "options": {"max_n": 10**12}}, r"^data\.options: .*MemoryError"),
         ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
+        ({"sources": [{"source": SUMS}], "options": {"x": 1}}, r"^data\.options\.x: "),
+        ({"sources": [{"source": SUMS}], "curriculum_level": 99}, r"^data\.curriculum_level is 99"),
+        (
+            {"sources": [{"source": SUMS}, {"source": SUMS, "curriculum_level": 99}]},
+            r"^data\.sources\.1\.curriculum_level is 99",
+        ),
         (
             {"num_prompts": 50, "options": {"min_terms": 1, "max_terms": 1, "max_digits": 1}},
             r"gave 10 different questions in \d+ draws; 50 were .*data\.num_prompts=10 or .* another data\.options",
@@ -180,7 +200,8 @@ def test_options_that_a_task_does_not_have(task, options, level, words):
     ],
 )
 def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
-    """A run that hangs, or ends in a traceback of the library's, names no key."""
+    """A run that hangs, or ends in a traceback of the library's, names no key. An error named keys that were not in the
+    file: those of an entry for what data said."""
     with pytest.raises(DataError, match=words):
         prepare(**{"num_prompts": 5} | data)
 
@@ -192,14 +213,8 @@ def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
         ({"options": {"min_terms": {1, 2}}}, r"options\.min_terms is \{1, 2\}"),
         ({"options": [1]}, r"data\.options"),
         ({"curriculum_level": -1}, r"data\.curriculum_level"),
-        (
-            {"source": "rows.csv", "options": {"min_terms": 2}},
-            r"data: options is set, but rows\.csv is not a reasoning_gym",
-        ),
-        (
-            {"source": "rows.csv", "curriculum_level": 1},
-            r"data: curriculum_level is set, but rows\.csv is not a reasoning_gym",
-        ),
+        ({"source": "rows.csv", "options": {"a": 2}}, r"data: options is set, but rows\.csv is not a reasoning_gym"),
+        ({"source": "rows.csv", "curriculum_level": 1}, r"data: curriculum_level is set, but rows\.csv is not a reas"),
         ({"subset": "main"}, r"data: subset=main: reasoning_gym/chain_sum generates its rows .*remove it"),
         ({"split": "all", "answer_after": "##"}, r"data: split=all, answer_after=##: .*remove them"),
         ({"prompt_column": "q", "test_source": SORTING}, r"data: prompt_column=q: .*remove it"),
@@ -210,8 +225,6 @@ def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
 )
 def test_keys_that_make_no_sense(tmp_path, data, words):
     """Each is refused with the configuration, before anything is drawn."""
-    from rloo_kit.config.run import load_config
-
     file = tmp_path / "run.yaml"
     file.write_text("model: {name: my-model}\nrewards: [{name: reasoning_gym_score}]\nrloo: {max_steps: 1}\n")
     source = {} if "sources" in data else {"source": SUMS}
@@ -219,90 +232,66 @@ def test_keys_that_make_no_sense(tmp_path, data, words):
         load_config(file, data=source | data)
 
 
-def test_a_question_that_is_never_drawn(prepare_apart, monkeypatch):
-    """A billion numbers to sort: the run hung before its first line."""
-    with pytest.raises(DataError, match=r"^data\.sources\.0\.options: .*took .* more than 1 s to draw one question"):
-        boot = gym._BOOT.replace("; serve()", "; import rloo_kit.data.gym_library as g; g.ROW_LIMIT_S = 1; serve()")
-        monkeypatch.setattr(gym, "_BOOT", boot)
-        many = {"min_numbers": 10**7, "max_numbers": 10**7}
-        prepare_apart(sources=[{"source": SORTING, "options": many}], num_prompts=3)
-
-
-def test_a_seed_that_hangs_is_left_out(prepare, monkeypatch):
+def test_a_seed_that_hangs_is_left_out(fake, monkeypatch):
     """number_sequence and basic_arithmetic never come back from one seed in thousands: a run of 2,000 prompts of them
     never started. A row without a stored answer could never be scored, nor one whose stored answer is wrong: all of
     some tasks at some levels."""
-    make = gym_library.make_dataset
-
-    def hanging(*given, **where):
-        dataset = make(*given, **where)
-
-        class Hangs:
-            def __getitem__(self, index):
-                while index == 3:
-                    time.sleep(0.01)
-                return dataset[index] | ({"answer": " "} if index == 5 else {})
-
-            def score_answer(self, given, entry):
-                return dataset.score_answer(given, entry) - 0.5 * (entry["metadata"]["source_index"] == 6)
-
-        return Hangs()
-
-    monkeypatch.setattr(gym_library, "make_dataset", hanging)
-    monkeypatch.setattr(gym_library, "ROW_LIMIT_S", 0.2)
-    gym_library._scorer.cache_clear()
-    found = prepare(num_prompts=8)
-    gym_library._scorer.cache_clear()
-    assert [json.loads(found.train.row(row)[GYM_COLUMN])["entry"]["metadata"]["source_index"] for row in range(8)] == [
-        0, 1, 2, 4, 7, 8, 9, 10,
-    ]  # fmt: skip
-    assert any("1 questions that took more than" in note for note in found.notes)
-    assert any("1 questions whose stored answer the verifier does not score 1" in note for note in found.notes)
+    monkeypatch.setattr(gym, "ROW_LIMIT_S", 1.0)
+    found = fake(8, hang_at=3)
+    rows = [json.loads(row)["entry"]["metadata"]["index"] for row in found.others[GYM_COLUMN]]
+    assert rows == [0, 1, 2, 4, 7, 8, 9, 10] and found.prompts[3] == "104 + 1 ="
+    assert [note.partition(": ")[2] for note in found.notes] == [
+        "1 questions that took more than 1 s to draw are left out",
+        "1 questions whose stored answer the verifier does not score 1 are left out",
+    ]
 
 
-def test_a_task_that_takes_long_to_set_up(prepare_apart, monkeypatch):
-    """count_primes sieves when it is made: a run with a large max_n stood still, without a word, for half a minute."""
-    boot = gym._BOOT.replace("; serve()", "; import rloo_kit.data.gym_library as g; g.BUILD_LIMIT_S = 0.001; serve()")
-    monkeypatch.setattr(gym, "_BOOT", boot)
+def test_a_process_that_dies_is_said(fake, monkeypatch):
+    """Guards against a crash in the library, or the library itself, that ends without the command that repairs it."""
+    with pytest.raises(DataError, match=r"^data\.source: .*its process ended its process with exit code 3\. If the li"):
+        fake(8, die_at=2)
+    monkeypatch.setenv("RLOO_KIT_BROKEN_GYM", "1")
+    with pytest.raises(DataError, match=r"cannot be drawn: ImportError: libgym\.so is missing\. .*make reasoning"):
+        fake(8)
+
+
+def test_what_takes_too_long_is_said_with_its_key(prepare_apart, monkeypatch):
+    """A billion numbers to sort: the run hung before its first line. count_primes sieves when it is made: a run with a
+    large max_n stood still, without a word, for half a minute."""
+    many = {"source": SORTING, "options": {"min_numbers": 10**7, "max_numbers": 10**7}}
+    monkeypatch.setattr(gym, "ROW_LIMIT_S", 1.0)
+    with pytest.raises(DataError, match=r"^data\.sources\.0\.options: .*took .* more than 1 s to draw one question"):
+        prepare_apart(sources=[many], num_prompts=3)
+    with pytest.raises(DataError, match=r"^data\.options: .*MemoryError"):
+        prepare_apart(source=PRIMES, options={"max_n": 10**12}, num_prompts=3)
+    monkeypatch.setattr(gym, "BUILD_LIMIT_S", 0.001)
     with pytest.raises(DataError, match=r"^data\.options: .*took more than 0\.001 s to set up .*{'max_n': 10000000}"):
-        prepare_apart(source="reasoning_gym/count_primes", options={"max_n": 10**7}, num_prompts=3)
+        prepare_apart(source=PRIMES, options={"max_n": 10**7}, num_prompts=3)
     with pytest.raises(DataError, match=r"^data\.curriculum_level: .*with the values of level 3"):
-        prepare_apart(source="reasoning_gym/count_primes", curriculum_level=3, num_prompts=3)
+        prepare_apart(source=PRIMES, curriculum_level=3, num_prompts=3)
 
 
 def test_a_task_that_gives_no_row(prepare, monkeypatch):
     """With num_prompts null the empty list of rows ended in an IndexError."""
-    monkeypatch.setattr(gym_library, "_score", lambda *_: 0.0)
-    with pytest.raises(DataError, match=r"^data\.source: .*gave 0 different .*500 questions whose stored answer"):
-        prepare()
-    with pytest.raises(DataError, match=r"^data\.source: .*Set another data\.curriculum_level$"):
+    monkeypatch.setattr(gym, "_score", lambda *_: 0.0)
+    with pytest.raises(DataError, match=r"^data\.source: .*500 questions whose .*another data\.curriculum_level$"):
         prepare(curriculum_level=1)
 
 
 def test_options_go_to_the_tasks_that_they_are_written_for(prepare):
-    """An error named keys that were not in the file: those of an entry for what data said, and those of data for the
-    task of a test source, which got the options of another."""
+    """The task of a test source got the options of another."""
 
-    def refuse(words, **data):
-        with pytest.raises(DataError, match=words):
-            prepare(num_prompts=10, **data)
+    def first(side, **data):
+        row = json.loads(getattr(prepare(**data), side).row(0)[GYM_COLUMN])
+        return row["options"], row["level"]
 
-    refuse(r"^data\.options\.x: ", sources=[{"source": SUMS}], options={"x": 1})
-    refuse(r"^data\.curriculum_level is 99", sources=[{"source": SUMS}], curriculum_level=99)
-    refuse(
-        r"^data\.sources\.1\.curriculum_level is 99",
-        sources=[{"source": SUMS}, {"source": SUMS, "curriculum_level": 99}],
-    )
-    found = prepare(num_prompts=20, sources=[{"source": SUMS, "options": SHORT}], curriculum_level=3)
-    assert json.loads(found.train.row(0)[GYM_COLUMN])["level"] is None
-    found = prepare(num_prompts=20, sources=[{"source": SUMS, "curriculum_level": 1}], options=SHORT)
-    assert json.loads(found.train.row(0)[GYM_COLUMN])["options"] == {}
-    found = prepare(num_prompts=10, test_source=SORTING, test_size=5, options=SHORT, curriculum_level=1)
-    row = json.loads(found.test.row(0)[GYM_COLUMN])
-    assert (row["options"], row["level"]) == ({}, None)
-    found = prepare(num_prompts=10, test_source=SUMS, test_size=5, options=SHORT, curriculum_level=1)
-    row = json.loads(found.test.row(0)[GYM_COLUMN])
-    assert (row["options"], row["level"]) == (SHORT, 1)
+    given = {"options": SHORT, "curriculum_level": 1}
+    entry = {"source": SUMS, "options": SHORT}
+    assert first("train", num_prompts=20, sources=[entry], curriculum_level=3) == (SHORT, None)
+    entry = {"source": SUMS, "curriculum_level": 1}
+    assert first("train", num_prompts=20, sources=[entry], options=SHORT) == ({}, 1)
+    assert first("test", num_prompts=10, test_source=SORTING, test_size=5, **given) == ({}, None)
+    assert first("test", num_prompts=10, test_source=SUMS, test_size=5, **given) == (SHORT, 1)
 
 
 def test_rows_that_no_reward_scores(prepare, write):
@@ -335,7 +324,6 @@ def test_reading_is_light(run_fresh):
 import sys
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.light_tokenizer import embedded_tokenizer
-from rloo_kit.data.gym_library import draw
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.reading import needs_stack
 data = dict(source="reasoning_gym/chain_sum", num_prompts=20, test_source="reasoning_gym/number_sorting")
@@ -349,40 +337,16 @@ print(sorted({"torch", "datasets", "transformers", "reasoning_gym", "sympy", "nu
     assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stdout + done.stderr
 
 
-def test_sources_are_no_hub_ids(make_run):
-    """owner/name is how a dataset of the hub is written: a model card linked to one that does not exist."""
+def test_a_task_is_no_hub_id_and_has_no_demonstrations(make_run, tiny_tokenizer):
+    """owner/name is how a dataset of the hub is written: a model card linked to one that does not exist. SFT on bare
+    answers would teach a model that thinks to stop thinking. The embedded model knows no other task than addition."""
+    from rloo_kit.data.worked import load_worked
     from rloo_kit.export.card import hub_id, public_name
 
     assert not needs_stack(make_run(SUMS)) and not needs_stack(make_run("rows.jsonl", test_source=SUMS))
     assert hub_id(SUMS) is None and public_name(SUMS) == SUMS
-
-
-def test_worked_answers_are_not_there(make_run, tiny_tokenizer):
-    """SFT on bare answers would teach a model that thinks to stop thinking."""
-    from rloo_kit.data.worked import load_worked
-
-    run = make_run(SUMS, REWARD)
     with pytest.raises(ConfigError, match=r"data\.source is reasoning_gym/chain_sum, which has no demonstrations"):
-        load_worked(run, tiny_tokenizer, [])
-
-
-def test_the_embedded_models_tokenizer_reads_the_questions(make_run):
-    """Its vocabulary is bytes: every question has ids, and load_data the rows as they were drawn."""
-    from rloo_kit.embedded.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer("thinking", "qwen3")
-    data = load_data(make_run(SORTING, REWARD, num_prompts=20, test_size=4, **LONG), tokenizer)
-    assert (len(data.train), len(data.test)) == (16, 4)
-    ids = tokenizer(data.train[0]["prompt"])["input_ids"]
-    assert tokenizer.decode(ids) == data.train[0]["prompt"]
-
-
-def test_the_embedded_model_takes_additions_only():
-    """It knows no other task."""
+        load_worked(make_run(SUMS, REWARD), tiny_tokenizer, [])
+    embedded = {"model": {"name": "embedded/thinking"}, "rewards": [{"name": REWARD}], "rloo": {"max_steps": 1}}
     with pytest.raises(ValueError, match=r"knows only addition, but data\.source is reasoning_gym/chain_sum"):
-        RunConfig(
-            model={"name": "embedded/thinking"},
-            data={"source": SUMS},
-            rewards=[{"name": REWARD}],
-            rloo={"max_steps": 1},
-        )
+        RunConfig(data={"source": SUMS}, **embedded)

@@ -1,18 +1,114 @@
-"""Which tasks of reasoning-gym are offered: each verifier on its task's rows."""
+"""Which tasks of reasoning-gym are offered: each verifier on its task's rows.
 
+A verifier is sound if the stored answer scores 1, nonsense of eleven kinds 0, nothing raises, and no answer is run as
+Python. Nonsense never equals or contains the stored answer: some verifiers give len(stored) / len(given) to a text that
+does.
+"""
+
+import contextlib
+import io
 import json
+import os
+import random
+import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rloo_kit.data.gym_tasks import REFUSED, SOUND
+from rloo_kit.data.gym import REFUSED, SOUND, make_dataset
 from rloo_kit.system.versions import is_importable
-from tests.data.gym_verifiers import is_answer, measure, nonsense, runs_python
 
 DATA_PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 LONG = (pytest.mark.slow, pytest.mark.long)
 pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
+
+START = 2**30  # of the rows' seeds
+WORDS = ("purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#")
+NUMBERS = ("7310055", "4446644", "99", "28", "135790864200", "55555")
+CONSTANTS = (
+    "nan", "inf", "-inf", "0", "1", "-1", "2", "10", "100", "0.0", "0.5", "1/2", "0:00", "00:00:00", "[]", "[[]]", "{}",
+    "()", "''", '""', "None", "null", "true", "false", "yes", "no", "A", "a", ".", "-", "x", "0 0", "[0]", "unknown",
+)  # fmt: skip
+
+
+def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
+    """Texts of eleven kinds that answer nothing, with the kind; none is or contains the stored answer.
+
+    Raises ValueError if a kind has no text left.
+    """
+    without = question
+    while is_answer(without, answer):
+        without = re.sub(r"\s*".join(map(re.escape, "".join(answer.split()))), "", without, flags=re.IGNORECASE)
+    texts = {
+        "empty": ("",),
+        "white space": ("  \n\t ",),
+        "random words": WORDS,
+        "a number": NUMBERS,
+        "a negative number": [f"-{number}.{part}" for number in NUMBERS for part in ("25", "6")],
+        "a constant": CONSTANTS,
+        "open brackets": ('{"a": [[], {"b"', "[[{((", "[", "<"),
+        "a very long text": [f"{words} " * 800 for words in WORDS],
+        "other scripts": ("\u3042\u0645 \U0001f642 \u00e9\ufffd \ufdfd", "\u05d0"),
+        "the question": (without, without.replace(" ", "")),
+        "broken LaTeX": ("\\boxed{{\\frac{}$", "\\boxed{", "$"),
+    }
+    for kind, given in texts.items():
+        found = [text for text in given if not is_answer(text, answer)]
+        if not found:
+            raise ValueError(f"no text of the kind '{kind}' is free of the answer {answer!r}")
+        yield from ((kind, text) for text in found)
+
+
+def is_answer(text: str, answer: str) -> bool:
+    """Whether a text contains the stored answer, or is the same number."""
+    if "".join(answer.lower().split()) in "".join(text.lower().split()):
+        return True
+    try:
+        return float(text) == float(answer)
+    except ValueError:
+        return False
+
+
+def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
+    """Whether the verifier runs an answer as Python: each probe creates a file, in a form that verifiers may expect."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = os.path.join(folder, "made")
+        code = f"open('{made}', 'w')"
+        system = f"__import__('os').system('touch {made}')"
+        forms = "{}", "[{}]", "[[{}]]", "{{0: {}}}", "str({})", "1 + {}"
+        for text in [form.format(made_by) for made_by in (code, system) for form in forms]:
+            with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
+                verifier.score_answer(text, entry)
+            if os.path.exists(made):
+                return True
+    return False
+
+
+def measure(task: str, rows: int) -> dict[str, Any]:
+    """What the task's verifier does on `rows` rows: the lowest score of a stored answer, and what it pays to each kind
+    of nonsense or raises on it."""
+    random.seed(START)  # list_functions draws some rows with the generator that all share
+    dataset, verifier = (make_dataset(task, {}, None, seed=seed, size=rows) for seed in (START, 0))
+    entries = [dataset[index] for index in range(rows)]
+    if any(runs_python(verifier, entry) for entry in entries[:5]):
+        return {"runs_python": True}
+    gold, paid, raised = [], {}, {}
+    for entry in entries:
+        answer = entry["answer"].strip()
+        for kind, text in [("the stored answer", answer), *nonsense(entry["question"], answer)]:
+            try:
+                value = float(verifier.score_answer(text, entry))
+            except (Exception, SystemExit) as error:
+                raised[kind] = f"{type(error).__name__}: {error}"[:200]
+                continue
+            if kind == "the stored answer":
+                gold.append(value)
+            elif value:
+                paid[kind] = (text[:40], value)
+    return {"runs_python": False, "gold": min(gold, default=None), "nonsense": paid, "raised": raised}
 
 
 def test_every_task_of_the_library_is_on_one_list() -> None:
@@ -29,30 +125,10 @@ def test_the_page_has_the_reason_of_each_refusal() -> None:
     assert all(f"| `{task}` | {why} |" in page for task, why in REFUSED.items())
 
 
-def test_nonsense_of_every_kind_never_holds_the_answer() -> None:
-    """Many verifiers give a text that holds the answer a share of the score: that is no fault of theirs. Some answers
-    lost a kind, and nothing said so; measure() raises where one is lost."""
-    for answer in ("7", "2", "5", "0", "-1", "a", "on", "nan", "42", "yes", "-3/4", "['1', '2']", "A# B#", "[ ]"):
-        found = list(nonsense(f"What is {answer}, or {answer.upper()}?", answer))
-        assert len({kind for kind, _ in found}) == 11
-        assert not any("".join(answer.lower().split()) in "".join(text.lower().split()) for _, text in found)
-    assert not {"0.0", "0"} & {text for _, text in nonsense("", "0.00")} and is_answer("1", "1.0")
-
-
-def test_a_verifier_that_runs_answers_is_found(tmp_path: Path) -> None:
-    """Seven offered verifiers ran what the model wrote; in four an answer had to be a list first."""
-
-    class Verifier:
-        def __init__(self, judge: Any) -> None:
-            self.score_answer = judge
-
-    def run_lists(answer: str, entry: Any) -> float:
-        if not answer.startswith("["):
-            raise ValueError(answer)
-        return float(bool(eval(answer)))
-
-    assert runs_python(Verifier(run_lists), {}) and runs_python(Verifier(lambda answer, _: exec(answer)), {})
-    assert not runs_python(Verifier(lambda answer, _: float(answer)), {})
+def test_unsound_verifiers_are_found() -> None:
+    """Seven verifiers that were offered ran what the model wrote; in four an answer had to be a list first."""
+    assert all(measure(task, 1)["runs_python"] for task in ("countdown", "puzzle24", "spiral_matrix"))
+    assert measure("coin_flip", 4)["nonsense"] and measure("game_of_life", 1)["raised"]
 
 
 @pytest.mark.parametrize("rows", [2, pytest.param(20, marks=LONG)])
@@ -73,11 +149,11 @@ def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, row
     others."""
     code = f"""
 import json
-from rloo_kit.data.gym_library import draw
-from rloo_kit.data.gym_tasks import SOUND
-found = {{task: draw(task, {{}}, None, 74, {rows}, "data.options") for task in SOUND}}
+from rloo_kit.data.gym import SOUND, draw_row
+asked = {{task: (task, "{{}}", None, "data.options", 74, {rows}) for task in SOUND}}
+found = {{task: [draw_row(*asked[task], index) for index in range({rows})] for task in SOUND}}
 print("\\n" + json.dumps(found))
 """
     first, second = (json.loads(run_fresh(code, PYTHONHASHSEED="0").stdout.splitlines()[-1]) for _ in range(2))
     assert [task for task in SOUND if first[task] != second[task]] == []
-    assert all(len(found["entries"]) == rows and not found["wrong"] for found in first.values())
+    assert all(entry and is_sound for drawn in first.values() for entry, is_sound in drawn)

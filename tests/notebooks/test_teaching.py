@@ -148,7 +148,7 @@ def test_the_tasks_of_the_library_are_shown(
     import rloo_kit as kit
     from rloo_kit.data import gym
     from rloo_kit.embedded.tokenizer import build_tokenizer
-    from rloo_kit.rewarding import worker
+    from rloo_kit.system.worker import WORKERS
 
     if not printed and not gym.is_importable("reasoning_gym"):
         pytest.skip("make reasoning-gym has not been run")
@@ -164,4 +164,4 @@ def test_the_tasks_of_the_library_are_shown(
     shown = capsys.readouterr().out
     assert printed in shown
     assert (shown.count(": 1.00"), shown.count("[1, 2, 3]: 0.00")) == ((0, 0) if printed else (2, 2))
-    assert not any("gym_library" in one.target and one.running for one in worker._WORKERS)
+    assert not any(worker.name == "reasoning_gym_score" and worker.running for worker in WORKERS)

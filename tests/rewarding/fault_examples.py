@@ -13,8 +13,6 @@ import sys
 import threading
 import time
 
-HOLDS_THE_PIPE = "import time; time.sleep(600)"
-
 
 def harm(function):
     """A reward that calls `function(columns)` for the completion "bad"; what that returns, if anything, is returned."""
@@ -38,20 +36,12 @@ def fork_detached(then=lambda: time.sleep(600)):
     os.wait()
 
 
-def reply_descriptors():
-    """The worker's sockets; a reward can find the one of the replies."""
-    found = []
+def write_to_replies(payload):
+    """Into all of the worker's sockets, one of which is the one of the replies."""
     for number in range(3, 64):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                found.append(number)
-    return found
-
-
-def write_to_replies(payload):
-    for number in reply_descriptors():
-        with contextlib.suppress(OSError):
-            os.write(number, payload)
+                os.write(number, payload)
 
 
 def frame(payload):
@@ -76,13 +66,6 @@ def detached_and_goes_on(columns):
 
 
 @harm
-def clean_child_and_hangs(columns):
-    """A child with an empty environment and its own session: no mark finds it."""
-    subprocess.Popen([sys.executable, "-c", HOLDS_THE_PIPE], env={}, start_new_session=True)
-    time.sleep(600)
-
-
-@harm
 def clean_children_without_end(columns):
     """Goes on starting such children, which show `columns["path"]` in their command line, until it is killed."""
     while True:
@@ -101,11 +84,6 @@ def stops_later(columns):
 
 
 @harm
-def exits_at_once(columns):
-    os._exit(3)
-
-
-@harm
 def calls_exit(columns):
     sys.exit("enough")
 
@@ -113,13 +91,6 @@ def calls_exit(columns):
 @harm
 def raises_interrupt(columns):
     raise KeyboardInterrupt
-
-
-@harm
-def forks_and_exits(columns):
-    if os.fork() == 0:
-        sys.exit(0)
-    os.wait()
 
 
 @harm
@@ -160,6 +131,12 @@ def part_of_a_reply(columns):
     time.sleep(600)
 
 
+@harm
+def extra_reply(columns):
+    """After the reward's own: what the next call would read as its result."""
+    threading.Timer(0.2, write_to_replies, [frame(b"[null, [[9.0], []]]")]).start()
+
+
 class RunsCode:
     def __reduce__(self):
         return os.mkdir, (self.path,)
@@ -196,16 +173,6 @@ def logs_too_much(columns):
 @harm
 def logs_what_is_no_number(columns):
     columns["log_metric"]("length", "long")
-
-
-@harm
-def returns_an_object(columns):
-    return object()
-
-
-@harm
-def returns_a_megabyte_of_text(columns):
-    return ["1" * 1_000_000]
 
 
 @harm
@@ -264,8 +231,6 @@ def asks_for_all_memory(columns):
 
 @harm
 def deletes_the_folder(columns):
-    import shutil
-
     shutil.rmtree(columns["path"])
 
 

@@ -4,11 +4,8 @@ The tests copy this file next to a config or put its folder on the worker's path
 """
 
 import asyncio
-import ctypes
 import os
-import subprocess
 import sys
-import time
 
 
 def by_length(prompts, completions, completion_ids, scale=1.0, **columns):
@@ -42,21 +39,6 @@ def hangs(completions, **columns):
     while "hang" in completions:
         pass
     return [1.0 for _ in completions]
-
-
-def hangs_with_a_child(completions, **columns):
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", columns["mark"]])
-    time.sleep(60)
-
-
-def crashes(completions, **columns):
-    if "crash" in completions:
-        ctypes.string_at(0)
-    return [1.0 for _ in completions]
-
-
-def leaves(completions, **columns):
-    os._exit(3)
 
 
 def raises_on_bad(completions, **columns):

@@ -79,7 +79,8 @@ def test_a_threshold_and_where_the_answer_is_looked_for(score: ReasoningGymScore
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"threshold": 0}, "threshold is 0; it must be above 0 and at most 1"),
+        ({"threshold": 0}, "threshold is 0; it must be"),
+        ({"threshold": 1.5}, "threshold is 1.5; it must be above 0 and at most 1"),
         ({"threshold": math.nan}, "threshold is nan"),
         ({"threshold": True}, "threshold is True"),
         ({"find": "last_number"}, "find is 'last_number'; it must be one of whole, boxed, answer_tag"),
@@ -92,45 +93,11 @@ def test_parameters_out_of_range(params: dict[str, Any], words: str) -> None:
         ReasoningGymScore(**params)
 
 
-# A library with one task, whose verifier does to its process what the answer names.
-FAKE = """
-import os, sys, time
-from dataclasses import dataclass
-
-@dataclass
-class Config:
-    seed: int = 0
-    size: int = 1
-    build_s: float = 0.0
-
-class Dataset:
-    def __init__(self, config):
-        time.sleep(config.build_s)
-
-    def score_answer(self, given, entry):
-        if given == "raise":
-            raise KeyError(given)
-        if given == "interrupt":
-            raise KeyboardInterrupt
-        if given == "exit()":
-            sys.exit()
-        if given == "die":
-            os._exit(3)
-        if given == "hang":
-            time.sleep(600)
-        return float(given == entry["answer"])
-
-DATASETS, CURRICULA = {"chain_sum": (Dataset, Config)}, {}
-"""
-
-
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`fake(**params)`: a reward whose worker finds that library."""
-    (tmp_path / "reasoning_gym").mkdir()
-    (tmp_path / "reasoning_gym" / "__init__.py").touch()
-    (tmp_path / "reasoning_gym" / "factory.py").write_text(FAKE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`fake(**params)`: a reward whose worker finds the stand-in for the library, whose verifier does to its process
+    what the answer names."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "data" / "fake_gym"))
     made: list[ReasoningGymScore] = []
 
     def build(**params: Any) -> ReasoningGymScore:
@@ -184,15 +151,14 @@ def test_what_a_batch_has_no_time_for_is_failed_not_wrong(score: ReasoningGymSco
     assert (found := guarded.score(**batch)).values == [None] and found.failed == [True]
 
 
-def test_without_the_column_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_column_or_the_library(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one's own have no verifier; a library that is missing is no wrong answer."""
-    reward = ReasoningGymScore()
+    reward = fake()
     with pytest.raises(ValueError, match=r"needs the column 'reasoning_gym'.*columns found: answer"):
         reward(completions=["7"], completion_ids=[[7]], answer=["7"])
-    monkeypatch.setattr(gym_reward, "WARM_UP", ("{}", "2"))
-    with pytest.raises(WholeBatchError, match="make reasoning-gym"):
-        judge(reward, ("7", row()))
-    reward.worker.close()
+    monkeypatch.setenv("RLOO_KIT_BROKEN_GYM", "1")
+    with pytest.raises(WholeBatchError, match="make reasoning-gym.*libgym.so is missing"):
+        judge(fake(), ("7", row()))
 
 
 def make_run(*rewards: dict[str, Any]) -> RunConfig:
@@ -252,44 +218,3 @@ def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("rloo_kit.data.gym.is_importable", lambda name: False)
     (fault,) = find_reward_faults(run, tiny_tokenizer, True, drawn)
     assert fault.key == "rewards.0.name" and "make reasoning-gym" in fault.text
-
-
-def test_a_bare_trl_trainer_calls_it(
-    score: ReasoningGymScore, tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TRL passes a reward whatever columns there are, null ones too, and no guard stands between."""
-    import trl
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM
-    from trl.trainer import utils
-
-    def head(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *_: Any) -> Any:
-        """Of TRL's fused head, which needs a GPU, the log-probabilities."""
-        logps = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(dim=-1)
-        return logps.gather(1, labels[:, None]).squeeze(1), torch.zeros(len(labels)), None, None, None
-
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", type("Head", (), {"apply": staticmethod(head)}))
-    found: list[Any] = []
-
-    def reasoning_gym_score(**batch: Any) -> list[Any]:
-        found.append(score(**batch))
-        return found[-1]
-
-    rows = {"prompt": ["3 + 4 =", "Hi"], "answer": ["7", None], GYM_COLUMN: [row(), None]}
-    args = trl.RLOOConfig(
-        output_dir=str(tmp_path), max_steps=1, num_generations=2, per_device_train_batch_size=4, use_cpu=True,
-        max_completion_length=4, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    trainer = trl.RLOOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(tiny_folder),
-        reward_funcs=[reasoning_gym_score],
-        args=args,
-        train_dataset=Dataset.from_dict(rows),
-        processing_class=tiny_tokenizer,
-    )
-    closed, digits = tiny_tokenizer.get_vocab()["</think>"], tiny_tokenizer("7171")["input_ids"]
-    monkeypatch.setattr(score, "think_end_id", closed)
-    trainer._generate_single_turn = lambda prompt_ids, *_: [[7, closed, digit, 258] for digit in digits]
-    trainer.train()
-    assert len(found) == 1 and sorted(found[0], key=str) == [0.0, 1.0, None, None]

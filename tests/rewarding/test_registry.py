@@ -198,7 +198,7 @@ def test_a_function_of_ones_own_is_found(
     entry = {"name": f"{module}:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0, "env": ["PATH"]}
     (reward,) = build_rewards(make_run(entry), tiny_tokenizer)
     worker = reward.reward.worker
-    assert (reward.__name__, reward.weight, worker.timeout_s, worker.env) == ("by_length", 2.0, 3.0, ("PATH",))
+    assert (reward.__name__, reward.weight, reward.reward.timeout_s) == ("by_length", 2.0, 3.0)
     assert reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]) == [30.0]
     worker.close()
 

@@ -1,4 +1,4 @@
-"""A reward in a separate process: what is sent, and what happens when it hangs, dies or raises."""
+"""A reward in a separate process: what is sent, what comes back, and what is refused; faults in test_worker_faults."""
 
 import pickle
 import subprocess
@@ -13,7 +13,7 @@ import pytest
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.sources import MOST_FILES, read_files
-from rloo_kit.rewarding.worker import Worker, WorkerReward, refuse_edited
+from rloo_kit.rewarding.worker import WorkerReward, refuse_edited
 
 HERE = Path(__file__).parent
 BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "completion_ids": [(1, 2), (3,)]}
@@ -35,6 +35,7 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
         ("types_of_ids", [1.0, 1.0]),
         ("sees", [2.0, 2.0]),
         ("slowly", [1.0, 1.0]),
+        ("same_loop", [1.0, 1.0]),
         ("heavy_modules", [0.0, 0.0]),
         ("reads_forced", [-1.0, 1.0]),
         ("scorer", [-2.0, -1.0]),  # an object with get_rewards
@@ -42,14 +43,16 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
         ("published", [3.0, 2.0]),
         ("with_answer", [0.0, 0.0]),
         ("decimals", [3.0, 2.0]),
+        ("tensors", [3.0, 2.0]),  # one number a row, as a classifier's logits are
     ],
     indirect=["reward"],
 )
 def test_a_good_reward_gives_what_it_gives_in_place(reward: WorkerReward, expected: list[float]) -> None:
     """Guards against a protocol that a print breaks, ids that arrive as tuples or arrays, columns that get lost, and a
-    worker that loads torch: gigabytes and ten seconds a reward; and a reward that pays for a close of the budget's."""
+    worker that loads torch: gigabytes and ten seconds a reward. A reward with a client of its own failed with "Event
+    loop is closed" in every call but the first."""
     columns = {"answer": ["1", "2"], "trainer_state": object(), "thinking_forced": [True, False]}
-    assert reward(**BATCH, **columns) == expected
+    assert reward(**BATCH, **columns) == expected and reward(**BATCH, **columns) == expected
 
 
 @pytest.mark.parametrize("reward", ["logs"], indirect=True)
@@ -95,106 +98,70 @@ def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward, columns: 
 
 
 @pytest.mark.parametrize(
-    ("reward", "words"),
+    ("reward", "values", "words"),
     [
-        ("a_dict", "it returned dict"),
-        ("a_text", "it returned the text '11'"),
-        ("a_set", "it returned set"),
-        ("too_few", "it returned 1 rewards for 2 completions"),
+        ("a_dict", [None, None], "it returned dict"),
+        ("a_text", [None, None], "it returned the text '11'"),
+        ("a_set", [None, None], "it returned set"),
+        ("too_few", [None, None], "it returned 1 rewards for 2 completions"),
+        ("texts", [0.5, None], "sample 1 "),
+        ("huge", [0.5, None], "sample 1 "),
+        ("verdicts", [0.5, None], "sample 1 "),  # of a class that only the worker knows
     ],
     indirect=["reward"],
 )
-def test_results_that_are_no_list_fail_the_batch(reward: WorkerReward, words: str) -> None:
-    """Guards against a worker that makes a list of what the guard would refuse."""
-    guarded = guard(reward)
-    assert (found := guarded.score(**BATCH)).values == [None, None] and found.failed == [True, True]
-    assert len(found.failures) == 1 and words in found.failures[0]
-
-
-@pytest.mark.parametrize("reward", ["texts", "huge", "verdicts"], indirect=True)
-def test_values_that_are_no_number_cost_their_own_sample(reward: WorkerReward) -> None:
-    """Guards against float("1") in the worker, and against an object that this process cannot unpickle."""
-    guarded = guard(reward)
-    assert (found := guarded.score(**BATCH)).values == [0.5, None] and found.failed == [False, True]
-    assert len(found.failures) == 1 and "sample 1" in found.failures[0] and "it returned" in found.failures[0]
-    assert reward.worker.running
-
-
-def test_a_column_of_a_matrix_comes_over() -> None:
-    """A tensor with one number a row is what a classifier's logits are; in place it works as well."""
-    reward = WorkerReward("reward_examples:tensors", folders=[HERE], timeout_s=60)
-    assert reward(**BATCH) == [3.0, 2.0]
-    reward.worker.close()
+def test_what_is_no_reward_is_not_scored(reward: WorkerReward, values: list[float | None], words: str) -> None:
+    """Guards against a worker that makes a list of what the guard would refuse, against float("1") in it, and against
+    an object that this process cannot read."""
+    found = guard(reward).score(**BATCH)
+    assert found.values == values and found.failed == [value is None for value in values] and reward.worker.running
+    assert len(found.failures) == 1 and words in found.failures[0] and "it returned" in found.failures[0]
 
 
 @pytest.mark.parametrize("reward", ["hangs"], indirect=True)
 def test_a_hang_is_killed_after_the_limit_and_the_next_batch_is_served(reward: WorkerReward) -> None:
     """Guards against a reward that loops for ever holding the interpreter lock: the run would stand still overnight."""
     guarded = guard(reward)
-    reward.worker.start()
+    reward.load()
     started = time.monotonic()
-    assert (found := guarded.score(completions=["hang", "ok"], completion_ids=[[1], [2]])).values == [None, None]
+    found = guarded.score(completions=["hang", "ok"], completion_ids=[[1], [2]])
     assert 1.0 <= time.monotonic() - started < 30.0  # about 1 s on an idle machine
-    assert found.failed == [True, True]
-    assert found.failures == [
-        "reward 'hangs' failed on samples 0 to 1: 'reward_examples:hangs' took longer than 1 s and was killed "
-        "(timeout_s)"
-    ]
-    reward.worker.timeout_s = 60.0
+    assert found.values == [None, None] and found.failed == [True, True]
+    late = "'reward_examples:hangs' took longer than 1 s and was killed (timeout_s)"
+    assert found.failures == [f"reward 'hangs' failed on samples 0 to 1: {late}"]
+    reward.timeout_s = 60.0
     assert (found := guarded.score(completions=["ok"], completion_ids=[[1]])).values == [1.0]
     assert found.failed == [False] and found.failures == []
-
-
-@pytest.mark.parametrize("reward", ["hangs_with_a_child"], indirect=True)
-def test_children_of_a_hung_reward_die_with_it(reward: WorkerReward, tmp_path: Path) -> None:
-    """Guards against left-over processes: a reward that runs generated code hangs in its own child."""
-    mark = str(tmp_path)
-    with pytest.raises(WholeBatchError, match="took longer than 1 s"):
-        reward(completions=["x"], completion_ids=[[1]], mark=mark)
-    alive = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in _read(path)]
-    assert not alive
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-@pytest.mark.parametrize("reward", ["crashes"], indirect=True)
-def test_a_crash_is_a_failure_and_the_worker_comes_back(reward: WorkerReward) -> None:
-    """Guards against a segmentation fault in a reward's library that takes the training run with it."""
-    guarded = guard(reward)
-    assert (found := guarded.score(completions=["crash"], completion_ids=[[1]])).values == [None]
-    assert found.failures == ["reward 'crashes' failed on sample 0: 'reward_examples:crashes' crashed with SIGSEGV"]
-    assert (found := guarded.score(completions=["ok"], completion_ids=[[1]])).values == [1.0]
-
-
-@pytest.mark.parametrize("reward", ["leaves"], indirect=True)
-def test_an_exit_is_a_failure(reward: WorkerReward) -> None:
-    """Guards against `exit()` in a reward: the code is said."""
-    with pytest.raises(WholeBatchError, match="'reward_examples:leaves' ended its process with exit code 3"):
-        reward(**BATCH)
 
 
 @pytest.mark.parametrize("reward", ["raises_on_bad"], indirect=True)
 def test_an_exception_names_the_sample_and_the_line(reward: WorkerReward) -> None:
     """Guards against one bad completion that costs the whole batch its rewards."""
-    guarded = guard(reward)
-    found = guarded.score(prompts=["p", "q"], completions=["1.5", "one"], completion_ids=[[1], [2]])
-    assert found.values == [1.5, None]
-    assert found.failed == [False, True]
-    assert len(found.failures) == 1
+    found = guard(reward).score(prompts=["p", "q"], completions=["1.5", "one"], completion_ids=[[1], [2]])
+    assert found.values == [1.5, None] and found.failed == [False, True] and len(found.failures) == 1
     for part in ("reward 'raises_on_bad' failed on sample 1", "'q'", "'one'", "ValueError", "reward_examples.py, line"):
         assert part in found.failures[0]
 
 
-@pytest.mark.parametrize("reward", ["same_loop"], indirect=True)
-def test_async_calls_share_their_loop(reward: WorkerReward) -> None:
-    """A client of the module failed with "Event loop is closed" in every call but the first, a second call of the same
-    samples included."""
-    assert reward(**BATCH) == reward(**BATCH) == [1.0, 1.0]
+class Unreadable:
+    """It can be pickled, and raises where it is read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+@pytest.mark.parametrize("reward", ["process_id"], indirect=True)
+def test_what_cannot_be_sent_leaves_the_process_as_it_was(reward: WorkerReward) -> None:
+    """Guards against a new interpreter for every batch, and half a message in the pipe: the next call would read the
+    wrong answer."""
+    first = reward(**BATCH)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match="pickle|local"):
+        reward(**BATCH, odd=[lambda: 1, lambda: 2])
+    with pytest.raises(RewardError, match="ValueError: invalid literal"):
+        reward(**BATCH, odd=[Unreadable(), Unreadable()])
+    assert reward(**BATCH) == first and reward.worker.running
+    reward.worker.close()
+    assert not reward.worker.running and reward(**BATCH) != first
 
 
 def test_a_file_imports_relative_to_its_folder(tmp_path: Path) -> None:
@@ -241,40 +208,6 @@ def test_a_file_that_is_too_deep_or_imports_hundreds_is_read_for_its_digest(tmp_
     assert len(found := read_files(str(tmp_path / "deep.py"), [])) == MOST_FILES and "other_1.py" in found
 
 
-@pytest.mark.parametrize("reward", ["process_id"], indirect=True)
-def test_one_process_serves_many_calls(reward: WorkerReward) -> None:
-    """Guards against a new interpreter for every batch."""
-    assert reward(**BATCH) == reward(**BATCH)
-    assert reward.worker.running
-    reward.worker.close()
-    assert not reward.worker.running
-
-
-@pytest.mark.parametrize("reward", ["by_length"], indirect=True)
-def test_what_does_not_pickle_is_said_and_the_worker_lives(reward: WorkerReward) -> None:
-    """Guards against half a message in the pipe: the next call would read the wrong answer."""
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match="pickle|local"):
-        reward(**BATCH, odd=[lambda: 1, lambda: 2])
-    assert reward(**BATCH) == [3.0, 2.0]
-
-
-class Unreadable:
-    """It can be pickled, and raises where it is read."""
-
-    def __reduce__(self) -> Any:
-        return int, ("x",)
-
-
-@pytest.mark.parametrize("reward", ["by_length"], indirect=True)
-def test_a_column_that_the_worker_cannot_load_is_said_and_the_worker_lives(reward: WorkerReward) -> None:
-    """Guards against taking the reply for that of another call: its number is read before the arguments are."""
-    reward.worker.start()
-    process = reward.worker._process
-    with pytest.raises(RewardError, match="ValueError: invalid literal"):
-        reward(**BATCH, odd=[Unreadable(), Unreadable()])
-    assert reward(**BATCH) == [3.0, 2.0] and reward.worker._process is process
-
-
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -283,15 +216,17 @@ def test_a_column_that_the_worker_cannot_load_is_said_and_the_worker_lives(rewar
         ("reward_examples:NUMBER", "'reward_examples:NUMBER' is int; a reward is a function"),
         ("reward_examples:Scorer", r"'reward_examples:Scorer' is a class; .* Scorer\(...\)"),
         ("broken:f", r"importing 'broken' failed: ZeroDivisionError: division by zero \(broken.py, line 1\)"),
+        ("dies:f", "importing 'dies:f' ended its process with exit code 3"),
     ],
 )
 def test_a_target_that_cannot_be_used_is_said(target: str, words: str, tmp_path: Path) -> None:
     """Guards against a typing error in a config that shows only as an unscored batch, an hour later."""
     (tmp_path / "broken.py").write_text("1 / 0\n", encoding="utf-8")
-    worker = Worker(target, folders=[HERE, tmp_path])
-    with pytest.raises(RewardError, match=words):
-        worker.start()
-    assert not worker.running
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n", encoding="utf-8")
+    reward = WorkerReward(target, folders=[HERE, tmp_path])
+    with pytest.raises(WholeBatchError, match=words):
+        reward.load()
+    assert not reward.worker.running
 
 
 def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
@@ -304,11 +239,6 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
         "print(reward(prompts=['p'], completions=['abc'], completion_ids=[[1]]))\n",
         encoding="utf-8",
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PYTHONPATH": str(HERE.parents[1]), "PATH": ""},
-    )
+    environment = {"PYTHONPATH": str(HERE.parents[1]), "PATH": ""}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout.splitlines() == ["script runs", "[3.0]"], done.stderr

@@ -1,0 +1,252 @@
+"""Functions of the kit in a separate process, with a real time limit, since a thread cannot be stopped.
+
+Both ends of the pipe: `Worker` in the run, `serve` in the process. It starts with `-c`: a fork would copy locks and
+CUDA contexts, and multiprocessing's spawn would run the caller's script again. Requests are pickled and replies are
+JSON (exact numbers, NaN and infinity allowed), so the process cannot make the run execute code.
+"""
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rloo_kit.errors import DataError, RewardError, RlooKitError, WholeBatchError, shorten
+from rloo_kit.system.gpu import GIB
+from rloo_kit.system.marked import Watchdog, end_marked, module_path, starting_folder
+
+POLL_S = 0.05  # between two checks that the process is alive: a detached child may keep its end of the pipe open
+GRACE_S = 5.0  # for a process that has closed its pipe to leave an exit code
+MAX_REPLY_BYTES = 16 * 2**20
+MAX_GROWTH_GIB = 4.0  # a process that grows by more after its first call leaks and is replaced
+RUN_MARK, WORKER_MARK = "RLOO_KIT_WORKERS", "RLOO_KIT_WORKER"  # of this process; of one worker
+WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+# fmt: off
+PASSED_NAMES = {
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP", "NO_COLOR",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "HF_HOME",
+    "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY",
+    "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "NLTK_DATA", "RANK", "LOCAL_RANK", "WORLD_SIZE",
+}
+# fmt: on
+PASSED_BEGINNINGS = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "RLOO_KIT_")
+SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from rloo_kit.system.worker import serve; serve()"
+_RAISED: dict[str, type[RlooKitError]] = {error.__name__: error for error in (DataError, WholeBatchError)}
+
+
+class LateError(WholeBatchError):
+    """A call took longer than its limit, and its process was killed."""
+
+
+def worker_environment(further: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of this process that a worker gets: an allow-list, so that it sees none of the secrets in `.env`.
+
+    Listed ones are passed if they do not look like a secret, those named in `further` whatever their value."""
+    listed = {name for name in os.environ if name in PASSED_NAMES or name.startswith(PASSED_BEGINNINGS)}
+    passed = {name for name in listed if not SECRET.search(name)} | set(further)
+    return {name: value for name, value in os.environ.items() if name in passed}
+
+
+class Worker:
+    """One process for the calls of one owner. The first call starts it; the next one after its end starts another.
+
+    Args:
+        name: of the worker, for errors and warnings.
+        environment: the variables of the process; by default `worker_environment()`.
+    """
+
+    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.environment = worker_environment() if environment is None else environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._finalizer: weakref.finalize | None = None
+        self._first_gib: float | None = None
+        WORKERS.add(self)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is running."""
+        return self._process is not None and self._process.poll() is None
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float, name: str = "") -> Any:
+        """The result of a function of the kit, called in the process.
+
+        Args:
+            function: of a module's top level; its result has to fit JSON.
+            timeout_s: limit for sending the call and receiving its result, in seconds; the start of a process counts.
+            name: of this call, for errors; by default the worker's.
+
+        Raises:
+            LateError: the limit is over. WholeBatchError: the process died, or its reply is malformed. Another process
+                serves the next call.
+            DataError, WholeBatchError: the function raised it. RewardError: it raised anything else.
+        """
+        request = pickle.dumps((function, args))  # an error here leaves the process intact
+        if not self.running:
+            self._start()
+        process, connection = self._process, self._connection
+        assert process is not None and connection is not None
+        ends_at = time.monotonic() + timeout_s
+        timer = threading.Timer(timeout_s, _kill, [process])  # also ends a send or a reply that goes no further
+        timer.start()
+        try:
+            if connection.poll():  # a reply to no call, or the process has closed its end
+                connection.recv_bytes(MAX_REPLY_BYTES)
+                raise ValueError
+            connection.send_bytes(request)
+            while not connection.poll(POLL_S):
+                if process.poll() is not None and not connection.poll():
+                    raise EOFError
+            problem, result = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
+        except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
+            late = time.monotonic() >= ends_at
+            if late:
+                what = f"took longer than {timeout_s:g} s and was killed"
+            elif isinstance(error, (EOFError, ConnectionError)):
+                what = _cause(process)
+            else:
+                what = "sent a reply that cannot be read"
+            self.close()
+            raise (LateError if late else WholeBatchError)(f"{name or self.name} {what}") from None
+        except BaseException:  # an interrupt: this call's reply must not be read as the next one's
+            self.close()
+            raise
+        finally:
+            timer.cancel()
+        self._end_if_it_leaks(process.pid)
+        if problem is not None:
+            raise _RAISED.get(str(problem), RewardError)(result)
+        return result
+
+    def close(self) -> None:
+        """End the process and everything it started, hung or not."""
+        if self._finalizer is not None:
+            self._finalizer()
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+
+    def _start(self) -> None:
+        self.close()
+        mark = uuid.uuid4().hex
+        marks = {RUN_MARK: _watch_over(os.getpid()).value, WORKER_MARK: mark}
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *module_path()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward prints
+                pass_fds=[theirs.fileno()],
+                env={**self.environment, **marks},
+                cwd=starting_folder(),
+                start_new_session=True,
+            )
+        self._finalizer = weakref.finalize(self, _end, self._process, mark, os.getpid())
+        self._first_gib = None
+
+    def _end_if_it_leaks(self, pid: int) -> None:
+        with contextlib.suppress(psutil.Error):
+            gib = psutil.Process(pid).memory_info().rss / GIB
+            if self._first_gib is None:
+                self._first_gib = gib
+            elif gib > self._first_gib + MAX_GROWTH_GIB:
+                from rloo_kit.system.processes import say  # the process itself needs none of what it loads
+
+                grown = f"has grown from {self._first_gib:.1f} to {gib:.1f} GiB since its first call"
+                say(f"WARNING: {self.name}: its worker {grown}; a fresh one takes its place")
+                self.close()
+
+
+@functools.cache
+def _watch_over(pid: int) -> Watchdog:
+    """The watchdog that ends this process's workers, and what they started, when the process is killed."""
+    watchdog = Watchdog(RUN_MARK, uuid.uuid4().hex, worker_environment())
+    watchdog.__enter__()
+    weakref.finalize(watchdog, watchdog.__exit__)
+    return watchdog
+
+
+def _cause(process: "subprocess.Popen[bytes]") -> str:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE_S)
+    code = process.returncode
+    if code is None:
+        return "closed the pipe of its replies"
+    if code == -signal.SIGKILL:
+        return "was killed with SIGKILL (by the system, if memory ran out)"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"crashed with {signal.Signals(-code).name}"
+    return f"ended its process with exit code {code}"
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its descendants; it is stopped first, or it could start another."""
+    tree: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(process.pid)
+        root.suspend()
+        tree = root.children(recursive=True)
+    process.kill()
+    for child in tree:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+
+
+def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
+    """Kill the process, its descendants and everything with its mark, which is all that a detached child keeps; a fork
+    of the owner ends nothing."""
+    if os.getpid() == owner:
+        _kill(process)
+        process.wait()
+        end_marked(lambda marks: marks.get(WORKER_MARK) == mark)
+
+
+def serve() -> None:
+    """In the process: answer one request after the other, on the descriptor that the command line names, until the run
+    closes its end. A reply is [null, the result], or [the error's class, its text]."""
+    connection, process = Connection(int(sys.argv[1])), os.getpid()
+    os.set_inheritable(connection.fileno(), False)
+    with contextlib.suppress(OSError):  # if memory runs out, Linux kills this process and its children before the run
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    with contextlib.suppress(EOFError):
+        while True:
+            request = connection.recv_bytes()
+            try:
+                function, args = pickle.loads(request)
+                reply = json.dumps([None, function(*args)]).encode()
+                if len(reply) > MAX_REPLY_BYTES:
+                    found = f"its rewards and what it logs have {len(reply):,} bytes"
+                    raise WholeBatchError(f"{found}; the limit is {MAX_REPLY_BYTES:,}: log less (log_extra)")
+            except BaseException as error:  # sys.exit and KeyboardInterrupt too: they are the function's
+                kind = type(error).__name__
+                text = error.args[0] if isinstance(error, RlooKitError) else shorten(f"{kind}: {error}")
+                reply = json.dumps([kind, text]).encode()
+            if os.getpid() != process:  # a child that the function has forked would reply a second time
+                os._exit(0)
+            if hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that it has left would fire in this loop
+            connection.send_bytes(reply)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(0)  # an atexit or a thread of the function's may hang
