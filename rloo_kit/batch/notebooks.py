@@ -9,8 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.system.input_files import read_text
 
 TAG = "parameters"  # papermill inserts its values after the first cell with this tag
+MOST_BYTES = 2**30  # of a notebook with its outputs
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -64,7 +66,9 @@ class Notebook:
 def read_notebook(path: Path) -> Notebook:
     """The notebook at `path`. Raises ConfigError if it is not format 4, or its parameters cell is not plain Python."""
     try:
-        cells = [cell for cell in _File.model_validate_json(path.read_bytes()).cells if cell.cell_type == "code"]
+        cells = [
+            cell for cell in _File.model_validate_json(read_text(path, MOST_BYTES)).cells if cell.cell_type == "code"
+        ]
     except ValidationError as error:
         where, found = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
         raise ConfigError(

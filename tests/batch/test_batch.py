@@ -25,8 +25,7 @@ from rloo_kit.batch.comparison import collect_rows, draw_change, make_text_table
 from rloo_kit.batch.file import LONGEST_NAME, Batch, BatchRun, load_batch, make_name
 from rloo_kit.batch.notebooks import Notebook, find_error
 from rloo_kit.batch.papermill import GIVEN_OUT, choose_ports
-from rloo_kit.batch.process import RunProcess, papermill_command
-from rloo_kit.batch.runner import BatchResult, Runner
+from rloo_kit.batch.runner import BatchResult, Runner, RunProcess, papermill_command
 from rloo_kit.batch.status import BatchDir, RunStatus
 from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
@@ -232,14 +231,14 @@ def test_a_kernels_ports_are_free_and_outside_the_systems_own_range(
 
 def start_python(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunProcess:
     """A program in papermill's place."""
-    monkeypatch.setattr("rloo_kit.batch.process.papermill_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr("rloo_kit.batch.runner.papermill_command", lambda *_: [sys.executable, "-c", code])
     run = BatchRun("x", Notebook(folder / "x.ipynb", None, {}, False), {})
     return RunProcess(run, folder, {}, "id-3")
 
 
 def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of papermill wait forever for a killed kernel, and the batch with them."""
-    monkeypatch.setattr("rloo_kit.batch.process.KERNEL_GONE_S", 0.1)
+    monkeypatch.setattr("rloo_kit.batch.runner.KERNEL_GONE_S", 0.1)
     code = (
         "import subprocess, sys, time\n"
         "kernel = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"

@@ -14,7 +14,7 @@ import nbformat
 import psutil
 import yaml
 
-from rloo_kit.batch.process import RUN_MARK
+from rloo_kit.batch.runner import RUN_MARK
 
 PARAMETERS = """# Parameters
 mode = "ok"
@@ -69,7 +69,13 @@ def write_batch(folder: Path, runs: list[dict[str, Any]], **values: Any) -> Path
 
 
 def start_batch(*words: Any, **environment: str) -> subprocess.Popen[str]:
-    """`rloo-kit batch words` in its own process group, with SIGHUP heard even where the tests run under nohup."""
+    """`rloo-kit batch words` in its own process group; it hears SIGINT and SIGHUP even where the tests run in the
+    background or under nohup."""
+
+    def hear() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     return subprocess.Popen(
         [sys.executable, "-m", "rloo_kit.cli", "batch", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -77,7 +83,7 @@ def start_batch(*words: Any, **environment: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        preexec_fn=hear,
     )
 
 
