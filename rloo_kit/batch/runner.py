@@ -42,7 +42,7 @@ SAVE_TIMEOUT_S = 120.0  # time for an interrupted training run to finish its ste
 KERNEL_DIED = 138  # papermill's exit code for a dead kernel
 LONGEST_ERROR = 2000
 LONGEST_LINE = 200  # of an error in a line
-NEEDED = ("papermill", "ipykernel", "psutil")
+NEEDED = ("papermill", "ipykernel")
 
 
 @dataclass
@@ -189,11 +189,11 @@ class Runner:
         above = str(place.folder) + os.sep  # an earlier batch's runs may still be there
         end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks.get(BATCH_MARK) != self.batch_id)
         done = len(self.batch.runs) - len(waiting)
-        parts = [f"batch {self.batch.name}: {len(waiting)} run{'' if len(waiting) == 1 else 's'} to do"]
-        parts += [f"{done} done already"] * bool(done)
-        parts += [f"{self.batch.jobs} side by side"] * (self.batch.jobs > 1)
+        runs = "1 run" if len(waiting) == 1 else f"{len(waiting)} runs"
+        kept = f", {done} done already" if done else ""
+        side = f", {self.batch.jobs} side by side" if self.batch.jobs > 1 else ""
         left = f"; no longer in the file, left alone: {', '.join(place.left)}" if place.left else ""
-        self.print(f"{', '.join(parts)}; all in {place.folder}{left}")
+        self.print(f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {place.folder}{left}")
         # An enclosing batch does not end the watchdog before it has ended these runs.
         environment = {name: value for name, value in os.environ.items() if name not in (BATCH_MARK, RUN_MARK)}
         with Watchdog(BATCH_MARK, self.batch_id, environment):

@@ -190,25 +190,15 @@ class BatchDir:
     def save_batch(self, state: str, resume: str) -> None:
         """Replace `batch.json`: the state (running, finished, interrupted), the command that resumes it, the counts,
         and a summary of every run."""
-        write_json(
-            self.folder / "batch.json",
-            {
-                "name": self.batch.name,
-                "state": state,
-                "pid": os.getpid(),
-                "started": self.started,
-                "updated": now(),
-                "counts": count_states(self.statuses.values()),
-                "runs": [asdict(status) for status in self.statuses.values()],
-                "resume": hide_secrets(resume),
-            },
-        )
+        values = {"name": self.batch.name, "state": state, "pid": os.getpid(), "started": self.started}
+        values |= {"updated": now(), "counts": count_states(self.statuses.values())}
+        values |= {"runs": [asdict(status) for status in self.statuses.values()], "resume": hide_secrets(resume)}
+        write_json(self.folder / "batch.json", values)
 
     def close(self) -> None:
         """Release the folder; harmless a second time."""
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
 
     def __enter__(self) -> "BatchDir":
         return self

@@ -136,14 +136,12 @@ def one(notebook: str = "plain.ipynb", **parameters: object) -> dict[str, object
         ({}, "give a grid or runs"),
         ({"grid": {f"p{n}": list(range(9)) for n in range(9)}}, "387,420,489 runs; a batch has at most 1,000"),
         ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
-        ({"runs": [{"timeout_s": 0}]}, "runs.0.timeout_s: is 0; it must be above 0"),
         ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no file nowhere.ipynb; looked for"),
         ({"notebook": "configs/b.yaml", "runs": [{}]}, "b.yaml is not a notebook of format 4 (.ipynb)"),
         (one("tags.ipynb"), "tags.ipynb is not a notebook of format 4 (.ipynb): cells.0.metadata.tags: "),
         (one("python.ipynb"), "python.ipynb: the cell tagged parameters is not plain Python"),
         ({"notebook": None, "grid": {"seed": [1]}}, "notebook: missing"),
         ({"runs": [{"name": "../up"}]}, "runs.0.name: is '../up'; it becomes a folder"),
-        ({"runs": [{"name": "batch.json"}]}, "runs.0.name: is 'batch.json'"),
         ({"name": "a/b", "runs": [{}]}, "name: is 'a/b'; it becomes a folder"),
         ({"grid": {"seed": [0, 1]}, "runs": [{"name": "base"}]}, "plain-seed=0 and base are the same run"),
         (
@@ -154,16 +152,9 @@ def one(notebook: str = "plain.ipynb", **parameters: object) -> dict[str, object
         (one(seeed=1), "plain-seeed=1: seeed: plain.ipynb has no such parameter; did you mean seed?"),
         (one("bare.ipynb", seed=1), "bare.ipynb has no cell tagged parameters, so it takes no parameters"),
         (one("trains.ipynb", output_dir="x"), "output_dir is set by the batch: each run's training folder is"),
-        (one("trains.ipynb", resume=True), "resume is set by the batch: rloo-kit batch --resume sets it"),
-        (one("kit.ipynb", num_generation=4), "num_generation: unknown parameter; did you mean num_generations?"),
         (one("kit.ipynb", temperature=0.5), 'overrides = "rloo.temperature=..."'),
-        (one("kit.ipynb", num_generations=True), "num_generations: is True; it takes a whole number"),
         (one("kit.ipynb", num_generations=3), "num_generations=2 or num_generations=4"),
-        (one("kit.ipynb", overrides="rloo.bta=1"), "rloo.bta: unknown key; did you mean rloo.beta?"),
-        (
-            one("kit.ipynb", overrides="rewards.0.name=answer_rewrd"),
-            "rewards.0.name: there is no reward 'answer_rewrd'",
-        ),
+        (one("kit.ipynb", overrides="rewards.0.name=answer_rewrd"), "there is no reward 'answer_rewrd'"),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_starts(folder: Path, values: dict, message: str) -> None:
@@ -174,16 +165,13 @@ def test_what_is_wrong_is_named_before_anything_starts(folder: Path, values: dic
     assert str(caught.value).count(message) == 1
 
 
-def test_overrides(folder: Path) -> None:
-    """A fault on the command line must not be reported as one in the file."""
+def test_overrides_and_another_kind_of_file(folder: Path) -> None:
+    """A fault on the command line was reported as one in the file, and `rloo-kit train` on a batch file named twelve
+    missing keys, but not the command to use."""
     with pytest.raises(ConfigError, match="^override jobs=many: jobs: is 'many'"):
         load(folder, "jobs=many", runs=[{}])
     assert load(folder, "grid.seed=[4, 5]", "jobs=3", grid={"seed": [1]}).jobs == 3
     assert load(folder, notebook="kit.ipynb", grid={"beta": [0.0, 0.1]}).runs[1].parameters == {"beta": 0.1}
-
-
-def test_a_batch_and_a_run_are_told_apart() -> None:
-    """`rloo-kit train` on a batch file named twelve missing keys, but not the command to use."""
     with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml .* use: rloo-kit batch"):
         load_config(SHIPPED)
     with pytest.raises(ConfigError, match=r"use rloo-kit train"):
@@ -343,17 +331,19 @@ def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> 
     assert left == ["batch.yaml", "notes.txt", "own/status.json", "plain-seed=2/notes.txt"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[1]", "{", '{"name": "x", "notebook": "y", "state": "dead"}'],
-)
-def test_a_damaged_status_counts_as_none(content: str, folder: Path) -> None:
-    """A truncated status.json of one run, or a batch.json that is a list, ended `--resume` of the other runs."""
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"name": "x", "notebook": "y", "state": "dead"}'])
+def test_a_damaged_file_counts_as_none(content: str, folder: Path) -> None:
+    """A truncated status.json of one run, a batch.json that is a list, or `"accuracy": "high"` ended `--resume` of the
+    other runs."""
     batch = load(folder, grid={"seed": [1, 2]})
     leave_batch(batch, "done", "done")
     (batch.folder / batch.runs[0].name / "status.json").write_text(content)
+    training = batch.folder / batch.runs[1].name / "run"
+    training.mkdir()
+    (training / "after.json").write_text('{"accuracy": "high", "low": [], "greedy_accuracy": NaN, "mean_tokens": true}')
     with BatchDir.create(batch, resume=True) as place:
         assert [run.name for run in place.to_do()] == [batch.runs[0].name]
+        assert collect_rows(place)[1]["accuracy_after"] is collect_rows(place)[1]["tokens_after"] is None
     (batch.folder / "batch.json").write_text(content if '"state"' not in content else "[2]")
     with pytest.raises(RunNotFoundError, match="no batch to resume"):
         BatchDir.create(batch, resume=True)
@@ -380,9 +370,7 @@ def compared(folder: Path) -> BatchDir:
             (training / "before.json").write_text(json.dumps(evaluation(0.2, 10.0)))
             (training / "after.json").write_text(json.dumps(evaluation(accuracy, 20.0)))
             (training / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.625}\n')
-            (training / "status.json").write_text(
-                json.dumps({"state": "finished", "step": 2, "verdict": {"kind": "learnt"}})
-            )
+            (training / "status.json").write_text('{"state": "finished", "step": 2, "verdict": {"kind": "learnt"}}')
         (training / "report.html").write_text("the second one's")
         failed = list(place.statuses.values())[2]
         failed.state, failed.attempts = "failed", 1
@@ -395,14 +383,7 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monk
     monkeypatch.setenv("COLUMNS", "120")
     rows = collect_rows(compared)
     assert [row["parameters.seed"] for row in rows] == [1, 2, 3, 4]
-    second = {
-        "accuracy_before": 0.2,
-        "accuracy_after": 0.75,
-        "steps": 2,
-        "reward_last": 0.625,
-        "seconds": 75.0,
-        "verdict": "learnt",
-    }
+    second = {"accuracy_before": 0.2, "accuracy_after": 0.75, "steps": 2, "reward_last": 0.625, "verdict": "learnt"}
     assert second.items() <= rows[1].items()
     assert math.isclose(rows[1]["accuracy_low_after"], 0.65) and rows[1]["thinking_tokens_after"] == 20.0
     assert rows[3]["state"] == "waiting" and rows[3]["accuracy_after"] is None
@@ -417,6 +398,8 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monk
     assert html.count('<span class="right">learnt</span>') == 2
     assert 'href="trains-seed=2/run/report.html"' in html, "a report, where there is one, and no raw notebook"
     assert 'href="trains-seed=1/notebook.ipynb"' in html and "trains-seed=2/notebook.ipynb" not in html
+    assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
+    assert 'href="trains-seed=3/log.txt"' in html
 
 
 @pytest.mark.parametrize(("columns", "has_interval"), [(60, False), (80, True), (120, True)])
@@ -428,14 +411,6 @@ def test_the_comparison_follows_the_terminal(
     text = render_text(make_text_table(compared))
     assert max(map(len, text.splitlines())) <= columns
     assert "0.200 → 0.750" in text and "failed" in text and ("[0.650, 0.850]" in text) == has_interval
-
-
-def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:
-    """An error's text may come from a notebook's data: it is shown, not run; and the page opens without a network."""
-    html = write_comparison(compared)[0].read_text(encoding="utf-8")
-    assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
-    assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", html)
-    assert "prefers-color-scheme: dark" in html and 'href="trains-seed=3/log.txt"' in html
 
 
 @pytest.mark.parametrize("rewards", [(-1.2, -0.5), (-1.0, 2.0)])
@@ -478,28 +453,14 @@ from rloo_kit.batch.file import load_batch
 from rloo_kit.batch.runner import Runner
 from rloo_kit.batch.status import BatchDir
 with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place:
-    Runner(place, [], "").print("nobody reads this")
-    Runner(place, [], "").print("nor this")
-print("nor this")
+    for text in ("nobody reads this", "nor this"):
+        Runner(place, [], "").print(text)
 """
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_figures_that_are_no_numbers_are_left_out(folder: Path) -> None:
-    """`"accuracy": "high"` in one run's file ended the printing of the batch, and with it the batch."""
-    batch = load(folder, grid={"seed": [1]})
-    leave_batch(batch, "done")
-    training = batch.folder / batch.runs[0].name / "run"
-    training.mkdir()
-    (training / "after.json").write_text('{"accuracy": "high", "low": [], "greedy_accuracy": NaN, "mean_tokens": true}')
-    with BatchDir.create(batch, resume=True) as place:
-        (row,) = collect_rows(place)
-        assert row["accuracy_after"] is row["accuracy_low_after"] is row["tokens_after"] is None
-        write_comparison(place)
 
 
 def measure_again(place: BatchDir, values: dict[str, float], rewards: list[float]) -> None:
