@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,12 +26,7 @@ from rloo_kit.preflight.cheap import find_faults
 from rloo_kit.system.input_files import expand_user, find_input, from_here, is_file, places_of, working_folder
 from rloo_kit.system.problems import errors_of
 
-GIVEN = {
-    "run_name": "each run's training folder is <batch>/<run>/run",
-    "output_dir": "each run's training folder is <batch>/<run>/run",
-    "resume": "rloo-kit batch --resume sets it for each run",
-    "overwrite": "rloo-kit batch sets it for each run",
-}
+GIVEN = ("run_name", "output_dir", "resume", "overwrite")  # parameters that the batch sets for each run
 LONGEST_NAME = 100
 MOST_RUNS = 1000  # all are checked before the first one starts
 FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")  # in a batch's folder
@@ -129,8 +124,8 @@ class Batch:
 
     name: str
     folder: Path
-    runs: list[BatchRun] = field(default_factory=list)
-    jobs: int = 1
+    runs: list[BatchRun]
+    jobs: int
 
     def varying(self) -> list[str]:
         """The parameters that differ between runs, in order of appearance."""
@@ -139,11 +134,7 @@ class Batch:
 
     def to_yaml(self) -> str:
         """The batch with every run written out; `load_batch` restores the same runs from it."""
-        runs = [
-            {"name": run.name, "notebook": str(run.notebook.path), "parameters": run.parameters}
-            | ({"timeout_s": run.timeout_s} if run.timeout_s else {})
-            for run in self.runs
-        ]
+        runs = [asdict(run) | {"notebook": str(run.notebook.path)} for run in self.runs]
         return dump_yaml({"name": self.name, "output_dir": str(self.folder.parent), "jobs": self.jobs, "runs": runs})
 
 
@@ -262,8 +253,10 @@ def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
     notebook = run.notebook
     if run.parameters and notebook.cell is None:
         return [f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
-    if given := GIVEN.keys() & run.parameters.keys():
-        return [f"{name} is set by the batch: {GIVEN[name]}; remove it" for name in sorted(given)]
+    if given := [name for name in GIVEN if name in run.parameters]:
+        return [
+            f"{name} is set by the batch, which gives each run its folder and resumes it; remove it" for name in given
+        ]
     if not notebook.reads_parameters:
         unknown = [name for name in run.parameters if name not in notebook.declared]
         known = list(notebook.declared)
