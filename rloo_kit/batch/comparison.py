@@ -204,6 +204,8 @@ def make_text_table(place: BatchDir) -> TextTable:
         WORDS[lead][1]: [_other(row, lead) for row in rows],
         "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
     }
+    if columns[WORDS[lead][1]] == columns[WORDS[lead][0]]:  # a reward that is the accuracy
+        del columns[WORDS[lead][1]]
     columns = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
     widths = {title: max(map(len, [title, *cells])) for title, cells in columns.items()}
     widths["run"] = min(widths["run"], NAME_WIDTH)
