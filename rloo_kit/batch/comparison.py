@@ -29,6 +29,7 @@ ATTRIBUTES = {
 }
 # What may lead, in titles, and the other one.
 WORDS = {"accuracy": ("accuracy", "held-out reward"), "held_out_reward": ("reward", "accuracy")}
+KINDS = (("s0", "before"), ("s1", "after"))  # classes of the style for the bars
 NAME_WIDTH = 24  # columns for a name in the text table; longer names wrap
 LEFT_OUT = ("thinking tokens", "time", "after, 95 %")  # dropped in this order if the text table is too wide
 
@@ -41,8 +42,7 @@ def read_figures(training: RunDir) -> dict[str, Any]:
     for when in ("before", "after"):
         found = Evaluation.read(training / f"{when}.json")
         for name, measure in MEASURES.items():
-            one = None if found is None else found.measure(measure)
-            ends = (None, None, None) if one is None else one.ends
+            ends = (None, None, None) if found is None else found.ends(measure)
             figures |= {f"{name}{end}_{when}": value for end, value in zip(("", "_low", "_high"), ends, strict=True)}
         figures |= {f"{name}_{when}": getattr(found, attribute, None) for name, attribute in ATTRIBUTES.items()}
         figures[f"greedy_reward_{when}"] = None if found is None else found.value("greedy_reward")
@@ -70,30 +70,23 @@ def collect_rows(place: BatchDir) -> list[dict[str, Any]]:
 
 
 def write_comparison(place: BatchDir) -> list[Path]:
-    """Write `comparison.html` and `comparison.csv` into the batch's folder. Returns the files."""
+    """Write `comparison.html` (the states, a table with bars, the errors) and `comparison.csv` into the batch's folder.
+    Returns the files."""
     rows = collect_rows(place)
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return [
-        write_text(place.folder / "comparison.html", make_comparison(place, rows)),
-        write_text(place.folder / "comparison.csv", text.getvalue()),
-    ]
-
-
-def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
-    """The page: how many runs are done, the table with its bars, the errors."""
     counts = ", ".join(f"{count} {state}" for state, count in count_states(place.statuses.values()).items())
-    seconds = sum(row["seconds"] or 0 for row in rows)
+    seconds = format_duration(sum(row["seconds"] or 0 for row in rows))
     varying = place.batch.varying()
     common = [f"{name} = {value}" for name, value in place.batch.runs[0].parameters.items() if name not in varying]
-    return make_page(
+    page = make_page(
         "comparison.html.jinja",
         title=f"{place.batch.name} - batch of RLOO runs",
         heading=place.batch.name,
         summary=[
-            f"{len(rows)} runs: {counts}; {format_duration(seconds)} of running time in all.",
+            f"{len(rows)} runs: {counts}; {seconds} of running time in all.",
             *([f"Every run: {', '.join(common)}."] if common else []),
         ],
         tables=[("Every run", _every_run(place, rows), _legend(rows))],
@@ -110,10 +103,14 @@ def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
             if one.error
         ],
     )
+    return [
+        write_text(place.folder / "comparison.html", page),
+        write_text(place.folder / "comparison.csv", text.getvalue()),
+    ]
 
 
 def short_names(rows: list[dict[str, Any]]) -> list[str]:
-    """Names for a table or figure, without the notebook's name in front if they stay unique."""
+    """Names for a table, without the notebook's name in front if they stay unique."""
     names = [str(row["name"]) for row in rows]
     short = [name.removeprefix(f"{Path(row['notebook']).stem}-") for name, row in zip(names, rows, strict=True)]
     return short if len(set(short)) == len(names) else names
@@ -134,28 +131,26 @@ def _every_run(place: BatchDir, rows: list[dict[str, Any]]) -> Table:
             Cell(change(row, lead, ".3f", only=when), under=_bounds(row, lead, when).strip("-"))
             for when in ("before", "after")
         )
-        after.bar = _bar(row, rows, lead)
+        after.bar = draw_change(row, rows, lead)
         cells.append((
             Cell(name, under=", ".join(hidden), link=page if row["attempts"] else ""),
             *(Cell(said, tone=TONES.get(said, "")) for said in (row["state"], row["verdict"] or "-")),
             time, before, after, change(row, f"greedy_{word}", ".3f"), _other(row, lead),
-            Cell(change(row, "thinking_tokens", ".1f"), bar=_bar(row, rows, "thinking_tokens")),
+            Cell(change(row, "thinking_tokens", ".1f"), bar=draw_change(row, rows, "thinking_tokens")),
             change(row, "closed_share", ".3f"),
         ))  # fmt: skip
     head = ["run", "state", "verdict", "time", f"{word} before", f"{word} after"]
     return Table("Every run", [*head, f"greedy {word}", other, "thinking tokens", "closed"], cells)
 
 
-def _bar(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> list[tuple[str, ...]]:
-    """A figure before and after, on the scale of all runs."""
+def draw_change(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> list[tuple[str, ...]]:
+    """The bar of a figure before and after, on the scale of all runs."""
 
     def sides(row: dict[str, Any]) -> list[tuple[str, float, float | None, float | None]]:
-        found = []
-        for kind, when in (("s0", "before"), ("s1", "after")):
-            value, low, high = (row.get(f"{name}{end}_{when}") for end in ("", "_low", "_high"))
-            if value is not None:
-                found.append((kind, value, low, high))
-        return found
+        values: list[Any] = [
+            (kind, *(row.get(f"{name}{end}_{when}") for end in ("", "_low", "_high"))) for kind, when in KINDS
+        ]
+        return [(kind, value, low, high) for kind, value, low, high in values if value is not None]
 
     ends = [0.0, *(end for one in rows for _, *values in sides(one) for end in values if end is not None)]
     return draw_bar(sides(row), 1.0 if name == "accuracy" else max(ends), min(ends))
@@ -184,11 +179,11 @@ def _other(row: dict[str, Any], lead: str) -> str:
 
 
 def _legend(rows: list[dict[str, Any]]) -> str:
-    prompts = sorted({row[f"eval_prompts_{when}"] for row in rows for when in ("before", "after")} - {None})
+    prompts = {row[f"eval_prompts_{when}"] for row in rows for when in ("before", "after")} - {None}
     if not prompts:
         return ""
     word = WORDS[leading_figure(rows)][0].capitalize()
-    count = " to ".join(str(n) for n in sorted({prompts[0], prompts[-1]}))
+    count = " to ".join(map(str, sorted({min(prompts), max(prompts)})))
     return (
         f"{word} on {count} held-out prompts, sampled and greedy, with 95 % intervals. Thinking tokens are over "
         "completions that close their thinking; closed is their share. Before → after; in the bars, before is grey."
@@ -197,7 +192,6 @@ def _legend(rows: list[dict[str, Any]]) -> str:
 
 def make_text_table(place: BatchDir) -> TextTable:
     """The comparison for a terminal or a log, without figures that no run has."""
-    table = TextTable(title=f"batch {place.batch.name}", title_justify="left")
     rows = collect_rows(place)
     lead = leading_figure(rows)
     columns = {
@@ -210,22 +204,21 @@ def make_text_table(place: BatchDir) -> TextTable:
         WORDS[lead][1]: [_other(row, lead) for row in rows],
         "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
     }
-    shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    if columns[WORDS[lead][1]] == columns[WORDS[lead][0]]:  # a reward that is the accuracy
+        del columns[WORDS[lead][1]]
+    columns = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    widths = {title: max(map(len, [title, *cells])) for title, cells in columns.items()}
+    widths["run"] = min(widths["run"], NAME_WIDTH)
     for title in LEFT_OUT:  # if the terminal is narrow; comparison.csv has them
-        if _width(shown) > terminal_columns():
-            shown.pop(title, None)
-    for title in shown:
+        if sum(width + 3 for width in widths.values()) >= terminal_columns():
+            widths.pop(title, None)
+    table = TextTable(title=f"batch {place.batch.name}", title_justify="left")
+    for title in widths:
         is_word = title in ("run", "state", "verdict")
         table.add_column(title, overflow="fold", no_wrap=title != "run", justify="left" if is_word else "right")
-    for cells in zip(*shown.values(), strict=True):
+    for cells in zip(*(columns[title] for title in widths), strict=True):
         table.add_row(*map(Text, cells))
     return table
-
-
-def _width(shown: dict[str, list[str]]) -> int:
-    """The table's width in columns, with wrapped names."""
-    widest = {title: max(map(len, [title, *cells])) for title, cells in shown.items()}
-    return sum(widest.values()) - widest["run"] + min(widest["run"], NAME_WIDTH) + 3 * len(shown) + 1
 
 
 def _bounds(row: dict[str, Any], name: str, when: str = "after") -> str:

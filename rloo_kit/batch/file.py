@@ -8,11 +8,11 @@ import itertools
 import math
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rloo_kit.batch.notebooks import TAG, Notebook, read_notebook
 from rloo_kit.config.messages import explain_errors, suggest
@@ -26,74 +26,19 @@ from rloo_kit.preflight.cheap import find_faults
 from rloo_kit.system.input_files import expand_user, find_input, from_here, is_file, places_of, working_folder
 from rloo_kit.system.problems import errors_of
 
-GIVEN = {
-    "run_name": "each run's training folder is <batch>/<run>/run",
-    "output_dir": "each run's training folder is <batch>/<run>/run",
-    "resume": "rloo-kit batch --resume sets it for each run",
-    "overwrite": "rloo-kit batch sets it for each run",
-}
+GIVEN = ("run_name", "output_dir", "resume", "overwrite")  # parameters that the batch sets for each run
 LONGEST_NAME = 100
 MOST_RUNS = 1000  # all are checked before the first one starts
 FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")  # in a batch's folder
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*")
-Seconds = Annotated[float, Field(gt=0)]
 
 
-class RunEntry(Section):
-    """An entry of `runs`: a single run and what it changes."""
-
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-    name: str | None = Field(default=None, min_length=1, description="its folder; null: named after its parameters")
-    notebook: str | None = Field(default=None, min_length=1, description="null: the batch's")
-    parameters: dict[str, Any] = Field(default_factory=dict, description="override the common ones")
-    timeout_s: Seconds | None = Field(default=None, description="null: the batch's")
-
-
-class BatchFile(Section):
-    """The keys of a batch file."""
-
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-    name: str | None = Field(default=None, min_length=1, description="the batch's name; null: the file's stem")
-    output_dir: str = Field(default="outputs", min_length=1, description="the batch's folder is output_dir/name")
-    notebook: str | None = Field(default=None, min_length=1, description="of every run that does not name one")
-    parameters: dict[str, Any] = Field(default_factory=dict, description="of every run")
-    grid: dict[str, Any] = Field(default_factory=dict, description="parameter -> values; every combination is a run")
-    runs: list[RunEntry] = Field(default_factory=list, description="single runs")
-    timeout_s: Seconds | None = Field(default=None, description="a run that takes longer is killed; null: no limit")
-    jobs: Count = Field(default=1, description="concurrent runs")
-
-    @model_validator(mode="after")
-    def _check_runs(self) -> "BatchFile":
-        problems = [
-            f"grid.{name}: is {excerpt(values)}; it takes a list with at least one value"
-            for name, values in self.grid.items()
-            if not isinstance(values, list) or not values
-        ]
-        groups = {"parameters": self.parameters, "grid": self.grid}
-        groups |= {f"runs.{index}.parameters": entry.parameters for index, entry in enumerate(self.runs)}
-        problems += [
-            f"{group}.{name}: is {excerpt(value)}; it takes text, finite numbers, true, false, null and lists of these"
-            for group, values in groups.items()
-            for name, value in values.items()
-            if not _is_plain(value)
-        ]
-        if self.notebook is None:
-            problems += ["notebook: required by grid, but missing; add it to the file"] if self.grid else []
-            problems += [
-                f"runs.{index}.notebook: required, but missing; add it, or a notebook for the whole batch"
-                for index, entry in enumerate(self.runs)
-                if entry.notebook is None
-            ]
-        if not self.grid and not self.runs:
-            problems.append("there is nothing to run; give a grid or runs")
-        runs = len(self.runs)
-        if self.grid and not problems:
-            runs += math.prod(len(values) for values in self.grid.values())
-        if runs > MOST_RUNS:
-            problems.append(f"grid and runs give {runs:,} runs; a batch has at most {MOST_RUNS:,}: split it")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*", name) or len(name) > LONGEST_NAME or name in FILES:
+        raise ValueError(
+            f"is {excerpt(name)}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second "
+            f"character on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
+        )
+    return name
 
 
 def _is_plain(value: Any) -> bool:
@@ -101,6 +46,57 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+File = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class RunEntry(Section):
+    """An entry of `runs`: a single run and what it changes; null: as the batch's. Without a name it is named after its
+    parameters."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    name: Name | None = None
+    notebook: File | None = None
+    parameters: dict[str, Any] = {}
+    timeout_s: Seconds | None = None
+
+
+class BatchFile(Section):
+    """The keys of a batch file; docs/batch.md explains them."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    name: Name
+    output_dir: File = "outputs"
+    notebook: File | None = None
+    parameters: dict[str, Any] = {}
+    grid: dict[str, Any] = {}
+    runs: list[RunEntry] = []
+    timeout_s: Seconds | None = None
+    jobs: Count = 1
+
+    @model_validator(mode="after")
+    def _check_runs(self) -> "BatchFile":
+        for name, values in self.grid.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"grid.{name}: is {excerpt(values)}; it takes a list with at least one value")
+        given = {"parameters": self.parameters, "grid": self.grid}
+        given |= {f"runs.{index}.parameters": entry.parameters for index, entry in enumerate(self.runs)}
+        for key, parameters in given.items():
+            for name, value in parameters.items():
+                if not _is_plain(value):
+                    plain = "text, finite numbers, true, false, null and lists of these"
+                    raise ValueError(f"{key}.{name}: is {excerpt(value)}; it takes {plain}")
+        runs = len(self.runs) + (math.prod(map(len, self.grid.values())) if self.grid else 0)
+        if not runs:
+            raise ValueError("there is nothing to run; give a grid or runs")
+        if runs > MOST_RUNS:
+            raise ValueError(f"grid and runs give {runs:,} runs; a batch has at most {MOST_RUNS:,}: split it")
+        if self.notebook is None and (self.grid or any(entry.notebook is None for entry in self.runs)):
+            raise ValueError("notebook: missing, but the grid and runs without one of their own need it; add it")
+        return self
 
 
 @dataclass(frozen=True)
@@ -128,8 +124,8 @@ class Batch:
 
     name: str
     folder: Path
-    runs: list[BatchRun] = field(default_factory=list)
-    jobs: int = 1
+    runs: list[BatchRun]
+    jobs: int
 
     def varying(self) -> list[str]:
         """The parameters that differ between runs, in order of appearance."""
@@ -138,11 +134,7 @@ class Batch:
 
     def to_yaml(self) -> str:
         """The batch with every run written out; `load_batch` restores the same runs from it."""
-        runs = [
-            {"name": run.name, "notebook": str(run.notebook.path), "parameters": run.parameters}
-            | ({"timeout_s": run.timeout_s} if run.timeout_s else {})
-            for run in self.runs
-        ]
+        runs = [asdict(run) | {"notebook": str(run.notebook.path)} for run in self.runs]
         return dump_yaml({"name": self.name, "output_dir": str(self.folder.parent), "jobs": self.jobs, "runs": runs})
 
 
@@ -166,28 +158,28 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
             "reads it in a batch file such as configs/batch_arithmetic.yaml"
         )
     changed: dict[Key, str] = {apply_override(values, override): override for override in overrides}
+    if values.get("name") is None:
+        values["name"] = path.stem
     try:
         file = BatchFile.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, BatchFile, path, lines, changed)) from None
-    name = file.name or path.stem
     output_dir = working_folder() / expand_user(file.output_dir, f"{path}: output_dir")
-    batch = Batch(name, output_dir.absolute() / name, jobs=file.jobs)
-    problems = [] if _NAME.fullmatch(name) else [_refuse_name("name", name)]
-    batch.runs = _list_runs(file, path.parent, problems)
-    problems += _find_duplicates(batch.runs)
-    if not problems:
-        problems = _find_parameter_problems(batch.runs)
+    runs, problems = _list_runs(file, path.parent)
+    problems += _find_duplicates(runs)
+    problems = problems or _find_parameter_problems(runs)
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
-    return batch
+    return Batch(file.name, output_dir.absolute() / file.name, runs, file.jobs)
 
 
-def _list_runs(file: BatchFile, next_to: Path, problems: list[str]) -> list[BatchRun]:
-    """The runs of the grid, then the single ones; appends faults to `problems`. `next_to`: the file's folder."""
+def _list_runs(file: BatchFile, next_to: Path) -> tuple[list[BatchRun], list[str]]:
+    """The runs of the grid, then the single ones; and what is wrong with their notebooks. `next_to`: the file's
+    folder."""
     combinations = itertools.product(*file.grid.values()) if file.grid else ()
     entries = [RunEntry(parameters=dict(zip(file.grid, values, strict=True))) for values in combinations]
     runs: list[BatchRun] = []
+    problems: list[str] = []
     notebooks: dict[str, Notebook] = {}
     for index, entry in enumerate([*entries, *file.runs], start=-len(entries)):
         wanted = str(entry.notebook or file.notebook)
@@ -197,15 +189,13 @@ def _list_runs(file: BatchFile, next_to: Path, problems: list[str]) -> list[Batc
         except ConfigError as error:
             problems.append(f"runs.{index}.notebook: {error}" if entry.notebook else f"notebook: {error}")
             continue
-        name = entry.name or make_name(notebooks[wanted].path.stem, entry.parameters)
-        if entry.name and (not _NAME.fullmatch(name) or name in FILES or len(name) > LONGEST_NAME):
-            problems.append(_refuse_name(f"runs.{index}.name", name))
         parameters = {**file.parameters, **entry.parameters}
         config = parameters.get("config")
         if isinstance(config, str) and not any(map(is_file, places_of(config, "config"))) and is_file(next_to / config):
             parameters["config"] = str((next_to / config).absolute())
+        name = entry.name or make_name(notebooks[wanted].path.stem, entry.parameters)
         runs.append(BatchRun(name, notebooks[wanted], parameters, entry.timeout_s or file.timeout_s))
-    return runs
+    return runs, problems
 
 
 def make_name(stem: str, parameters: dict[str, Any]) -> str:
@@ -214,43 +204,33 @@ def make_name(stem: str, parameters: dict[str, Any]) -> str:
     >>> make_name("arithmetic", {"num_generations": 4, "seed": 0})
     'arithmetic-num_generations=4-seed=0'
     """
-    parts = [stem, *(f"{name}={_plain(value)}" for name, value in parameters.items())]
+
+    def plain(value: Any) -> str:  # 0.002, true, none, 64,128
+        if isinstance(value, list):
+            return ",".join(map(plain, value))
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    parts = [stem, *(f"{name}={plain(value)}" for name, value in parameters.items())]
     name = "-".join(re.sub(r"[^A-Za-z0-9_.,=+-]+", "_", part) for part in parts).lstrip(".-")
     if len(name) <= LONGEST_NAME:
         return name
     return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def _plain(value: Any) -> str:
-    """A value as part of a name: 0.002, true, none, 64,128."""
-    if isinstance(value, list):
-        return ",".join(map(_plain, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def _refuse_name(key: str, name: str) -> str:
-    return (
-        f"{key}: is {excerpt(name)}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second "
-        f"character on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
-    )
-
-
 def _find_duplicates(runs: list[BatchRun]) -> list[str]:
     """Runs with the same name, and runs with the same effect."""
     problems = []
     names: set[str] = set()
-    contents: dict[str, BatchRun] = {}
+    contents: dict[str, str] = {}
     for run in runs:
-        content = repr((run.notebook.path, sorted((name, repr(value)) for name, value in run.resolved.items())))
+        content = repr((run.notebook.path, sorted(run.resolved.items())))
         if content in contents:
             given = ", ".join(f"{name}={excerpt(value)}" for name, value in run.parameters.items()) or "no parameters"
-            problems.append(
-                f"{contents[content].name} and {run.name} are the same run ({run.notebook.path.name} with {given}); "
-                "remove one of them"
-            )
+            same = f"{contents[content]} and {run.name} are the same run"
+            problems.append(f"{same} ({run.notebook.path.name} with {given}); remove one of them")
         elif run.name.casefold() in names:
             problems.append(f"two runs are called {run.name}; give one another name (runs.N.name)")
-        contents.setdefault(content, run)
+        contents.setdefault(content, run.name)
         names.add(run.name.casefold())
     return problems
 
@@ -262,10 +242,8 @@ def _find_parameter_problems(runs: list[BatchRun]) -> list[str]:
     for run in runs:
         for problem in _check_parameters(run, looked):
             having.setdefault(problem, []).append(run.name)
-    return [
-        f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}: {problem}"
-        for problem, names in having.items()
-    ]
+    more = {problem: f" (and {len(names) - 1} more)" if len(names) > 1 else "" for problem, names in having.items()}
+    return [f"{names[0]}{more[problem]}: {problem}" for problem, names in having.items()]
 
 
 def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
@@ -273,23 +251,21 @@ def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
     `read_parameters`, also values that it or the configuration refuses, and faults of model, data and rewards. `looked`
     caches these by the sections that determine them."""
     notebook = run.notebook
-    problems = [f"{name} is set by the batch: {GIVEN[name]}; remove it" for name in GIVEN if name in run.parameters]
     if run.parameters and notebook.cell is None:
-        return [*problems, f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
-    if problems:
-        return problems
-    if not notebook.reads_parameters:
+        return [f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
+    if given := [name for name in GIVEN if name in run.parameters]:
         return [
-            f"{name}: {notebook.path.name} has no such parameter{suggest(name, list(notebook.declared))}"
-            for name in run.parameters
-            if name not in notebook.declared
+            f"{name} is set by the batch, which gives each run its folder and resumes it; remove it" for name in given
         ]
+    if not notebook.reads_parameters:
+        unknown = [name for name in run.parameters if name not in notebook.declared]
+        known = list(notebook.declared)
+        return [f"{name}: {notebook.path.name} has no such parameter{suggest(name, known)}" for name in unknown]
     added = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in run.parameters.items())])
-    namespace = {**run.resolved, "In": ["", notebook.cell or "", added]}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the run itself warns, in its notebook
-            parameters = read_parameters(namespace)
+            parameters = read_parameters({**run.resolved, "In": ["", notebook.cell or "", added]})
             found = load_config(parameters.config, *parameters.overrides)
             key = repr([found.model, found.data, found.rewards])
             if key not in looked:
@@ -297,4 +273,3 @@ def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
             return looked[key]
     except ConfigError as error:
         return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()
-    return []

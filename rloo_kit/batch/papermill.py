@@ -7,7 +7,7 @@ system never assigns ports below its own range.
 
 import random
 import socket
-from itertools import islice
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,14 @@ TRIES = 200
 
 def choose_ports(number: int) -> list[int]:
     """At most `number` free loopback ports outside the range that the system assigns."""
-    try:
-        end = int(GIVEN_OUT.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        end = USUAL_FIRST
+    end = int(GIVEN_OUT.read_text().split()[0]) if GIVEN_OUT.exists() else USUAL_FIRST
     choice = range(FIRST_PORT, max(end, FIRST_PORT))
-    tried = random.SystemRandom().sample(choice, min(TRIES, len(choice)))
-    return list(islice(filter(_is_free, tried), number))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as tried:
-        try:
+    free: list[int] = []
+    for port in random.SystemRandom().sample(choice, min(TRIES, len(choice))):
+        with socket.socket() as tried, suppress(OSError):
             tried.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+            free.append(port)
+    return free[:number]
 
 
 def main() -> None:

@@ -1,35 +1,48 @@
-"""Runs a batch in a single loop: starts, watches, ends, records and compares its runs.
+"""Runs a batch in a single loop: starts, watches, ends, records and compares its runs, with a line per change.
 
-Signals only set a flag that the loop reads, so a Ctrl-C during a save breaks nothing.
+A kernel has its own session, so a run's processes are found by a mark in their environment, which children inherit.
+Signals are only noted, for the loop to read, so a Ctrl-C during a save breaks nothing.
 """
 
 import importlib.util
+import os
 import shutil
 import signal
-import threading
+import subprocess
+import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from rloo_kit.batch.comparison import make_text_table, write_comparison
+import psutil
+import yaml
+
+from rloo_kit.batch.comparison import WORDS, change, leading_figure, make_text_table, read_figures, write_comparison
 from rloo_kit.batch.file import Batch, BatchRun
-from rloo_kit.batch.notebooks import find_error
-from rloo_kit.batch.process import KERNEL_DIED, RunProcess, end_left_over, last_line, make_watchdog, papermill_command
-from rloo_kit.batch.progress import BatchDisplay, first_line
-from rloo_kit.batch.status import BatchDir, RunStatus
-from rloo_kit.errors import SetupError
+from rloo_kit.batch.notebooks import ANSI, find_error
+from rloo_kit.batch.status import BatchDir, RunStatus, State, count_states
+from rloo_kit.errors import SetupError, shorten
 from rloo_kit.runs.checkpoints import STEM
 from rloo_kit.runs.files import now
-from rloo_kit.system.console import render_text
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import format_seconds, render_text
 from rloo_kit.system.input_files import working_folder
+from rloo_kit.system.marked import END_TIMEOUT_S, Watchdog, end_marked
+from rloo_kit.system.signals import ENDING, handle_signals
 
+BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # id of the batch process; folder of the run
+OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # set in a notebook that starts the batch
 POLL_S = 0.2
+KERNEL_GONE_S = 60.0  # time for papermill to save and end after its kernel is gone
+EVERY_S = 30.0  # between two lines about the active runs
 SAVE_TIMEOUT_S = 120.0  # time for an interrupted training run to finish its step and save a checkpoint
+KERNEL_DIED = 138  # papermill's exit code for a dead kernel
 LONGEST_ERROR = 2000
-NEEDED = ("papermill", "ipykernel", "psutil")
+LONGEST_LINE = 200  # of an error in a line
+NEEDED = ("papermill", "ipykernel")
 
 
 @dataclass
@@ -47,13 +60,9 @@ class BatchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "folder": str(self.folder),
-            "interrupted": self.interrupted,
-            "not_done": self.not_done,
-            "runs": [asdict(status) for status in self.statuses],
-            "files": [str(path) for path in self.files],
-        }
+        values = asdict(self)
+        runs, files = values.pop("statuses"), [str(path) for path in self.files]
+        return values | {"folder": str(self.folder), "not_done": self.not_done, "runs": runs, "files": files}
 
     @property
     def not_done(self) -> int:
@@ -75,184 +84,199 @@ def run_batch(
         RunExistsError, RunNotFoundError, ConfigError, SetupError: see `BatchDir.create`. SetupError also if papermill
             is missing.
     """
-    check_packages()
-    with Signals() as signals, BatchDir.create(batch, resume=resume, overwrite=overwrite) as place:
-        return _BatchRun(place, signals, command).run_to_end()
-
-
-def check_packages() -> None:
-    """Refuse to start without the packages that run a notebook."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise SetupError(f"a batch needs {', '.join(missing)}; install with: pip install 'rloo-kit[notebook]'")
     if not hasattr(signal, "SIGKILL"):
         raise SetupError("a batch needs the signals of Linux and macOS; on Windows run it in WSL")
+    signals: list[signal.Signals] = []
+    with (
+        handle_signals(ENDING, signals.append),
+        BatchDir.create(batch, resume=resume, overwrite=overwrite) as place,
+    ):
+        return Runner(place, signals, command).run()
 
 
-class Signals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP (`count`, `name` of the first) instead of raising; a context manager for the
-    main thread. Signals that the process ignores (nohup, a background job of a script) stay ignored."""
+class RunProcess:
+    """A started run, whose output goes to `log.txt` in its folder.
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.name = ""
-        self._previous: dict[signal.Signals, Any] = {}
+    Attributes:
+        pid: papermill's. begun: `time.monotonic()` of the start.
+    """
 
-    def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._handle)
-        return self
+    def __init__(self, run: BatchRun, folder: Path, parameters: dict[str, Any], batch_id: str):
+        self.run, self.folder = run, folder
+        self.begun = time.monotonic()
+        environment = {name: value for name, value in os.environ.items() if name not in OF_A_KERNEL}
+        environment |= {BATCH_MARK: batch_id, RUN_MARK: str(folder)}
+        with open(folder / "log.txt", "ab") as log:
+            log.write(f"=== started {now()}\n".encode())
+            log.flush()
+            self._log_start = log.tell()  # an earlier attempt's output is above
+            self._popen = subprocess.Popen(
+                papermill_command(run.notebook.path, folder, parameters),
+                stdin=subprocess.DEVNULL,  # papermill reads a notebook from a pipe
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=working_folder().absolute(),
+                env=environment,
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+        self._kernel_seen: float | None = None  # when it was last alive
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def poll(self) -> int | None:
+        """papermill's exit code; None while it runs."""
+        return self._popen.poll()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+    def hangs(self) -> bool:
+        """Whether papermill still runs long after its kernel is gone."""
+        with suppress(psutil.Error):
+            children = psutil.Process(self.pid).children()
+            if any(child.status() != psutil.STATUS_ZOMBIE for child in children):
+                self._kernel_seen = time.monotonic()
+        return self._kernel_seen is not None and time.monotonic() - self._kernel_seen > KERNEL_GONE_S
+
+    def interrupt(self, pid: int) -> bool:
+        """Send SIGINT, as Ctrl-C does, to process `pid` if it belongs to the run; returns whether it does."""
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.environ().get(RUN_MARK) == str(self.folder):
+                process.send_signal(signal.SIGINT)
+                return True
+        return False
+
+    def end(self) -> list[int]:
+        """Kill every process of the run that is still alive. Returns the ids of those that did not end."""
+        self._popen.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(END_TIMEOUT_S)  # before psutil, whose wait would consume the exit code
+        return end_marked(lambda marks: marks.get(RUN_MARK) == str(self.folder))
+
+    def last_line(self) -> str | None:
+        """The last non-blank line of its output; None without one."""
+        lines: list[str] = []
+        with suppress(OSError), open(self.folder / "log.txt", "rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 20_000))
+            lines = log.read().decode("utf-8", "replace").splitlines()
+        return next(filter(None, (ANSI.sub("", line).strip() for line in reversed(lines))), None)
 
 
-@dataclass
-class _Active:
-    """A run in progress."""
+def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) -> list[str]:
+    """The command that runs `notebook` in this interpreter's kernel; also writes `parameters` to `parameters.yaml` in
+    `folder`."""
+    file = folder / "parameters.yaml"
+    # Not dump_yaml: papermill reads YAML 1.1, where 1e-06 is a string and 1.0e-06 a number.
+    file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
+    options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
+    return [sys.executable, "-m", "rloo_kit.batch.papermill", *paths, *options]
 
-    run: BatchRun
-    status: RunStatus
-    process: RunProcess
-    begun: float  # time.monotonic()
-    seconds_before: float
 
+class Runner:
+    """One call of `run_batch` in an open folder; `signals` fills up while it runs."""
 
-class _BatchRun:
-    """One call of `run_batch` in an open folder."""
-
-    def __init__(self, place: BatchDir, signals: Signals, command: str):
+    def __init__(self, place: BatchDir, signals: list[signal.Signals], command: str):
         self.batch, self.place, self.signals, self.command = place.batch, place, signals, command
-        self.active: list[_Active] = []
+        self.active: list[RunProcess] = []
         self.batch_id = uuid.uuid4().hex
-        self.watchdog = make_watchdog(self.batch_id)
-        self.progress = BatchDisplay(place)
+        self._printed_at = time.monotonic()
 
-    def run_to_end(self) -> BatchResult:
-        waiting = self.place.to_do()
+    def run(self) -> BatchResult:
+        place, waiting = self.place, self.place.to_do()
         for run in waiting:
-            self.place.save(self.place.statuses[run.name])
-        end_left_over(self.place.folder, self.batch_id)
-        self.progress.print(self._describe_start(waiting))
-        with self.watchdog:
-            self.place.save_batch("running", resume=self.command)
+            place.save(place.statuses[run.name])
+        above = str(place.folder) + os.sep  # an earlier batch's runs may still be there
+        end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks.get(BATCH_MARK) != self.batch_id)
+        done = len(self.batch.runs) - len(waiting)
+        runs = "1 run" if len(waiting) == 1 else f"{len(waiting)} runs"
+        kept = f", {done} done already" if done else ""
+        side = f", {self.batch.jobs} side by side" if self.batch.jobs > 1 else ""
+        left = f"; no longer in the file, left alone: {', '.join(place.left)}" if place.left else ""
+        self.print(f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {place.folder}{left}")
+        # An enclosing batch does not end the watchdog before it has ended these runs.
+        environment = {name: value for name, value in os.environ.items() if name not in (BATCH_MARK, RUN_MARK)}
+        with Watchdog(BATCH_MARK, self.batch_id, environment):
+            place.save_batch("running", resume=self.command)
             try:
-                while (waiting or self.active) and not self.signals.count:
+                while (waiting or self.active) and not self.signals:
                     while waiting and len(self.active) < self.batch.jobs:
                         self._start(waiting.pop(0))
                     self._look()
-                    self.progress.show()
+                    self._print_progress()
                     time.sleep(POLL_S)
-                if self.signals.count:
+                if self.signals:
                     self._interrupt()
             finally:  # so that a bug or a full disk leaves no process behind
-                for active in list(self.active):
-                    active.process.end()
-        interrupted = self.signals.count > 0 and bool(self.place.to_do())
+                for process in self.active:
+                    process.end()
+        left_to_do = place.to_do()
+        interrupted = bool(self.signals and left_to_do)
         files = self._compare()
-        self.place.save_batch("interrupted" if interrupted else "finished", resume=self.command)
-        self._print_end(files)
-        return BatchResult(self.place.folder, list(self.place.statuses.values()), interrupted, files)
-
-    def _describe_start(self, waiting: list[BatchRun]) -> str:
-        done = len(self.batch.runs) - len(waiting)
-        left = f"; no longer in the file, left alone: {', '.join(self.place.left)}" if self.place.left else ""
-        side = f", {self.batch.jobs} side by side" if self.batch.jobs > 1 else ""
-        kept = f", {done} done already" if done else ""
-        runs = "1 run" if len(waiting) == 1 else f"{len(waiting)} runs"
-        return f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {self.place.folder}{left}"
-
-    def _print_end(self, files: list[Path]) -> None:
-        self.progress.print(render_text(make_text_table(self.place)))
-        for status in self.place.statuses.values():
-            if status.error and status.attempts:
-                log = self.place.run_folder(status.name) / "log.txt"
-                self.progress.print(f"{status.name}: {status.state}: {first_line(status.error)}; log: {log}")
+        place.save_batch("interrupted" if interrupted else "finished", resume=self.command)
+        self.print(render_text(make_text_table(place)))
         for path in files:
-            self.progress.print(f"comparison: {path}")
-        left = self.place.to_do()
-        if left:
-            self.progress.print(f"not done: {len(left)} of {len(self.batch.runs)} runs; to go on: {self.command}")
+            self.print(f"comparison: {path}")
+        if left_to_do:
+            self.print(f"not done: {len(left_to_do)} of {len(self.batch.runs)} runs; to go on: {self.command}")
+        return BatchResult(place.folder, list(place.statuses.values()), interrupted, files)
 
     # ------------------------------------------------------------------------------------------------ one run
 
     def _start(self, run: BatchRun) -> None:
-        place, status = self.place, self.place.statuses[run.name]
-        folder = place.run_folder(run.name)
-        saved = any((place.training(run.name) / "checkpoints").glob(f"{STEM}*"))  # the run itself refuses a damaged one
+        status, folder, training = self.place.statuses[run.name], self.place.folder / run.name, self._training(run)
+        saved = any((training / "checkpoints").glob(f"{STEM}*"))  # the run itself refuses a damaged one
         resumes = "resume" in run.notebook.declared and saved
         if not resumes:
-            shutil.rmtree(place.training(run.name).folder, ignore_errors=True)  # it starts over
+            shutil.rmtree(training.folder, ignore_errors=True)  # it starts over
             status.seconds = 0.0
         (folder / "notebook.ipynb").unlink(missing_ok=True)  # of an earlier attempt
-        command = papermill_command(run.notebook.path, folder, self._parameters(run, resumes))
+        own = {"run_name": training.folder.name, "output_dir": str(folder), "resume": resumes, "overwrite": not resumes}
+        own = {name: value for name, value in own.items() if name in run.notebook.declared}
+        process = RunProcess(run, folder, run.parameters | own, self.batch_id)
+        self.active.append(process)
         status.attempts += 1
-        status.state, status.error, status.exit_code = "running", None, None
+        status.state, status.error, status.exit_code, status.pid = "running", None, None, process.pid
         status.started, status.ended = now(), None
-        log = folder / "log.txt"
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(f"{'' if status.attempts == 1 else chr(10)}=== attempt {status.attempts}, {status.started}\n")
-        process = RunProcess(command, folder, log, working_folder().absolute(), self.batch_id)
-        self.active.append(_Active(run, status, process, time.monotonic(), status.seconds))
-        status.pid = process.pid
         self._record(status)
-
-    def _parameters(self, run: BatchRun, resumes: bool) -> dict[str, Any]:
-        """The parameters for papermill: the file's, and those that the batch sets and the notebook declares."""
-        own = {
-            "run_name": "run",
-            "output_dir": str(self.place.run_folder(run.name)),
-            "resume": resumes,
-            "overwrite": not resumes,
-        }
-        return run.parameters | {name: value for name, value in own.items() if name in run.notebook.declared}
 
     def _look(self) -> None:
         """Conclude runs that have ended, and kill those that take too long or hang."""
-        for active in list(self.active):
-            code = active.process.poll()
-            limit = active.run.timeout_s
-            if code is not None:
-                self._conclude(active, *self._judge(active, code))
-            elif limit is not None and time.monotonic() - active.begun > limit:
-                self._conclude(active, "killed", f"took longer than timeout_s={limit:g}")
-            elif active.process.hangs():
-                self._conclude(active, "killed", "the kernel is gone, and papermill hung")
+        for process in list(self.active):
+            limit = process.run.timeout_s
+            if process.poll() is not None:
+                self._conclude(process, *self._judge(process))
+            elif limit is not None and time.monotonic() - process.begun > limit:
+                self._conclude(process, "killed", f"took longer than timeout_s={limit:g}")
+            elif process.hangs():
+                self._conclude(process, "killed", "the kernel is gone, and papermill hung")
 
-    def _judge(self, active: _Active, code: int) -> tuple[str, str | None]:
-        """State and error of a run whose papermill process ended with `code`."""
-        folder = self.place.run_folder(active.run.name)
+    def _judge(self, process: RunProcess) -> tuple[State, str | None]:
+        """State and error of a run whose papermill process has ended."""
+        code = process.poll() or 0
         if code < 0:
             return "killed", f"papermill was ended by {signal.Signals(-code).name}"
         if code == KERNEL_DIED:
             return "killed", "the kernel died; the system ends it with SIGKILL when memory runs out"
         if code:
-            error = find_error(folder / "notebook.ipynb") or last_line(folder / "log.txt", active.process.log_start)
+            error = find_error(process.folder / "notebook.ipynb") or process.last_line()
             return "failed", error or f"papermill ended with exit code {code}"
-        training = self._training(active).get("state")
-        if training == "finished" or (training is None and not active.run.notebook.trains):
+        training = self._training(process.run).status().get("state")
+        if training == "finished" or (training is None and not process.run.notebook.trains):
             return "done", None
         found = f"its training run is '{training}'" if training else "it left no training run"
         return "failed", f"the notebook ended cleanly, but {found} (run/status.json)"
 
-    def _conclude(self, active: _Active, state: str, error: str | None) -> None:
+    def _conclude(self, process: RunProcess, state: State, error: str | None) -> None:
         """Kill the remaining processes of a run, and record how it ended."""
-        left = active.process.end()
-        self.active.remove(active)
-        status = active.status
-        status.state, status.exit_code = state, active.process.poll()
+        left = process.end()
+        self.active.remove(process)
+        status = self.place.statuses[process.run.name]
+        status.state, status.exit_code, status.ended = state, process.poll(), now()
         status.error = error[:LONGEST_ERROR] if error else None
         if left:
             status.error = f"{error or state}; processes that did not end: {', '.join(map(str, left))}"
-        status.ended = now()
-        status.seconds = round(active.seconds_before + time.monotonic() - active.begun, 1)
+        status.seconds = round(status.seconds + time.monotonic() - process.begun, 1)
         self._record(status)
         self._compare()
 
@@ -260,40 +284,81 @@ class _BatchRun:
         try:
             return write_comparison(self.place)
         except Exception as error:  # the files may come from any notebook; a figure must not end a batch
-            self.progress.print(f"the comparison could not be written: {type(error).__name__}: {error}")
+            self.print(f"the comparison could not be written: {type(error).__name__}: {error}")
             return []
 
     def _record(self, status: RunStatus) -> None:
         self.place.save(status)
         self.place.save_batch("running", resume=self.command)
-        self.progress.report(status)
+        self.print_change(status)
 
-    # ------------------------------------------------------------------------------------------------ signals
+    def _training(self, run: BatchRun) -> RunDir:
+        return self.place.training(run.name)
 
     def _interrupt(self) -> None:
         """Let training runs save a checkpoint, then end everything; a second signal ends everything at once."""
-        asked = [active for active in self.active if self._ask_to_save(active)]
+
+        def is_saving(process: RunProcess) -> bool:
+            return process.poll() is None and self._training(process.run).status().get("state") == "running"
+
+        asked = []  # an interrupted training run finishes its step and saves
+        for process in filter(is_saving, self.active):
+            if process.interrupt(int(self._training(process.run).status().get("pid", 0))):
+                asked.append(process)
+        name = self.signals[0].name.replace("SIGINT", "Ctrl-C")
         many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
         ending = f"{many} a checkpoint first; a second signal ends everything at once" if asked else "ending the runs"
-        self.progress.print(f"{self.signals.name}: {ending}")
+        self.print(f"{name}: {ending}")
         until = time.monotonic() + SAVE_TIMEOUT_S
-        while self.signals.count < 2 and time.monotonic() < until and any(map(self._is_saving, asked)):
-            self.progress.show()
+        while len(self.signals) < 2 and time.monotonic() < until and any(map(is_saving, asked)):
+            self._print_progress()
             time.sleep(POLL_S)
-        for active in list(self.active):
-            code = active.process.poll()
-            if code == 0 or (code is not None and active not in asked):
-                self._conclude(active, *self._judge(active, code))
+        for process in list(self.active):
+            code = process.poll()
+            if code == 0 or (code is not None and process not in asked):
+                self._conclude(process, *self._judge(process))
             else:
-                self._conclude(active, "interrupted", f"the batch was ended by {self.signals.name}")
+                self._conclude(process, "interrupted", f"the batch was ended by {name}")
 
-    def _ask_to_save(self, active: _Active) -> bool:
-        """Interrupt a training run, which then finishes its step and saves. Returns whether there was one."""
-        training = self._training(active)
-        return training.get("state") == "running" and active.process.interrupt(int(training.get("pid", 0)))
+    # ------------------------------------------------------------------------------------------------ lines
 
-    def _is_saving(self, active: _Active) -> bool:
-        return active.process.poll() is None and self._training(active).get("state") == "running"
+    def print(self, text: str) -> None:
+        """Print lines of text. A closed terminal or pipe ends the output, not the batch."""
+        self._printed_at = time.monotonic()
+        try:
+            print(text, flush=True)
+        except OSError:
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def _training(self, active: _Active) -> dict[str, Any]:
-        return self.place.training(active.run.name).status()
+    def print_change(self, status: RunStatus) -> None:
+        """Print that a run has started or ended."""
+        number = list(self.place.statuses).index(status.name) + 1
+        where = f"[{number}/{len(self.place.statuses)}] {status.name}"
+        if status.state == "running":
+            self.print(f"{where}: started{' again' if status.attempts > 1 else ''}")
+            return
+        parts = [f"{where}: {status.state} after {format_seconds(status.seconds)}"]
+        figures = read_figures(self.place.training(status.name))
+        lead = leading_figure([figures])
+        if status.state == "done" and figures[f"{lead}_after"] is not None:
+            parts.append(f"{WORDS[lead][0]} {change(figures, lead, '.3f', ' -> ')}")
+        if status.error:
+            parts.append(shorten(status.error.strip().partition("\n")[0], LONGEST_LINE))
+        if status.state != "done":
+            parts.append(f"log: {self.place.folder / status.name / 'log.txt'}")
+        self.print("; ".join(parts))
+
+    def _print_progress(self) -> None:
+        """Print a line about the active runs if the last line is older than `EVERY_S`."""
+        if time.monotonic() - self._printed_at < EVERY_S:
+            return
+        parts = []
+        for process in self.active:
+            step, training = "", self._training(process.run).status()
+            if training.get("max_steps") and training.get("state") == "running":
+                step = f"step {training.get('step', 0)}/{training['max_steps']}, "
+            parts.append(f"{process.run.name}: {step}{format_seconds(time.monotonic() - process.begun)}")
+        counts = count_states(self.place.statuses.values())
+        rest = ", ".join(f"{count} {state}" for state, count in counts.items() if state != "running")
+        self.print(" | ".join([*parts, rest] if rest else parts))

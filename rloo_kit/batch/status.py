@@ -8,21 +8,20 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from rloo_kit.batch.file import FILES, Batch, BatchRun
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.files import lock_folder, now, read_json, write_json, write_text
+from rloo_kit.runs.files import lock_folder, now, read_object, write_json, write_text
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import hide_secrets
 
-STATES = ("waiting", "running", "done", "failed", "killed", "interrupted")
+State = Literal["waiting", "running", "done", "failed", "killed", "interrupted"]
 RUN_FILES = ("notebook.ipynb", "parameters.yaml", "log.txt", "status.json")
-
 TRAINING = "run"  # subfolder of a run with its training run
 
 
@@ -31,7 +30,6 @@ class RunStatus:
     """The status of one run: its `status.json`.
 
     Attributes:
-        state: one of STATES.
         parameters: those of the batch file.
         exit_code, pid: of papermill; the negative signal number if a signal ended it.
         started, ended: of the last attempt. seconds: of all attempts that contributed to the result.
@@ -42,7 +40,7 @@ class RunStatus:
     name: str
     notebook: str
     parameters: dict[str, Any] = field(default_factory=dict)
-    state: str = "waiting"
+    state: State = "waiting"
     exit_code: int | None = None
     pid: int | None = None
     started: str | None = None
@@ -54,23 +52,10 @@ class RunStatus:
     @classmethod
     def read(cls, path: Path) -> "RunStatus | None":
         """The status in a file; None without one, or if it is not a batch's."""
-        values = read_dict(path)
-        known = {item.name for item in fields(cls)}
-        if not {"name", "notebook", "state"} <= values.keys() or values["state"] not in STATES:
-            return None
         try:
-            return _STATUS.validate_python({name: value for name, value in values.items() if name in known})
+            return TypeAdapter(cls).validate_python(read_object(path))
         except ValidationError:
             return None
-
-
-_STATUS: TypeAdapter[RunStatus] = TypeAdapter(RunStatus)
-
-
-def read_dict(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; empty without one."""
-    values = read_json(path)
-    return values if isinstance(values, dict) else {}
 
 
 class BatchDir:
@@ -114,7 +99,7 @@ class BatchDir:
             self._read(resume)
             write_text(self.folder / "batch.yaml", batch.to_yaml())
         except BlockingIOError:
-            pid = read_dict(self.folder / "batch.json").get("pid", "unknown")
+            pid = read_object(self.folder / "batch.json").get("pid", "unknown")
             raise RunExistsError(
                 f"{self.folder} is being written by another process ({pid}): wait for it, stop it, or choose another "
                 "name with name=..."
@@ -133,7 +118,7 @@ class BatchDir:
     def _check(self, resume: bool, overwrite: bool) -> None:
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the runs, the other deletes them")
-        state = read_dict(self.folder / "batch.json").get("state")
+        state = read_object(self.folder / "batch.json").get("state")
         if resume and state is None:
             raise RunNotFoundError(f"no batch to resume in {self.folder}; start it without --resume")
         if state is None and self.folder.is_dir() and any(item.name != ".lock" for item in self.folder.iterdir()):
@@ -152,10 +137,15 @@ class BatchDir:
         changed = []
         for run in self.batch.runs:
             fresh = RunStatus(run.name, str(run.notebook.path), run.parameters)
-            found = RunStatus.read(self.run_folder(run.name) / "status.json") if resume else None
-            if found is not None and (found.notebook, found.parameters) != (fresh.notebook, fresh.parameters):
-                changed.append(f"{run.name}: {_difference(found, fresh)}")
-            self.statuses[run.name] = found or fresh
+            found = (RunStatus.read(self.folder / run.name / "status.json") if resume else None) or fresh
+            self.statuses[run.name] = found
+            old, new = ({"the notebook": one.notebook, **one.parameters} for one in (found, fresh))
+            changes = [
+                f"{name} was {old.get(name, 'not given')!r}, is {new.get(name, 'not given')!r}"
+                for name in sorted(old | new)
+                if old.get(name, ...) != new.get(name, ...)
+            ]
+            changed += [f"{run.name}: {', '.join(changes)}"] if changes else []
         if changed:
             raise ConfigError(
                 "--resume, but runs have changed since they started:\n"
@@ -166,15 +156,15 @@ class BatchDir:
             if status.state == "running":
                 status.state, status.error = "killed", "its batch was killed (SIGKILL, a crash, a power failure)"
                 self.save(status)
-        there = sorted(path.parent.name for path in self.folder.glob("*/status.json") if RunStatus.read(path))
-        self.left = [name for name in there if name not in self.statuses]
+        self.left = sorted({path.parent.name for path in self._status_files()} - self.statuses.keys())
+
+    def _status_files(self) -> list[Path]:
+        """The files of all runs of a batch in the folder."""
+        return [path for path in self.folder.glob("*/status.json") if RunStatus.read(path)]
 
     def _delete(self) -> None:
         """Delete the files that a batch writes, also in its runs' folders; everything else stays."""
-        for path in list(self.folder.glob("*/status.json")):
-            if RunStatus.read(path) is None:
-                continue
-            folder = path.parent
+        for folder in [path.parent for path in self._status_files()]:
             for name in RUN_FILES:
                 (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / TRAINING, ignore_errors=True)
@@ -182,10 +172,6 @@ class BatchDir:
                 folder.rmdir()
         for name in FILES:
             (self.folder / name).unlink(missing_ok=True)
-
-    def run_folder(self, name: str) -> Path:
-        """The folder of a run."""
-        return self.folder / name
 
     def training(self, name: str) -> RunDir:
         """The folder of a run's training run, which need not exist."""
@@ -197,32 +183,22 @@ class BatchDir:
 
     def save(self, status: RunStatus) -> None:
         """Replace a run's `status.json` atomically."""
-        folder = self.run_folder(status.name)
+        folder = self.folder / status.name
         folder.mkdir(exist_ok=True)
         write_json(folder / "status.json", asdict(status))
 
     def save_batch(self, state: str, resume: str) -> None:
         """Replace `batch.json`: the state (running, finished, interrupted), the command that resumes it, the counts,
         and a summary of every run."""
-        write_json(
-            self.folder / "batch.json",
-            {
-                "name": self.batch.name,
-                "state": state,
-                "pid": os.getpid(),
-                "started": self.started,
-                "updated": now(),
-                "counts": count_states(self.statuses.values()),
-                "runs": [asdict(status) for status in self.statuses.values()],
-                "resume": hide_secrets(resume),
-            },
-        )
+        values = {"name": self.batch.name, "state": state, "pid": os.getpid(), "started": self.started}
+        values |= {"updated": now(), "counts": count_states(self.statuses.values())}
+        values |= {"runs": [asdict(status) for status in self.statuses.values()], "resume": hide_secrets(resume)}
+        write_json(self.folder / "batch.json", values)
 
     def close(self) -> None:
         """Release the folder; harmless a second time."""
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
 
     def __enter__(self) -> "BatchDir":
         return self
@@ -232,18 +208,6 @@ class BatchDir:
 
 
 def count_states(statuses: Iterable[RunStatus]) -> dict[str, int]:
-    """The number of runs in each state, in the order of STATES; states without a run are left out."""
+    """The number of runs in each state, in the order of `State`; states without a run are left out."""
     counts = Counter(status.state for status in statuses)
-    return {state: counts[state] for state in STATES if counts[state]}
-
-
-def _difference(old: RunStatus, new: RunStatus) -> str:
-    """A text that lists what differs."""
-    if old.notebook != new.notebook:
-        return f"the notebook was {old.notebook}, is {new.notebook}"
-    names = sorted({**old.parameters, **new.parameters})
-    return ", ".join(
-        f"{name} was {old.parameters.get(name, 'not given')!r}, is {new.parameters.get(name, 'not given')!r}"
-        for name in names
-        if old.parameters.get(name, ...) != new.parameters.get(name, ...)
-    )
+    return {state: counts[state] for state in get_args(State) if counts[state]}

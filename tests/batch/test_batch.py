@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,13 +21,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rloo_kit.batch.comparison import _bar, collect_rows, make_text_table, write_comparison
-from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
-from rloo_kit.batch.notebooks import find_error
+from rloo_kit.batch.comparison import collect_rows, draw_change, make_text_table, write_comparison
+from rloo_kit.batch.file import LONGEST_NAME, Batch, BatchRun, load_batch, make_name
+from rloo_kit.batch.notebooks import Notebook, find_error
 from rloo_kit.batch.papermill import GIVEN_OUT, choose_ports
-from rloo_kit.batch.process import RunProcess, papermill_command
-from rloo_kit.batch.progress import BatchDisplay
-from rloo_kit.batch.runner import BatchResult, Signals
+from rloo_kit.batch.runner import BatchResult, Runner, RunProcess, papermill_command
 from rloo_kit.batch.status import BatchDir, RunStatus
 from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
@@ -46,6 +43,8 @@ KIT = (
     "# Parameters: plain values\nconfig = 'configs/arithmetic_thinking.yaml'\nnum_generations = 8\nseed = 0\n"
     "run_name = ''\noutput_dir = 'outputs'\noverrides = ''\n"
 )
+CODE = {"cell_type": "code", "source": "1/0", "metadata": {}}
+ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "\x1b[31mtoo small\x1b[0m"}
 
 
 @pytest.fixture
@@ -57,7 +56,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_notebook(tmp_path / "trains.ipynb", "print(seed)", parameters=TRAINS)
     write_notebook(tmp_path / "kit.ipynb", "kit.read_parameters(globals())", parameters=KIT)
     write_notebook(tmp_path / "bare.ipynb", "print(seed)", parameters=None)
+    write_cells(tmp_path / "tags.ipynb", [CODE | {"metadata": {"tags": "parameters"}}])
+    write_cells(tmp_path / "python.ipynb", [CODE | {"source": "a = 1\0", "metadata": {"tags": ["parameters"]}}])
     return tmp_path
+
+
+def write_cells(path: Path, cells: object) -> None:
+    path.write_text(json.dumps({"nbformat": 4, "cells": cells}))
 
 
 def load(folder: Path, *overrides: str, **values: object) -> Batch:
@@ -68,13 +73,16 @@ def load(folder: Path, *overrides: str, **values: object) -> Batch:
     return load_batch(file, *overrides)
 
 
-def refusal(folder: Path, *overrides: str, **values: object) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(folder, *overrides, **values)
-    return str(caught.value)
+def leave_batch(batch: Batch, *states: str) -> None:
+    """The folder of a finished batch with these states."""
+    with BatchDir.create(batch) as place:
+        for status, state in zip(place.statuses.values(), states, strict=True):
+            status.state = state
+            place.save(status)
+        place.save_batch("finished", "rloo-kit batch runs.yaml --resume")
 
 
-# ------------------------------------------------------------------------------------------------ the shipped file
+# ------------------------------------------------------------------------------------------------ the file
 
 
 def test_the_shipped_batch_is_what_its_header_says() -> None:
@@ -88,9 +96,6 @@ def test_the_shipped_batch_is_what_its_header_says() -> None:
     assert first.notebook.path == ROOT / "notebooks" / "arithmetic_thinking.ipynb"
     assert first.notebook.trains and first.notebook.reads_parameters
     assert second.name == "arithmetic_thinking-num_generations=2-seed=1"
-
-
-# ------------------------------------------------------------------------------------------------ the file
 
 
 def test_grid_and_runs_lie_over_the_common_parameters(folder: Path) -> None:
@@ -115,78 +120,62 @@ def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
     assert again.runs == batch.runs and (again.folder, again.jobs) == (batch.folder, 2)
 
 
+def one(notebook: str = "plain.ipynb", **parameters: object) -> dict[str, object]:
+    """A batch of a single run."""
+    return {"notebook": notebook, "runs": [{"parameters": parameters}]}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"runs": [{"paramters": {}}]}, "runs.0.paramters: unknown key; did you mean runs.0.parameters?"),
-        ({"grids": {"seed": [1]}}, "grids: unknown key; did you mean grid?"),
+        ({"jbos": 2, "runs": [{}]}, "b.yaml:3: jbos: unknown key"),
         ({"grid": {"seed": []}}, "grid.seed: is []; it takes a list"),
         ({"grid": {"seed": [1, math.inf]}}, "grid.seed: is [1, inf]; it takes text, finite numbers"),
-        ({"runs": [{"parameters": {"seed": {1: 2}}}]}, "runs.0.parameters.seed: is {1: 2}; it takes text"),
+        (one(seed={1: 2}), "runs.0.parameters.seed: is {1: 2}; it takes text"),
         ({}, "give a grid or runs"),
+        ({"grid": {f"p{n}": list(range(9)) for n in range(9)}}, "387,420,489 runs; a batch has at most 1,000"),
         ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
-        ({"runs": [{"timeout_s": 0}]}, "runs.0.timeout_s: is 0; it must be above 0"),
         ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no file nowhere.ipynb; looked for"),
-        ({"notebook": "configs/b.yaml", "runs": [{}]}, "(.ipynb)"),
-        ({"notebook": None, "runs": [{}]}, "runs.0.notebook: required"),
-        ({"notebook": None, "grid": {"seed": [1]}}, "notebook: required by grid"),
+        ({"notebook": "configs/b.yaml", "runs": [{}]}, "b.yaml is not a notebook of format 4 (.ipynb)"),
+        (one("tags.ipynb"), "tags.ipynb is not a notebook of format 4 (.ipynb): cells.0.metadata.tags: "),
+        (one("python.ipynb"), "python.ipynb: the cell tagged parameters is not plain Python"),
+        ({"notebook": None, "grid": {"seed": [1]}}, "notebook: missing"),
         ({"runs": [{"name": "../up"}]}, "runs.0.name: is '../up'; it becomes a folder"),
-        ({"runs": [{"name": "batch.json"}]}, "runs.0.name: is 'batch.json'"),
         ({"name": "a/b", "runs": [{}]}, "name: is 'a/b'; it becomes a folder"),
-        ({"jbos": 2, "runs": [{}]}, "b.yaml:3: jbos: unknown key"),
+        ({"grid": {"seed": [0, 1]}, "runs": [{"name": "base"}]}, "plain-seed=0 and base are the same run"),
+        (
+            {"runs": [{"name": "A", "parameters": {"seed": 1}}, {"name": "a", "parameters": {"seed": 2}}]},
+            "two runs are called a; give one another name (runs.N.name)",
+        ),
+        ({"grid": {"size": [1, 2, 3]}, "parameters": {"sied": 1}}, "plain-size=1 (and 2 more): sied: plain.ipynb has"),
+        (one(seeed=1), "plain-seeed=1: seeed: plain.ipynb has no such parameter; did you mean seed?"),
+        (one("bare.ipynb", seed=1), "bare.ipynb has no cell tagged parameters, so it takes no parameters"),
+        (one("trains.ipynb", output_dir="x"), "output_dir is set by the batch"),
+        (one("kit.ipynb", temperature=0.5), 'overrides = "rloo.temperature=..."'),
+        (one("kit.ipynb", num_generations=3), "num_generations=2 or num_generations=4"),
+        (one("kit.ipynb", overrides="rewards.0.name=answer_rewrd"), "there is no reward 'answer_rewrd'"),
     ],
 )
-def test_faults_of_a_file_are_named_by_key(folder: Path, values: dict, message: str) -> None:
-    """An ignored unknown key is a grid of one run, noticed the next morning."""
-    assert message in refusal(folder, **values)
+def test_what_is_wrong_is_named_before_anything_starts(folder: Path, values: dict, message: str) -> None:
+    """An ignored unknown key is a grid of one run, papermill only warns about a parameter that the notebook does not
+    have, and a misspelt column failed all six runs, each after its model had been loaded: a lost night."""
+    with pytest.raises(ConfigError) as caught:
+        load(folder, **values)
+    assert str(caught.value).count(message) == 1
 
 
-def test_overrides(folder: Path) -> None:
-    """A fault on the command line must not be reported as one in the file."""
-    assert refusal(folder, "jobs=many", runs=[{}]).startswith("override jobs=many: jobs: is 'many'")
+def test_overrides_and_another_kind_of_file(folder: Path) -> None:
+    """A fault on the command line was reported as one in the file, and `rloo-kit train` on a batch file named twelve
+    missing keys, but not the command to use."""
+    with pytest.raises(ConfigError, match="^override jobs=many: jobs: is 'many'"):
+        load(folder, "jobs=many", runs=[{}])
     assert load(folder, "grid.seed=[4, 5]", "jobs=3", grid={"seed": [1]}).jobs == 3
-
-
-def test_a_batch_and_a_run_are_told_apart() -> None:
-    """`rloo-kit train` on a batch file named twelve missing keys, but not the command to use."""
+    assert load(folder, notebook="kit.ipynb", grid={"beta": [0.0, 0.1]}).runs[1].parameters == {"beta": 0.1}
     with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml .* use: rloo-kit batch"):
         load_config(SHIPPED)
     with pytest.raises(ConfigError, match=r"use rloo-kit train"):
         load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("notebook", "parameters", "message"),
-    [
-        ("plain.ipynb", {"seeed": 1}, "plain-seeed=1: seeed: plain.ipynb has no such parameter; did you mean seed?"),
-        ("bare.ipynb", {"seed": 1}, "bare.ipynb has no cell tagged parameters, so it takes no parameters"),
-        ("trains.ipynb", {"output_dir": "x"}, "output_dir is set by the batch: each run's training folder is"),
-        ("trains.ipynb", {"resume": True}, "resume is set by the batch: rloo-kit batch --resume sets it"),
-        ("kit.ipynb", {"num_generation": 4}, "num_generation: unknown parameter; did you mean num_generations?"),
-        ("kit.ipynb", {"temperature": 0.5}, 'overrides = "rloo.temperature=..."'),
-        ("kit.ipynb", {"num_generations": True}, "num_generations: is True; it takes a whole number"),
-        ("kit.ipynb", {"num_generations": 3}, "num_generations=2 or num_generations=4"),
-        ("kit.ipynb", {"overrides": "rloo.bta=1"}, "rloo.bta: unknown key; did you mean rloo.beta?"),
-    ],
-)
-def test_parameters_are_checked_before_anything_starts(folder: Path, notebook: str, parameters: dict, message: str):
-    """papermill only warns about a parameter that the notebook does not have: six equal runs, and a lost night."""
-    assert message in refusal(folder, notebook=notebook, runs=[{"parameters": parameters}])
-
-
-def test_parameters_of_several_runs(folder: Path) -> None:
-    """Thirty copies of the same line hide the second fault; parameters of `read_parameters` need not be declared."""
-    found = refusal(folder, grid={"size": [1, 2, 3]}, parameters={"sied": 1})
-    assert found.count("sied") == 1 and "plain-size=1 (and 2 more): sied" in found
-    assert load(folder, notebook="kit.ipynb", grid={"beta": [0.0, 0.1]}).runs[1].parameters == {"beta": 0.1}
-
-
-def test_runs_that_are_one_run_are_refused(folder: Path) -> None:
-    """`seed: 0` and the notebook's own 0 are the same run, which would be paid for twice."""
-    found = refusal(folder, grid={"seed": [0, 1]}, runs=[{"name": "base"}])
-    assert "plain-seed=0 and base are the same run" in found
-    found = refusal(folder, runs=[{"name": "A", "parameters": {"seed": 1}}, {"name": "a", "parameters": {"seed": 2}}])
-    assert "two runs are called a; " in found and "runs.N.name" in found
 
 
 def test_names_are_safe_and_short() -> None:
@@ -216,29 +205,34 @@ def test_papermill_reads_the_parameters_as_they_were_meant(tmp_path: Path) -> No
 def test_a_kernels_ports_are_free_and_outside_the_systems_own_range(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A port that the system may give to any connection was taken when the kernel began to listen."""
     ports = choose_ports(5)
     assert len(set(ports)) == 5 and max(ports) < int(GIVEN_OUT.read_text().split()[0])
-    given = tmp_path / "range"
-    monkeypatch.setattr("rloo_kit.batch.papermill.GIVEN_OUT", given)
+    monkeypatch.setattr("rloo_kit.batch.papermill.GIVEN_OUT", tmp_path / "range")
     monkeypatch.setattr("rloo_kit.batch.papermill.FIRST_PORT", ports[0])
-    given.write_text(f"{ports[0] + 1}\t60999\n")
+    (tmp_path / "range").write_text(f"{ports[0] + 1}\t60999\n")
+    assert choose_ports(5) == [ports[0]]
     with socket.socket() as held:
         held.bind(("127.0.0.1", ports[0]))
         assert choose_ports(5) == [], "what is taken is not offered; Jupyter chooses what is missing"
-    assert choose_ports(5) == [ports[0]]
-    given.write_text("1024\t60999\n")
-    assert choose_ports(5) == [], "no room below the system's range"
+
+
+def start_python(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunProcess:
+    """A program in papermill's place."""
+    monkeypatch.setattr("rloo_kit.batch.runner.papermill_command", lambda *_: [sys.executable, "-c", code])
+    run = BatchRun("x", Notebook(folder / "x.ipynb", None, {}, False), {})
+    return RunProcess(run, folder, {}, "id-3")
 
 
 def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of papermill wait forever for a killed kernel, and the batch with them."""
-    monkeypatch.setattr("rloo_kit.batch.process.KERNEL_GONE_S", 0.1)
+    monkeypatch.setattr("rloo_kit.batch.runner.KERNEL_GONE_S", 0.1)
     code = (
         "import subprocess, sys, time\n"
         "kernel = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
         "time.sleep(300)"
     )
-    process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-3")
+    process = start_python(code, tmp_path, monkeypatch)
     try:
         assert not process.hangs(), "a kernel that has not started yet is not gone"
         children = wait_for(psutil.Process(process.pid).children, "a kernel")
@@ -255,36 +249,27 @@ def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, mo
     Jupyter server."""
     monkeypatch.setenv("JPY_SESSION_NAME", "mine.ipynb")
     code = "import os; print(sorted(name for name in os.environ if name[:3] in ('JPY', 'RLO')))"
-    process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-2")
+    process = start_python(code, tmp_path, monkeypatch)
     wait_for(lambda: process.poll() is not None, "it ends")
-    assert (tmp_path / "log.txt").read_text() == "['RLOO_KIT_BATCH', 'RLOO_KIT_BATCH_RUN']\n"
+    assert process.last_line() == "['RLOO_KIT_BATCH', 'RLOO_KIT_BATCH_RUN']"
 
 
-def test_what_was_told_to_be_ignored_stays_ignored() -> None:
-    """`nohup rloo-kit batch ... &` has to survive the end of the terminal."""
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    try:
-        with Signals() as signals:
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-        assert (signals.count, signals.name) == (2, "SIGTERM")
-    finally:
-        signal.signal(signal.SIGHUP, previous)
-        signal.signal(signal.SIGINT, ctrl_c)
+@pytest.mark.parametrize(
+    ("cells", "error"),
+    [
+        ([CODE | {"execution_count": 3, "outputs": [ERROR]}], "cell [3]: ValueError: too small"),
+        ([CODE | {"outputs": [{"output_type": "error", "ename": "KeyError"}]}], "KeyError"),
+        ([CODE | {"outputs": 3}, "x"], None),
+        ({"a": 1}, None),
+    ],
+)
+def test_the_error_of_a_torn_notebook(cells: object, error: str | None, tmp_path: Path) -> None:
+    """An AttributeError in the reader hid the reason of a failed run and ended the whole batch."""
+    write_cells(tmp_path / "notebook.ipynb", cells)
+    assert find_error(tmp_path / "notebook.ipynb") == error
 
 
 # ------------------------------------------------------------------------------------------------ the folder
-
-
-def leave_batch(batch: Batch, *states: str) -> None:
-    """The folder of a finished batch with these states."""
-    with BatchDir.create(batch) as place:
-        for status, state in zip(place.statuses.values(), states, strict=True):
-            status.state = state
-            place.save(status)
-        place.save_batch("finished", "rloo-kit batch runs.yaml --resume")
 
 
 def test_resume_does_what_is_not_done(folder: Path) -> None:
@@ -346,6 +331,24 @@ def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> 
     assert left == ["batch.yaml", "notes.txt", "own/status.json", "plain-seed=2/notes.txt"]
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"name": "x", "notebook": "y", "state": "dead"}'])
+def test_a_damaged_file_counts_as_none(content: str, folder: Path) -> None:
+    """A truncated status.json of one run, a batch.json that is a list, or `"accuracy": "high"` ended `--resume` of the
+    other runs."""
+    batch = load(folder, grid={"seed": [1, 2]})
+    leave_batch(batch, "done", "done")
+    (batch.folder / batch.runs[0].name / "status.json").write_text(content)
+    training = batch.folder / batch.runs[1].name / "run"
+    training.mkdir()
+    (training / "after.json").write_text('{"accuracy": "high", "low": [], "greedy_accuracy": NaN, "mean_tokens": true}')
+    with BatchDir.create(batch, resume=True) as place:
+        assert [run.name for run in place.to_do()] == [batch.runs[0].name]
+        assert collect_rows(place)[1]["accuracy_after"] is collect_rows(place)[1]["tokens_after"] is None
+    (batch.folder / "batch.json").write_text(content if '"state"' not in content else "[2]")
+    with pytest.raises(RunNotFoundError, match="no batch to resume"):
+        BatchDir.create(batch, resume=True)
+
+
 # ------------------------------------------------------------------------------------------------ the comparison
 
 
@@ -367,9 +370,7 @@ def compared(folder: Path) -> BatchDir:
             (training / "before.json").write_text(json.dumps(evaluation(0.2, 10.0)))
             (training / "after.json").write_text(json.dumps(evaluation(accuracy, 20.0)))
             (training / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.625}\n')
-            (training / "status.json").write_text(
-                json.dumps({"state": "finished", "step": 2, "verdict": {"kind": "learnt"}})
-            )
+            (training / "status.json").write_text('{"state": "finished", "step": 2, "verdict": {"kind": "learnt"}}')
         (training / "report.html").write_text("the second one's")
         failed = list(place.statuses.values())[2]
         failed.state, failed.attempts = "failed", 1
@@ -382,14 +383,7 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monk
     monkeypatch.setenv("COLUMNS", "120")
     rows = collect_rows(compared)
     assert [row["parameters.seed"] for row in rows] == [1, 2, 3, 4]
-    second = {
-        "accuracy_before": 0.2,
-        "accuracy_after": 0.75,
-        "steps": 2,
-        "reward_last": 0.625,
-        "seconds": 75.0,
-        "verdict": "learnt",
-    }
+    second = {"accuracy_before": 0.2, "accuracy_after": 0.75, "steps": 2, "reward_last": 0.625, "verdict": "learnt"}
     assert second.items() <= rows[1].items()
     assert math.isclose(rows[1]["accuracy_low_after"], 0.65) and rows[1]["thinking_tokens_after"] == 20.0
     assert rows[3]["state"] == "waiting" and rows[3]["accuracy_after"] is None
@@ -404,6 +398,8 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monk
     assert html.count('<span class="right">learnt</span>') == 2
     assert 'href="trains-seed=2/run/report.html"' in html, "a report, where there is one, and no raw notebook"
     assert 'href="trains-seed=1/notebook.ipynb"' in html and "trains-seed=2/notebook.ipynb" not in html
+    assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
+    assert 'href="trains-seed=3/log.txt"' in html
 
 
 @pytest.mark.parametrize(("columns", "has_interval"), [(60, False), (80, True), (120, True)])
@@ -417,19 +413,11 @@ def test_the_comparison_follows_the_terminal(
     assert "0.200 → 0.750" in text and "failed" in text and ("[0.650, 0.850]" in text) == has_interval
 
 
-def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:
-    """An error's text may come from a notebook's data: it is shown, not run; and the page opens without a network."""
-    html = write_comparison(compared)[0].read_text(encoding="utf-8")
-    assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
-    assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", html)
-    assert "prefers-color-scheme: dark" in html and 'href="trains-seed=3/log.txt"' in html
-
-
 @pytest.mark.parametrize("rewards", [(-1.2, -0.5), (-1.0, 2.0)])
 def test_bars_show_negative_rewards(rewards: tuple[float, float]) -> None:
     """On a scale from 0, every run with penalties had its dots at one end, whatever it earned."""
     rows = [{"held_out_reward_before": rewards[0], "held_out_reward_after": value} for value in rewards]
-    dots = [[float(dot) for _, dot, _, _ in _bar(row, rows, "held_out_reward")] for row in rows]
+    dots = [[float(dot) for _, dot, _, _ in draw_change(row, rows, "held_out_reward")] for row in rows]
     assert dots[0][0] == dots[0][1] == dots[1][0] < dots[1][1]
     assert dots[0][0] == 4.0, "the lowest is at the left end"
 
@@ -444,13 +432,12 @@ def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> 
         assert "<svg" in write_comparison(place)[0].read_text(encoding="utf-8")
 
 
-def test_lines_outside_a_terminal(compared: BatchDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_every_change(compared: BatchDir, capsys: pytest.CaptureFixture[str]) -> None:
     """The log of a night's batch is read in the morning: one line per change, with the reason of a failure and its
     log."""
-    with BatchDisplay(compared) as display:
-        for status in list(compared.statuses.values())[1:3]:
-            display.report(status)
-        display.show()  # the last line is too young for another one
+    runner = Runner(compared, [], "")
+    for status in list(compared.statuses.values())[1:3]:
+        runner.print_change(status)
     done, failed = capsys.readouterr().out.splitlines()
     assert done == "[2/4] trains-seed=2: done after 1:15; accuracy 0.200 -> 0.750"
     assert failed.startswith("[3/4] trains-seed=3: failed after 0:00; cell [3]: ValueError: ")
@@ -463,18 +450,48 @@ def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path)
     load(folder, grid={"seed": [1]})
     code = f"""
 from rloo_kit.batch.file import load_batch
-from rloo_kit.batch.progress import BatchDisplay
+from rloo_kit.batch.runner import Runner
 from rloo_kit.batch.status import BatchDir
-with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place, BatchDisplay(place) as display:
-    display.print("nobody reads this")
-    display.print("nor this")
-print("nor this")
+with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place:
+    for text in ("nobody reads this", "nor this"):
+        Runner(place, [], "").print(text)
 """
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def measure_again(place: BatchDir, values: dict[str, float], rewards: list[float]) -> None:
+    """Give the two finished runs a reward before and after that leads, and further measures."""
+    for status in list(place.statuses.values())[:2]:
+        for name, reward in zip(("before", "after"), rewards, strict=True):
+            file = place.training(status.name).folder / f"{name}.json"
+            found = Evaluation.read(file)
+            found.judged_by = "exact match"
+            found.measures |= {key: around(value) for key, value in (values | {"reward": reward}).items()}
+            file.write_text(json.dumps(found.to_dict()))
+
+
+def test_a_batch_of_own_rewards_is_compared_by_them(
+    compared: BatchDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Table, figure and progress showed an accuracy of 0.000 of runs whose own reward had risen."""
+    monkeypatch.setenv("COLUMNS", "120")
+    measure_again(compared, {"accuracy": 0.0, "greedy_reward": 0.9}, [0.2, 0.8])
+    page, table = write_comparison(compared)
+    row = next(csv.DictReader(table.open(encoding="utf-8")))
+    assert (row["measure"], row["judged_by"], row["greedy_reward_after"]) == ("reward", "exact match", "0.9")
+    text, html = render_text(make_text_table(compared)), page.read_text(encoding="utf-8")
+    assert "0.200 → 0.800" in text and "[0.700, 0.900]" in text and "accuracy" not in text
+    assert ">reward before</th>" in html and "Reward on 50 held-out prompts" in html
+    assert re.search(r">0\.800</span>\s*<span class=\"under\">\[0\.700, 0\.900\]", html) and "0.000" not in html
+    Runner(compared, [], "").print_change(next(iter(compared.statuses.values())))
+    assert "reward 0.200 -> 0.800" in capsys.readouterr().out
+
+    measure_again(compared, {}, [0.0, 0.0])  # a reward of 0 throughout: exact match says as much
+    assert "0.000 → 0.000 (exact match)" in write_comparison(compared)[0].read_text(encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -519,134 +536,3 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
     code, _, said = call(folder / "configs" / "b.yaml")
     assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"
-
-
-# ------------------------------------------------------------------------------------------------ malformed files
-
-
-ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "\x1b[31mtoo small\x1b[0m"}
-CODE = {"cell_type": "code", "source": "1/0", "metadata": {}}
-
-
-@pytest.mark.parametrize(
-    ("cell", "found"),
-    [
-        (3, "not a mapping with a cell_type"),
-        ({"source": "x"}, "not a mapping with a cell_type"),
-        (CODE | {"metadata": []}, "its metadata is not a mapping"),
-        (CODE | {"metadata": {"tags": "parameters"}}, "metadata.tags is not a list of strings"),
-        (CODE | {"source": {"a": 1}}, "its source is neither text nor a list of lines"),
-        (CODE | {"source": ["a", 1]}, "its source is neither text nor a list of lines"),
-        (CODE | {"source": "a = 1\0", "metadata": {"tags": ["parameters"]}}, "is not plain Python"),
-        (CODE | {"source": "a = " + "(" * 5000, "metadata": {"tags": ["parameters"]}}, "is not plain Python"),
-    ],
-)
-def test_a_malformed_cell_is_named(cell: object, found: str, folder: Path) -> None:
-    """`metadata: []` ended a batch in an AttributeError that named no file."""
-    path = folder / "bad.ipynb"
-    path.write_text(json.dumps({"nbformat": 4, "cells": [CODE, cell]}))
-    message = refusal(folder, notebook="bad.ipynb", runs=[{}])
-    assert str(path) in message and found in message and ("cell 2" in message or "parameters" in message)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, '{"cells": 3}', '{"nbformat": 4, "cells": {}}'])
-def test_a_file_that_is_no_notebook_is_named(content: str, folder: Path) -> None:
-    """JSON nested a hundred thousand times ended in a RecursionError."""
-    (folder / "bad.ipynb").write_text(content)
-    assert "bad.ipynb is not a notebook of format 4" in refusal(folder, notebook="bad.ipynb", runs=[{}])
-    assert find_error(folder / "bad.ipynb") is None
-
-
-@pytest.mark.parametrize(
-    ("cells", "error"),
-    [
-        ([CODE | {"execution_count": 3, "outputs": [ERROR]}], "cell [3]: ValueError: too small"),
-        ([CODE | {"execution_count": [], "outputs": [ERROR]}], "ValueError: too small"),
-        ([CODE | {"outputs": [{"output_type": "error", "ename": 3}]}], None),
-        ([CODE | {"outputs": [{"output_type": "error", "ename": "KeyError"}]}], "KeyError"),
-        ([CODE | {"outputs": 3}, "x", None, [], {"outputs": [3, None, ERROR]}], "ValueError: too small"),
-        ({"a": 1}, None),
-    ],
-)
-def test_the_error_of_a_torn_notebook(cells: object, error: str | None, tmp_path: Path) -> None:
-    """An AttributeError in the reader hid the reason of a failed run and ended the whole batch."""
-    path = tmp_path / "notebook.ipynb"
-    path.write_text(json.dumps({"nbformat": 4, "cells": cells}))
-    assert find_error(path) == error
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[1]", "{", '{"name": 1, "notebook": [], "state": "done"}', '{"name": "x", "notebook": "y", "state": "dead"}'],
-)
-def test_a_damaged_status_counts_as_none(content: str, folder: Path) -> None:
-    """A truncated status.json of one run, or a batch.json that is a list, ended `--resume` of the other runs."""
-    batch = load(folder, grid={"seed": [1, 2]})
-    leave_batch(batch, "done", "done")
-    (batch.folder / batch.runs[0].name / "status.json").write_text(content)
-    with BatchDir.create(batch, resume=True) as place:
-        assert [run.name for run in place.to_do()] == [batch.runs[0].name]
-    (batch.folder / "batch.json").write_text(content if '"state"' not in content else "[2]")
-    with pytest.raises(RunNotFoundError, match="no batch to resume"):
-        BatchDir.create(batch, resume=True)
-
-
-def test_a_grid_has_an_end(folder: Path) -> None:
-    """Nine lists of nine values are 387 million runs, and their list exhausted memory."""
-    grid = {f"p{number}": list(range(9)) for number in range(9)}
-    assert "387,420,489 runs; a batch has at most 1,000" in refusal(folder, grid=grid)
-
-
-def test_figures_that_are_no_numbers_are_left_out(folder: Path) -> None:
-    """`"accuracy": "high"` in one run's file ended the printing of the batch, and with it the batch."""
-    batch = load(folder, grid={"seed": [1]})
-    leave_batch(batch, "done")
-    training = batch.folder / batch.runs[0].name / "run"
-    training.mkdir()
-    (training / "after.json").write_text('{"accuracy": "high", "low": [], "greedy_accuracy": NaN, "mean_tokens": true}')
-    with BatchDir.create(batch, resume=True) as place:
-        (row,) = collect_rows(place)
-        assert row["accuracy_after"] is row["accuracy_low_after"] is row["tokens_after"] is None
-        write_comparison(place)
-
-
-def test_faults_of_a_run_are_found_before_the_batch_starts(tmp_path: Path) -> None:
-    """A misspelt column failed all six runs of a batch, each after its model had been loaded."""
-    file = tmp_path / "batch.yaml"
-    notebook = ROOT / "notebooks" / "arithmetic_thinking.ipynb"
-    run = 'overrides: "rewards.0.name=answer_rewrd"'
-    file.write_text(f"notebook: {notebook}\nparameters: {{{run}}}\ngrid: {{seed: [0, 1]}}\n")
-    with pytest.raises(ConfigError, match=r"and 1 more.*rewards.0.name: there is no reward 'answer_rewrd'"):
-        load_batch(file)
-
-
-def test_a_batch_of_own_rewards_is_compared_by_them(
-    compared: BatchDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Table, figure and progress showed an accuracy of 0.000 of runs whose own reward had risen."""
-    monkeypatch.setenv("COLUMNS", "120")
-    for status in list(compared.statuses.values())[:2]:
-        for name, reward in (("before", 0.2), ("after", 0.8)):
-            file = compared.training(status.name).folder / f"{name}.json"
-            found = Evaluation.read(file)
-            found.judged_by = "exact match"
-            found.measures |= {"accuracy": around(0.0), "reward": around(reward), "greedy_reward": around(0.9)}
-            file.write_text(json.dumps(found.to_dict()))
-    page, table = write_comparison(compared)
-    row = next(csv.DictReader(table.open(encoding="utf-8")))
-    assert (row["measure"], row["judged_by"], row["greedy_reward_after"]) == ("reward", "exact match", "0.9")
-    text, html = render_text(make_text_table(compared)), page.read_text(encoding="utf-8")
-    assert "0.200 → 0.800" in text and "[0.700, 0.900]" in text and "accuracy" not in text
-    assert ">reward before</th>" in html and "Reward on 50 held-out prompts" in html
-    assert re.search(r">0\.800</span>\s*<span class=\"under\">\[0\.700, 0\.900\]", html) and "0.000" not in html
-    with BatchDisplay(compared) as display:
-        display.report(next(iter(compared.statuses.values())))
-    assert "reward 0.200 -> 0.800" in capsys.readouterr().out
-
-    for status in list(compared.statuses.values())[:2]:  # a reward of 0 throughout: exact match says as much
-        for name in ("before", "after"):
-            file = compared.training(status.name).folder / f"{name}.json"
-            found = Evaluation.read(file)
-            found.measures["reward"] = around(0.0)
-            file.write_text(json.dumps(found.to_dict()))
-    assert "0.000 → 0.000 (exact match)" in write_comparison(compared)[0].read_text(encoding="utf-8")

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import nbformat
 import psutil
 import yaml
 
-from rloo_kit.batch.process import RUN_MARK
+from rloo_kit.batch.runner import RUN_MARK
 
 PARAMETERS = """# Parameters
 mode = "ok"
@@ -29,6 +30,9 @@ with open(folder / "starts.txt", "a") as file:
     file.write(f"{mode} {number} {os.getpid()}\\n")
 behave = (folder / "fixed").exists()
 print("mode", mode, "number", number)
+from ipykernel.connect import get_connection_info
+ports = [port for name, port in get_connection_info(unpack=True).items() if name.endswith("_port")]
+print("ports", *ports)
 """
 MODES = """
 if mode == "fail" and not behave:
@@ -68,34 +72,37 @@ def write_batch(folder: Path, runs: list[dict[str, Any]], **values: Any) -> Path
     return file
 
 
-def start_batch(*words: Any, **environment: str) -> subprocess.Popen[str]:
-    """`rloo-kit batch words` in its own process group, with SIGHUP heard even where the tests run under nohup."""
-    return subprocess.Popen(
+@contextmanager
+def running_batch(*words: Any) -> Iterator[subprocess.Popen[str]]:
+    """`rloo-kit batch words` in its own process group, killed at the end of the block. It hears SIGINT and SIGHUP even
+    where the tests run in the background or under nohup."""
+
+    def hear() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    process = subprocess.Popen(
         [sys.executable, "-m", "rloo_kit.cli", "batch", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=hear,
     )
-
-
-def call_batch(*words: Any, timeout: float = 120, **environment: str) -> tuple[int, str]:
-    """Exit code and everything that `rloo-kit batch words` printed."""
-    process = start_batch(*words, **environment)
     try:
-        printed, _ = process.communicate(timeout=timeout)
+        yield process
     finally:
-        stop(process)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def call_batch(*words: Any) -> tuple[int, str]:
+    """Exit code and everything that `rloo-kit batch words` printed."""
+    with running_batch(*words) as process:
+        printed, _ = process.communicate(timeout=120)
     return process.returncode, printed
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    """End a batch that a failing test has left."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def processes_of(folder: Path) -> list[str]:

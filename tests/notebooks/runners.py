@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pexpect
@@ -20,6 +21,7 @@ import pexpect
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 PYTHON = Path(sys.executable)
+JUPYTER = PYTHON.with_name("jupyter")
 LIMIT_S = 120
 MARK = "RLOO_KIT_TEST_RUN"
 # nbclient gives a cell's output 4 s to follow its reply; on a machine that is busy elsewhere 30 MB do not make it. A
@@ -34,68 +36,78 @@ notebook = nbformat.read("in.ipynb", as_version=4)
 NotebookClient(notebook, timeout=100, iopub_timeout=60).execute()
 nbformat.write(notebook, "out.ipynb")
 """
-COMMANDS = {
-    "papermill": [PYTHON, "-m", "papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"],
+NBCONVERT = [JUPYTER, "nbconvert", "--to", "notebook", "--execute"]
+# Of a notebook IN.ipynb, whose outputs are saved in out.ipynb or texts.json, or are the program's own.
+COMMANDS: dict[str, list[str | Path]] = {
+    "papermill": [PYTHON, "-m", "papermill", "IN.ipynb", "out.ipynb", "--no-progress-bar"],
     "nbclient": [PYTHON, "-c", NBCLIENT],
-    "jupyter nbconvert --execute": [
-        *(PYTHON.with_name("jupyter"), "nbconvert", "--to", "notebook", "--execute", "in.ipynb", "--output", "out"),
-    ],
-    "jupyter execute": [PYTHON.with_name("jupyter"), "execute", "in.ipynb", "--output=out"],
-    "jupyter_client": [PYTHON, HERE / "raw_client.py", "cells.json", "texts.json"],
-    "script": [PYTHON, "script.py"],
+    "jupyter nbconvert --execute": [*NBCONVERT, "IN.ipynb", "--output", "out", "--output-dir", "."],
+    "jupyter execute": [JUPYTER, "execute", "IN.ipynb", "--output=out"],
+    "jupyter_client": [PYTHON, HERE / "client.py", "cells.json", "texts.json"],
+    "script": [PYTHON, "IN.py"],
 }
 
 
 @dataclass
 class Ended:
-    """What a runner left: its exit code in words, the text that its user sees, and the mark of its processes."""
+    """What a runner left: its exit code in words, the text that its user sees, its own lines, and whether every process
+    that it started is gone."""
 
     exit_code: str
     text: str
-    mark: str
+    log: str
+    all_gone: bool
 
 
-def run(runner: str, cells: list[str], folder: Path) -> Ended:
+def run(runner: str, cells: Sequence[str], folder: Path) -> Ended:
     """Run the cells to the end; raises subprocess.TimeoutExpired after LIMIT_S seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
+    write_cells(cells, folder)
     if runner == "IPython in a terminal":
         return _run_terminal(cells, folder)
-    cell = nbformat.v4.new_code_cell
-    notebook = nbformat.v4.new_notebook(cells=[cell(code.strip()) for code in cells])
+    return call([str(word).replace("IN.", "in.") for word in COMMANDS[runner]], folder)
+
+
+def write_cells(cells: Sequence[str], folder: Path) -> None:
+    """The cells in every form that a runner takes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code.strip()) for code in cells])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, folder / "in.ipynb")
     (folder / "cells.json").write_text(json.dumps(cells))
-    (folder / "script.py").write_text("\n".join(cells))
+    (folder / "in.py").write_text("\n".join(cells))
+
+
+def call(command: Sequence[Any], folder: Path, limit_s: float = LIMIT_S, **variables: Any) -> Ended:
+    """Run a command in `folder`, again where upstream faults ended it."""
+    words, more = [str(word) for word in command], {name: str(value) for name, value in variables.items()}
     with environment(folder) as (env, mark):
-        command = [str(word) for word in COMMANDS[runner]]
         for _ in range(ATTEMPTS):
-            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+            done = subprocess.run(words, cwd=folder, env=env | more, capture_output=True, text=True, timeout=limit_s)
             if not any(fault in done.stderr for fault in UPSTREAM_FAULTS):
                 break
         if done.returncode:
-            print(f"{runner} exited with {done.returncode}:\n{done.stderr[-3000:]}")
-    return Ended(str(done.returncode), _read(folder, done.stdout), mark)
-
-
-def _read(folder: Path, stdout: str) -> str:
+            print(f"{words[:4]} exited with {done.returncode}:\n{done.stderr[-3000:]}")
+    text = done.stdout
     if (folder / "out.ipynb").exists():
-        cells = nbformat.read(folder / "out.ipynb", as_version=4).cells
-        return "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
-    if (folder / "texts.json").exists():
-        return "".join(json.loads((folder / "texts.json").read_text()))
-    return stdout
+        text = text_of(folder / "out.ipynb")
+    elif (folder / "texts.json").exists():
+        text = "".join(json.loads((folder / "texts.json").read_text()))
+    return Ended(str(done.returncode), text, done.stdout + done.stderr, all_gone(mark))
 
 
-def _run_terminal(cells: list[str], folder: Path) -> Ended:
+def text_of(notebook: Path) -> str:
+    """Everything that a saved notebook's cells have printed."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    return "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
+
+
+def _run_terminal(cells: Sequence[str], folder: Path) -> Ended:
     """IPython on a pseudo-terminal: a person types, one command after the other's prompt."""
     seen = io.BytesIO()
     with environment(folder) as (env, mark):
         words = ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--colors=nocolor"]
-        shell = pexpect.spawn(
-            *(str(PYTHON), words),
-            **{"cwd": folder, "env": env, "echo": False, "timeout": LIMIT_S, "maxread": 2**20},
-            searchwindowsize=200,
-        )
+        options: dict[str, Any] = {"cwd": folder, "env": env, "echo": False, "timeout": LIMIT_S, "maxread": 2**20}
+        shell = pexpect.spawn(str(PYTHON), words, **options, searchwindowsize=200)
         shell.logfile_read = seen
         try:
             for number, code in enumerate(cells):
@@ -109,7 +121,7 @@ def _run_terminal(cells: list[str], folder: Path) -> Ended:
         finally:
             shell.close(force=True)
     text = re.sub(r"In \[\d+\]: ", "", seen.getvalue().decode().replace("\r\n", "\n"))
-    return Ended(str(shell.exitstatus), text, mark)
+    return Ended(str(shell.exitstatus), text, text, all_gone(mark))
 
 
 @contextmanager
@@ -129,8 +141,7 @@ def environment(folder: Path) -> Iterator[tuple[dict[str, str], str]]:
     try:
         yield kept | own, mark
     except BaseException:
-        for pid in processes(mark):
-            os.kill(pid, signal.SIGKILL)
+        all_gone(mark, 0)
         raise
 
 

@@ -7,18 +7,16 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
-import ssl
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from jupyter_client.session import Session
+from jupyter_server.serverapp import list_running_servers
 from tornado.httpclient import HTTPRequest
 from tornado.websocket import websocket_connect
 
@@ -29,6 +27,7 @@ NO_RATE_LIMITS = [
     "--ZMQChannelsWebsocketConnection.iopub_msg_rate_limit=1e9",
     "--ZMQChannelsWebsocketConnection.iopub_data_rate_limit=1e12",
 ]
+XSRF = "00112233445566778899aabbccddeeff"  # of an open server's cookie, chosen here
 # The institute's proxy would be asked for 127.0.0.1, and know nothing.
 DEAD_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
 
@@ -45,17 +44,11 @@ class JupyterServer:
     folder: Path
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        headers = {"Authorization": f"token {self.token}"} if self.token else {}
+        headers = {"Authorization": f"token {self.token}"}
         if not self.token:
-            headers |= {"Cookie": "_xsrf=00112233445566778899aabbccddeeff"}
-            headers |= {"X-XSRFToken": "00112233445566778899aabbccddeeff"}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_any_certificate())
-        )
-        with opener.open(request, timeout=30) as response:
-            return json.loads(response.read() or b"null")
+            headers = {"Cookie": f"_xsrf={XSRF}", "X-XSRFToken": XSRF}
+        with httpx.Client(verify=False, trust_env=False, timeout=30) as client:
+            return client.request(method, self.url + path, headers=headers, json=body).raise_for_status().json()
 
     def start_session(self, name: str) -> str:
         """A notebook's session, as JupyterLab starts one; returns the kernel's id."""
@@ -92,6 +85,11 @@ class JupyterServer:
     def kernels(self) -> list[dict[str, Any]]:
         return self.ask("GET", "api/kernels")
 
+    def answers(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return self.kernels() == []
+        return False
+
 
 def execute_request(session: Session, code: str) -> dict[str, Any]:
     """A cell as JupyterLab sends it: somebody is there to answer input()."""
@@ -110,25 +108,25 @@ def jupyter_lab(folder: Path, *arguments: str, token: str = "", runtime: Path | 
         token: what it asks for; empty: an open server. runtime: Jupyter's runtime folder, to be shared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
     command = [PYTHON.with_name("jupyter"), "lab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
-    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={folder}"]
-    command += [f"--IdentityProvider.token={token}", *NO_RATE_LIMITS, *arguments]
+    command += ["--ServerApp.port=0", f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={token}"]
+    command += [*NO_RATE_LIMITS, *arguments]
     log = folder / "server.log"
-    with environment(folder) as (env, mark):
+    with environment(folder) as (env, mark), log.open("w") as file:
         runtime = runtime or Path(env["JUPYTER_RUNTIME_DIR"])
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [str(word) for word in command],
-                **{"cwd": folder, "env": env | {"JUPYTER_RUNTIME_DIR": str(runtime)} | DEAD_PROXY},
-                **{"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True},
-            )
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            **{"cwd": folder, "env": env | {"JUPYTER_RUNTIME_DIR": str(runtime)} | DEAD_PROXY},
+            **{"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True},
+        )
+
+        def find() -> list[JupyterServer]:
+            found = [info["url"] for info in list_running_servers(str(runtime)) if info["pid"] == process.pid]
+            return [JupyterServer(process, url, token, log, mark, folder) for url in found]
+
         try:
-            info = runtime / f"jpserver-{process.pid}.json"
-            assert wait_until(lambda: info.exists() and _complete(info), 60), log.read_text()
-            server = JupyterServer(process, json.loads(info.read_text())["url"], token, log, mark, folder)
-            assert wait_until(lambda: _answers(server), 60), log.read_text()
-            yield server
+            assert wait_until(lambda: any(server.answers() for server in find()), 60), log.read_text()
+            yield find()[0]
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -146,32 +144,3 @@ def own_certificate(folder: Path) -> list[str]:
     command += ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return [f"--ServerApp.certfile={certificate}", f"--ServerApp.keyfile={key}"]
-
-
-def _any_certificate() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _complete(file: Path) -> bool:
-    try:
-        return bool(json.loads(file.read_text()))
-    except ValueError:
-        return False
-
-
-def _answers(server: JupyterServer) -> bool:
-    try:
-        server.kernels()
-    except OSError:
-        time.sleep(0.2)
-        return False
-    return True

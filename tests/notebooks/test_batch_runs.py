@@ -16,9 +16,8 @@ from tests.notebooks.batch_notebooks import (
     call_batch,
     processes_of,
     read_status,
-    start_batch,
+    running_batch,
     starts,
-    stop,
     wait_for,
     write_batch,
     write_notebook,
@@ -57,11 +56,9 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     assert sorted(starts(tmp_path)[5:]) == ["fail 1", "kernel 2", "papermill 3"]
     assert {mode: (folder / mode / "notebook.ipynb").stat().st_mtime_ns for mode in done_at} == done_at
     assert [read_status(tmp_path, mode)["attempts"] for mode in modes] == [1, 2, 2, 2, 1]
-    assert "=== attempt 1" in (folder / "fail" / "log.txt").read_text(), "the first attempt's log is kept"
+    assert (folder / "fail" / "log.txt").read_text().count("=== started ") == 2, "the first attempt's log is kept"
     rows = list(csv.DictReader((folder / "comparison.csv").open()))
-    assert [row["state"] for row in rows] == ["done"] * 5 and [row["parameters.number"] for row in rows] == list(
-        "01234"
-    )
+    assert [(row["state"], row["parameters.number"]) for row in rows] == [("done", number) for number in "01234"]
 
     code, printed = call_batch(file, "--resume")
     assert code == 0 and "0 runs to do, 5 done already" in printed and len(starts(tmp_path)) == 8
@@ -71,22 +68,18 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
 def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
     """A kernel has its own session: after Ctrl-C it went on, and held the GPU's memory until the morning."""
     file = write_batch(tmp_path, [run_of("sleep"), run_of("ok")])
-    batch = start_batch(file)
-    try:
+    with running_batch(file) as batch:
         wait_for((tmp_path / "asleep").exists, "the first run sleeps")
         assert len(processes_of(tmp_path)) == 3, "papermill, the kernel, the kernel's child"
         os.kill(batch.pid, number)
         printed, _ = batch.communicate(timeout=30)
-    finally:
-        stop(batch)
     assert batch.returncode == 130, printed
     assert processes_of(tmp_path) == []
-    assert (
-        read_status(tmp_path, "sleep")["state"] == "interrupted" and read_status(tmp_path, "ok")["state"] == "waiting"
-    )
+    assert [read_status(tmp_path, name)["state"] for name in ("sleep", "ok")] == ["interrupted", "waiting"]
     state = json.loads((tmp_path / "out" / "b" / "batch.json").read_text())
     assert state["state"] == "interrupted" and state["counts"] == {"waiting": 1, "interrupted": 1}
-    assert "to go on: rloo-kit batch" in printed and "--resume" in printed
+    if number != signal.SIGHUP:  # nobody reads what is printed after it
+        assert "to go on: rloo-kit batch" in printed and "--resume" in printed
 
 
 @pytest.mark.parametrize(
@@ -96,8 +89,7 @@ def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
     """After SIGKILL (the system out of memory) nothing is left to end the kernels, which trained on for hours with the
     batch that was started next."""
     file = write_batch(tmp_path, [run_of("ok"), run_of("sleep"), run_of("fail", 5)], jobs=2)
-    batch = start_batch(file)
-    try:
+    with running_batch(file) as batch:
         wait_for((tmp_path / "asleep").exists, "a run sleeps")
         wait_for(lambda: read_status(tmp_path, "ok").get("state") == "done", "the first run is done")
         code, printed = call_batch(file, "--resume")
@@ -114,8 +106,6 @@ def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
             assert not watchdogs[0].is_running(), "and then itself"
         else:
             assert processes_of(tmp_path), "nothing is there to end them"
-    finally:
-        stop(batch)
     assert read_status(tmp_path, "sleep")["state"] == "running", "nothing was left to write anything else"
     (tmp_path / "fixed").touch()
     code, printed = call_batch(file, "--resume")
@@ -125,11 +115,16 @@ def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
 
 
 def test_two_runs_go_side_by_side_and_one_that_takes_too_long_is_ended(tmp_path):
-    """A run that hangs in a download would hold up every run behind it."""
+    """A run that hangs in a download would hold up every run behind it; and one of two kernels that started at once got
+    a port that another process had taken before it listened ('Kernel died before replying to kernel_info')."""
     file = write_batch(tmp_path, [run_of("sleep", timeout_s=12), run_of("ok"), run_of("child")])
     code, printed = call_batch(file, "--jobs", 2)
     assert code == 1, printed
     slept, ok = read_status(tmp_path, "sleep"), read_status(tmp_path, "ok")
+    logs = [_text(tmp_path / "out" / "b" / name / "log.txt") for name in ("sleep", "ok")]
+    ports = [int(port) for log in logs for port in re.findall("^ports (.*)$", log, re.MULTILINE)[0].split()]
+    assert len(set(ports)) == 10
+    assert max(ports) < int(GIVEN_OUT.read_text().split()[0]), "above, the system gives them to any connection"
     assert slept["state"] == "killed" and slept["error"] == "took longer than timeout_s=12"
     assert ok["state"] == read_status(tmp_path, "child")["state"] == "done" and ok["started"] < slept["ended"]
     assert processes_of(tmp_path) == []
@@ -188,18 +183,14 @@ def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path)
     """Ctrl-C ten steps after the last checkpoint, and those ten were trained again, at minutes each."""
     file = write_training(tmp_path, "slow")
     training = tmp_path / "out" / "b" / "slow" / "run"
-    batch = start_batch(file)
-    try:
+    with running_batch(file) as batch:
         wait_for(lambda: '"step": 1' in _text(training / "status.json"), "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         printed, _ = batch.communicate(timeout=60)
-    finally:
-        stop(batch)
     assert batch.returncode == 130 and "1 training run saves a checkpoint first" in printed, printed
     assert processes_of(tmp_path) == []
-    assert (training / "checkpoints" / "checkpoint-2").is_dir() and read_status(tmp_path, "slow")[
-        "state"
-    ] == "interrupted"
+    assert (training / "checkpoints" / "checkpoint-2").is_dir()
+    assert read_status(tmp_path, "slow")["state"] == "interrupted"
     (tmp_path / "fixed").touch()
     before = read_status(tmp_path, "slow")["seconds"]
     code, printed = call_batch(file, "--resume")
@@ -212,8 +203,7 @@ def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path)
 def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
     """A run that does not listen (it hangs in a driver) must not hold the terminal for two minutes."""
     file = write_training(tmp_path, "deaf")
-    batch = start_batch(file)
-    try:
+    with running_batch(file) as batch:
         wait_for(
             lambda: '"step": 1' in _text(tmp_path / "out" / "b" / "deaf" / "run" / "status.json"), "step 1 is done"
         )
@@ -222,8 +212,6 @@ def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
         assert batch.poll() is None and len(processes_of(tmp_path)) == 2, "the first one lets it save"
         os.kill(batch.pid, signal.SIGINT)
         printed, _ = batch.communicate(timeout=30)
-    finally:
-        stop(batch)
     assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
     assert read_status(tmp_path, "deaf")["state"] == "interrupted"
 
@@ -244,27 +232,6 @@ def test_papermill_does_not_outlive_a_kernel_that_dies_between_cells(tmp_path):
     write_notebook(tmp_path / "dies.ipynb", *cells)
     code, printed = call_batch(write_batch(tmp_path, [{"name": "dies", "notebook": "dies.ipynb"}]))
     assert code == 1 and read_status(tmp_path, "dies")["state"] == "killed", printed
-
-
-PORTS = """
-import json
-from ipykernel.connect import get_connection_info
-print("ports", *(port for name, port in json.loads(get_connection_info()).items() if name.endswith("_port")))
-"""
-
-
-def test_kernels_get_distinct_ports_below_the_ephemeral_range(tmp_path):
-    """One of two kernels that started at once got a port that another process had taken before it listened; that run
-    failed with 'Kernel died before replying to kernel_info'."""
-    runs = [{"name": name, "parameters": {"number": number}} for number, name in enumerate(["one", "two"])]
-    file = write_batch(tmp_path, runs)
-    write_notebook(tmp_path / "small.ipynb", BODY, PORTS)
-    code, printed = call_batch(file, "--jobs", 2)
-    assert code == 0, printed
-    logs = [_text(tmp_path / "out" / "b" / name / "log.txt") for name in ("one", "two")]
-    ports = [int(port) for log in logs for port in re.findall("^ports (.*)$", log, re.MULTILINE)[0].split()]
-    assert len(set(ports)) == 10
-    assert max(ports) < int(GIVEN_OUT.read_text().split()[0]), "above, the system gives them to any connection"
 
 
 def _text(path):

@@ -1,12 +1,9 @@
 """The notebooks run whole: by papermill from another folder, and as plain scripts, cut to a few small steps."""
 
 import json
-import os
 import re
-import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,9 @@ import pytest
 import yaml
 
 from rloo_kit.runs.rollouts import read_rollouts
+from rloo_kit.system.environment import cache_folder
 from tests.notebooks.notebook_cells import FOLDER
-from tests.notebooks.runners import ATTEMPTS, MARK, UPSTREAM_FAULTS, all_gone
+from tests.notebooks.runners import Ended, call
 
 pytestmark = pytest.mark.slow
 
@@ -31,46 +29,37 @@ EMBEDDED = {
 WHOLE = {"config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts", "checkpoints", "adapter"}
 WHOLE |= {"before.json", "after.json", "report.html"}
 
-Start = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
-def embedded_models() -> None:
-    """Both models in the cache: their building (minutes, once a machine) is not part of any run's time limit."""
+def cache() -> Path:
+    """The kit's cache, with both models in it: their building (minutes, once a machine) is not part of any run's time
+    limit."""
     from rloo_kit.embedded.model import build
 
     for kind in ("thinking", "instruct"):
         build(kind)
+    return cache_folder()
 
 
 @pytest.fixture
-def start(tmp_path: Path, embedded_models: None) -> Iterator[Start]:
-    """`start(*command)` runs a command in an empty folder. What it leaves running is found by a mark in its
-    environment: a kernel has its own session, so that no process group holds it."""
-    mark = uuid.uuid4().hex
-    env = {key: text for key, text in os.environ.items() if not key.startswith(("JPY_", "PYTEST_"))} | {MARK: mark}
+def start(tmp_path: Path, cache: Path) -> Start:
+    """`start(*command)` runs a command in an empty folder; nothing of it is left running."""
     work = tmp_path / "elsewhere"
     work.mkdir()
 
-    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-        words = [str(word) for word in command]
-        done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-        assert all_gone(mark, 10), "processes were left running"
-        return done
+    def run(*command: str | Path) -> Ended:
+        ended = call(command, work, LIMIT_S, RLOO_KIT_CACHE=cache)
+        assert ended.all_gone, "processes were left running"
+        return ended
 
-    try:
-        yield run
-    finally:
-        all_gone(mark, 0)
+    return run
 
 
-def papermill(start: Start, name: str, output: Path, **parameters: Any) -> subprocess.CompletedProcess[str]:
+def papermill(start: Start, name: str, output: Path, **parameters: Any) -> Ended:
     values = [word for key, value in parameters.items() for word in ("-p", key, str(value))]
-    for _ in range(ATTEMPTS):
-        done = start(PAPERMILL, FOLDER / f"{name}.ipynb", output, *values, "--no-progress-bar")
-        if not any(fault in done.stderr for fault in UPSTREAM_FAULTS):
-            break
-    return done
+    return start(PAPERMILL, FOLDER / f"{name}.ipynb", output, *values, "--no-progress-bar")
 
 
 def cell_outputs(path: Path, call: str) -> list[dict[str, Any]]:
@@ -109,8 +98,8 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     output, folder = tmp_path / "executed.ipynb", tmp_path / "runs"
     parameters = SMALL | {"output_dir": folder, "run_name": "small", "overrides": OVERRIDES} | EMBEDDED.get(name, {})
     done = papermill(start, name, output, **parameters)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert not re.search(r"unknown parameter|Unable to parse|Traceback", done.stderr), done.stderr
+    assert done.exit_code == "0", done.log[-4000:]
+    assert not re.search(r"unknown parameter|Unable to parse|Traceback", done.log), done.log
     check_folder(folder / "small", steps=3)
 
     assert {"text/html", "text/plain"} <= shown(output, "kit.plot_training(")
@@ -165,7 +154,7 @@ def test_a_users_file_with_a_reward_of_their_own(answers: bool, start: Start, tm
     (task / "rows.csv").write_text("\n".join(["prompt,answer" if answers else "prompt", *rows_of_csv]) + "\n")
     output = tmp_path / "executed.ipynb"
     done = papermill(start, "arithmetic_thinking", output, config="task/mine.yaml")
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.exit_code == "0", done.log[-4000:]
     folder = tmp_path / "elsewhere" / "outputs" / "mine"
     check_folder(folder, steps=2)
     resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -185,12 +174,12 @@ def test_a_run_goes_on_with_resume(start: Start, tmp_path: Path) -> None:
     """`overwrite` is True in the small notebooks: with `resume` it was refused, or deleted what was to go on."""
     common = SMALL | {"output_dir": tmp_path / "runs", "overrides": OVERRIDES}
     first = papermill(start, "arithmetic_thinking", tmp_path / "first.ipynb", **common)
-    assert first.returncode == 0, first.stderr[-4000:]
+    assert first.exit_code == "0", first.log[-4000:]
     folder = tmp_path / "runs" / "arithmetic_thinking"
     earlier = rows(folder / "metrics.jsonl")
     more = common | {"resume": True, "max_steps": 5}
     second = papermill(start, "arithmetic_thinking", tmp_path / "second.ipynb", **more)
-    assert second.returncode == 0, second.stderr[-4000:]
+    assert second.exit_code == "0", second.log[-4000:]
     check_folder(folder, steps=5)
     assert rows(folder / "metrics.jsonl")[:3] == earlier
     assert "from step 3" in text_of(tmp_path / "second.ipynb", "kit.train(")
@@ -202,8 +191,8 @@ def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Pat
     stop = f"{OVERRIDES} health.no_signal=stop health.no_signal_steps=2"
     parameters = SMALL | {"output_dir": tmp_path / "runs", "overrides": stop, "max_completion_length": 4}
     done = papermill(start, "arithmetic_thinking", tmp_path / "x.ipynb", **parameters)
-    assert done.returncode == 1
-    assert "stopped (no signal) at step 2; resume = True goes on from there" in done.stderr
+    assert done.exit_code == "1"
+    assert "stopped (no signal) at step 2; resume = True goes on from there" in done.log
     said = text_of(tmp_path / "x.ipynb", "kit.train(")
     assert "raise rloo.max_completion_length (currently 4)" in said
 
@@ -211,8 +200,8 @@ def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Pat
 def test_a_misspelt_parameter_ends_it_before_the_model_is_loaded(start: Start, tmp_path: Path) -> None:
     """papermill only warns of an unknown parameter, and the batch trains with the value that was to be changed."""
     done = papermill(start, "arithmetic_instruct", tmp_path / "x.ipynb", max_step=3, output_dir=tmp_path / "runs")
-    assert done.returncode == 1
-    assert "max_step: unknown parameter" in done.stderr and "max_steps" in done.stderr
+    assert done.exit_code == "1"
+    assert "max_step: unknown parameter" in done.log and "max_steps" in done.log
     assert not (tmp_path / "runs").exists()
 
 
@@ -226,10 +215,10 @@ def test_the_source_runs_as_a_plain_script(start: Start, tmp_path: Path) -> None
     script = tmp_path / "arithmetic_instruct.py"
     script.write_text(text, encoding="utf-8")
     done = start(sys.executable, script)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.exit_code == "0", done.log[-4000:]
     check_folder(tmp_path / "runs" / "arithmetic_instruct", steps=3)
-    assert "reward" in done.stdout and "answer:" in done.stdout
-    assert "HTML object" not in done.stdout and "Figure" not in done.stdout
+    assert "reward" in done.log and "answer:" in done.log
+    assert "HTML object" not in done.log and "Figure" not in done.log
     check_command_line(start, tmp_path)
 
 
@@ -238,7 +227,7 @@ def check_command_line(start: Start, folder: Path) -> None:
     overrides = [f"run.output_dir={folder / 'cli'}", "rloo.max_steps=3", "rloo.num_generations=4", *OVERRIDES.split()]
     config = FOLDER.parent / "configs" / "arithmetic_instruct.yaml"
     done = start(PAPERMILL.with_name("rloo-kit"), "train", config, *overrides, "eval.num_prompts=12")
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.exit_code == "0", done.log[-4000:]
     notebook, command = (folder / name / "arithmetic_instruct" for name in ("runs", "cli"))
     clocks = {"seconds", "step_time", "eps", "run"}
     for ours, theirs in zip(rows(notebook / "metrics.jsonl"), rows(command / "metrics.jsonl"), strict=True):

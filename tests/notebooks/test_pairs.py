@@ -8,29 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebooks.notebook_cells import FOLDER, NAMES, ROOT, Cell, cells_of, code_of
-
-GENERATE = ["jupytext", "--to", "ipynb", "--update"]  # and notebooks/*.py: the second half of `make notebooks`
+from tests.notebooks.notebook_cells import FOLDER, NAMES, ROOT, cells_of, code_of
 
 each_notebook = pytest.mark.parametrize("name", NAMES)
-
-
-def parameter_cells(cells: list[Cell]) -> list[int]:
-    return [number for number, cell in enumerate(cells) if "parameters" in cell.tags]
-
-
-# ------------------------------------------------------------------------------------------------------ the pair
 
 
 def test_every_notebook_is_a_pair() -> None:
     """An .ipynb without its .py is edited by hand from then on; a fifth notebook would escape the lists here."""
     for ending in ("py", "ipynb"):
         assert sorted(path.stem for path in FOLDER.glob(f"*.{ending}")) == sorted(NAMES), ending
-
-
-def generate(folder: Path) -> None:
-    command = [sys.executable, "-m", *GENERATE, *sorted(str(path) for path in folder.glob("*.py"))]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 def test_generating_again_changes_nothing(tmp_path: Path) -> None:
@@ -43,16 +29,11 @@ def test_generating_again_changes_nothing(tmp_path: Path) -> None:
         shutil.copy(FOLDER / f"{name}.ipynb", tmp_path)
     command = [sys.executable, str(FOLDER / "source" / "generate.py"), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    generate(tmp_path)
+    command = [sys.executable, "-m", "jupytext", "--to", "ipynb", "--update", *sorted(tmp_path.glob("*.py"))]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
     assert len(list(tmp_path.iterdir())) == 2 * len(NAMES)
     for again in tmp_path.iterdir():
         assert again.read_bytes() == (FOLDER / again.name).read_bytes(), f"{again.name}: run `make notebooks`"
-
-
-# ------------------------------------------------------------------------------------------------------ the files
-
-
-# ------------------------------------------------------------------------------------------------------ the cells
 
 
 @each_notebook
@@ -63,9 +44,7 @@ def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
 
     from rloo_kit.notebook.parameters import KNOWN
 
-    cells = cells_of(name)
-    (number,) = parameter_cells(cells)
-    cell = cells[number]
+    (cell,) = [cell for cell in cells_of(name) if "parameters" in cell.tags]
     assert cell.kind == "code" and cell.tags == ("parameters",) and cell.lines[0].startswith("# Parameters")
     names = []
     for statement in ast.parse(cell.source).body:
@@ -85,8 +64,7 @@ def test_the_file_alone_decides_until_a_parameter_is_set(name: str) -> None:
     from rloo_kit.notebook.parameters import read_parameters
 
     namespace: dict = {}
-    cells = cells_of(name)
-    cell = cells[parameter_cells(cells)[0]].source
+    (cell,) = [cell.source for cell in cells_of(name) if "parameters" in cell.tags]
     exec(cell, namespace)
     assert read_parameters(namespace | {"In": ["", cell]}).overrides == []
     assert (ROOT / namespace["config"]).is_file()

@@ -5,15 +5,13 @@ samples, a report, and TRL's trainer used directly. The model is a cold start of
 """
 
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 
-from tests.notebooks.runners import COMMANDS, LIMIT_S, environment
+from tests.notebooks.runners import COMMANDS, LIMIT_S, call, write_cells
 
 pytestmark = pytest.mark.slow
 
@@ -61,21 +59,15 @@ ENVIRONMENT, BUILD, LOAD, BEFORE, TRAIN, AFTER, MAP, DOWNLOAD, TRAINER = range(9
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[tuple[Any, str]]:
+def ran(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> tuple[Any, str]:
     """The saved notebook, and papermill's log."""
     folder = tmp_path_factory.mktemp("progress")
     source = CELLS.replace("CONFIG", repr(str(repository / "configs/arithmetic_thinking.yaml")))
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in source.split("# %%\n")],
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
-    )
-    nbformat.write(notebook, folder / "in.ipynb")
-    with environment(folder) as (env, _):
-        env["RLOO_KIT_CACHE"] = str(folder / "cache")
-        command = [str(word) for word in (*COMMANDS["papermill"], "--log-output")]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
-    yield nbformat.read(folder / "out.ipynb", as_version=4), done.stdout + done.stderr
+    write_cells(source.split("# %%\n"), folder)
+    command = [str(word).replace("IN.", "in.") for word in (*COMMANDS["papermill"], "--log-output")]
+    ended = call(command, folder, 2 * LIMIT_S, RLOO_KIT_CACHE=folder / "cache")
+    assert ended.exit_code == "0", ended.log[-3000:]
+    return nbformat.read(folder / "out.ipynb", as_version=4), ended.log
 
 
 def printed(notebook: Any, cell: int) -> list[str]:

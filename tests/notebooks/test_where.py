@@ -5,7 +5,6 @@ No model is loaded: the notebook says where its run would be, and which files it
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import yaml
 from rloo_kit.config.run import load_config
 from rloo_kit.preflight.cheap import find_faults
 from tests.notebooks.batch_notebooks import write_notebook
-from tests.notebooks.runners import PYTHON, environment
+from tests.notebooks.runners import COMMANDS, PYTHON, call, text_of
 from tests.notebooks.server import jupyter_lab
 
 PARAMETERS = "# Parameters\nconfig = 'task/mine.yaml'\noutput_dir = None\n"
@@ -69,35 +68,13 @@ def check(text: str, folder: Path, output: str = "outputs/mine") -> None:
     assert found == {key: str(folder / "task" / name) for key, name in names.items()}
 
 
-def start(folder: Path, *words: object) -> str:
-    """What a command, started in `folder`, printed, or what its notebook did."""
-    with environment(folder) as (env, _):
-        command = [str(word) for word in words]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return printed(folder / "out.ipynb") if (folder / "out.ipynb").exists() else done.stdout
-
-
-def printed(notebook: Path) -> str:
-    cells = json.loads(notebook.read_text())["cells"]
-    outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    return "".join("".join(output.get("text", "")) for output in outputs)
-
-
-COMMANDS = {
-    "papermill": [PYTHON, "-m", "papermill", "clone/notebooks/x.ipynb", "out.ipynb", "--no-progress-bar"],
-    "nbconvert": [
-        *(PYTHON.with_name("jupyter"), "nbconvert", "--to", "notebook", "--execute", "clone/notebooks/x.ipynb"),
-        *("--output", "out", "--output-dir", "."),
-    ],
-    "script": [PYTHON, "clone/notebooks/x.py"],
-}
-
-
-@pytest.mark.parametrize("runner", ["papermill", "script", pytest.param("nbconvert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "runner", ["papermill", "script", pytest.param("jupyter nbconvert --execute", marks=pytest.mark.slow)]
+)
 def test_the_folder_in_which_it_was_started(runner: str, started: Path) -> None:
     """papermill in a bare folder wrote the run into the clone of the kit, and nbconvert next to the notebook."""
-    check(start(started, *COMMANDS[runner]), started)
+    command = [str(word).replace("IN.", "clone/notebooks/x.") for word in COMMANDS[runner]]
+    check(call(command, started).text, started)
 
 
 @pytest.mark.slow
@@ -106,8 +83,8 @@ def test_a_batch_is_started_there_too(started: Path) -> None:
     values = {"notebook": "x.ipynb", "output_dir": "found", "runs": [{"name": "one"}]}
     file = started / "clone" / "notebooks" / "b.yaml"
     file.write_text(yaml.safe_dump(values))
-    start(started, PYTHON, "-m", "rloo_kit.cli", "batch", "clone/notebooks/b.yaml")
-    check(printed(started / "found" / "b" / "one" / "notebook.ipynb"), started, "found/b/one/mine")
+    call([PYTHON, "-m", "rloo_kit.cli", "batch", "clone/notebooks/b.yaml"], started)
+    check(text_of(started / "found" / "b" / "one" / "notebook.ipynb"), started, "found/b/one/mine")
 
 
 @pytest.mark.slow
@@ -123,9 +100,9 @@ def test_a_jupyter_server_is_started_there_too(started: Path) -> None:
 
 def test_the_command_line_finds_what_lies_next_to_its_file(started: Path) -> None:
     """`rloo-kit config` of a file in another folder: model.adapter alone was looked up in the working folder only."""
-    text = start(started, PYTHON, "-m", "rloo_kit.cli", "config", "task/mine.yaml")
-    assert yaml.safe_load(text)["model"]["adapter"] == str(started / "task" / "old")
-    assert yaml.safe_load(text)["run"]["output_dir"] == "outputs"
+    found = yaml.safe_load(call([PYTHON, "-m", "rloo_kit.cli", "config", "task/mine.yaml"], started).text)
+    assert found["model"]["adapter"] == str(started / "task" / "old")
+    assert found["run"]["output_dir"] == "outputs"
 
 
 @pytest.mark.parametrize(
