@@ -32,7 +32,7 @@ from rloo_kit.results.held_out import (
     read_evaluations,
 )
 from rloo_kit.results.intervals import Measured
-from rloo_kit.rewarding.guard import guard, log_names, reward_name
+from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.run_dir import RunDir
@@ -52,7 +52,7 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
     wanted = run.eval.measure
     guarded = [guard(reward) for reward in reward_funcs]
     names = log_names([reward_name(reward) for reward in guarded], guarded)
-    foreign = [name for name, reward in zip(names, guarded, strict=True) if not hasattr(reward, "failed")]
+    foreign = [name for name, reward in zip(names, guarded, strict=True) if not isinstance(reward, GuardedReward)]
     judge = find_judge(gold_answers(test), names)
     known = [*(["accuracy"] if judge else []), *([] if foreign else ["reward", *names])]
     if wanted == "auto":
