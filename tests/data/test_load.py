@@ -1,7 +1,6 @@
 """Reading, checking, rendering and splitting of prompts; every error names its file and line."""
 
 import copy
-import csv
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -32,38 +31,6 @@ def test_jsonl(make_run, write, tiny_tokenizer):
     assert data.notes == [
         f"the answers of {path} are not of one type; all are passed on as text (data.answer_column: answer)"
     ]
-
-
-def test_csv_keeps_text(make_run, tmp_path, tiny_tokenizer):
-    """A reader that guesses types made 7 of the answer 007; quoted fields hold commas and line breaks."""
-    path = tmp_path / "rows.csv"
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["prompt", "answer", "id"], ["a, b\nc", "007", "1"], ["d", "1.50", ""]])
-    data = load_data(make_run(path), tiny_tokenizer)
-    assert data.train["prompt"][:] == [rendered("a, b\nc"), rendered("d")]
-    assert data.train["answer"][:] == ["007", "1.50"]
-    assert data.train["id"][:] == ["1", ""]
-
-
-def test_parquet_keeps_types_and_conversations(make_run, tmp_path, tiny_tokenizer):
-    """Columns other than prompt and answer reach the rewards unchanged, nested ones too."""
-    path = tmp_path / "rows.parquet"
-    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
-    datasets.Dataset.from_list([{"prompt": prompt, "answer": 2, "level": 3, "tags": ["a", "b"]}]).to_parquet(path)
-    (row,) = load_data(make_run(path), tiny_tokenizer).train.to_list()
-    assert row["prompt"].startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>")
-    assert (row["answer"], row["level"], row["tags"]) == (2, 3, ["a", "b"])
-
-
-def test_rows_in_python(make_run, tiny_tokenizer):
-    """A notebook has its prompts at hand: texts, conversations, dicts, or a dataset made with `datasets`."""
-    run = make_run(prompt_column="question")
-    texts = load_data(run, tiny_tokenizer, rows=["a", "b"]).train
-    talks = load_data(run, tiny_tokenizer, rows=[[{"role": "user", "content": text}] for text in "ab"]).train
-    dicts = load_data(run, tiny_tokenizer, rows=[{"question": "a"}, {"question": "b"}]).train
-    table = load_data(run, tiny_tokenizer, rows=datasets.Dataset.from_dict({"question": ["a", "b"]})).train
-    assert texts.to_list() == talks.to_list() == dicts.to_list() == table.to_list()
-    assert texts["prompt"][:] == [rendered("a"), rendered("b")]
 
 
 def test_embedded_task(make_run, tiny_tokenizer):
