@@ -12,7 +12,6 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 UNSLOTH = ("unsloth", "unsloth-zoo")
@@ -85,41 +84,20 @@ def install(folder: Path) -> None:
     pip_install(folder, "--no-deps", "-e", str(ROOT))
 
 
-def run(name: str, files: Iterable[str], folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def run(files: Iterable[str]) -> tuple[list[str], bool]:
     """Run test files in one process.
 
     Returns:
-        How many tests passed, failed and were skipped, and the failures: test id and a reason of one line.
+        pytest's last line and one for each test that broke, with its reason; whether some passed and none broke.
     """
-    xml = folder / f"canary-{name}.xml"
-    xml.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={xml}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--tb=no", "-rfE"]
     try:
         done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return {}, [(name, f"no result within {LIMIT_S} s")]
-    if not xml.exists():
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        return {}, [(name, lines[-1] if lines else f"pytest ended with exit code {done.returncode}")]
-    counts, broken = read_results(xml.read_text())
-    if done.returncode != 0 and not broken:
-        broken = [(name, f"pytest ended with exit code {done.returncode}")]
-    return counts, broken
-
-
-def read_results(xml: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Counts and failures from pytest's JUnit file."""
-    counts, broken = {"passed": 0, "failed": 0, "skipped": 0}, []
-    for case in ElementTree.fromstring(xml).iter("testcase"):
-        problem = next((part for tag in ("failure", "error") if (part := case.find(tag)) is not None), None)
-        if problem is not None:
-            counts["failed"] += 1
-            lines = (problem.get("message") or problem.text or "").strip().splitlines()
-            test = f"{case.get('classname', '')}::{case.get('name', '')}".lstrip(":")
-            broken.append((test, lines[0][:200] if lines else "no message"))
-        else:
-            counts["skipped" if case.find("skipped") is not None else "passed"] += 1
-    return counts, broken
+        return [f"no result within {LIMIT_S} s"], False
+    lines = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()
+    broken = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return [lines[-1], *broken], done.returncode == 0 and " passed" in lines[-1]
 
 
 def describe_versions(tested: dict[str, str], installed: dict[str, str | None]) -> list[str]:
@@ -130,28 +108,8 @@ def describe_versions(tested: dict[str, str], installed: dict[str, str | None]) 
     for name in NEWEST:
         version = installed.get(name)
         verdict = "missing" if version is None else "tested" if in_range(version, tested[name]) else "NEW"
-        lines.append(f"  {name:<14}{version or '-':<14}tested {tested[name]:<18}{verdict}")
+        lines.append(f"{name:<14}{version or '-':<14}tested {tested[name]:<18}{verdict}")
     return lines
-
-
-def summarise(results: dict[str, tuple[list[str], dict[str, int], list[tuple[str, str]]]]) -> tuple[str, int]:
-    """The report and the exit code: 1 when a test broke, or when a run passed none. A set's result: its versions, what
-    `run` returned."""
-    lines, failed = ["canary: newest versions; for Unsloth the newest that it allows"], False
-    for name, (versions, counts, broken) in results.items():
-        said = ", ".join(f"{count} {what}" for what, count in counts.items()) or "no tests ran"
-        lines += [f"{name}: {said}", *versions]
-        lines += [f"  BROKE {test}: {reason}" for test, reason in broken]
-        failed |= bool(broken) or not counts.get("passed")
-    if failed:
-        lines.append("A test broke, or a set ran none. make setup and make test-unsloth keep to the tested versions.")
-    elif any(line.endswith("NEW") for line in lines):
-        lines.append("Nothing broke in these tests with versions outside the tested ranges; make test-all checks more.")
-    else:
-        lines.append(
-            "The package index offers nothing newer than the tested ranges: this run says nothing about drift."
-        )
-    return "\n".join(lines), int(failed)
 
 
 def main() -> int:
@@ -163,16 +121,24 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, installed_version
 
-    results = {}
+    print("canary: newest versions; for Unsloth the newest that it allows")
+    good, new = True, False
     for name, files in RUNS.items():
         if name == "Unsloth":
             asked = [one for library in UNSLOTH for one in importlib.metadata.requires(library) or ()]
             pip_install(folder, *caps(asked))
         versions = describe_versions(TESTED | TESTED_EXTRAS, {name: installed_version(name) for name in NEWEST})
-        results[name] = (versions, *run(name, files, folder))
-    report, code = summarise(results)
-    print(report)
-    return code
+        new |= any(line.endswith("NEW") for line in versions)
+        lines, passed = run(files)
+        good &= passed
+        print(f"{name}:", *versions, *lines, sep="\n  ")
+    if not good:
+        print("A test broke, or a set ran none. make setup and make test-unsloth keep to the tested versions.")
+    elif new:
+        print("Nothing broke in these tests with versions outside the tested ranges; make test-all checks more.")
+    else:
+        print("The package index offers nothing newer than the tested ranges: this run says nothing about drift.")
+    return int(not good)
 
 
 if __name__ == "__main__":

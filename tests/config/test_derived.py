@@ -12,6 +12,7 @@ from rloo_kit.config.derived import always_thinks, fill_defaults, thinks_by_keys
 from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
+from rloo_kit.config.sft import FULL_SFT_RATE, LORA_SFT_RATE
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
 
@@ -119,6 +120,9 @@ def test_the_rate_follows_what_is_trained_and_the_batch_follows_k() -> None:
     full = {"name": "some/model", "lora": None}
     assert build(full).rloo.learning_rate == FULL_LEARNING_RATE
     assert build(full, rloo={"learning_rate": 3e-6}).rloo.learning_rate == 3e-6
+    assert build("some/model").sft.learning_rate == LORA_SFT_RATE
+    assert build(full, sft={"max_steps": 3}).sft.learning_rate == FULL_SFT_RATE
+    assert build(full, sft={"learning_rate": 1e-3}).sft.learning_rate == 1e-3
     for k in (2, 3, 6, 16):
         rloo = build("some/model", rloo={"num_generations": k}).rloo
         assert rloo.generation_batch_size == 4 * k == 4 * rloo.num_generations

@@ -123,11 +123,6 @@ def test_arguments_for_the_trainer_leave_out_what_is_not_set(minimal: Path) -> N
     assert load_config(minimal, "rloo.report_to=tensorboard").rloo.to_arguments()["report_to"] == ["tensorboard"]
 
 
-def test_the_embedded_model_takes_a_file_of_ones_own(minimal: Path) -> None:
-    """Without a GPU it is the only model to try one's own JSONL with; what is in the file, the config cannot know."""
-    assert load_config(minimal, "data.source=sums.jsonl").data.source == "sums.jsonl"
-
-
 def test_a_users_family_takes_no_prompts_of_another(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that knows the letters of its file was trained on sums, which it cannot read."""
     for folder in ("own", "other"):

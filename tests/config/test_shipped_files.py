@@ -12,10 +12,6 @@ from rloo_kit.config.run import RunConfig, load_config
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Batches are in test_batch.py.
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("batch_"))
-WANTED = {"arithmetic_instruct", "arithmetic_thinking", "qwen3_4b_instruct", "qwen3_1_7b", "qwen3_0_6b"}
-WANTED |= {"smollm2_sums", "smollm2_words", "sft_arithmetic", "reasoning_gym_chain_sum", "qwen3_1_7b_reasoning_gym"} | {
-    f"qwen3_4b_thinking{size}" for size in ("", "_8gb", "_12gb", "_16gb", "_24gb")
-}
 ON_GPU = [path for path in FILES if path.stem.startswith("qwen3")]
 
 
@@ -35,11 +31,6 @@ def numbers(pattern: str, text: str) -> list[float]:
     found = re.findall(re.escape(pattern).replace("@", r"(\d+(?:\.\d+)?)").replace(r"s\?", "s?"), text)
     assert len(found) == 1, f"{pattern!r} occurs {len(found)} times in:\n{text}"
     return [float(number) for number in ([found[0]] if isinstance(found[0], str) else found[0])]
-
-
-def test_the_promised_files_are_there() -> None:
-    """The README and the issue name them; a file that was renamed leaves a command that fails."""
-    assert {path.stem for path in FILES} == WANTED
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -61,12 +61,6 @@ def test_the_template_decides_and_the_name_where_it_is_silent(with_template, tem
     assert detect_family(with_template(template), name) == family
 
 
-def test_the_key_overrules_the_name(with_template):
-    """Where the template is silent the user has the last word."""
-    assert resolve_family(with_template("instruct"), "some/model", "thinking") == "thinking"
-    assert resolve_family(with_template("instruct"), "some/Model-Thinking", "instruct") == "instruct"
-
-
 @pytest.mark.parametrize(
     ("family", "template", "text"),
     [

@@ -67,6 +67,10 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "blank first.csv": ("\nprompt;answer\na;1,5\n", "line 3: 1,5 has a decimal", "line 3: 1,5 has a decimal"),
     "tabs.csv": (sheet({"prompt": ["a;b"], "answer": [5]}, sep="\t"), {"prompt": rendered("a;b"), "answer": "5"}, ""),
     "long.csv": (sheet({"prompt": ["a"], "answer": [LONG]}), {"answer": LONG}, ""),
+    "quoted.csv": (
+        'prompt,answer,id\n"a, b\nc",007,1\nd,1.50,\n',
+        {"prompt": rendered("a, b\nc"), "answer": "007", "id": "1"}, "",
+    ),
     "spaces.csv": ("prompt,answer\na, 007\n", {"answer": " 007"}, ""),
     "integers.jsonl": (jsonl({"prompt": "a", "answer": 5}), {"answer": 5}, ""),
     "floats.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": 1}), {"answer": 0.7}, ""),
@@ -84,7 +88,7 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "rounded.jsonl": (more([{"a": 0.7}, {"a": "x"}]), "line 2: column 'more'", "line 2: column 'more'"),
     "integers in objects.jsonl": (more([{"a": 1}, {"a": 2.5}]), {"more": {"a": 1}}, ""),
     "integers in lists.jsonl": (more([[5, 2.5]]), {"more": [5, 2.5]}, ""),
-    "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "an answer of type float (inf)"),
+    "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "line 1: an answer of type float"),
     "talk.jsonl": (jsonl({"prompt": json.dumps(TALK), "answer": "2"}), {"prompt": SEEN}, ""),
     "role.jsonl": (
         jsonl({"prompt": [{"role": "human", "content": "hi"}], "answer": "2"}), "the role 'human'", "the role 'human'",
@@ -174,6 +178,8 @@ ROWS: dict[str, tuple[Any, Any]] = {
         datasets.Dataset.from_dict({"prompt": [TALK], "answer": [1]}).to_iterable_dataset(), {"prompt": SEEN},
     ),
     "a column": (datasets.Dataset.from_dict({"prompt": [TALK]})["prompt"], {"prompt": SEEN}),
+    "texts": (["a", "b"], {"prompt": rendered("a")}),
+    "conversations": ([TALK], {"prompt": SEEN}),
     "a series": (pandas.Series(["a"]), {"prompt": rendered("a")}),
     "numpy": ([{"prompt": numpy.str_("a"), "answer": numpy.int64(5), "x": numpy.float32(0.5), "y": numpy.array([[1]])}],
               {"prompt": rendered("a"), "answer": 5, "x": 0.5, "y": [[1]]}),

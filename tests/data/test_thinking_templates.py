@@ -129,7 +129,9 @@ def test_another_switch_is_no_enable_thinking(of: Any) -> None:
             resolve_family(of(name), name, "auto", True)
     with pytest.raises(ConfigError, match="model.family is 'thinking'.*Set model.family: instruct"):
         resolve_family(of("deepseek-ai/DeepSeek-V3.1"), "deepseek-ai/DeepSeek-V3.1", "thinking")
-    assert resolve_family(of("ibm-granite/granite-3.3-2b"), "granite", "thinking") == "thinking"  # the user's word
+    # Where the template is silent, the user's word counts before the name.
+    assert resolve_family(of("ibm-granite/granite-3.3-2b"), "granite", "thinking") == "thinking"
+    assert resolve_family(of("ibm-granite/granite-3.3-2b"), "a/Model-Thinking", "instruct") == "instruct"
 
 
 @pytest.mark.parametrize(

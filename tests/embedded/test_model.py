@@ -59,16 +59,6 @@ def test_ids_of_qwen3(tokenizers, kind):
     assert bind_think_tags(tokenizer).end_id == 151668
 
 
-def test_ids_of_the_compact_vocabulary(tokenizers):
-    """The compact table keeps the ids of the bytes, so that only the chat tokens move."""
-    tokenizer = tokenizers["thinking", "compact"]
-    assert tokenizer("!0<think></think>")["input_ids"] == [0, 15, 259, 260]
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (258, 256, 261)
-    text = "The sum of 1+2 is 3. héllo, 世界"
-    full = tokenizers["thinking", "qwen3"]
-    assert tokenizer(text)["input_ids"] == full(text)["input_ids"] and max(tokenizer(text)["input_ids"]) < 256
-
-
 @pytest.mark.parametrize("vocabulary", ["compact", "qwen3"])
 def test_text_survives_saving_and_loading(tokenizers, vocabulary, tmp_path):
     """A tokenizer that changes when it is saved gives a policy whose tags moved."""
@@ -85,18 +75,6 @@ def test_text_survives_saving_and_loading(tokenizers, vocabulary, tmp_path):
     assert loaded.decode(ids, skip_special_tokens=True) == kept, "the thinking tags are not special in Qwen3"
     assert (loaded.eos_token, loaded.pad_token, loaded.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
     assert loaded.chat_template == tokenizer.chat_template
-
-
-@pytest.mark.parametrize(("kind", "opened"), [("thinking", "<think>\n"), ("instruct", "")])
-def test_template(tokenizers, kind, opened):
-    """With Thinking-2507 the prompt opens the thinking, so a completion only closes it; the twin never thinks."""
-    tokenizer = tokenizers[kind, "compact"]
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
-    assert prompt == f"<|im_start|>user\n47+385=<|im_end|>\n<|im_start|>assistant\n{opened}"
-    talk = [{"role": "system", "content": "Add."}, *QUESTION, {"role": "assistant", "content": "432"}]
-    assert tokenizer.apply_chat_template(talk, tokenize=False) == (
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n47+385=<|im_end|>\n<|im_start|>assistant\n432<|im_end|>\n"
-    )
 
 
 def test_shared_row_is_exactly_the_full_softmax():

@@ -17,7 +17,7 @@ from rloo_kit.runs.exported import RUN_FILE, describe_origin, origin_of
 
 RUN = """
 run: {{name: sums}}
-model: {{name: {model}, load_in_4bit: {four_bit}, max_seq_length: 96, dtype: float32}}
+model: {{name: {model}, max_seq_length: 96, dtype: float32}}
 data: {{source: {data}, max_prompt_length: 32, system_prompt: Be brief.}}
 rewards: [{{name: answer_reward}}]
 rloo: {{max_steps: 1, max_completion_length: 40}}
@@ -38,10 +38,10 @@ def make_export(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def write_run(folder: Path, model: str = "embedded/thinking", data: str = "sums.jsonl", four_bit: bool = False) -> Any:
+def write_run(folder: Path, model: str = "embedded/thinking", data: str = "sums.jsonl") -> Any:
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model}))
-    (folder / "config.yaml").write_text(RUN.format(model=model, data=data, four_bit=str(four_bit).lower()))
+    (folder / "config.yaml").write_text(RUN.format(model=model, data=data))
     return load_config(folder / "config.yaml")
 
 
@@ -49,19 +49,6 @@ def write_model(folder: Path, **values: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 256} | values))
     return str(folder)
-
-
-def test_a_merged_4bit_run_is_loaded_as_it_was_written(tmp_path: Path, make_export: Callable[..., Path]) -> None:
-    """Quantised once more it answered otherwise, and the adapter that was laid on it made it its own base."""
-    base = write_model(tmp_path / "base")
-    run = write_run(tmp_path / "outputs" / "sums", base, four_bit=True)
-    merged = make_export(tmp_path / "elsewhere", run, base, "merged")
-    model = trained_run(merged).model
-    assert (model.load_in_4bit, model.lora, model.adapter, model.dtype) == (False, None, None, "float32")
-    assert model.name == str(merged) and model.max_seq_length == 96
-    assert origin_of(merged).model.load_in_4bit, "its base was in 4-bit"
-    adapter = trained_run(make_export(tmp_path / "adapter", run, base, "adapter")).model
-    assert adapter.load_in_4bit and adapter.lora is not None, "an adapter belongs to the base in that form"
 
 
 def test_a_checkpoint_that_is_quantised_itself_keeps_its_adapter(tmp_path: Path) -> None:
@@ -96,27 +83,6 @@ def test_an_embedded_base_is_called_by_its_name(tmp_path: Path, make_export: Cal
         found = origin_of(make_export(tmp_path / name, run, base, "adapter"))
         assert found.model.name == "embedded/thinking" and found.rloo.max_completion_length == 40
         assert found.data.system_prompt == "Be brief."
-
-
-def test_the_base_of_a_users_family_is_the_included_one(
-    tmp_path: Path, make_export: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The export has the base and not the family's file that `ask` looked for: "no file backward.py"."""
-    monkeypatch.chdir(tmp_path)
-    name, model = "thinking@backward.0123abcd-compact-0-r2", "embedded/thinking@fam/backward.py"
-    base = write_model(tmp_path / "cache" / name)
-    run = write_run(tmp_path / "outputs" / "own", model, "embedded/fam/backward.py")
-    (tmp_path / "outputs" / "own" / "task_families").mkdir()
-    (tmp_path / "outputs" / "own" / "task_families" / "backward.py").write_text("")
-    for target in ("adapter", "merged", "gguf"):
-        made = make_export(tmp_path / "outputs" / "own" / "export" / target, run, name, target)
-        found = origin_of(made)
-        assert found.model.name == model and found.family_files[0].parent.name == "task_families"
-        moved = made.rename(tmp_path / target)
-        if target == "adapter":
-            shutil.copytree(base, moved / name)
-        assert origin_of(moved).model.name == (str(moved / name) if target == "adapter" else name)
-        assert "backward.py" not in (moved / RUN_FILE).read_text(), "a file of this machine"
 
 
 def test_a_folder_is_known_from_inside_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

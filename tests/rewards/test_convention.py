@@ -1,6 +1,5 @@
 """What all rewards share: TRL's calling convention, both completion formats, any container of ids, their imports."""
 
-import ast
 import asyncio
 import pickle
 import subprocess
@@ -112,20 +111,6 @@ def test_a_sample_without_what_the_reward_reads_is_not_judged() -> None:
     assert thinking_reward(completions=["a</think>b", None], completion_ids=[None, [7, END]]) == [None, None]
 
 
-def test_only_the_standard_library_is_imported_and_regular_expressions_for_answers_only(repository: Path) -> None:
-    """Guards against rewards growing dependencies, and against tags found by patterns instead of ids."""
-    files = sorted((repository / "rewards").glob("**/*.py"))
-    assert files
-    for file in files:
-        roots = set()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            roots |= {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
-            if isinstance(node, ast.ImportFrom) and node.level != 1:  # relative: the folder works under any name
-                roots.add((node.module or "").partition(".")[0])
-        patterns = {"fnmatch"} if file.name == "answer.py" else {"re", "fnmatch"}  # answers have no ids
-        assert roots <= sys.stdlib_module_names - patterns, f"{file.name} imports {roots}"
-
-
 def test_import_in_a_fresh_process_loads_only_the_standard_library(repository: Path) -> None:
     """Guards against `import rewards` on a machine that has nothing installed: -S hides every installed package."""
     code = (
@@ -138,3 +123,34 @@ def test_import_in_a_fresh_process_loads_only_the_standard_library(repository: P
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+IMPOSSIBLE = [
+    ("answer_reward", {"find": "regex"}, "find is 'regex'.*whole, boxed"),
+    ("answer_reward", {"thinking": 1}, "thinking is 1"),
+    ("thinking_reward", {"min_tokens": -1}, "min_tokens is -1; it must be a whole number of at least 0"),
+    ("thinking_reward", {"min_tokens": "10"}, "min_tokens is '10'"),
+    ("thinking_reward", {"min_tokens": 40}, "full_tokens is 30; it must be a whole number of at least 40"),
+    ("thinking_reward", {"think_end_id": None}, "think_end_id is None"),
+    ("thinking_reward", {"think_end_id": True}, "think_end_id is True"),
+    ("thinking_budget_reward", {"min_tokens": 9, "max_tokens": 3}, "max_tokens is 3; .* whole number of at least 9"),
+    ("missing_eos_penalty", {"penalty": 0}, "penalty is 0; it must be a finite number above 0"),
+    ("missing_eos_penalty", {"penalty": float("inf")}, "penalty is inf"),
+    ("missing_eos_penalty", {"eos_token_ids": ()}, "eos_token_ids is ..; it must be a list of token ids, at least one"),
+    ("missing_eos_penalty", {"eos_token_ids": 151645}, "eos_token_ids is 151645"),
+    ("repetition_penalty", {"ngram_size": 0}, "ngram_size is 0"),
+    ("repetition_penalty", {"penalty": -1.0}, "penalty is -1.0; it must be a fin"),
+    ("soft_overlong_penalty", {"max_completion_length": 10, "cache_tokens": 11}, "must not exceed .*_length, 10"),
+    *(
+        (reward, {"forced_counts_as_closed": "no"}, "forced_counts_as_closed is 'no'; it must be true or false")
+        for reward in ("thinking_reward", "thinking_budget_reward", "think_format_reward")
+    ),
+]
+
+
+@pytest.mark.parametrize(("reward", "params", "words"), IMPOSSIBLE)
+def test_impossible_parameters_are_refused(reward: str, params: dict[str, Any], words: str) -> None:
+    """Guards against a typing error that would compare the whole text, bands that are never reached, a penalty that
+    rewards, and `"no"`, which is true."""
+    with pytest.raises(ValueError, match=words):
+        vars(rewards)[reward].with_(**params)

@@ -60,10 +60,3 @@ def test_each_completion_has_its_own_flag() -> None:
         assert thinking_reward(**batch, thinking_forced=flags) == [1.1, -1.0, 1.1]
     with pytest.raises(ValueError, match="thinking_reward got 3 completions, 2 thinking_forced"):
         thinking_reward(**batch, thinking_forced=[True, False])
-
-
-@pytest.mark.parametrize("reward", READS_THE_CLOSE, ids=lambda reward: reward.__name__)
-def test_the_choice_is_a_bool(reward: Any) -> None:
-    """Guards against `forced_counts_as_closed: "no"`, a text that is true."""
-    with pytest.raises(ValueError, match="forced_counts_as_closed is 'no'; it must be true or false"):
-        reward.with_(forced_counts_as_closed="no")

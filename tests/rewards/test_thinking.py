@@ -109,22 +109,6 @@ def test_a_tag_in_ordinary_tokens_is_no_contradiction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"min_tokens": -1}, "min_tokens is -1; it must be a whole number of at least 0"),
-        ({"min_tokens": "10"}, "min_tokens is '10'"),
-        ({"min_tokens": 40}, "full_tokens is 30; it must be a whole number of at least 40"),
-        ({"think_end_id": None}, "think_end_id is None"),
-        ({"think_end_id": True}, "think_end_id is True"),
-    ],
-)
-def test_impossible_parameters_are_refused(params: dict, words: str) -> None:
-    """Guards against bands in the wrong order, which would silently never be reached."""
-    with pytest.raises(ValueError, match=words):
-        thinking_reward.with_(**params)
-
-
-@pytest.mark.parametrize(
     ("tokens", "hard", "soft"),
     [(3, 0.0, 0.75), (4, 1.0, 1.0), (8, 1.0, 1.0), (9, 0.0, 0.75), (12, 0.0, 0.0), (99, 0, 0)],
 )
@@ -138,5 +122,3 @@ def test_budget_band_and_its_margin(tokens: int, hard: float, soft: float) -> No
 def test_budget_of_unclosed_thinking_is_zero() -> None:
     """Guards against paying for length alone: cut-off thinking is not thinking within a budget."""
     assert thinking_budget_reward.with_(min_tokens=1)(completion_ids=[[7] * 50, []]) == [0.0, 0.0]
-    with pytest.raises(ValueError, match="max_tokens is 3; it must be a whole number of at least 9"):
-        thinking_budget_reward.with_(min_tokens=9, max_tokens=3)

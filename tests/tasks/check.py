@@ -1,31 +1,17 @@
-"""Checks the files of a run, its verdict, `show --json`, every interval on every surface, curves, steps and times
-against `recompute.py`. Imports nothing of the kit.
+"""Checks the files of a run, its verdict, every interval on every surface and the words there against `recompute.py`.
+Imports nothing of the kit.
 """
 
 import html
-import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tests.tasks.recompute import Estimate, Recomputed, Side, change_of, ends_of
+from tests.tasks.recompute import Estimate, Recomputed, Side, change_of
 from tests.tasks.tasks import Task
 
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
-SHARE = rf"{NUMBER}(?: ?%)?"  # a number, or a share in percent
-SPARK = "▁▂▃▄▅▆▇█"
-# The metrics of curves, by their titles on any surface.
-CURVES = {
-    "reward": "reward", "reward, weighted sum": "reward", "groups with signal": "signal",
-    "share that closes its thinking": "thinking/closed_ratio", "share truncated": "completions/clipped_ratio",
-    "thinking tokens": "thinking/mean_length", "tokens, thinking": "thinking/mean_length",
-    "tokens, completion": "completions/mean_length", "tokens": "completions/mean_length",
-    "completion tokens": "completions/mean_length", "thinking closed": "thinking/closed_ratio",
-    "truncated": "completions/clipped_ratio", "truncated at the limit": "completions/clipped_ratio",
-    "entropy": "entropy", "entropy, nats": "entropy", "gradient norm": "grad_norm",
-    "tokens per second": "tokens_per_second",
-}  # fmt: skip
 # `0.213 [0.155, 0.286]`; the value may stand elsewhere, and a sentence says `95 % CI 0.155 to 0.286`
 INTERVAL = re.compile(
     rf"(?:(?<![\d:.])(?P<value>{NUMBER})(?P<unit> ?%| points)?,? )?(?:\[(?P<low>{NUMBER}), (?P<high>{NUMBER})\]"
@@ -43,8 +29,11 @@ class Checks:
 
     def all(self) -> list[str]:
         """Check everything; returns the problems."""
-        for name in ("files", "verdict", "show_json", "surfaces", "figures", "versus", "stored", "words"):
-            getattr(self, f"check_{name}")()
+        self.check_files()
+        self.check_verdict()
+        self.check_surfaces()
+        self.check_versus()
+        self.check_words()
         return list(dict.fromkeys(self.problems))
 
     # -------------------------------------------------------------------------------------------- tools
@@ -81,8 +70,9 @@ class Checks:
             self.near("rollouts", f"row {number}, advantage", row["advantage"], row["advantage_again"], 1e-4)
             if row["completion_tokens"] != len(row["completion_ids"]):
                 self.say("rollouts", f"row {number}: {row['completion_tokens']} tokens")
-        if not run.metrics[-1]["seconds"] <= run.seconds <= run.metrics[-1]["seconds"] + 5:
-            self.say("status.json", f"{run.seconds} s of training, {run.metrics[-1]['seconds']} s at the last step")
+        took, last = run.status["seconds"], run.metrics[-1]["seconds"]
+        if not last <= took <= last + 5:
+            self.say("status.json", f"{took} s of training, {last} s at the last step")
         for when, side in run.sides.items():
             self._evaluation_file(f"{when}.json", run.stored[when], side)
         prompts = [one.prompt for one in run.sides["before"].completions]
@@ -222,77 +212,6 @@ class Checks:
         self.ends(where, "change", [found["low"], found["high"]], change)
         self.near(where, "change.prompts", found["prompts"], old.count)
 
-    def check_show_json(self) -> None:
-        """`rloo-kit show RUN --json`: every number in it."""
-        where, run, found = "show --json", self.run, self.on.show_json
-        if found["verdict"] != run.status["verdict"]:
-            self.say(where, "the verdict is not that of status.json")
-        last = 10
-        for path, value in _leaves(found):
-            if path.startswith(("verdict/", "health/")):
-                continue
-            expected = self._json_value(path, last)
-            if expected is None:
-                self.say(where, f"no recomputation of {path}: {value}")
-            else:
-                self.near(where, path, value, expected[0], 1e-5 if len(expected) == 1 else expected[1])
-        if found["measure"] != run.leads:
-            self.say(where, f"the leading measure is {found['measure']}, not {run.leads}")
-        judges = {found["accuracy"][when]["judged_by"] for when in run.sides}
-        if "accuracy" in run.sides["after"].per_prompt and judges != {
-            "answer_reward" if run.compares_answers else "exact match"
-        }:
-            self.say(where, f"judged by {judges}")
-
-    def _json_value(self, path: str, last: int) -> tuple[Any, ...] | None:
-        """Recomputed value and tolerance of a number in `show --json`."""
-        run, parts = self.run, path.split("/")
-        if path in ("step", "max_steps", "adapter_step"):
-            return (run.steps[-1]["step"],)
-        if parts[0] == "accuracy" and parts[1] in run.sides:
-            return self._side_value(run.sides[parts[1]], parts[2:])
-        names = {"difference": "accuracy", "reward_difference": "reward"}
-        if parts[0] == "accuracy" and parts[1] in names:
-            return self._of_estimate(run.change(names[parts[1]]), parts[-1])
-        if parts[0] == "prompts":
-            if ("reward" in parts[1]) != (run.leads == "reward"):
-                return None
-            return (run.kinds(parts[1].startswith("greedy")).get(parts[-1]),)
-        if parts[0] in ("means", "first"):
-            values = run.series("/".join(parts[1:]))
-            part = values[-last:] if parts[0] == "means" else values[:last]
-            return (sum(part) / len(part),)
-        if parts[0] == "metrics" and parts[-1] == "value":
-            values = run.series(self.on.show_json["metrics"][int(parts[1])]["metric"])[-last:]
-            return (sum(values) / len(values),)
-        if path == "seconds":
-            return (run.seconds,)
-        return None
-
-    def _side_value(self, side: Side, path: Sequence[str]) -> tuple[Any, ...] | None:
-        name = "/".join(path)
-        known = {"thinking_tokens": side.thinking, "closed_share": side.closed, "truncated_share": side.truncated,
-                 "prompts": side.count}  # fmt: skip
-        if name in known:
-            return (known[name],)
-        for key, measure in (("greedy_accuracy", "greedy_accuracy"), ("greedy_reward", "greedy_reward"),
-                             ("greedy", "greedy_accuracy"), ("reward", "reward"),
-                             ("accuracy", "accuracy"), ("exact_match", "accuracy")):  # fmt: skip
-            estimate = side.measure(measure)
-            if name == key:
-                return (None if estimate is None else estimate.value,)
-            if name.startswith(f"{key}_") or name.startswith(f"{key}/"):
-                return self._of_estimate(estimate, name.removeprefix(key).strip("_/"))
-        if name in ("low", "high"):
-            return self._of_estimate(side.measure("accuracy"), name)
-        return None
-
-    def _of_estimate(self, found: Estimate | None, key: str) -> tuple[Any, ...] | None:
-        keys = {"value": 0, "mean": 0, "difference": 0, "low": 1, "high": 2, "0": 0, "1": 1, "2": 2}
-        if key not in keys:
-            return None
-        return (None,) if found is None else (found[keys[key]], 1e-5 + 0.002 * (found.high - found.low))
-
     # -------------------------------------------------------------------------------------------- surfaces
 
     def check_surfaces(self) -> None:
@@ -326,47 +245,6 @@ class Checks:
             if verdict["kind"] not in shown or " ".join(verdict["sentence"].split()) not in shown:
                 self.say(where, "the verdict is not that of status.json")
 
-    def check_figures(self) -> None:
-        """The ends of the curves of `show`, report and notebook, the printed steps, times and tokens."""
-        run, on, curves = self.run, self.on, list[tuple[str, str, str, str]]()
-        shown = re.findall(rf"(?m)^(\S.*?)\s+[{SPARK}]+\s+({SHARE})\s+({SHARE})\s*$", on.show)
-        curves += [("show", *one) for one in shown]
-        section = _between(on.report, '<section id="curves"', "</section>")
-        for figure in re.findall(r"<figure.*?</figure>", section, re.S):
-            title = _text(_between(figure, "<figcaption><span>", "</span>"))
-            ends = re.search(r"<span class=.ends.>(.*?)</span>", figure, re.S)
-            first, _, last = _text(ends[1] if ends else "").partition(" → ")
-            if last and not title.startswith("Held-out"):
-                curves.append(
-                    ("report", "tokens, thinking" if title == "Tokens" and run.thinks else title, first, last)
-                )
-        for part in re.split(r"; |, (?=[a-z])", on.plot.partition(": ")[2]):
-            if (found := re.fullmatch(rf"(.+?) ({SHARE}) -> ({SHARE})", part)) and not part.startswith("held-out"):
-                curves.append(("notebook", *found.groups()))
-        if {where for where, *_ in curves} != {"show", "report", "notebook"}:
-            self.say("curves", f"only {curves}")
-        names = CURVES | {f"reward: {name}": f"rewards/{name}/mean" for name, _ in run.rewards}
-        for where, title, *ends in curves:
-            name = names.get(title.lower())
-            expected = (None, None) if name is None else ends_of(run.series(name))
-            for text, value in zip(ends, expected, strict=True):
-                slack = 0.005 * abs(value or 0.0) if name == "tokens_per_second" else 0.0
-                scale = 100 if "%" in text else 1
-                if not _is_near(text.rstrip(" %"), value, scale, slack * scale):
-                    self.say(where, f"curve {title!r}: shown {text}, recomputed {value}")
-        steps = re.findall(rf"(?m)^step (\d+)/(\d+) \| reward ({NUMBER})(?:.*? \| think (\d+))?", on.printed)
-        if len(steps) != len(run.steps):
-            self.say("progress", f"{len(steps)} lines of steps, {len(run.steps)} steps")
-        for (number, total, reward, thinking), again in zip(steps, run.steps, strict=False):
-            right = (int(number), int(total)) == (again["step"], len(run.steps)) and _is_near(reward, again["reward"])
-            if not right or (thinking and not _is_near(thinking, again.get("thinking/mean_length"))):
-                self.say("progress", f"step {number}: reward {reward}, think {thinking}, recomputed {again}")
-        clock = f"{int(run.seconds + 0.5) // 60}:{int(run.seconds + 0.5) % 60:02d} of training"
-        tokens = f"{sum(step['tokens'] for step in run.steps):,.0f}"
-        for where, text, expected in (("show", on.show, clock), ("report", _text(on.report), f"generated {tokens}")):
-            if expected not in text:
-                self.say(where, f"{expected!r} is not there")
-
     def estimates(self) -> list[Estimate]:
         """Every value with an interval that may be shown of the run or of its twin."""
         run = self.run
@@ -389,16 +267,6 @@ class Checks:
             self.say(where, "the run's verdict is not that of status.json")
         if twin["verdict"]["kind"] in ("learnt", "broken"):
             self.say(where, f"the untrained twin's verdict is {twin['verdict']['kind']}: {twin['verdict']['sentence']}")
-        for entry, sides in ((twin, (before, before)), (trained, (before, after))):
-            for key, side in zip(("before", "after"), sides, strict=True):
-                for path, value in _leaves(entry[key]):
-                    expected = self._side_value(side, path.split("/"))
-                    if expected is None:
-                        self.say(where, f"no recomputation of {key}/{path}: {value}")
-                    else:
-                        self.near(where, f"{key}/{path}", value, expected[0], (*expected, 1e-5)[1])
-            self.near(where, "seconds", entry["seconds"], run.seconds)
-            self.near(where, "steps", entry["steps"], run.steps[-1]["step"])
         assert self.change is not None
         name, sentence = self.task.name, found["sentence"]
         expected = f"{name} and untrained do not differ significantly"
@@ -412,83 +280,6 @@ class Checks:
         for where, text in (("comparison", self.on.versus), ("comparison page", html.unescape(self.on.page))):
             if sentence not in text:
                 self.say(where, "its sentence is another")
-        for row, sides in zip(self.on.batch_rows, ((before, after), (before, before)), strict=True):
-            self.near("batch, CSV", "reward_last", float(row["reward_last"]), run.steps[-1]["reward"])
-            for when, side in zip(("before", "after"), sides, strict=True):
-                for key, value in (("held_out_reward", side.measure("reward")), ("tokens", side.tokens)):
-                    number = value.value if isinstance(value, Estimate) else value
-                    self.near("batch, CSV", f"{key}_{when}", float(row[f"{key}_{when}"]), number)
-
-    # -------------------------------------------------------------------------------------------- completions
-
-    def check_stored(self) -> None:
-        """Completions in the report and in the notebook: rewards, advantages, lengths, right or wrong."""
-        where, run = "report", self.run
-        data = json.loads(_between(self.on.report, '<script type="application/json" id="data">', "</script>"))
-        if len(data["rollouts"]["rows"]) != len(run.rollouts):
-            self.say(where, f"{len(data['rollouts']['rows'])} rollouts of {len(run.rollouts)}")
-        for row, again in zip(data["rollouts"]["rows"], run.rollouts, strict=False):
-            for name, expected in (("reward", again["reward_again"]), ("advantage", again["advantage_again"]),
-                                   ("tokens", again["completion_tokens"]), ("step", again["step"])):  # fmt: skip
-                self.near(where, f"rollout of step {row['step']}, {name}", row[name], expected, 1e-4)
-        kinds = [one["kind"] for one in data["prompts"]]
-        counts, expected = {kind: kinds.count(kind) for kind in {*kinds}}, run.kinds()
-        if counts != expected:
-            self.say(where, f"kinds of the prompts shown: {counts}, recomputed {expected}")
-        for side in ("before", "after"):
-            by_prompt = {one.prompt: one for one in run.sides[side].completions}
-            for entry in data["prompts"]:
-                matches = [one for prompt, one in by_prompt.items() if _asks(prompt, entry["prompt"])]
-                if len(matches) != 1:
-                    self.say(where, f"the prompt {entry['prompt']!r} is none of those held out")
-                    continue
-                self._notes(where, entry[side]["notes"], matches[0])
-                self._mark(where, entry[side]["correct"], matches[0])
-        self._completions("notebook")
-
-    def _notes(self, where: str, text: str, one: Any) -> None:
-        if earned := re.match(rf"reward ({NUMBER}), ", text):
-            if not _is_near(earned[1], self.run.total(one)):
-                self.say(where, f"{one.prompt!r}, reward: shown {earned[1]}, recomputed {self.run.total(one)}")
-            text = text[earned.end() :]
-        elif not self.run.compares_answers:
-            self.say(where, f"{one.prompt!r}: nothing judges it, and its reward is not shown")
-        notes = [f"{one.tokens} tokens"]
-        notes += [] if one.thinking_tokens is None else [f"{one.thinking_tokens} of them thinking"]
-        notes += [] if one.ended else ["truncated"]
-        if text != ", ".join(notes):
-            self.say(where, f"{one.prompt!r}: shown {text!r}, recomputed {', '.join(notes)!r}")
-
-    def _mark(self, where: str, correct: Any, one: Any) -> None:
-        """Right or wrong: only where a reward of the run compares answers."""
-        expected = bool(self.run.score("answer_reward", one)) if self.run.compares_answers else None
-        if correct != expected:
-            self.say(where, f"{one.prompt!r} is shown as {correct}, recomputed {expected}")
-
-    def _completions(self, where: str) -> None:
-        kept = self.run.config["eval"]["num_completions"]
-        head, *lines = self.on.completions.splitlines()
-        if f"{kept} of {kept} kept prompts" not in head:
-            self.say(where, f"show_completions: {head!r}")
-        notes = [line.strip() for line in lines if re.match(r"\s+(before|after): ", line)]
-        expected = [
-            (when, self.run.sides[when].completions[place]) for place in range(kept) for when in ("before", "after")
-        ]
-        if len(notes) != len(expected):
-            self.say(where, f"show_completions: {len(notes)} of {len(expected)} completions")
-        for note, (when, one) in zip(notes, expected, strict=False):
-            found = re.fullmatch(rf"{when}: (?:(right|wrong|not judged), )?(.*)", note)
-            if found is None:
-                self.say(where, f"show_completions: {note!r}")
-                continue
-            self._notes(where, found[2], one)
-            self._mark(where, {"right": True, "wrong": False}.get(found[1] or ""), one)
-        for place in range(kept):
-            gold = self.run.sides["before"].completions[place].gold
-            if gold is not None and f"(right answer: {gold})" not in " ".join(self.on.completions.split()):
-                self.say(where, f"show_completions has no (right answer: {gold})")
-            if gold is not None and str(gold) not in html.unescape(self.on.cells):
-                self.say(where, f"the cell has no {gold}")
 
     # -------------------------------------------------------------------------------------------- words
 
@@ -555,15 +346,7 @@ def _is_of(shown: re.Match[str], expected: Estimate) -> bool:
 
 def _last_digit(number: str) -> float:
     digits, _, exponent = number.partition("e")
-    _, _, decimals = digits.partition(".")
-    scale = 10.0 ** -len(decimals) * 10.0 ** int(exponent or 0)
-    significant = digits.replace(",", "").lstrip("+-0.").replace(".", "")
-    return scale if decimals or len(significant) < 4 else scale
-
-
-def _between(text: str, start: str, end: str) -> str:
-    """The part of a page between two marks; empty without them."""
-    return text.partition(start)[2].partition(end)[0]
+    return 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
 
 
 def _text(part: str) -> str:
@@ -571,21 +354,3 @@ def _text(part: str) -> str:
     return " ".join(
         html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script).*?</\1>", "", part, flags=re.S))).split()
     )
-
-
-def _asks(prompt: str, shown: str) -> bool:
-    """Whether a rendered prompt asks what the page shows."""
-    question = shown.strip().rpartition("\nuser: ")[2]
-    return prompt == shown or f"\n{question}<|im_end|>" in prompt
-
-
-def _leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Every number in JSON, with its path."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _leaves(one, f"{path}/{key}" if path else key)
-    elif isinstance(value, list):
-        for place, one in enumerate(value):
-            yield from _leaves(one, f"{path}/{place}")
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield path, value

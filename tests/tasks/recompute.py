@@ -209,35 +209,9 @@ class Recomputed:
         return None if None in both else change_of(*both)  # type: ignore[arg-type]
 
     @property
-    def seconds(self) -> float:
-        """Of training."""
-        return self.status["seconds"]
-
-    @property
     def leads(self) -> str:
         """The measure that decides: exact match only where a reward compares answers."""
         return "accuracy" if self.compares_answers and "accuracy" in self.sides["after"].per_prompt else "reward"
-
-    @property
-    def says_nothing(self) -> bool:
-        """Whether exact match is 0 before and after, although the reward is not."""
-
-        def has(*names: str) -> bool:
-            return any(any(side.per_prompt.get(name, ())) for side in self.sides.values() for name in names)
-
-        answered, rewarded = has("accuracy", "greedy_accuracy"), has("reward", "greedy_reward")
-        return rewarded and not answered and not self.compares_answers
-
-    def kinds(self, greedy: bool = False) -> dict[str, int]:
-        """How many prompts changed how, by the leading measure."""
-        name = f"greedy_{self.leads}" if greedy else self.leads
-        pairs = zip(*(self.sides[when].per_prompt[name] for when in ("before", "after")), strict=True)
-        if self.leads == "accuracy":
-            words = {(0, 0): "still wrong", (0, 1): "fixed", (1, 0): "broken", (1, 1): "still right"}
-            found = [words[round(old), round(new)] for old, new in pairs]
-        else:
-            found = [f"reward {'fell' if new < old else 'rose' if new > old else 'the same'}" for old, new in pairs]
-        return {kind: found.count(kind) for kind in {*found}}
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -281,22 +255,6 @@ class Recomputed:
                     row["reward_again"] = one
             steps.append(found)
         return steps
-
-    def series(self, name: str) -> list[float]:
-        """A metric over the steps: recomputed where that is possible, else as logged."""
-        if name == "tokens_per_second":
-            return [found["tokens"] / row["step_time"] for found, row in zip(self.steps, self.metrics, strict=True)]
-        if name == "signal":
-            return [1 - found["frac_score_zero_std"] for found in self.steps]
-        if all(name in found for found in self.steps):
-            return [found[name] for found in self.steps]
-        return [row[name] for row in self.metrics if row.get(name) is not None]
-
-
-def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """A curve's head: single steps, from 20 logged steps on means over a tenth of them, at least 5."""
-    window = max(5, len(values) // 10) if len(values) >= 20 else 1
-    return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
 
 
 def _log_name(name: str) -> str:

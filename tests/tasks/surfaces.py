@@ -1,7 +1,6 @@
 """Runs a task through the command line, and collects everything that the kit then shows of the run."""
 
 import contextlib
-import csv
 import io
 import json
 import os
@@ -25,24 +24,20 @@ class Surfaces:
         folder: of the run. twin: its copy in which `after.json` is `before.json`, as if it had not been trained.
         printed: by `rloo-kit train`. show, versus: `rloo-kit show` of the run, and of twin and run. report, page:
             `report.html`, `comparison.html` of both. batch: the table of a batch of both.
-        plot, completions, evaluation, comparison: what a notebook shows, as text; cells: the same as HTML.
+        plot, evaluation, comparison: what a notebook shows, as text.
     """
 
     folder: Path
     twin: Path
     printed: str
     show: str
-    show_json: dict[str, Any]
     versus: str
     versus_json: dict[str, Any]
     report: str
     page: str
     batch: str
-    batch_rows: list[dict[str, str]]
     batch_page: str
     plot: str
-    completions: str
-    cells: str
     evaluation: str
     comparison: str
 
@@ -75,28 +70,24 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
     _call(app, "report", twin, run, "--output", page)
     place = _make_batch(folder, run, twin)
     with place:
-        batch_page, table = write_comparison(place)
+        batch_page, _ = write_comparison(place)
         batch = render_text(make_text_table(place))
     found = find_run(run)
     before, after = load_evaluation(found, "before"), load_evaluation(found, "after")
     with contextlib.redirect_stdout(io.StringIO()):  # outside a notebook they print themselves
-        plot, pairs = kit.plot_training(load_result(found)), kit.show_completions(before, after)
+        plot = kit.plot_training(load_result(found))
     return Surfaces(
         folder=run,
         twin=twin,
         printed=printed,
         show=_call(app, "show", run),
-        show_json=json.loads(_call(app, "show", run, "--json")),
         versus=_call(app, "show", twin, run),
         versus_json=json.loads(_call(app, "show", twin, run, "--json")),
         report=(run / "report.html").read_text(encoding="utf-8"),
         page=page.read_text(encoding="utf-8"),
         batch=batch,
-        batch_rows=list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8")))),
         batch_page=batch_page.read_text(encoding="utf-8"),
         plot=repr(plot),
-        completions=repr(pairs),
-        cells=pairs._repr_mimebundle_()["text/html"],
         evaluation=f"{before}\n{after}",
         comparison=str(kit.compare(before, after)),
     )

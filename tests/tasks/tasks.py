@@ -66,11 +66,6 @@ class Task:
     steps: int = STEPS["toy"]
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def has_answers(self) -> bool:
-        """Whether the data have an answer column."""
-        return self.answer is not None
-
 
 def literal(a: int, b: int) -> str:
     """The sum as text."""
@@ -211,11 +206,8 @@ MODELS = {
 }
 
 
-def write_task(task: Task, model: str, folder: Path, name: str = "") -> Path:
-    """Write the task's data, rewards and config into `folder`, for the toy or the real `model`; returns the config.
-
-    The run's name is `name`, by default the task's.
-    """
+def write_task(task: Task, model: str, folder: Path) -> Path:
+    """Write the task's data, rewards and config into `folder`, for the toy or the real `model`; returns the config."""
     rng = random.Random(f"{task.name}-{model}")
     pairs = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], ROWS)
     rows = []
@@ -231,7 +223,7 @@ def write_task(task: Task, model: str, folder: Path, name: str = "") -> Path:
     steps = task.steps if model == "toy" else STEPS["real"]
     values["rloo"] |= {"max_steps": steps, "num_generations": 4, "per_device_train_batch_size": 32}
     values["eval"] |= {"greedy": False, "num_completions": 4, "save_best": False}
-    values["run"] = {"name": name or task.name, "output_dir": str(folder / "outputs"), "progress_every_s": 0.001}
+    values["run"] = {"name": task.name, "output_dir": str(folder / "outputs"), "progress_every_s": 0.001}
     values["run"] |= {"sample_every_steps": 0}
     for key, value in task.overrides.get(model, {}).items():
         section, option = key.split(".")

@@ -5,7 +5,6 @@ accuracy went from 0.0 % to 0.0 %, train longer".
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_every_figure_of_a_task_is_true_on_a_real_model(
 
 CHANGES = {
     "printed": " [0", "show": " [0", "report": " [0", "versus": "[0", "page": "[0", "batch": "[0", "batch_page": "[0",
-    "completions": " tokens", "evaluation": " [0", "comparison": "[+0", "plot": "-> 0",
+    "evaluation": " [0", "comparison": "[+0",
 }  # fmt: skip
 
 
@@ -65,20 +64,5 @@ def test_a_wrong_figure_is_found(toy_runs: Any, surface: str) -> None:
     surfaces = toy_runs("literal")
     old, text = CHANGES[surface], getattr(surfaces, surface)
     assert old in text
-    new = f"9{old}" if surface == "completions" else old.replace("0", "9")
-    changed = dataclasses.replace(surfaces, **{surface: text.replace(old, new, 1)})
-    assert len(check_run(BY_NAME["literal"], "toy", changed)) > len(check_run(BY_NAME["literal"], "toy", surfaces))
-
-
-@pytest.mark.parametrize("path", ["accuracy/after/reward", "means/reward", "metrics/0/value", "step"])
-def test_a_wrong_number_in_json_is_found(toy_runs: Any, path: str) -> None:
-    """The same for `show --json`."""
-    surfaces = toy_runs("literal")
-    values = json.loads(json.dumps(surfaces.show_json))
-    *parents, last = path.split("/")
-    place = values
-    for name in parents:
-        place = place[int(name)] if isinstance(place, list) else place[name]
-    place[last] += 0.01
-    changed = dataclasses.replace(surfaces, show_json=values)
+    changed = dataclasses.replace(surfaces, **{surface: text.replace(old, old.replace("0", "9"), 1)})
     assert len(check_run(BY_NAME["literal"], "toy", changed)) > len(check_run(BY_NAME["literal"], "toy", surfaces))

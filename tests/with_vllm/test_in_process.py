@@ -3,7 +3,6 @@
 One vLLM serves all tests of the file. Its model is the embedded one in float32.
 """
 
-import itertools
 import math
 import signal
 from collections.abc import Callable, Iterator
@@ -125,20 +124,6 @@ def test_a_new_adapter_never_meets_the_old_ones_prefix(policy):
         seen.append(sampled.completion_ids)
     assert seen[0] != seen[1], "the adapter changes what is sampled"
     assert seen[0] == seen[2], "and nothing else does: equal seeds"
-
-
-def test_what_a_reused_name_would_do(policy, monkeypatch):
-    """Shows the fault that the test above guards against, with vLLM's prefix cache kept and one name for all."""
-    from rloo_kit.models import vllm as in_process
-
-    prompts = [[(3 * place) % 10 + 15 for place in range(LONG)]] * 2
-    engine = make_engine(policy)
-    monkeypatch.setattr(in_process, "_numbers", itertools.repeat(999_999))
-    monkeypatch.setattr(engine._vllm._llm, "reset_prefix_cache", lambda *_: True)
-    disturb(policy.model, 1)
-    assert largest_gap(policy.model, prompts, engine.sample(prompts, limits(policy))) < MOST
-    disturb(policy.model, 2)
-    assert largest_gap(policy.model, prompts, engine.sample(prompts, limits(policy))) > MOST
 
 
 def test_budgets_close_the_thinking_and_bound_the_answer(policy, data):
