@@ -1,5 +1,6 @@
 """What all rewards share: TRL's calling convention, both completion formats, any container of ids, their imports."""
 
+import ast
 import asyncio
 import pickle
 import subprocess
@@ -109,6 +110,20 @@ def test_what_is_missing_is_said() -> None:
 def test_a_sample_without_what_the_reward_reads_is_not_judged() -> None:
     """Guards against a crash on one odd sample: None in, None out."""
     assert thinking_reward(completions=["a</think>b", None], completion_ids=[None, [7, END]]) == [None, None]
+
+
+def test_only_the_standard_library_is_imported_and_regular_expressions_for_answers_only(repository: Path) -> None:
+    """Guards against rewards growing dependencies, and against tags found by patterns instead of ids."""
+    files = sorted((repository / "rewards").glob("**/*.py"))
+    assert files
+    for file in files:
+        roots = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            roots |= {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+            if isinstance(node, ast.ImportFrom) and node.level != 1:  # relative: the folder works under any name
+                roots.add((node.module or "").partition(".")[0])
+        patterns = {"fnmatch"} if file.name == "answer.py" else {"re", "fnmatch"}  # answers have no ids
+        assert roots <= sys.stdlib_module_names - patterns, f"{file.name} imports {roots}"
 
 
 def test_import_in_a_fresh_process_loads_only_the_standard_library(repository: Path) -> None:

@@ -145,3 +145,18 @@ def test_vllm_sleeps_by_the_variables_that_are_set(unsloth: Any) -> None:
     taken = inspect.signature(find("unsloth_zoo.vllm_utils:load_vllm")).parameters
     wanted = {"gpu_memory_utilization", "max_num_seqs", "float8_kv_cache", "enforce_eager", "unsloth_vllm_standby"}
     assert wanted <= set(taken) and "max_lora_rank" in taken
+
+
+@pytest.mark.parametrize(("value", "mode"), [(None, "all"), ("", "all"), ("0", None)])
+def test_unsloth_merges_adapters_unless_the_variable_is_0(
+    value: str | None, mode: str | None, monkeypatch: Any
+) -> None:
+    """Unset, it merges the adapters of 16-bit models on an NVIDIA GPU: `_vllm_arguments` sets it to 0."""
+    from rloo_kit.models.unsloth import MERGED_VARIABLE
+
+    zoo = import_module("unsloth_zoo.vllm_utils")
+    monkeypatch.setattr(zoo, "_merged_rollout_auto_platform", lambda: None)  # as on a GPU with vLLM
+    monkeypatch.setenv(MERGED_VARIABLE, value or "")
+    if value is None:
+        monkeypatch.delenv(MERGED_VARIABLE)
+    assert zoo._merged_rollout_mode() == mode

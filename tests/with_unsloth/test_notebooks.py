@@ -1,4 +1,4 @@
-"""The notebook for a GPU, cell by cell on Unsloth, with its own config cut to two small steps."""
+"""The notebooks for a GPU, cell by cell on Unsloth, with their own configs cut to two small steps."""
 
 import json
 import re
@@ -89,14 +89,14 @@ def check_folder(folder: Path) -> list[dict[str, Any]]:
     return list(read_rollouts(folder))
 
 
-def check_print(printed: str) -> None:
+def check_print(printed: str, leading: str = "accuracy") -> None:
     """What the reader sees: the backend, how rows are sampled and scored, what Unsloth's settings were, once."""
     assert "backend unsloth" in printed
     assert re.search(r"^rollout: generate, .*Unsloth", printed, flags=re.M)
     assert re.search(r"^scoring: repeated rows agree with single sequences", printed, flags=re.M)
     assert len(re.findall(r"^kept settings that Unsloth would change: .*padding_side left", printed, flags=re.M)) == 1
     assert re.search(r"^\(\d+ tokens.* tokens/s\)$", printed, flags=re.M)  # below the notebook's own question
-    assert re.search(r"^accuracy [+-]\d", printed, flags=re.M)
+    assert re.search(rf"^{leading} [+-]\d", printed, flags=re.M)
     assert re.search(r"^2 steps, \d+ s", printed, flags=re.M)
 
 

@@ -89,10 +89,20 @@ def test_the_check_is_long_and_runs_through_the_checkpoints(load: Any, monkeypat
         scorer = module.Scorer(policy.model, 1.0, pad_id=256)
     finally:
         hook.remove()
-    assert scorer.layouts == ("repeated",)
-    assert "repeated rows agree" in scorer.reason and "shared rows:" in scorer.reason, "shared prompts take a GPU"
+    assert scorer.layouts == ("repeated",) and "repeated rows agree" in scorer.reason
     again = [tokens for is_backward, tokens in calls if is_backward]
     assert len(again) == 4 and max(again) > 157  # three single sequences, and the row; shared prompts fail before
+
+
+def test_the_scorer_chooses_what_this_machine_can_differentiate(policy: Any) -> None:
+    """Without a GPU shared prompts have no backward pass: the next layout is taken, and the reason is there."""
+    from rloo_kit.gradient.scorer import Scorer
+
+    scorer = Scorer(policy.model, 1.0, pad_id=256)
+    assert scorer.layout == "repeated", scorer.reason
+    assert "repeated rows agree" in scorer.reason and "shared rows:" in scorer.reason
+    assert policy.model._unsloth_gradient_checkpointing is True
+    assert policy.model.get_base_model().model.gradient_checkpointing
 
 
 def test_the_checkpoints_for_long_rows_recompute_packed_rows(load: Any, groups: Any) -> None:

@@ -10,6 +10,12 @@ from tests.with_unsloth.programs import numbers
 THINK_END = 260
 
 
+def adapter_weights(policy: Any) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() for name, value in policy.model.named_parameters() if ".default.weight" in name
+    }
+
+
 def make_trainer(policy: Any, folder: Path) -> Any:
     """The kit's trainer with `thinking_reward`: 2 prompts x 2 completions of at most 8 tokens a step."""
     from datasets import Dataset
@@ -143,3 +149,49 @@ def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: 
     assert os.environ.get("UNSLOTH_MIXED_PRECISION") == mixed_precision
     assert policy.tokenizer.padding_side == "left"
     assert trainer.args.learning_rate == 1e-2 and trainer.args.weight_decay == 0.0 and trainer.args.seed == 3
+
+
+def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, tmp_path: Path) -> None:
+    """The whole way on Unsloth: three steps that learn something, an adapter that both backends read, a run on it."""
+    import torch
+
+    policy = load()
+    before = adapter_weights(policy)
+    trainer = make_trainer(policy, tmp_path / "first")
+    rows: list[dict[str, Any]] = []
+    trainer.rollout_listeners.append(rows.extend)
+    trainer.train()
+    assert trainer.state.global_step == 3 and len(rows) == 12
+    for row in rows:
+        assert row["closed"] == (THINK_END in row["completion_ids"])
+        lowest_band = 0.3 if row["closed"] else -1.0  # 8 tokens at most
+        assert row["rewards"]["thinking_reward"] == pytest.approx(lowest_band)
+    assert {row["closed"] for row in rows} == {True, False}
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert len(steps) == 3 and all(entry["val/ratio"] == 1.0 for entry in steps)
+    assert any(entry["grad_norm"] > 0 for entry in steps)
+    after = adapter_weights(policy)
+    assert after.keys() == before.keys() and any(not torch.equal(after[name], before[name]) for name in after)
+
+    adapter = save(policy, tmp_path)
+    again = load(f"model.adapter={adapter}")
+    assert list(again.model.peft_config) == ["default"]
+    loaded = adapter_weights(again)
+    assert all(torch.equal(loaded[name], after[name]) for name in after)
+    logps = numbers(again)["logps"]
+    torch.testing.assert_close(logps, reference(adapter)["logps"], rtol=1e-4, atol=2e-5)
+
+    further = load(f"model.adapter={adapter}")
+    result = train_a_run(make_run(f"model.adapter={adapter}", f"run.output_dir={tmp_path / 'outputs'}"), further)
+    assert result.steps == 1 and result.stopped is None
+    moved = adapter_weights(further)
+    assert moved.keys() == after.keys() and all(value.isfinite().all() for value in moved.values())
+    assert list(further.model.peft_config) == ["default"] and (result.adapter_folder / "adapter_config.json").is_file()
+
+
+def train_a_run(run: Any, policy: Any) -> Any:
+    """What `rloo-kit train` does: the kit's callbacks, its run folder and its rewards on Unsloth's training loop."""
+    import rloo_kit
+
+    data = rloo_kit.load_data(run, policy.tokenizer)
+    return rloo_kit.train(run, policy, data, rloo_kit.build_rewards(run, policy.tokenizer))
