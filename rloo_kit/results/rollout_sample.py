@@ -50,8 +50,8 @@ class RolloutSample:
             text = (
                 f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
                 f"the last, evenly spaced ones between), and from the rest up to {EACH} each of the worst regressions, "
-                "the last truncated ones, the lowest and highest advantages, and the longest. All are in "
-                "rollouts/."
+                "the last truncated ones, the lowest and highest advantages, and the longest. All are in the "
+                "run's folder."
             )
         return text + (
             f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
