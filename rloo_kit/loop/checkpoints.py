@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rloo_kit.collective import share, wait_for_all
+from rloo_kit.collective import gather_objects, share, wait_for_all
 from rloo_kit.errors import shorten
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models.adapters import load_shards
 from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, read_checkpoint, seal, set_aside
 from rloo_kit.runs.files import read_object, saving, write_json
+from rloo_kit.runs.find import ADAPTER_CONFIG
 from rloo_kit.system.processes import say
 
 LOOP_STATE = "loop_state.json"
@@ -102,20 +103,33 @@ def read_place(folder: str | None) -> StreamPlace | None:
 
 def load_weights(trainer: Any, folder: Path) -> bool:
     """Load the weights that `save_adapter` wrote to `folder` into the policy of `trainer`; all processes call this at
-    once. False, with a warning and the policy as it was, if they are damaged."""
+    once. False, with a warning and the policy as it was, if a process cannot read them."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    try:
-        if trainer.rloo.parallel.kind == "shards":
-            load_shards(trainer.accelerator, policy, folder)
-        elif is_peft_model(policy):  # the trainer's own would drop the reference, which is not in the folder
-            policy.load_adapter(str(folder.absolute()), "default", is_trainable=True)  # never a name on the hub
-            policy.set_adapter("default")
-        else:
-            trainer._load_from_checkpoint(str(folder))
-    except (SafetensorError, OSError, ValueError) as error:
-        say(f"WARNING: the weights in {folder} are not used, because they are damaged ({shorten(str(error))})")
+    damage = next(filter(None, gather_objects(_find_damage(folder, is_peft_model(policy)))), "")
+    if damage:
+        say(f"WARNING: the weights in {folder} are not used, because they are damaged ({damage})")
         return False
+    if trainer.rloo.parallel.kind == "shards":
+        load_shards(trainer.accelerator, policy, folder)
+    elif is_peft_model(policy):  # the trainer's own would drop the reference, which is not in the folder
+        policy.load_adapter(str(folder.absolute()), "default", is_trainable=True)  # never a name on the hub
+        policy.set_adapter("default")
+    else:
+        trainer._load_from_checkpoint(str(folder))
     return True
+
+
+def _find_damage(folder: Path, is_adapter: bool) -> str:
+    if is_adapter and not read_object(folder / ADAPTER_CONFIG):
+        return f"{ADAPTER_CONFIG} cannot be read"
+    files = list(folder.glob("*.safetensors"))
+    try:
+        for file in files:
+            with safe_open(file, framework="pt"):  # it compares the header with the file's size
+                pass
+    except (SafetensorError, OSError) as error:
+        return shorten(str(error))
+    return "" if files else "there are none"
 
 
 def load_loop_state(rloo: RLOOStep, folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import find_judge, gold_answers
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts, evaluate_with
 from rloo_kit.evals.rewards import HeldOutRewards
 from rloo_kit.loop.callbacks import Interrupts
@@ -192,7 +192,7 @@ class Evaluations(TrainerCallback):
         del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
         self.rows = sorted([*self.rows, row], key=lambda one: one["step"])
-        self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; rewrites all of them if the folder was removed
+        self.run_dir.replace_jsonl(EVALUATIONS, self.rows)
 
     # ------------------------------------------------------------------------------------------------ the best weights
 
@@ -288,7 +288,8 @@ class Evaluations(TrainerCallback):
         if not load_weights(self.trainer, self.run_dir / BEST):
             return
         found = HeldOut(best.step, self._measure(f"at step {best.step}"))
-        load_weights(self.trainer, current)
+        if not load_weights(self.trainer, current):
+            raise SetupError(f"the weights of this step were saved in {current} and cannot be read: resume again")
         self.history.observe(found)
         self.rows = [row for row in self.rows if row["step"] != best.step]
         self._write(found, True, None)

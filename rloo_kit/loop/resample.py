@@ -61,7 +61,7 @@ def replace_tied_groups(batch: Judged, fresh: Judged, num_generations: int) -> t
         failed=exchange(batch.failed, fresh.failed),
         raw_scores=exchange(batch.raw_scores, fresh.raw_scores),
         scores=exchange(batch.scores, fresh.scores),
-        failures=batch.failures + fresh.failures,
+        failures=batch.failures or fresh.failures,
     )
     return judged, [out for out, _ in pairs]
 

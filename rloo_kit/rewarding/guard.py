@@ -223,7 +223,7 @@ class GuardedReward:
         words = OTHER_FORM.get(type(first), ()) if self.form is None else ()
         if any(word in str(problem) for problem in found.problems for word in words):
             other = await self._score_form(_in_other_form(batch))
-            if len(other.failures) < len(found.failures):
+            if sum(other.failed) < sum(found.failed):
                 self.form, found = "other", other
                 _say_form(self.__name__, isinstance(first, str))
         if None in found.problems:
@@ -250,7 +250,7 @@ class GuardedReward:
                 raise WholeBatchError(problem)
             result = self.reward(**{name: _copy(value) for name, value in self.signature.select(batch).items()})
             return await result if isinstance(self, GuardedAsyncReward) else result
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # what it awaited may have been cancelled
             return error if isinstance(error, Exception) else RewardError(describe_error(error))
 
     def _settle(self, values: list[Any], known: list[str | None], batch: dict[str, Any]) -> Scored:

@@ -8,13 +8,13 @@ import gzip
 import heapq
 import itertools
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.runs.files import write_bytes
-from rloo_kit.runs.rows import read_rows, row_step, to_lines
+from rloo_kit.runs.rows import find_damage, read_rows, row_step, to_lines
 from rloo_kit.system.processes import say
 
 FOLDER = "rollouts"
@@ -61,11 +61,14 @@ def _read_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
     return (row for row in read_rows(file) if row_step(row) == step)
 
 
+def _find_older(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("rollouts*") if OLDER.fullmatch(path.name) and path.is_file()]
+
+
 def _older_files(folder: Path) -> list[Path]:
     """The files of an earlier version, oldest first. Of a part that is there twice the plain one counts: the process
     was killed while it compressed it."""
-    found = sorted((path for path in folder.glob("rollouts*") if OLDER.fullmatch(path.name)), reverse=True)
-    parts = {path.name.removesuffix(".gz"): path for path in found}
+    parts = {path.name.removesuffix(".gz"): path for path in sorted(_find_older(folder), reverse=True)}
     return [parts[name] for name in sorted(parts)]  # "rollouts-..." sorts before "rollouts.jsonl"
 
 
@@ -87,10 +90,13 @@ class Rollouts:
         self.folder, self.keep_gib = folder, keep_gib
         self._warned = False
 
-    def append(self, rows: list[dict[str, Any]]) -> None:
-        """Write rows to the files of their steps, after those that they have."""
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write rows to the files of their steps, after those that they have: gzip files may be joined."""
         for step, group in itertools.groupby(rows, key=lambda row: row["step"]):
-            self._write(step, [*_read_file(step, self._file(step)), *group])
+            file = self.folder / FOLDER / f"{step:08}.jsonl.gz"
+            file.parent.mkdir(exist_ok=True)
+            there = file.read_bytes() if file.exists() else b""
+            write_bytes(file, there + gzip.compress(to_lines(group), LEVEL, mtime=0))
             self._keep_fewer()
 
     def cut(self, step: int) -> None:
@@ -98,26 +104,29 @@ class Rollouts:
         for number, file in reversed(step_files(self.folder).items()):
             if number > step:
                 file.unlink()
-        left = _read_older(self.folder, step_files(self.folder))
-        for number, rows in itertools.groupby(left, key=lambda row: row["step"]):
-            if number <= step:
-                self._write(number, list(rows))
-        halves = (self.folder / FOLDER).glob(".*.tmp")  # of a process that was killed
-        for path in (*halves, *(path for path in self.folder.glob("rollouts*") if OLDER.fullmatch(path.name))):
+        for path in (self.folder / FOLDER).glob(".*.tmp"):  # of a process that was killed
             path.unlink()
+        there = step_files(self.folder)  # of a resume that was killed while it converted
+        used = _older_files(self.folder)
+        for file in set(_find_older(self.folder)) - set(used):
+            file.unlink()
+        for file in used:
+            damage = find_damage(file)
+            rows = (row for row in read_rows(file) if row_step(row) is not None and row["step"] <= step)
+            self.append(row for row in rows if row["step"] not in there)
+            if damage:
+                kept = file.rename(file.with_name(f"damaged-{file.name}"))
+                say(f"WARNING: {file} cannot be read whole ({damage}); it is kept as {kept.name}")
+            else:
+                file.unlink()
 
     def delete(self) -> None:
         """Delete every completion, and the folder if it has nothing else."""
-        self.cut(-1)
+        halves = (self.folder / FOLDER).glob(".*.tmp")
+        for path in (*step_files(self.folder).values(), *halves, *_find_older(self.folder)):
+            path.unlink()
         with suppress(OSError):
             (self.folder / FOLDER).rmdir()
-
-    def _file(self, step: int) -> Path:
-        return self.folder / FOLDER / f"{step:08}.jsonl.gz"
-
-    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
-        self._file(step).parent.mkdir(exist_ok=True)
-        write_bytes(self._file(step), gzip.compress(to_lines(rows), LEVEL, mtime=0))
 
     def _keep_fewer(self) -> None:
         """Delete the oldest steps above `keep_gib`; the last one stays."""

@@ -7,24 +7,43 @@ import gzip
 import json
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.errors import shorten
 from rloo_kit.runs.files import finite
+
+DAMAGE = (OSError, EOFError, zlib.error, ValueError)  # the middle ones: a damaged .gz; the last: a NUL in the path
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSONL file, one in memory at a time; a name that ends in `.gz` is decompressed.
 
-    A missing, special or unreadable file has no rows; a damaged one has those before the damage.
+    A missing, special or unreadable file has no rows; a damaged one has those before the damage (`find_damage`).
     """
     try:
         if path.is_file():  # a FIFO would block
-            with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            with _open(path) as file:
                 yield from filter(None, map(parse_row, file))
-    except (OSError, EOFError, zlib.error, ValueError):  # the middle ones: a damaged .gz; the last: a NUL in the path
+    except DAMAGE:
         return
+
+
+def find_damage(path: Path) -> str:
+    """Why `read_rows` cannot read a file to its end; "" if it can."""
+    try:
+        with _open(path) as file:
+            deque(file, maxlen=0)
+    except DAMAGE as error:
+        return shorten(str(error))
+    return ""
+
+
+def _open(path: Path) -> BufferedIOBase:
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

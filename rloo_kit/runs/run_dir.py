@@ -32,6 +32,7 @@ from rloo_kit.runs.files import (
     write_json,
     write_text,
 )
+from rloo_kit.runs.rollouts import FOLDER as ROLLOUTS
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.rows import append_rows, read_rows, row_step, to_lines
 from rloo_kit.system.console import hide_secrets
@@ -153,7 +154,7 @@ class RunDir:
         else:
             self._delete_run()
             self.id = uuid4().hex[:12]
-        self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._written}")
+        write_text(self.folder / "config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._written}")
         self.write_json("versions.json", describe_versions())
         for name, content in self._families.items():
             (self.folder / KEPT_FAMILIES).mkdir(exist_ok=True)
@@ -201,6 +202,9 @@ class RunDir:
                     f"{path} is a link: replace it with a folder. checkpoints/ may be a link to a larger disk, and "
                     "run.output_dir moves everything"
                 )
+        rollouts = self.folder / ROLLOUTS
+        if (rollouts.is_symlink() or rollouts.exists()) and not rollouts.is_dir():
+            raise SetupError(f"{rollouts} is not a folder, and the run writes one of this name: move it away")
         for path in (self.folder / name for name in FILES):
             if path.exists() and not path.is_file():
                 raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
@@ -375,21 +379,23 @@ class RunDir:
 
     def write_text(self, name: str, text: str) -> Path:
         """Replace a file atomically: a reader sees the old text or the new one, even after a crash."""
+        self.check_there()
         return write_text(self.folder / name, text) if self.writes else self.folder / name
 
     def write_json(self, name: str, value: Any) -> Path:
         """`write_text` of `value` as JSON; NaN and infinities become null."""
+        self.check_there()
         return write_json(self.folder / name, value) if self.writes else self.folder / name
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Append one line per row in a single write, so that a crash loses none of them."""
-        if not self.writes:
-            return
         self.check_there()
-        append_rows(self.folder / name, rows)
+        if self.writes:
+            append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Replace a JSONL file atomically with these rows."""
+        self.check_there()
         if self.writes:
             write_bytes(self.folder / name, to_lines(rows))
 
@@ -431,7 +437,7 @@ class RunDir:
             self.close()
         if error is None or isinstance(error, RlooKitError):
             return
-        if is_lost and isinstance(error, OSError):
+        if is_lost and isinstance(error, Exception):  # a save reports it in its own way
             raise self._make_lost_error() from error
         if is_disk_full(error):
             last = self.last_checkpoint()
@@ -449,7 +455,7 @@ class RunDir:
         main one hangs, so that process records it."""
         interrupted = isinstance(error, KeyboardInterrupt)
         if not self.writes:
-            if interrupted:
+            if interrupted or _id_in(self.folder) != self.id:
                 return
             time.sleep(SECONDS_FOR_MAIN)
         if self.status().get("state") == "running":

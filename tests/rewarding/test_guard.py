@@ -415,6 +415,29 @@ def test_an_error_in_the_data_does_not_change_the_form() -> None:
     assert guarded(completions=["boxed 4"], answer=["4"]) == [1.0]
 
 
+def test_the_form_in_which_fewer_samples_fail_is_kept() -> None:
+    """A reward that fails on a whole batch of messages, with one message for all, counted as one that fails less."""
+
+    def mostly_text(completions: Any) -> list[float]:
+        if isinstance(completions[0], list):
+            return [0.0]
+        return [float(text.upper() == "A") if text != "x" else text.content for text in completions]
+
+    guarded = guard(mostly_text)
+    found = guarded.score(completions=["a", "b", "x", "x"])
+    assert found.values == [1.0, 0.0, None, None] and guarded.form == "given"
+
+
+def test_what_a_reward_awaits_may_be_cancelled() -> None:
+    """The run ended with an empty error."""
+
+    async def cancelled(completions: Any) -> list[float]:
+        raise asyncio.CancelledError("the client is closed")
+
+    found = guard(cancelled).score(completions=["a", "b"])
+    assert found.failed == [True, True] and "reward 'cancelled' failed" in found.failures[0]
+
+
 def test_async_rewards_share_one_loop() -> None:
     """A client made in an evaluation was bound to that evaluation's loop, which was closed when training called it."""
     loops: list[Any] = []

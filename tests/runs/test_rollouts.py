@@ -123,6 +123,20 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, step: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts"] * (step > 0)
 
 
+def test_an_older_file_that_cannot_be_read_whole_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The conversion deleted a part that a network disk did not let it read, and all but the beginning of a damaged
+    one."""
+    content = gzip.compress(to_lines(every(1, 3)))[:-60]
+    (tmp_path / "rollouts-00000003.jsonl.gz").write_bytes(content)
+    (tmp_path / "rollouts.jsonl").write_bytes(to_lines(every(4, 8)))
+    Rollouts(tmp_path).cut(8)
+    found = list(read_rollouts(tmp_path))
+    assert found == [row for row in every(1, 8) if row in found] and len(every(4, 8)) < len(found) < len(every(1, 8))
+    assert (tmp_path / "damaged-rollouts-00000003.jsonl.gz").read_bytes() == content
+    assert "cannot be read whole" in capsys.readouterr().out
+    assert not (tmp_path / "rollouts.jsonl").exists()
+
+
 def test_a_reader_follows_a_writer(tmp_path: Path) -> None:
     """`show` and `report` may be called while the run trains: no row is lost or read twice."""
     writer = threading.Thread(target=write, args=(tmp_path, 300))

@@ -306,6 +306,10 @@ def test_files_that_the_run_could_not_write_are_refused(run):
     with pytest.raises(SetupError, match="health.jsonl is not a regular file"):
         RunDir.create(run, resume=True)
     (run.folder / "health.jsonl").unlink()
+    (run.folder / "rollouts").symlink_to("not mounted")
+    with pytest.raises(SetupError, match="rollouts is not a folder"):
+        RunDir.create(run, resume=True)
+    (run.folder / "rollouts").unlink()
     (run.folder / "status.json").unlink()
     os.mkfifo(run.folder / "status.json")
     assert RunDir(run.folder).status()["step"] == 2
@@ -373,6 +377,25 @@ def test_a_run_whose_folder_is_removed_ends(run):
     with pytest.raises(RunNotFoundError, match=lost), RunDir.create(run) as run_dir:
         (run.folder / "config.yaml").unlink()  # by somebody whose removal of the folder is not through yet
         run_dir.set_status("running", step=2)
+    shutil.rmtree(run.folder)
+    with pytest.raises(RunNotFoundError, match=lost), RunDir.create(run):
+        shutil.rmtree(run.folder)
+        raise RuntimeError("File ./optimizer.pt cannot be opened")  # as torch.save says it
+
+
+def test_another_process_does_not_write_into_the_folder_of_another_run(run, monkeypatch):
+    """With several processes, one that failed after the folder had been replaced recorded it in the new run's."""
+    with RunDir.create(run) as first:
+        pass
+    other = RunDir(run.folder)
+    other.writes = False
+    run.folder.rename(run.folder.with_name("moved"))
+    with RunDir.create(run):
+        before = contents(run.folder)
+        monkeypatch.setattr("rloo_kit.runs.run_dir.SECONDS_FOR_MAIN", 0.0)
+        with pytest.raises(RuntimeError), other:
+            raise RuntimeError("gloo: connection closed")
+        assert other.id == first.id and contents(run.folder) == before
 
 
 def test_a_full_disk_is_said_in_a_line(run):
