@@ -154,7 +154,7 @@ def _draw(
                     worker.call(draw_row, *dataset, None, timeout_s=BUILD_LIMIT_S)
                 entry, is_sound = None, True
                 try:
-                    entry, is_sound = worker.call(draw_row, *dataset, index, timeout_s=ROW_LIMIT_S)
+                    entry, is_sound = worker.call(draw_row, *dataset, index, timeout_s=ROW_LIMIT_S, restart=False)
                 except LateError:
                     left_out[late] += 1
                     if left_out[late] > MOST_LATE + drawn // LATE_PER:
@@ -179,7 +179,9 @@ def load_library(limit_memory: bool = False) -> None:
         with suppress(ImportError, ValueError, OSError):
             import resource
 
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            soft = MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     importlib.import_module("reasoning_gym.factory")
 
 

@@ -122,7 +122,8 @@ class WorkerReward:
         logged = [key for key in LOGS if batch.get(key) is not None]
         self.load()
         try:
-            values, records = self.worker.call(call_reward, sent, logged, batch_size(called), timeout_s=self.timeout_s)
+            request = (call_reward, sent, logged, batch_size(called))
+            values, records = self.worker.call(*request, timeout_s=self.timeout_s, restart=False)
         except LateError as error:
             raise WholeBatchError(f"{error} (timeout_s)") from None
         for key, name, value in records:

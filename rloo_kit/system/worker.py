@@ -13,13 +13,13 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rloo_kit.system.gpu import GIB
 from rloo_kit.system.marked import Watchdog, end_marked, module_path, starting_folder
 
 POLL_S = 0.05  # between two checks that the process is alive: a detached child may keep its end of the pipe open
+LONGEST_S = 1e7  # of a time limit: a timer takes no larger number
 GRACE_S = 5.0  # for a process that has closed its pipe to leave an exit code
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_GROWTH_GIB = 4.0  # a process that grows by more after its first call leaks and is replaced
@@ -88,52 +89,58 @@ class Worker:
         """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float, name: str = "") -> Any:
+    def call(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float, name: str = "", restart: bool = True
+    ) -> Any:
         """The result of a function of the kit, called in the process.
 
         Args:
             function: of a module's top level; its result has to fit JSON.
-            timeout_s: limit for sending the call and receiving its result, in seconds; the start of a process counts.
+            timeout_s: limit for sending the call and receiving its result, in seconds, with the interpreter's start.
             name: of this call, for errors; by default the worker's.
+            restart: whether a process that is not there any more is replaced; False after a call that prepared it.
 
         Raises:
-            LateError: the limit is over. WholeBatchError: the process died, or its reply is malformed. Another process
-                serves the next call.
+            LateError: the limit is over. WholeBatchError: the process died or cannot be started, or its reply is
+                malformed. Another process serves the next call.
             DataError, WholeBatchError: the function raised it. RewardError: it raised anything else.
         """
         request = pickle.dumps((function, args))  # an error here leaves the process intact
-        if not self.running:
-            self._start()
+        if not self.running and (restart or self._process is None):
+            try:
+                self._start()
+            except OSError as error:
+                self.close()
+                raise WholeBatchError(f"{name or self.name} has no process: {error}") from None
         process, connection = self._process, self._connection
         assert process is not None and connection is not None
-        ends_at = time.monotonic() + timeout_s
-        timer = threading.Timer(timeout_s, _kill, [process])  # also ends a send or a reply that goes no further
-        timer.start()
+        late = threading.Event()
         try:
-            if connection.poll():  # a reply to no call, or the process has closed its end
-                connection.recv_bytes(MAX_REPLY_BYTES)
-                raise ValueError
-            connection.send_bytes(request)
-            while not connection.poll(POLL_S):
-                if process.poll() is not None and not connection.poll():
-                    raise EOFError
-            problem, result = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
+            with _limit(process, connection, timeout_s, late):
+                if connection.poll():  # a reply to no call, or the process has closed its end
+                    connection.recv_bytes(MAX_REPLY_BYTES)
+                    raise ValueError
+                connection.send_bytes(request)
+                while not connection.poll(POLL_S):
+                    if process.poll() is not None and not connection.poll():
+                        raise EOFError
+                problem, result = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
         except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
-            late = time.monotonic() >= ends_at
-            if late:
+            if late.is_set():
                 what = f"took longer than {timeout_s:g} s and was killed"
             elif isinstance(error, (EOFError, ConnectionError)):
                 what = _cause(process)
             else:
                 what = "sent a reply that cannot be read"
             self.close()
-            raise (LateError if late else WholeBatchError)(f"{name or self.name} {what}") from None
+            raise (LateError if late.is_set() else WholeBatchError)(f"{name or self.name} {what}") from None
         except BaseException:  # an interrupt: this call's reply must not be read as the next one's
             self.close()
             raise
-        finally:
-            timer.cancel()
-        self._end_if_it_leaks(process.pid)
+        if late.is_set():  # killed as it replied
+            self.close()
+        else:
+            self._end_if_it_leaks(process.pid)
         if problem is not None:
             raise _RAISED.get(str(problem), RewardError)(result)
         return result
@@ -200,6 +207,28 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
     return f"ended its process with exit code {code}"
 
 
+@contextlib.contextmanager
+def _limit(
+    process: "subprocess.Popen[bytes]", connection: Connection, timeout_s: float, late: threading.Event
+) -> Iterator[None]:
+    """After `timeout_s` sets `late`, kills the process, and wakes whoever waits for the pipe: a detached child may keep
+    the other end."""
+
+    def end() -> None:
+        late.set()
+        _kill(process)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(min(timeout_s, LONGEST_S), end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # it may be killing: the next call must not find a process that is about to die
+
+
 def _kill(process: "subprocess.Popen[bytes]") -> None:
     """Kill the process and its descendants; it is stopped first, or it could start another."""
     tree: list[psutil.Process] = []
@@ -240,7 +269,7 @@ def serve() -> None:
                     raise WholeBatchError(f"{found}; the limit is {MAX_REPLY_BYTES:,}: log less (log_extra)")
             except BaseException as error:  # sys.exit and KeyboardInterrupt too: they are the function's
                 kind = type(error).__name__
-                text = error.args[0] if isinstance(error, RlooKitError) else shorten(f"{kind}: {error}")
+                text = str(error) if isinstance(error, RlooKitError) else shorten(f"{kind}: {error}")
                 reply = json.dumps([kind, text]).encode()
             if os.getpid() != process:  # a child that the function has forked would reply a second time
                 os._exit(0)

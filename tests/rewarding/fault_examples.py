@@ -84,6 +84,12 @@ def stops_later(columns):
 
 
 @harm
+def stops_later_detached(columns):
+    fork_detached()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+
+
+@harm
 def calls_exit(columns):
     sys.exit("enough")
 

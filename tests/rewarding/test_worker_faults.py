@@ -143,10 +143,11 @@ def test_a_reply_to_no_call_is_never_taken_for_one() -> None:
     reward.worker.close()
 
 
-def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
-    """The request was written without a limit: a stopped worker and a batch that is larger than the pipe hung the
-    run."""
-    reward = make("stops_later", timeout_s=10.0)
+@pytest.mark.parametrize("function", ["stops_later", "stops_later_detached"])
+def test_a_worker_that_never_reads_is_ended_after_the_limit(function: str) -> None:
+    """The request was written without a limit: a stopped worker and a batch that is larger than the pipe hung the run;
+    later only if a detached child kept the other end."""
+    reward = make(function, timeout_s=10.0)
     assert call(reward, "bad") == [1.0]
     process = psutil.Process(reward.worker._process.pid)  # type: ignore[union-attr]
     until = time.monotonic() + 10
@@ -154,10 +155,31 @@ def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
         time.sleep(0.02)
     assert process.status() == psutil.STATUS_STOPPED
     reward.timeout_s = LIMIT_S
+    started = time.monotonic()
     with pytest.raises(WholeBatchError, match="took longer than"):
         call(reward, "good" * 1_000_000)
+    assert time.monotonic() - started < 60, "the child lives for 600 s"
     reward.timeout_s = 30.0
     assert call(reward, "good" * 1_000_000) == [1.0]
+    reward.worker.close()
+
+
+def test_a_worker_that_dies_before_a_call_is_replaced_with_its_reward() -> None:
+    """The next process had not imported the reward, and every later sample of the run failed."""
+    reward = make("stops_later", timeout_s=30.0)
+    assert call(reward, "good") == [1.0]
+
+    class Deadly:
+        def __reduce__(self) -> Any:
+            process = psutil.Process(reward.worker._process.pid)  # type: ignore[union-attr]
+            process.kill()
+            while process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+            return str, ()
+
+    with pytest.raises(WholeBatchError, match="was killed with SIGKILL"):
+        reward(prompts=["p"], completions=["good"], completion_ids=[[1]], column=[Deadly()])
+    assert call(reward, "good") == [1.0]
     reward.worker.close()
 
 
