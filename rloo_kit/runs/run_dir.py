@@ -245,7 +245,7 @@ class RunDir:
     def _make_lost_error(self) -> RunNotFoundError:
         return RunNotFoundError(
             f"{self.folder} was removed during the run, so training stops. What it contained is lost; in Python the "
-            "policy still has the weights trained so far (rloo_kit.models.policy.save_adapter(policy, FOLDER) saves "
+            "policy still has the weights trained so far (rloo_kit.save_adapter(policy, FOLDER) saves "
             "them). Start over, with run.output_dir=... where nothing removes it"
         )
 
