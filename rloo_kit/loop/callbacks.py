@@ -23,8 +23,7 @@ from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.gpu import read_energy
-from rloo_kit.system.processes import is_distributed, say
-from rloo_kit.system.signals import ENDING, handle_signals
+from rloo_kit.system.processes import ENDING, handle_signals, is_distributed, say
 from rloo_kit.think_tags import ThinkTags, opens_thinking, split_thinking
 
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process

@@ -36,8 +36,7 @@ from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_nam
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.system.processes import is_main_process, say
-from rloo_kit.system.random_numbers import keep_random_numbers
+from rloo_kit.system.processes import is_main_process, keep_random_numbers, say
 
 
 def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> str:

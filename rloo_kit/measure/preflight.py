@@ -45,8 +45,7 @@ from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem, catching
-from rloo_kit.system.processes import is_distributed, is_main_process, say
-from rloo_kit.system.random_numbers import keep_random_numbers
+from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:

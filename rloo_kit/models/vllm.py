@@ -24,9 +24,7 @@ from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem, is_switched_off
 from rloo_kit.plan.vllm_memory import BATCHED_TOKENS
-from rloo_kit.system.processes import count_processes, is_distributed
-from rloo_kit.system.random_numbers import keep_random_numbers
-from rloo_kit.system.signals import hold_signals
+from rloo_kit.system.processes import count_processes, hold_signals, is_distributed, keep_random_numbers
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
 CPU_POOL_GIB = "1"  # KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set

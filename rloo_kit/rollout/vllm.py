@@ -15,7 +15,7 @@ from rloo_kit.config.checks import VLLM_LEAST_TEMPERATURE
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.vllm import InProcessVllm
 from rloo_kit.rollout.types import Call, Engine, Sampling
-from rloo_kit.system.signals import hold_signals
+from rloo_kit.system.processes import hold_signals
 
 _requests = count()  # of this process: each name is used once
 

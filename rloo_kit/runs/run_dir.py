@@ -37,8 +37,16 @@ from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.rows import append_rows, read_rows, row_step, to_lines
 from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.machine import describe_machine
-from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
-from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
+from rloo_kit.system.processes import (
+    FROM_OUTSIDE,
+    count_processes,
+    handle_signals,
+    interrupt,
+    is_distributed,
+    is_main_process,
+    process_index,
+    say,
+)
 from rloo_kit.system.versions import installed_versions
 
 FILES = (

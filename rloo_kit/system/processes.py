@@ -1,16 +1,20 @@
-"""The processes of a run, read from RANK, LOCAL_RANK and WORLD_SIZE, and `rloo-kit train --launch FILE`. No torch."""
+"""The processes of a run (RANK, LOCAL_RANK, WORLD_SIZE), `rloo-kit train --launch FILE`, signals and random numbers."""
 
 import logging
 import os
+import random
 import runpy
 import shlex
 import signal
+import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rloo_kit.errors import ConfigError, excerpt
@@ -23,7 +27,13 @@ SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_S = 3600  # after Ctrl-C the run finishes its step and saves; torch's 30 s are less than a long rollout
 ACCELERATE = "accelerate.commands.launch"
 REFUSED, INTERRUPTED = 2, 130
+# Signals that end a run: Ctrl-C, SIGTERM, and SIGHUP, which is sent when a terminal or an ssh session closes.
+ENDING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+FROM_OUTSIDE = tuple(number for number in ENDING if number != signal.SIGINT)  # Python's own Ctrl-C raises already
 _REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process")  # torch's log lines that add nothing
+
+
+# ------------------------------------------------------------------------------------------------ ranks
 
 
 def count_processes() -> int:
@@ -72,6 +82,9 @@ def _read(name: str, default: int, least: int = 0) -> int:
             f"the environment's {name} is {text!r}; a launcher sets it to a whole number, {least} or more"
         )
     return int(text)
+
+
+# ------------------------------------------------------------------------------------------------ launching
 
 
 def launch_run(file: Path, arguments: Sequence[str], processes: int | None = None) -> int:
@@ -159,17 +172,9 @@ def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]
 def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:
     """Exit code of a run from those of its processes that failed, by rank, and what the run has not reported yet.
 
-    The first in `codes` is the reason, unless it is one of those that the launcher then ends (SIGTERM).
-
     Args:
-        codes: in the order in which the launcher found them; later ones may have lost the connection to the first.
-
-    >>> exit_code({0: 2, 1: -15})
-    (2, '')
-    >>> exit_code({0: -15, 1: 1})
-    (1, 'process 1 of the run ended with exit code 1; its error is above')
-    >>> exit_code({0: -15, 1: -9})[0], exit_code({1: -9, 0: 1})[0], exit_code({0: 1, 1: -9})[0]
-    (137, 137, 1)
+        codes: in the order in which the launcher found them. The first is the reason, unless it is one that the
+            launcher then ended (SIGTERM); later ones may have lost the connection to the first.
     """
     rank, code = min(codes.items(), key=lambda item: item[1] == -signal.SIGTERM)
     if code > 0:
@@ -208,3 +213,65 @@ def _run_accelerate(command: Sequence[str]) -> int:
     if text:
         print(f"rloo-kit: {text}", file=sys.stderr, flush=True)
     return code
+
+
+# ---------------------------------------------------------------------------------------------- signals, random numbers
+
+
+@contextmanager
+def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `handler(number)` for each of the signals while the block runs. Does nothing outside the main thread.
+
+    A signal that the process ignores stays ignored (`nohup` ignores SIGHUP). After SIGHUP, output to a terminal is
+    discarded, because writing to a closed one raises; so is that to a pipe, whose reader had the same terminal.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number)
+        for stream in (sys.stdout, sys.stderr) if name.name == "SIGHUP" else ():
+            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as nowhere:
+                mode = os.fstat(stream.fileno()).st_mode
+                if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+                    os.dup2(nowhere.fileno(), stream.fileno())
+        handler(name)
+
+    previous: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        taken = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, handle) for number in taken}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Signals that arrive while the block runs are handled after it, so that none interrupts its code halfway. Does
+    nothing outside the main thread."""
+    held: list[signal.Signals] = []
+    try:
+        with handle_signals(ENDING, held.append):
+            yield
+    finally:
+        for number in held:
+            signal.raise_signal(number)
+
+
+def interrupt(number: signal.Signals) -> None:
+    """A handler that ends the block like Ctrl-C."""
+    raise KeyboardInterrupt(number.name)
+
+
+@contextmanager
+def keep_random_numbers() -> Iterator[None]:
+    """A block after which Python's random numbers, and numpy's if it is loaded, continue as if it had not run."""
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
