@@ -35,17 +35,14 @@ class Constructor(SafeConstructor):
     or terminal can take."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            # ruamel does not check a tagged value: `!!bool x` is a KeyError, `!!int ''` an IndexError.
-            what = f"{error} ({node.tag})" if isinstance(error, ValueError) else f"the value does not fit {node.tag}"
-            raise ConstructorError(None, None, what, node.start_mark) from None
+        value = super().construct_object(node, deep)
+        what = None
         if isinstance(value, int) and value.bit_length() > 64:
             what = "a whole number of more than 64 bits; write it as text, in quotes, or with an exponent (1e30)"
+        elif isinstance(value, str) and (problem := find_unwritable(value)):
+            what = f"a text with {problem}"
+        if what:
             raise ConstructorError(None, None, what, node.start_mark)
-        if isinstance(value, str) and (problem := find_unwritable(value)):
-            raise ConstructorError(None, None, f"a text with {problem}", node.start_mark)
         return value
 
 
@@ -155,24 +152,24 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise ConfigError(f"{path} is a folder; name a file in it")
-        handed_over = stat.S_ISFIFO(mode) and str(path).startswith(HANDED_OVER)
-        if not stat.S_ISREG(mode) and not handed_over:
+        if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(HANDED_OVER)):
             kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
             raise ConfigError(f"{path} is {kind}; a regular file is needed, or <(command) in the shell")
         with open(path, "rb") as file:
             content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise ConfigError(f"{path} has more than {most_bytes:,} bytes, which is the limit of such a file")
-        return content.decode("utf-8")
     except (FileNotFoundError, ConfigError):
         raise
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: cannot be read as UTF-8 text: {error.reason}; save it as UTF-8") from None
     except ValueError:
         raise ConfigError(f"{path}: no file can have this name: {find_unwritable(str(path))}") from None
+    if len(content) > most_bytes:
+        raise ConfigError(f"{path} has more than {most_bytes:,} bytes, which is the limit of such a file")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: cannot be read as UTF-8 text: {error.reason}; save it as UTF-8") from None
 
 
 def make_reader(version: tuple[int, int] | None = None) -> YAML:
@@ -192,54 +189,40 @@ def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -
     """
     yaml = make_reader(version)
     try:
-        node = _compose(yaml, text)
-        if node is None:
-            return None, None
-        if _count_nodes(node, {}) > MOST_NODES:
+        node = yaml.compose(text)
+        if node is not None and _count_nodes(node, {}) > MOST_NODES:
             raise TooManyNodes(
                 f"{source}: with its aliases (*name) written out it has more than {MOST_NODES:,} values, which is the "
                 "limit; repeat less by aliases"
             )
-        return yaml.constructor.construct_document(node), node
+        return None if node is None else yaml.constructor.construct_document(node), node
+    except TooManyNodes:
+        raise
+    except RecursionError:
+        line, problem = "", "nested too deeply, or an alias (*name) inside the value that it names"
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise ConfigError(f"{source}{f':{mark.line + 1}' if mark else ''}: not readable as YAML: {problem}") from None
-    except RecursionError:
-        raise ConfigError(
-            f"{source}: not readable as YAML: nested too deeply, or an alias (*name) inside the value that it names"
-        ) from None
-
-
-def _compose(yaml: YAML, text: str) -> Node | None:
-    try:
-        return yaml.compose(text)
-    except ValueError:
-        raise YAMLError(r"an escape (\U...) is not a character") from None
-    except AssertionError:
-        raise YAMLError("%YAML names a version that is not known; leave the line out") from None
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError):  # ruamel checks none of these
+        line, problem = "", "a value that does not fit its tag (!!name), an escape (\\U...) or a %YAML version"
+    raise ConfigError(f"{source}{line}: not readable as YAML: {problem}")
 
 
 def _count_nodes(node: Node, counted: dict[int, int]) -> int:
     """The nodes at and below `node`; a repeated one counts each time. Raises RecursionError if a node contains itself,
     ConstructorError for a key that is not a scalar."""
-    number = counted.get(id(node))
-    if number is not None:
-        if not number:
-            raise RecursionError
-        return number
-    counted[id(node)] = 0  # being counted
-    if isinstance(node, MappingNode):
-        for key, _ in node.value:
+    if id(node) not in counted:
+        counted[id(node)] = 0  # being counted
+        parts = list(node.value) if isinstance(node, SequenceNode) else []
+        for key, value in node.value if isinstance(node, MappingNode) else ():
             if not isinstance(key, ScalarNode):
                 raise ConstructorError(None, None, "a list or a mapping as a key; a key is text", key.start_mark)
-        number = 1 + sum(_count_nodes(part, counted) for pair in node.value for part in pair)
-    elif isinstance(node, SequenceNode):
-        number = 1 + sum(_count_nodes(item, counted) for item in node.value)
-    else:
-        number = 1
-    counted[id(node)] = number
-    return number
+            parts += [key, value]
+        counted[id(node)] = 1 + sum(_count_nodes(part, counted) for part in parts)
+    elif not counted[id(node)]:
+        raise RecursionError
+    return counted[id(node)]
 
 
 Key = tuple[str | int, ...]
@@ -247,13 +230,12 @@ Key = tuple[str | int, ...]
 
 def collect_lines(node: Node | None, path: Key = ()) -> dict[Key, int]:
     """The line of each key and list item below `node`."""
-    lines: dict[Key, int] = {}
+    entries: list[tuple[Any, Node, Node]] = []
     if isinstance(node, MappingNode):
         entries = [(key.value, key, value) for key, value in node.value]
     elif isinstance(node, SequenceNode):
         entries = [(index, item, item) for index, item in enumerate(node.value)]
-    else:
-        return lines
+    lines: dict[Key, int] = {}
     for key, place, value in entries:
         lines[(*path, key)] = place.start_mark.line + 1
         lines |= collect_lines(value, (*path, key))
