@@ -17,8 +17,7 @@ from typing import Any
 
 from rloo_kit.errors import ImportOrderError, SetupError
 from rloo_kit.system import environment
-from rloo_kit.system.env_file import EXPECTED_KEYS
-from rloo_kit.system.environment import BACKEND_VARIABLE, Environment
+from rloo_kit.system.environment import BACKEND_VARIABLE, EXPECTED_KEYS, Environment
 from rloo_kit.system.processes import is_main_process
 
 PATCHED = ("trl", "transformers", "peft")  # what Unsloth patches, the loudest symptom first

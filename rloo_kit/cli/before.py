@@ -10,6 +10,7 @@ import typer
 
 from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, prepare, read_config, say_activation
 from rloo_kit.errors import ConfigError
+from rloo_kit.system.console import print_table
 
 if TYPE_CHECKING:  # slow to import
     from rloo_kit.config.run import RunConfig
@@ -19,10 +20,15 @@ if TYPE_CHECKING:  # slow to import
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Check this machine: GPU, libraries, cache, environment variables."""
-    from rloo_kit.system.doctor import run_doctor
-
     with exit_codes():
-        raise typer.Exit(run_doctor(json=json))
+        from rloo_kit.system.doctor import check_installation
+
+        found = check_installation()
+        if json:
+            print(dumps(found.to_dict(), indent=2))
+        else:
+            print_table(found)
+    raise typer.Exit(found.exit_code)
 
 
 @app.command()

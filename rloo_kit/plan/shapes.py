@@ -15,7 +15,7 @@ from rloo_kit.config.embedded import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.runs.files import read_json
-from rloo_kit.system.env_file import huggingface_home
+from rloo_kit.system.environment import huggingface_home
 
 HAS_KERNELS = ("qwen3", "qwen2", "llama", "mistral")  # Unsloth's own kernels; it compiles the others
 SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5")  # the same MLP; attention differs by norms, biases, gates, delta nets

@@ -36,7 +36,7 @@ from rloo_kit.runs.rollouts import FOLDER as ROLLOUTS
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.rows import append_rows, read_rows, row_step, to_lines
 from rloo_kit.system.console import hide_secrets
-from rloo_kit.system.machine import describe_machine
+from rloo_kit.system.gpu import describe_machine
 from rloo_kit.system.processes import (
     FROM_OUTSIDE,
     count_processes,

@@ -67,19 +67,16 @@ class TextBar(_TqdmBar):
     terminal; hub downloads set it) does not apply.
     """
 
-    _is_lines = False
     _line_at = 0.0  # of the last line: when, and at which count
     _line_n: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        file = (args[4] if len(args) > 4 else kwargs.get("file")) or sys.stderr
+        file = kwargs.get("file") or sys.stderr
         self._is_lines = not _is_terminal(file)
         if self._is_lines:
             kwargs["gui"] = True  # tqdm then leaves the output to the subclass
-            if _is_in_kernel():
-                kwargs["disable"] = bool(kwargs.get("disable"))
-                if file is sys.stderr and len(args) <= 4:
-                    kwargs["file"] = sys.stdout
+        if self._is_lines and _is_in_kernel():
+            kwargs |= {"disable": bool(kwargs.get("disable")), "file": sys.stdout if file is sys.stderr else file}
         super().__init__(*args, **kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:

@@ -3,7 +3,6 @@
 Checks that need torch or Jupyter run in a separate process. Nothing that could be a secret is printed.
 """
 
-import json as json_text
 import os
 import shutil
 import subprocess
@@ -11,22 +10,21 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system.console import print_table, render_text
-from rloo_kit.system.env_file import huggingface_home
-from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
+from rloo_kit.system.console import render_text
+from rloo_kit.system.environment import Environment, cache_folder, huggingface_home, prepare_environment
 from rloo_kit.system.gpu import GIB, find_holders
-from rloo_kit.system.hosted import Place, find_place
 from rloo_kit.system.problems import Problem, errors_of
 from rloo_kit.system.versions import (
     TESTED,
@@ -66,18 +64,17 @@ class Report:
         ]
         return {"exit_code": self.exit_code, "environment": self.environment.to_dict(), "checks": checks}
 
-    def table(self) -> Table:
-        """A row for each check."""
+    def __rich__(self) -> Group:
         table = Table(title="rloo-kit doctor", title_justify="left")
         for name, is_short in (("check", True), ("status", True), ("found", False), ("what to do", False)):
             table.add_column(name, no_wrap=is_short, overflow="fold")
         for one in self.checks:
             status, colour = STATUS[one.level]
             table.add_row(Text(one.name), Text(status, style=colour), Text(one.found), Text(one.fix))
-        return table
+        return Group(self.environment, table)
 
     def __str__(self) -> str:
-        return f"{self.environment}\n{render_text(self.table())}"
+        return render_text(self)
 
     __repr__ = __str__
 
@@ -91,18 +88,39 @@ def check_installation(root: Path | None = None) -> Report:
         The Report: print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
     """
     settled, checks = _settle(root)
-    place = find_place()
-    checks += [*_check_versions(settled, place), *_check_gpu(settled)]
-    if place is not None:
-        checks += [_ok(place.name, found) for found in place.follows]
-        if settled.precision == "fp16":
-            name = settled.gpu.name if settled.gpu else "this GPU"
-            checks.append(_ok(place.name, f"{name} has no bf16: runs use fp16, not measured"))
+    place, follows = find_place()
+    checks += [*_check_versions(settled, keep_torch=place in ("Colab", "Kaggle")), *_check_gpu(settled)]
+    if place and settled.gpu is not None and settled.precision == "fp16":
+        follows.append(f"{settled.gpu.name} has no bf16: runs use fp16, not measured")
+    checks += [_ok(place, found) for found in follows]
     checks += [*_check_disks(), _check_kernel_spec(), _check_hub()]
     for name, state in settled.keys.items():
         todo = f"write {name}=... into {settled.env_file or '.env in the project root'}, or remove the empty one"
         checks.append(_warn(name, state, todo) if state == "empty" else _ok(name, state))
     return Report(settled, [*checks, _ok("token", settled.token)])
+
+
+def find_place(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, list[str]]:
+    """Colab, Kaggle, WSL or WSL2, and what follows for a run, one line each; ("", []) elsewhere.
+
+    Args:
+        environ: the environment's variables.
+        root: the folder with `/proc`, `/dev` and `/usr`.
+    """
+    if environ.get("KAGGLE_KERNEL_RUN_TYPE"):
+        survives = "only /kaggle/working survives, in a saved version: run from there"
+        return "Kaggle", [survives, "packages and models need the notebook's Internet switch"]
+    if environ.get("COLAB_RELEASE_TAG"):
+        return "Colab", ["the disk is erased with the runtime: copy outputs/ to a mounted Drive"]
+    kernel = root / "proc/version"
+    if not kernel.is_file() or "microsoft" not in kernel.read_text(encoding="utf-8", errors="replace").lower():
+        return "", []
+    if not (root / "dev/dxg").exists():
+        return "WSL", ["no /dev/dxg, so no GPU: it takes WSL2 (wsl --set-version) and the Windows driver"]
+    driver = "the driver is the Windows one: install none in Linux"
+    if not (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        driver = "no libcuda in /usr/lib/wsl/lib: install the NVIDIA driver on Windows, none in Linux"
+    return "WSL2", ["the VM's memory limit is memory= in .wslconfig on Windows, then wsl --shutdown", driver]
 
 
 def _ok(name: str, found: str) -> Problem:
@@ -114,56 +132,35 @@ def _warn(name: str, found: str, todo: str) -> Problem:
 
 
 def _settle(root: Path | None) -> tuple[Environment, list[Problem]]:
-    """The environment; if set-up refuses, what is known of it, with the refusal as a problem."""
+    """The environment; if set-up refuses, what is known without `.env` and Unsloth, with the refusal as a problem."""
     try:
         return prepare_environment(root=root), []
     except (ConfigError, SetupError) as error:
-        refused = [Problem("set-up", "setup_environment() refuses", str(error))]
-    try:
-        return prepare_environment("transformers", root), refused  # the backend was the obstacle
-    except (ConfigError, SetupError):
-        os.environ.pop("TQDM_NOTEBOOK", None)
-        with tempfile.TemporaryDirectory() as nowhere:  # .env was the obstacle, or a value in it
-            settled = prepare_environment("transformers", Path(nowhere))
-        settled.root, settled.env_file = None, "left out, see set-up below"
-        return settled, refused
+        refused = Problem("set-up", "setup_environment() refuses", str(error))
+    os.environ.pop("TQDM_NOTEBOOK", None)
+    with tempfile.TemporaryDirectory() as nowhere:
+        settled = prepare_environment("transformers", Path(nowhere))
+    settled.root, settled.env_file = None, "left out, see set-up below"
+    return settled, [refused]
 
 
-def run_doctor(json: bool = False) -> int:
-    """The command: print the report, as tables or as JSON. Returns: the exit code."""
-    report = check_installation()
-    if json:
-        print(json_text.dumps(report.to_dict(), indent=2))
-    else:
-        print(report.environment)
-        print_table(report.table())
-    return report.exit_code
-
-
-def _check_versions(settled: Environment, place: Place | None) -> Iterator[Problem]:
+def _check_versions(settled: Environment, keep_torch: bool) -> Iterator[Problem]:
     """Python and each library against its tested range; vLLM and its plugin, if installed: another version brings
     another torch."""
-    versions = settled.versions
-    python = versions["python"] or ""
-    if in_range(python, TESTED_PYTHON):
-        yield _ok("python", f"{python}, tested {TESTED_PYTHON}")
-    else:
-        found = f"{python} is outside the tested range {TESTED_PYTHON}"
-        yield _warn("python", found, "make a new environment with a tested Python")
-    keeps_torch = place is not None and place.name in ("Colab", "Kaggle")  # preinstalled
-    back = return_command(all(versions.get(name) for name in TESTED_EXTRAS), keeps_torch)
-    for name, tested in (TESTED | TESTED_EXTRAS).items():
-        version = versions[name]
-        if version is None and name not in TESTED_EXTRAS:
+    back = return_command(all(settled.versions.get(name) for name in TESTED_EXTRAS), keep_torch)
+    rows = [("python", TESTED_PYTHON, "make a new environment with a tested Python")]
+    for name, tested, fix in [*rows, *((name, tested, back) for name, tested in (TESTED | TESTED_EXTRAS).items())]:
+        version = settled.versions[name]
+        if version is None and name in TESTED:
             yield Problem(name, f"not installed, tested {tested}", back)
         elif version is None and settled.gpu is not None:
             yield _warn(name, f"not installed, tested {tested}", "pip install -e '.[gpu]' for the faster backend")
         elif version is not None and in_range(version, tested):
             yield _ok(name, f"{version}, tested {tested}")
         elif version is not None:
-            yield _warn(name, f"{version} is outside the tested range {tested}", back)
+            yield _warn(name, f"{version} is outside the tested range {tested}", fix)
     for name, fitting in VLLM_RANGES.items():
-        version = versions.get(name)
+        version = settled.versions.get(name)
         if version is not None and in_range(version, fitting):
             yield _ok(name, f"{version}, fits {fitting}")
         elif version is not None:
@@ -173,16 +170,15 @@ def _check_versions(settled: Environment, place: Place | None) -> Iterator[Probl
 def _check_gpu(settled: Environment) -> Iterator[Problem]:
     """The GPU, the library of 4-bit weights, and who holds the GPU's memory."""
     gpu = settled.gpu
-    if gpu is None and "CPU build" in settled.gpu_reason:
-        yield _warn("GPU", settled.gpu_reason, "set TORCH_INDEX to a CUDA index of torch and run make setup")
-    elif gpu is None:
-        yield _ok("GPU", f"none ({settled.gpu_reason}); the embedded model runs on the CPU in fp32")
     if gpu is None:
+        found = f"none ({settled.gpu_reason}); the embedded model runs on the CPU in fp32"
+        is_cpu_build = "CPU build" in settled.gpu_reason
+        todo = "set TORCH_INDEX to a CUDA index of torch and run make setup"
+        yield _warn("GPU", settled.gpu_reason, todo) if is_cpu_build else _ok("GPU", found)
         return
     yield _ok("GPU", f"{gpu.name}, {settled.precision}, backend {settled.backend}")
-    loads, found = _probe(_BITSANDBYTES)
+    name, (loads, found) = "bitsandbytes CUDA library", _probe(_BITSANDBYTES)
     todo = "see python -m bitsandbytes; until then model.load_in_4bit=false"
-    name = "bitsandbytes CUDA library"
     yield _ok(name, found) if loads else Problem(name, found, todo)
     own, holders = os.getpid(), find_holders(gpu)
     named = [
@@ -192,10 +188,8 @@ def _check_gpu(settled: Environment) -> Iterator[Problem]:
     ]
     found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'no process'}"
     held_by_others = gpu.memory_gib - gpu.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
-    if held_by_others > HELD_BY_OTHERS_GIB:
-        yield _warn("GPU memory", found, "stop what you do not need, such as other notebooks' kernels")
-    else:
-        yield _ok("GPU memory", found)
+    todo = "stop what you do not need, such as other notebooks' kernels"
+    yield _warn("GPU memory", found, todo) if held_by_others > HELD_BY_OTHERS_GIB else _ok("GPU memory", found)
 
 
 def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:

@@ -1,9 +1,10 @@
-"""The environment of a run, settled once, before torch loads: keys, GPU, precision, backend, progress bars, caches.
+"""The environment of a run, settled once, before torch loads: `.env`, GPU, precision, backend, progress bars, caches.
 
 `_stack.setup_environment()` is the public call; modules that need the outcome call `current()`.
 """
 
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -13,28 +14,31 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dotenv import dotenv_values
 from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.console import render_text, set_up_progress
-from rloo_kit.system.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
 from rloo_kit.system.gpu import Gpu, find_gpus
+from rloo_kit.system.input_files import working_folder
 from rloo_kit.system.processes import count_processes, is_distributed
 from rloo_kit.system.versions import installed_version, installed_versions, is_cpu_torch, is_importable
 
 BACKENDS = ("unsloth", "transformers")
 CACHE_VARIABLE = "RLOO_KIT_CACHE"
 BACKEND_VARIABLE = "RLOO_KIT_BACKEND"
+EXPECTED_KEYS = ("HF_TOKEN",)
 TELEMETRY = "HF_HUB_DISABLE_TELEMETRY"  # of the Hugging Face libraries; the others follow it
-STANDBY_VARIABLE = "UNSLOTH_VLLM_STANDBY"  # Unsloth reads it when it is imported: its vLLM can sleep
 TELEMETRY_OF_OTHERS = ("UNSLOTH_DISABLE_STATISTICS", "VLLM_NO_USAGE_STATS")
+STANDBY_VARIABLE = "UNSLOTH_VLLM_STANDBY"  # Unsloth reads it when it is imported: its vLLM can sleep
 BF16_CAPABILITY = (8, 0)  # Ampere and later do bf16 in hardware; Turing and Volta only emulate it
 PRECISIONS = {  # name: (torch's dtype, ACCELERATE_MIXED_PRECISION)
     "bf16": ("bfloat16", "bf16"),
     "fp16": ("float16", "fp16"),
     "fp32": ("float32", "no"),
 }
+_PLAIN_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 @dataclass(repr=False)
@@ -69,10 +73,13 @@ class Environment:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The table's rows: name and finding."""
-        gpu = self.gpu
-        rows = [("backend", f"{self.backend}: {self.backend_reason}")]
+    def describe(self) -> str:
+        """GPU and precision on one line, then a line for each note; `str` gives the whole table."""
+        gpu = "no GPU" if self.gpu is None else f"{self.gpu.name}, {self.gpu.free_gib:.1f} GiB free"
+        return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
+
+    def __rich__(self) -> Table:
+        gpu, rows = self.gpu, [("backend", f"{self.backend}: {self.backend_reason}")]
         if gpu is None:
             rows.append(("GPU", f"none: {self.gpu_reason}"))
         else:
@@ -83,33 +90,109 @@ class Environment:
             rows.append(("GPUs", f"{self.num_gpus} visible; this process uses the one above{others}"))
         if is_distributed():
             rows.append(("processes", f"{count_processes()}; this table is of the first"))
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
-        keys = ", ".join(f"{name} {state}" for name, state in self.keys.items())
         rows += [
             ("precision", f"{self.precision}: {self.precision_reason}"),
-            ("versions", versions),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)),
             (".env", self.env_file or f"none in {self.root or 'the working folder or above it'}"),
-            ("keys", keys or "none requested"),
+            ("keys", ", ".join(f"{name} {state}" for name, state in self.keys.items()) or "none requested"),
             ("Hugging Face token", self.token),
             ("progress bars", self.progress),
             ("telemetry", self.telemetry),
+            *(("note", note) for note in self.notes),
         ]
-        return rows + [("note", note) for note in self.notes]
-
-    def describe(self) -> str:
-        """GPU and precision on one line, then a line for each note; `str` gives the whole table."""
-        gpu = "no GPU" if self.gpu is None else f"{self.gpu.name}, {self.gpu.free_gib:.1f} GiB free"
-        return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
-
-    def __str__(self) -> str:
         table = Table(title="rloo-kit environment", show_header=False, title_justify="left")
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for name, value in self.rows():
+        for name, value in rows:
             table.add_row(Text(name), Text(value))
-        return render_text(table)
+        return table
+
+    def __str__(self) -> str:
+        return render_text(self)
 
     __repr__ = __str__
+
+
+# ------------------------------------------------------------------------------------------------ .env
+
+
+def find_root(start: Path | None = None) -> Path | None:
+    """The nearest folder at or above `start` (None: the working folder, then the process's own), else above the
+    package, that contains pyproject.toml, .git, configs/ or .env; None if there is none."""
+    for origin in (*([start] if start else [working_folder(), Path()]), Path(__file__).parents[2]):
+        for folder in (origin.resolve(), *origin.resolve().parents):
+            # A `.env` folder is a virtual environment, and a file named configs is none of ours.
+            if any((folder / name).is_file() for name in ("pyproject.toml", ".env")):
+                return folder
+            if (folder / ".git").exists() or (folder / "configs").is_dir():
+                return folder
+    return None
+
+
+def load_env_file(path: Path, expected: Sequence[str] = EXPECTED_KEYS) -> tuple[dict[str, str], list[str]]:
+    """Load a `.env` into `os.environ`; a variable that is already set and not empty stays.
+
+    Unlike python-dotenv, an empty variable counts as missing, so `HF_TOKEN=` in the shell does not hide the file's. The
+    exception is CUDA_VISIBLE_DEVICES, where empty means no GPU.
+
+    Args:
+        path: of the file; it may be missing.
+        expected: names to report as found, empty or missing.
+    Returns:
+        each name with "found in .env", "found in the environment", "empty" or "missing"; and notes. No values.
+    Raises:
+        SetupError: the file cannot be read as UTF-8 text, or has a value that no environment takes.
+    """
+    try:
+        values = dict(dotenv_values(path, encoding="utf-8-sig")) if path.is_file() else {}
+    except UnicodeDecodeError:  # `from None`: the original error carries the file's bytes
+        raise SetupError(f"{path} is not UTF-8 text: save it as UTF-8, one NAME=value a line") from None
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read ({error.strerror}): fix its permissions (chmod 600 .env)") from None
+    before = {name for name, value in os.environ.items() if value}
+    for name, value in values.items():
+        if value and not os.environ.get(name) and not (name == "CUDA_VISIBLE_DEVICES" and name in os.environ):
+            try:
+                os.environ[name] = value
+            except ValueError:  # by name only if it looks like one, see below
+                what = name if _PLAIN_NAME.fullmatch(name) else "a variable"
+                raise SetupError(
+                    f"{path}: {what} contains a NUL or half a character, which no environment takes: rewrite it"
+                ) from None
+    # Only what looks like a name is reported: a broken multi-line secret leaves scraps of itself as names.
+    empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
+    states = {}
+    for name in dict.fromkeys([*([expected] if isinstance(expected, str) else expected), *empty]):
+        if name in before and values.get(name) != os.environ[name]:
+            states[name] = "found in the environment"
+        elif values.get(name):
+            states[name] = "found in .env"
+        else:
+            states[name] = "empty" if name in values or name in os.environ else "missing"
+    # Not by name: a token pasted on a separate line ends up here.
+    notes = [f"{path}: a line without '=' is ignored; write NAME=value"] if None in values.values() else []
+    return states, notes
+
+
+def huggingface_home() -> Path:
+    """The folder of huggingface_hub's caches and its login: HF_HOME, or its place in XDG_CACHE_HOME or ~/.cache."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser()
+
+
+def find_token() -> str:
+    """Where a Hugging Face token was found: in the environment, in the login's file, or nowhere; never the token."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if os.environ.get(name, "").strip():
+            return f"found ({name})"
+    path = Path(os.environ.get("HF_TOKEN_PATH") or huggingface_home() / "token").expanduser()
+    with suppress(OSError):
+        if path.read_bytes().strip():
+            return "found (the file that the login wrote)"
+    return "not found (gated and private models need one: HF_TOKEN in .env)"
+
+
+# ------------------------------------------------------------------------------------------------ choices
 
 
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
@@ -138,28 +221,27 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
         raise ConfigError(f"{source}{choice!r} is not a backend: use {', '.join(('auto', *BACKENDS))}")
     if choice == "transformers":
         return "transformers", f"requested by {source}transformers"
-    imported = sys.modules.get("unsloth") is not None
-    if is_distributed() and (imported or choice == "unsloth"):
+    imported, installed = sys.modules.get("unsloth") is not None, is_importable("unsloth")
+    if is_distributed():
+        if not imported and choice == "auto":
+            return "transformers", many_processes()
         what, fix = f"{source}unsloth", "leave it out"
-        if choice != "unsloth":
+        if choice == "auto":
             what, fix = "Unsloth is imported in this process", "do not import it"
         raise SetupError(
             f"{what}, but the run has {many_processes()}: {fix}, and the transformers backend trains on all of them; "
             "or start one process (rloo-kit train without --launch)"
         )
-    if is_distributed():
-        return "transformers", many_processes()
     if imported:
         return "unsloth", "imported in this process already"
-    installed = is_importable("unsloth")
     if gpu is not None and installed:
         found = "an NVIDIA GPU and Unsloth are there"
         return "unsloth", found if choice == "auto" else f"requested by {source}unsloth"
-    missing = "Unsloth is not installed" if gpu is not None or not installed else gpu_reason
     if choice == "unsloth":
-        fix = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the GPU"
+        missing = gpu_reason if installed else "Unsloth is not installed"
+        fix = "run rloo-kit doctor on the machine with the GPU" if installed else "pip install -e '.[gpu]'"
         raise SetupError(f"{source}unsloth: {missing}. {fix}; or do without it: {BACKEND_VARIABLE}=transformers")
-    return "transformers", missing if gpu is not None else gpu_reason
+    return "transformers", gpu_reason if gpu is None else "Unsloth is not installed"
 
 
 def many_processes() -> str:
@@ -185,19 +267,6 @@ def cache_folder() -> Path:
     return folder
 
 
-def _switch_telemetry_off() -> str:
-    """Turn the libraries' telemetry off unless HF_HUB_DISABLE_TELEMETRY=0. Returns: the outcome in words."""
-    chosen = os.environ.get(TELEMETRY, "").strip().lower()
-    if chosen in ("0", "false", "no", "off"):
-        return f"as the libraries have it ({TELEMETRY}={chosen})"
-    for name in (TELEMETRY, *TELEMETRY_OF_OTHERS):
-        os.environ[name] = os.environ.get(name) or "1"
-    hub = sys.modules.get("huggingface_hub.constants")
-    if hub is not None and not hub.HF_HUB_DISABLE_TELEMETRY:
-        return "on: huggingface_hub was imported before set-up; restart the kernel and run set-up first"
-    return f"off ({TELEMETRY}=0 leaves it to the libraries)"
-
-
 def prepare_standby(engine: str, backend: str) -> None:
     """Before Unsloth is imported: if the run may use vLLM (`rollout.engine` and `model.backend`), let Unsloth's vLLM
     sleep while the model is trained. A value that is already set, including "0", stays."""
@@ -206,16 +275,7 @@ def prepare_standby(engine: str, backend: str) -> None:
         os.environ.setdefault(STANDBY_VARIABLE, "1")
 
 
-def _move_unsloth_cache() -> str:
-    """Point UNSLOTH_COMPILE_LOCATION at the user's cache; by default Unsloth writes into the working folder.
-
-    One folder for each set of versions, because its files are generated from the sources of TRL and transformers.
-    """
-    if not os.environ.get("UNSLOTH_COMPILE_LOCATION"):
-        versions = [installed_version(name) or "none" for name in ("unsloth", "trl", "transformers", "torch")]
-        os.environ["UNSLOTH_COMPILE_LOCATION"] = str(cache_folder() / "unsloth_compiled_cache" / "-".join(versions))
-    return os.environ["UNSLOTH_COMPILE_LOCATION"]
-
+# ------------------------------------------------------------------------------------------------ set-up
 
 _current: Environment | None = None
 _requested = "auto"  # the backend that an earlier call named; a later call without one keeps it
@@ -226,7 +286,11 @@ def prepare_environment(
 ) -> Environment:
     """The part of set-up that needs no heavy library; see `rloo_kit.setup_environment` for arguments and errors."""
     global _current, _requested
-    env_file: EnvFile = load_env_file(root, keys)  # first: it may set any of the variables below
+    if root is not None and not Path(root).is_dir():
+        raise SetupError(f"root={str(root)!r} is not a folder: give the folder that contains .env, or leave root out")
+    root = find_root() if root is None else Path(root).resolve()
+    env_file = (root or Path()) / ".env"
+    states, notes = load_env_file(env_file, keys)  # first: it may set any of the variables below
     gpus = find_gpus()
     if gpus.count > 1:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts the GPUs as NVML does
@@ -240,13 +304,16 @@ def prepare_environment(
     if backend == "auto" and _current is not None and _current.backend == chosen:
         backend_reason = _current.backend_reason  # the first one: by now Unsloth is imported
     precision, precision_reason = choose_precision(gpu)
-    progress = set_up_progress()
-    notes, mixed = list(env_file.notes), PRECISIONS[precision][1]
+    progress, mixed = set_up_progress(), PRECISIONS[precision][1]
     if (before := os.environ.get("ACCELERATE_MIXED_PRECISION")) not in (None, "", mixed):
         notes.append(f"ACCELERATE_MIXED_PRECISION was {before!r}; set to {mixed!r} to agree with the precision")
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed  # accelerate reads it unchecked, and it overrides `bf16=False`
     if chosen == "transformers" and sys.modules.get("unsloth") is not None:
         notes.append("Unsloth is imported in this process, and its patches stay: restart the kernel to run without it")
+    if not os.environ.get("UNSLOTH_COMPILE_LOCATION"):  # by default Unsloth writes into the working folder
+        # One folder for each set of versions: its files are generated from the sources of TRL and transformers.
+        versions = [installed_version(name) or "none" for name in ("unsloth", "trl", "transformers", "torch")]
+        os.environ["UNSLOTH_COMPILE_LOCATION"] = str(cache_folder() / "unsloth_compiled_cache" / "-".join(versions))
     _requested = requested
     _current = Environment(
         backend=chosen,
@@ -257,13 +324,13 @@ def prepare_environment(
         gpu_reason=gpu_reason,
         num_gpus=gpus.count if gpu else 0,
         versions=installed_versions(),
-        root=None if env_file.root is None else str(env_file.root),
-        env_file=None if env_file.path is None else str(env_file.path),
-        keys=env_file.keys,
+        root=None if root is None else str(root),
+        env_file=str(env_file) if env_file.is_file() else None,
+        keys=states,
         token=find_token(),
         progress=progress,
         telemetry=_switch_telemetry_off(),
-        unsloth_cache=_move_unsloth_cache(),
+        unsloth_cache=os.environ["UNSLOTH_COMPILE_LOCATION"],
         notes=notes,
     )
     return _current
@@ -272,3 +339,16 @@ def prepare_environment(
 def current() -> Environment:
     """The environment that set-up settled; before set-up, one prepared now with the defaults."""
     return _current if _current is not None else prepare_environment()
+
+
+def _switch_telemetry_off() -> str:
+    """Turn the libraries' telemetry off unless HF_HUB_DISABLE_TELEMETRY=0. Returns: the outcome in words."""
+    chosen = os.environ.get(TELEMETRY, "").strip().lower()
+    if chosen in ("0", "false", "no", "off"):
+        return f"as the libraries have it ({TELEMETRY}={chosen})"
+    for name in (TELEMETRY, *TELEMETRY_OF_OTHERS):
+        os.environ[name] = os.environ.get(name) or "1"
+    hub = sys.modules.get("huggingface_hub.constants")
+    if hub is not None and not hub.HF_HUB_DISABLE_TELEMETRY:
+        return "on: huggingface_hub was imported before set-up; restart the kernel and run set-up first"
+    return f"off ({TELEMETRY}=0 leaves it to the libraries)"

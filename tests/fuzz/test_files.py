@@ -14,7 +14,7 @@ from rloo_kit.batch.notebooks import find_error, read_notebook
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.env_file import load_env_file
+from rloo_kit.system.environment import load_env_file
 from rloo_kit.system.processes import read_launch_file
 from tests.fuzz import harness
 from tests.fuzz.harness import Surface, check, count
@@ -135,11 +135,11 @@ def read_env_file(case: bytes, folder: Path) -> None:
     (folder / ".env").write_bytes(case)
     before = dict(os.environ)
     try:
-        report = load_env_file(folder)
+        states, _ = load_env_file(folder / ".env")
     finally:
         os.environ.clear()
         os.environ.update(before)
-    assert not any(name == "" for name in report.keys)
+    assert not any(name == "" for name in states)
 
 
 # ------------------------------------------------------------------------------------------------ batch files

