@@ -137,8 +137,8 @@ def test_a_hub_out_of_reach_warns_and_tells_no_password(
 
 
 def test_a_full_disk_fails_and_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that dies at its first checkpoint has cost an hour; and with XDG_CACHE_HOME on another disk, the space of the
-    wrong one was measured."""
+    """A run that dies at its first checkpoint has cost an hour; and with XDG_CACHE_HOME on another disk, the space of
+    the wrong one was measured."""
     monkeypatch.chdir(tmp_path)
     for name in ("HF_HOME", "HF_HUB_CACHE", "RLOO_KIT_CACHE"):
         monkeypatch.delenv(name, raising=False)
