@@ -6,9 +6,20 @@ from typing import Annotated, Any
 
 import typer
 
-from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, find_run, prepare, read_config
+from rloo_kit.cli.common import (
+    ConfigFile,
+    Json,
+    JsonLine,
+    Overrides,
+    app,
+    exit_codes,
+    find_run,
+    prepare,
+    print_found,
+    read_config,
+)
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.console import fill_text, print_table
+from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import say
 
 
@@ -19,18 +30,18 @@ def evaluate(
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="Folder of a trained adapter or of its run.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
+    json: JsonLine = False,
 ) -> None:
     """Evaluate a run's initial model, or a trained adapter, on its held-out prompts."""
     with exit_codes():
         from rloo_kit.config.yaml_files import write_value
         from rloo_kit.runs.find import weights_of
 
-        weights = []
+        overrides = list(overrides or [])
         if adapter is not None:
             key, folder = weights_of(adapter, "--adapter")
-            weights = [f"model.{key}={write_value(str(folder))}"]
-        run = read_config(file, [*(overrides or []), *weights])
+            overrides.append(f"model.{key}={write_value(str(folder))}")
+        run = read_config(file, overrides)
         policy, data = prepare(run)
         from rloo_kit.collective import end_processes
         from rloo_kit.evals.evaluate import evaluate as measure
@@ -88,31 +99,27 @@ def show(
     order: Annotated[str, typer.Option("--order", help="Which completions: first, best, worst or longest.")] = "first",
     max_chars: Annotated[int, typer.Option("--max-chars", min=10, help="Maximum characters per text.")] = 1500,
     last: Annotated[int, typer.Option("--last", min=1, help="Logged steps to average.")] = 10,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Show a run's outcome, its completions, or several runs. Exit code 1 if the run failed or is alarming."""
     with exit_codes():
         found: Any
         code = 0
-        asks = completions is not None or step is not None
-        if asks and len(runs) > 1:
-            raise ConfigError(f"--completions and --step take one run; got {len(runs)}")
+        asks_completions = completions is not None or step is not None
         if len(runs) > 1:
+            if asks_completions:
+                raise ConfigError(f"--completions and --step take one run; got {len(runs)}")
             from rloo_kit.results.versus import compare_runs
 
             found = compare_runs(runs)
-        elif asks:
+        elif asks_completions:
             from rloo_kit.results.completions import pick_completions
 
-            num = 4 if completions is None else completions
-            found = pick_completions(runs[0], step, num, order, max_chars)
+            found = pick_completions(runs[0], step, 4 if completions is None else completions, order, max_chars)
         else:
             from rloo_kit.results.overview import describe_run
 
             found = describe_run(runs[0], last)
             code = int(found.status.get("state") == "failed" or found.level == "alarming")
-        if json:
-            print(dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
-        else:
-            print_table(found)
+        print_found(found, json)
     raise typer.Exit(code)

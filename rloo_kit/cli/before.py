@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, prepare, read_config, say_activation
+from rloo_kit.cli.common import (
+    ConfigFile,
+    Json,
+    Overrides,
+    app,
+    exit_codes,
+    prepare,
+    print_found,
+    read_config,
+    say_activation,
+)
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.console import print_table
 
 if TYPE_CHECKING:  # slow to import
     from rloo_kit.config.run import RunConfig
@@ -18,16 +27,13 @@ if TYPE_CHECKING:  # slow to import
 
 
 @app.command()
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(json: Json = False) -> None:
     """Check this machine: GPU, libraries, cache, environment variables."""
     with exit_codes():
         from rloo_kit.system.doctor import check_installation
 
         found = check_installation()
-        if json:
-            print(dumps(found.to_dict(), indent=2))
-        else:
-            print_table(found)
+        print_found(found, json)
     raise typer.Exit(found.exit_code)
 
 

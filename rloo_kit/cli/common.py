@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ import typer
 from rloo_kit import __version__
 from rloo_kit.errors import RlooKitError, shorten
 from rloo_kit.runs.files import is_disk_full
-from rloo_kit.system.console import fill_text
+from rloo_kit.system.console import fill_text, print_table
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, count_processes, is_main_process, process_index, say
 
 if TYPE_CHECKING:  # slow to import
@@ -43,6 +44,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete existing output and start over.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLine = Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")]
 
 
 @contextmanager
@@ -51,7 +54,11 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
     try:
         yield
     except RlooKitError as error:
-        print(f"{_name_process()}: {error}", file=sys.stderr, flush=True)
+        name = "rloo-kit"
+        if not is_main_process():  # if the main one exits with the same error, the launcher ends this one: printed once
+            time.sleep(SECONDS_FOR_MAIN)
+            name = f"rloo-kit (process {process_index()} of {count_processes()})"
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(refused) from None
     except KeyboardInterrupt:
         exec("")  # otherwise Python exits through SIGINT if an interrupt once passed through its last exec of a string
@@ -65,22 +72,10 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
             why = f"the disk is full, or a quota is used up ({found}): free some space, then repeat the command"
         elif isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
             why = f"{error.filename if error.filename2 is None else error.filename2}: {error.strerror}"
-        if why:
-            print(f"rloo-kit: {why}", file=sys.stderr, flush=True)
-            raise typer.Exit(refused) from None
-        if refused == REFUSED:
+        if not why and refused == REFUSED:
             raise
-        traceback.print_exc()
+        print(f"rloo-kit: {why}" if why else traceback.format_exc(), file=sys.stderr, flush=True)
         raise typer.Exit(refused) from None
-
-
-def _name_process() -> str:
-    """The name in front of an error. Processes other than the main one wait first: if the main one exits with the same
-    error, the launcher ends the others, and the error is printed once."""
-    if is_main_process():
-        return "rloo-kit"
-    time.sleep(SECONDS_FOR_MAIN)
-    return f"rloo-kit (process {process_index()} of {count_processes()})"
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,6 +91,14 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+def print_found(found: Any, json: bool) -> None:
+    """Print a result, as a table or as JSON."""
+    if json:
+        print(dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print_table(found)
 
 
 def read_config(file: Path, overrides: list[str] | None) -> "RunConfig":

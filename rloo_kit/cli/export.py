@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rloo_kit.cli.common import Overrides, Overwrite, app, exit_codes, find_run
+from rloo_kit.cli.common import JsonLine, Overrides, Overwrite, app, exit_codes, find_run
 from rloo_kit.system.processes import say
 
 
@@ -27,7 +27,7 @@ def export(
         str | None, typer.Option("--push", metavar="OWNER/NAME", help="Upload to this hub repository.")
     ] = None,
     overwrite: Overwrite = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
+    json: JsonLine = False,
 ) -> None:
     """Export a trained model for other programs, and compare it with the policy in those programs."""
     with exit_codes():

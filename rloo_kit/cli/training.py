@@ -8,7 +8,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_codes, prepare, read_config, say_activation
+from rloo_kit.cli.common import (
+    ConfigFile,
+    JsonLine,
+    Overrides,
+    Overwrite,
+    app,
+    exit_codes,
+    prepare,
+    read_config,
+    say_activation,
+)
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, launch_run, resume_words, say
 
@@ -131,7 +141,7 @@ def batch(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Run only what is missing or failed.")] = False,
     overwrite: Overwrite = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
+    json: JsonLine = False,
 ) -> None:
     """Run a notebook with many parameters, each run in a separate process, and compare the runs.
 

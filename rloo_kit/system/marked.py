@@ -28,7 +28,7 @@ def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.pid != os.getpid() and wanted(process.environ()) and _status(process) not in _ENDED:
+                if process.pid != os.getpid() and wanted(process.environ()) and process.status() not in _ENDED:
                     found.append(process)
         for process in found:
             with suppress(psutil.Error):
@@ -36,13 +36,6 @@ def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
         if not found or time.monotonic() > until:
             return [process.pid for process in found]
         psutil.wait_procs(found, timeout=1.0)
-
-
-def _status(process: psutil.Process) -> str:
-    try:
-        return process.status()
-    except psutil.Error:
-        return psutil.STATUS_DEAD
 
 
 def module_path() -> list[str]:

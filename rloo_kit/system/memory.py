@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from rloo_kit.system.gpu import GIB
@@ -36,10 +37,8 @@ def clear_last_error() -> None:
 
 def trim_heap() -> None:
     """Return free memory of the C heap to the system; only glibc can."""
-    try:
+    with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # another C library
-        return
 
 
 def return_large_blocks() -> None:
@@ -49,12 +48,9 @@ def return_large_blocks() -> None:
     blocks (https://sourceware.org/bugzilla/show_bug.cgi?id=14581): training on a CPU took up to 1 GiB more than its
     tensors. A threshold set by the user (MALLOC_MMAP_THRESHOLD_) stays.
     """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    try:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
-    except (AttributeError, OSError, TypeError):  # another C library
-        return
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", ""):
+        with suppress(AttributeError, OSError, TypeError):  # another C library
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
