@@ -1,4 +1,4 @@
-"""Calls in the Python blocks of a page, resolved to the real functions and classes that they name.
+"""Names and calls in the Python blocks of a page, looked up in the installed libraries.
 
 A page's blocks are read in order and share their imports, as a notebook's cells do. Keywords that only `**kwargs` would
 take do not count as known. Methods of the pages' variables (`trainer.train`) are not looked up.
@@ -8,128 +8,72 @@ import ast
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from tests.skill.pages import Block
 
-LIBRARIES = ("rloo_kit", "rewards", "trl", "transformers", "peft", "datasets", "unsloth", "dataclasses")
+LIBRARIES = ("rloo_kit", "rewards", "trl", "transformers", "peft", "datasets", "dataclasses")
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call with keyword arguments: where, what is called as it is written, its dotted origin, the keywords."""
-
-    place: str
-    written: str
-    origin: str
-    keywords: tuple[str, ...]
-
-
-def read_calls(blocks: list[Block]) -> list[Call]:
-    """Every call of a page's blocks that gives keyword arguments to a name of LIBRARIES."""
-    origins: dict[str, str] = {}
-    calls = []
+def check_names(blocks: list[Block], libraries: tuple[str, ...]) -> tuple[list[str], set[str]]:
+    """Imports and calls of these libraries that the installed versions would refuse, with their place; and all calls
+    that were checked, as they are written."""
+    origins: dict[str, tuple[str, str]] = {}  # a name of the blocks: its module and its name in there
+    faults, checked = [], set()
     for block in blocks:
-        tree = ast.parse(block.code, filename=block.place)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                origins |= {alias.asname or alias.name: alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                origins |= {alias.asname or alias.name: f"{node.module}:{alias.name}" for alias in node.names}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(ast.parse(block.code, filename=block.place)))
+        wanted: list[tuple[str, tuple[str, str], list[str]]] = []
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                for alias in node.names:
+                    origin = (alias.name, "") if module is None else (module, alias.name)
+                    origins[alias.asname or alias.name] = origin
+                    wanted.append((f"import {alias.name}", origin, []))
+        for node in nodes:
             if isinstance(node, ast.Call):
-                keywords = tuple(word.arg for word in node.keywords if word.arg is not None)
-                written = re.sub(r"\(.*?\)", "", ast.unparse(node.func))
-                origin = find_origin(written, origins)
-                if keywords and origin is not None:
-                    calls.append(Call(f"{block.page}:{block.line + node.lineno - 1}", written, origin, keywords))
-    return calls
+                written = ast.unparse(node.func)
+                head, _, rest = written.partition(".")
+                if head in origins and "(" not in written:
+                    module, name = origins[head]
+                    keywords = [word.arg for word in node.keywords if word.arg is not None]
+                    wanted.append((written, (module, ".".join(filter(None, (name, rest)))), keywords))
+        for written, (module, name), keywords in wanted:
+            if module.partition(".")[0] in libraries:
+                checked.add(written)
+                try:
+                    known = known_keywords(module, name) if keywords else resolve(module, name) and set()
+                except (AttributeError, ImportError) as error:
+                    faults.append(f"{block.place}: {written}: {error}")
+                    continue
+                faults += [f"{block.place}: {written} takes no {word}" for word in keywords if word not in known]
+    return faults, checked
 
 
-def find_origin(written: str, origins: dict[str, str]) -> str | None:
-    """`module:dotted.name` of what is called, or None."""
-    head, _, rest = written.partition(".")
-    origin = origins.get(head)
-    if origin is None or origin.partition(":")[0].partition(".")[0] not in LIBRARIES:
-        return None
-    module, _, name = origin.partition(":")
-    return f"{module}:{'.'.join(part for part in (name, rest) if part)}"
-
-
-def resolve(origin: str) -> Any:
-    """The object of an origin. Raises AttributeError or ImportError where the installed version has no such name."""
-    module, _, dotted = origin.partition(":")
+def resolve(module: str, dotted: str) -> Any:
+    """The object. Raises AttributeError or ImportError where the installed version has no such name."""
     found: Any = import_module(module)
-    for name in dotted.split("."):
+    for name in dotted.split(".") if dotted else ():
         found = getattr(found, name)
     return found
 
 
-def known_keywords(origin: str) -> set[str]:
-    """The keyword arguments that what is called names itself."""
-    if origin.endswith(".with_"):  # a reward's parameters
-        return {field.name for field in dataclasses.fields(resolve(origin.removesuffix(".with_")))}
-    if re.fullmatch(r"transformers:Auto\w+\.from_pretrained", origin):
-        return read_popped(resolve("transformers:PreTrainedModel.from_pretrained"))
-    called = resolve(origin)
-    if not inspect.isclass(called):
-        return named_by(called)[0]
-    known, open_ended = named_by(called)
-    for parent in called.__mro__[1:]:  # a class that hands **kwargs on takes what its parent takes
-        if not open_ended or "__init__" not in vars(parent):
-            continue
-        more, open_ended = named_by(parent)
-        known |= more
+def known_keywords(module: str, name: str) -> set[str]:
+    """The keyword arguments that what is called names itself; a class that hands **kwargs on takes what its parent
+    takes."""
+    if name.endswith(".with_"):  # a reward's parameters
+        return {field.name for field in dataclasses.fields(resolve(module, name.removesuffix(".with_")))}
+    called = resolve(module, name)
+    if module == "transformers" and re.fullmatch(r"Auto\w+\.from_pretrained", name):
+        called = resolve("transformers", "PreTrainedModel.from_pretrained")
+        popped = re.findall(r"kwargs\.pop\(\s*\"(\w+)\"", inspect.getsource(called))
+        return {*inspect.signature(called).parameters, *popped}
+    known: set[str] = set()
+    for part in called.__mro__ if inspect.isclass(called) else (called,):
+        if part is called or "__init__" in vars(part):
+            parameters = inspect.signature(part).parameters.values()
+            known |= {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+                break
     return known
-
-
-def named_by(called: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Keywords that a signature names, and whether it takes any others."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(called).parameters
-    names = {name for name, one in parameters.items() if one.kind in kinds}
-    return names, any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-
-
-def read_popped(function: Callable[..., Any]) -> set[str]:
-    """Keywords that a function takes out of its **kwargs, read in its source."""
-    named = set(inspect.signature(function).parameters)
-    return named | set(re.findall(r"kwargs\.pop\(\s*\"(\w+)\"", inspect.getsource(function)))
-
-
-def find_faults(calls: list[Call]) -> list[str]:
-    """Calls that the installed versions would refuse."""
-    faults = []
-    for call in calls:
-        try:
-            known = known_keywords(call.origin)
-        except (AttributeError, ImportError) as error:
-            faults.append(f"{call.place}: {call.written}: {error}")
-            continue
-        faults += [f"{call.place}: {call.written} takes no {word}" for word in call.keywords if word not in known]
-    return faults
-
-
-def find_missing_names(blocks: list[Block], modules: tuple[str, ...]) -> list[str]:
-    """Imported names, and public names of the kit as `kit.NAME`, that the installed versions do not have."""
-    faults, aliases = [], {}
-    for block in blocks:
-        for node in ast.walk(ast.parse(block.code)):
-            wanted: list[str] = []
-            if isinstance(node, ast.Import):
-                aliases |= {alias.asname or alias.name: alias.name for alias in node.names}
-                wanted = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                wanted = [f"{node.module}:{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-                wanted = [f"{aliases[node.value.id]}:{node.attr}"]
-            for name in wanted:
-                if name.partition(":")[0].partition(".")[0] not in modules:
-                    continue
-                try:
-                    resolve(name) if ":" in name else import_module(name)
-                except (AttributeError, ImportError) as error:
-                    faults.append(f"{block.place}: {name}: {error}")
-    return faults

@@ -1,4 +1,4 @@
-"""The pages of the skill, taken apart: their code blocks, the code in their sentences, their links."""
+"""The pages of the skill, taken apart: their code blocks and the code in their sentences."""
 
 import re
 import shlex
@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", flags=re.M | re.S)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PROGRAMS = ("rloo-kit", "python", "python3", "papermill", "npx", "make", "pip")
 
 
@@ -95,8 +94,3 @@ def drop_shell_words(words: list[str]) -> list[str]:
             words = words[:index]
             break
     return [word for word in words if word]
-
-
-def find_links(text: str) -> list[str]:
-    """Targets of the links outside of code."""
-    return LINK.findall(INLINE.sub("", FENCE.sub("", text)))

@@ -73,15 +73,7 @@ def check_papermill(notebook: str, *rest: str) -> list[str]:
     return find_options(list(rest), ask_help(str(BIN / "papermill"))) + faults
 
 
-def check_npx(*words: str) -> list[str]:
-    """Without -y nothing is installed, without -a for every agent; a bare `npx skills add` is only a name."""
-    return [] if len(words) <= 2 or {"-y", "-a"} <= set(words) else [f"asks: npx {' '.join(words)}"]
-
-
-CHECKS = {
-    "rloo-kit": check_kit, "python": check_python, "python3": check_python, "papermill": check_papermill,
-    "npx": check_npx,
-}  # fmt: skip
+CHECKS = {"rloo-kit": check_kit, "python": check_python, "python3": check_python, "papermill": check_papermill}
 
 
 def find_faults(page: str, text: str) -> list[str]:

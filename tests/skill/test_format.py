@@ -1,4 +1,4 @@
-"""The skill and the plugin as loaders and installers read them: what they refuse, cut off or execute."""
+"""The skill and the plugin as loaders and installers read them."""
 
 import json
 import re
@@ -10,9 +10,8 @@ from pathlib import Path
 import yaml
 
 import rloo_kit
-from tests.skill.pages import ROOT, find_links, read_pages
+from tests.skill.pages import ROOT
 
-MAX_LINES = 200
 VALIDATOR = Path(sys.executable).parent / "agentskills"
 
 
@@ -33,13 +32,6 @@ def test_the_validator_takes_it(tmp_path: Path) -> None:
     shutil.copy(ROOT / "SKILL.md", tmp_path / "rloo")
     done = subprocess.run([VALIDATOR, "validate", tmp_path / "rloo"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_nothing_is_cut_off_or_run_on_load() -> None:
-    """What is over the limit is cut off where it hurts, and a command in backticks behind an exclamation mark runs."""
-    for name, text in read_pages():
-        assert "!`" not in text, name
-    assert len((ROOT / "SKILL.md").read_text(encoding="utf-8").splitlines()) < MAX_LINES
 
 
 def test_the_versions_and_names_are_the_packages() -> None:
@@ -68,18 +60,3 @@ def test_the_tree_holds_one_skill() -> None:
         assert path.name != "metadata.json" and path.parts[0] != "skills", path
         assert path.name != "SKILL.md" or len(path.parts) == 1, path
         assert path.parts[0] != "references" or len(path.parts) == 2, path
-
-
-def test_every_page_and_script_is_one_step_away() -> None:
-    """A page without a reason to read it is read always or never; what is two steps away, or on a network, is often not
-    read. Broken links: contracts/test_repository.py."""
-    text = (ROOT / "SKILL.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| \[[^\]]+\]\(((?:references|scripts)/[^)]+)\) \| (.+?) \|$", text, flags=re.M))
-    there = {f"references/{path.name}" for path in (ROOT / "references").iterdir()}
-    there |= {f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith("_")}
-    assert set(rows) == there and all(len(words.split()) >= 5 for words in rows.values())
-    linked = {link.partition("#")[0] for link in find_links(text)}
-    for name, page in read_pages()[1:]:
-        for link in find_links(page):
-            target = ((ROOT / name).parent / link.partition("#")[0]).resolve().relative_to(ROOT).as_posix()
-            assert target.startswith("docs/") or target in linked, f"{name} links {target}, SKILL.md does not"

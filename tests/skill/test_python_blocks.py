@@ -13,17 +13,12 @@ import pytest
 import yaml
 
 from rloo_kit import load_config
-from tests.skill.calls import LIBRARIES, find_faults, find_missing_names, read_calls
+from tests.skill.calls import LIBRARIES, check_names
 from tests.skill.pages import ROOT, Block, find_blocks, read_pages
 
-HERE = tuple(name for name in LIBRARIES if name != "unsloth")
 PAGES = [(name, find_blocks(name, text, "python")) for name, text in read_pages()]
 YAML_BLOCKS = [block for name, text in read_pages() for block in find_blocks(name, text, "yaml")]
 CONFIG = ROOT / "configs" / "arithmetic_thinking.yaml"
-
-
-def example(*lines: str) -> list[Block]:
-    return [Block("page.md", 1, "\n".join(lines))]
 
 
 @pytest.mark.parametrize(("page", "blocks"), PAGES, ids=[name for name, _ in PAGES])
@@ -31,9 +26,7 @@ def test_blocks_compile_and_call_what_is_there(page: str, blocks: list[Block]) -
     """Recipes with `kl_coef`, `max_seq_length` or `tokenizer=` are everywhere, and each release drops another one."""
     for block in blocks:
         compile(block.code, block.place, "exec")
-    assert find_missing_names(blocks, HERE) == []
-    calls = [call for call in read_calls(blocks) if not call.origin.startswith("unsloth")]
-    assert find_faults(calls) == []
+    assert check_names(blocks, LIBRARIES)[0] == []
 
 
 def merge(base: Any, changes: Any) -> Any:

@@ -75,8 +75,8 @@ def bare_environment(tmp_path: Path, **programs: str) -> dict[str, str]:
     return {"PATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def check_elsewhere(tmp_path: Path, environment: dict[str, str]) -> tuple[int, Any]:
-    """check_setup.py on a copy of the skill, by a link to this Python that has no rloo-kit next to it."""
+def check_elsewhere(tmp_path: Path, environment: dict[str, str], code: str = "") -> tuple[int, Any]:
+    """check_setup.py on a copy of the skill, by a link to this Python that has no rloo-kit next to it; `code` first."""
     skill, python = tmp_path / "skill", tmp_path / "only-python" / "python3"
     python.parent.mkdir()
     python.symlink_to(Path(sys.executable).resolve())
@@ -85,8 +85,10 @@ def check_elsewhere(tmp_path: Path, environment: dict[str, str]) -> tuple[int, A
         shutil.copy(ROOT / name, skill)
     for name in ("configs", "docs", "notebooks", "references", "rewards", "rloo_kit", "scripts"):
         shutil.copytree(ROOT / name, skill / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [python, skill / "scripts" / "check_setup.py", "--project", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    script = skill / "scripts" / "check_setup.py"
+    code = f"import runpy, sys; sys.argv = ['x', '--project', {str(tmp_path)!r}]; {code}"
+    command = [python, "-c", f"{code}\nrunpy.run_path({str(script)!r}, run_name='__main__')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -100,29 +102,19 @@ def test_check_setup_tells_how_to_install(tmp_path: Path) -> None:
     assert f"-e '{tmp_path}/skill[notebook]'" in said and "[notebook,gpu]" in said
 
 
-def test_check_setup_tells_another_version(tmp_path: Path) -> None:
-    """After an update of the skill the old package stays installed, and its commands are other ones."""
-    code, found = check_elsewhere(tmp_path, bare_environment(tmp_path, **{"rloo-kit": "echo rloo-kit 0.0.1"}))
-    assert code == 6 and "the installed rloo-kit is 0.0.1 and this skill is" in found["error"]
-
-
-def test_check_setup_tells_a_command_that_does_not_run(tmp_path: Path) -> None:
-    """An environment whose Python is gone leaves a rloo-kit that starts nothing."""
-    code, found = check_elsewhere(tmp_path, bare_environment(tmp_path, **{"rloo-kit": "exit 127"}))
-    assert code == 5 and found["command"].endswith("/bin/rloo-kit") and "install rloo-kit" in found["error"]
-
-
-def test_check_setup_tells_an_old_python(tmp_path: Path) -> None:
-    """`python3` of an older system starts the script, and pip then fails with a page of text."""
-    environment = bare_environment(tmp_path, python3="exit 1")
-    code = "import sys; sys.version_info = (3, 9); sys.argv = ['check_setup.py']; sys.path.insert(0, sys.executable)\n"
-    code += "import runpy; runpy.run_path(PATH, run_name='__main__')"
-    skill = tmp_path / "skill"
-    code = code.replace("PATH", repr(str(skill / "scripts" / "check_setup.py")))
-    check_elsewhere(tmp_path, environment)
-    command = [tmp_path / "only-python" / "python3", "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=tmp_path
-    )
-    found = json.loads(done.stdout)
-    assert done.returncode == 4 and found["python"] is None and "install Python 3.11 to 3.13" in found["error"]
+@pytest.mark.parametrize(
+    ("program", "text", "first", "code", "message"),
+    [
+        # after an update of the skill the old package stays installed, and its commands are other ones
+        ("rloo-kit", "echo rloo-kit 0.0.1", "", 6, "the installed rloo-kit is 0.0.1 and this skill is"),
+        ("rloo-kit", "exit 127", "", 5, "install rloo-kit"),  # of an environment whose Python is gone
+        # `python3` of an older system starts the script, and pip then fails with a page of text
+        ("python3", "exit 1", "sys.version_info = (3, 9)", 4, "install Python 3.11 to 3.13"),
+    ],
+)
+def test_check_setup_tells_what_does_not_fit(
+    tmp_path: Path, program: str, text: str, first: str, code: int, message: str
+) -> None:
+    found_code, found = check_elsewhere(tmp_path, bare_environment(tmp_path, **{program: text}), first)
+    assert found_code == code and message in found["error"]
+    assert (found["command"] or "").endswith("/bin/rloo-kit") == (program == "rloo-kit")
