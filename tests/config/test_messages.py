@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.config.batches import (
+from rloo_kit.config.checks import (
     check_eval_batch,
     check_generation_batch,
     check_generation_batch_size,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo_kit.config.methods import DEFAULTS, METHODS, describe_method, name_method
+from rloo_kit.config.checks import DEFAULTS, METHODS, describe_method, name_method
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import RLOOSection, choices
 from rloo_kit.errors import ConfigError

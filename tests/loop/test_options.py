@@ -11,8 +11,8 @@ from rloo_kit.config.schema import choices
 from rloo_kit.config.section import declared
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.loop import options
+from rloo_kit.loop.arguments import training_arguments
 from rloo_kit.loop.options import RLOOConfig, check_options
-from rloo_kit.loop.run_arguments import training_arguments
 from tests.loop.conftest import by_ids
 
 MINIMAL: dict[str, Any] = {
