@@ -189,13 +189,13 @@ def _explain(entry: Any, model: Any, prefix: str) -> str:
     kind, rule = entry["type"], entry["msg"]
     if kind == "missing" and isinstance(keys[-1], int):  # in a list of fixed length
         rule = f"item {keys.pop()} is missing"
-    key = prefix + ".".join(map(str, keys))
+    key = (prefix + ".".join(map(str, keys))).rstrip(".")
     if kind == "extra_forbidden":
         return f"{key}: unknown key{_suggest_key(key, parent, model)}"
     if kind == "missing" and entry["loc"][-1] == keys[-1]:
         return f"{key}: required but missing; add it to the file, or to the command line as {key}=..."
     if kind == "value_error":
-        return f"{key}: {entry['ctx']['error']}" if keys else str(entry["ctx"]["error"])
+        return f"{key}: {entry['ctx']['error']}" if key else str(entry["ctx"]["error"])
     value = entry["input"]
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else excerpt(value, 300)
     quote = " (put it in quotes)" if kind == "string_type" and isinstance(value, (int, float)) else ""
