@@ -15,10 +15,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rloo_kit.batch.notebooks import TAG, Notebook, read_notebook
-from rloo_kit.config.messages import explain_errors, suggest
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import Count
-from rloo_kit.config.section import Section
+from rloo_kit.config.section import Section, explain_errors, suggest
 from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
@@ -163,7 +162,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     try:
         file = BatchFile.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain_errors(error, BatchFile, path, lines, changed)) from None
+        raise ConfigError(explain_errors(error, BatchFile, file=path, lines=lines, changed=changed)) from None
     output_dir = working_folder() / expand_user(file.output_dir, f"{path}: output_dir")
     runs, problems = _list_runs(file, path.parent)
     problems += _find_duplicates(runs)

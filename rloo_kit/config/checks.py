@@ -1,11 +1,13 @@
-"""Checks across the keys of the loop, shared by a run's file and `RLOOConfig`; each error names the key to change."""
+"""What keys mean together: contradictions between options of the loop, whole groups, RLOO's relatives, data sources.
 
-import json
+Messages name the keys of a run's file; `loop/options.py` renames them for `RLOOConfig`.
+"""
+
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from rloo_kit.errors import excerpt
+from rloo_kit.system.processes import count_processes
 
 # Values that leave the model's distribution unchanged; -1 is how vLLM writes "all tokens".
 SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
@@ -14,41 +16,10 @@ SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
     "min_p": (None, 0.0),
     "repetition_penalty": (1.0, None),
 }
-# The same for other arguments of `generate` that `generation_kwargs` may contain.
-_OTHER_FILTERS: dict[str, tuple[Any, ...]] = {
-    "top_h penalty_alpha exponential_decay_length_penalty watermarking_config": (None,),
-    "typical_p encoder_repetition_penalty guidance_scale": (1.0, None),
-    "epsilon_cutoff eta_cutoff presence_penalty frequency_penalty": (0.0, None),
-    "no_repeat_ngram_size min_length min_new_tokens min_tokens": (0, None),
-    "bad_words_ids bad_words suppress_tokens begin_suppress_tokens": (None, []),
-    "sequence_bias logit_bias": (None, {}),
-    "do_sample": (True, None),
-    "num_beams num_beam_groups": (1, None),
-    "remove_invalid_values": (False, None),
-    "forced_bos_token_id forced_eos_token_id prefix_allowed_tokens_fn constraints force_words_ids": (None,),
-    "allowed_token_ids structured_outputs": (None,),
-    "logits_processors": (None, []),
-}
-HIDDEN_FILTERS = SAMPLING_FILTERS | {name: _OTHER_FILTERS[names] for names in _OTHER_FILTERS for name in names.split()}
-# Arguments of `generate` that change neither the sampled tokens nor where a completion ends.
-_HARMLESS = frozenset({
-    "use_cache", "disable_compile", "compile_config", "low_memory", "return_dict_in_generate", "output_scores",
-    "output_logits", "output_attentions", "output_hidden_states", "pad_token_id", "bos_token_id",
-    "renormalize_logits", "length_penalty", "early_stopping",
-})  # fmt: skip
-# What to set instead of an argument that the engines ignore.
-_INSTEAD = {
-    "max_new_tokens max_tokens": "Set max_completion_length={value} instead",
-    "max_length": "Set max_completion_length instead, which does not count the prompt",
-    "num_return_sequences n": "Set num_generations={value} instead",
-    "seed": "Set seed={value} instead",
-    "eos_token_id stop stop_strings stop_token_ids": "Set tokenizer.eos_token instead, where completions end",
-    "cache_implementation": "Remove it: each engine has its own KV cache",
-}
-_ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()}
 # Number of tokens that close a thought in Qwen3's vocabulary: the tag alone; or the sentence of Qwen3's report, the tag
 # and a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 23}
+GENERATIONS, PROMPTS = 8, 4  # defaults: completions per prompt, prompts per step
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")  # extensions of data files
 GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task
@@ -57,119 +28,145 @@ VLLM_TEMPERATURE = 2.0  # the highest that vLLM accepts
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks of adapters that vLLM offers
 
-_WHY_REFUSED = (
+WHY_REFUSED = (
     "tokens would be sampled from a filtered distribution but scored under the full one, so the gradient would be "
     "that of another policy"
 )
 
 
-def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Settings that sample from a distribution other than the scored one; `temperature` is part of both.
+# ------------------------------------------------------------------------------------------------ options of the loop
 
-    >>> find_sampling_problems({"top_p": 0.9}, "rloo.")[0].split(",")[0]
-    'rloo.top_p is 0.9: tokens would be sampled from a filtered distribution but scored under the full one'
-    >>> find_sampling_problems({"top_p": 1.0, "temperature": 0.7})
-    []
+
+def find_option_problems(values: Mapping[str, Any]) -> list[str]:
+    """Contradictions between options of the loop. A missing option is not set; a check without its options finds
+    nothing, so that a section of a file is checked as a whole `RLOOConfig` is.
+
+    >>> find_option_problems({"delta": 1.1, "epsilon": 0.2})
+    ['rloo.delta is 1.1; it bounds the ratio above the clip, so it must be above 1 + rloo.epsilon = 1.2']
 
     Args:
-        values: the keys of the loop by name, `generation_kwargs` included. prefix: put before a key in messages.
+        values: options by their name in `RLOOConfig`.
     """
-    accepted = values.get("accept_truncated_sampling", False)
+    engine = values.get("rollout_engine")
     problems = [
-        f"{prefix}{name} is {values[name]}: {_WHY_REFUSED}. Set {prefix}{name}={_written(neutral[0])}; to sharpen "
-        f"sampling, lower {prefix}temperature, which is scored too; or set {prefix}accept_truncated_sampling=true, "
-        "which corrects for it in part"
-        for name, neutral in SAMPLING_FILTERS.items()
-        if name in values and values[name] not in neutral and not accepted
+        *_find_sampling_problems(values),
+        *_find_ratio_problems(values),
+        *_find_mean_problems(values),
+        *_find_thinking_problems(values),
+        *_find_server_problems(engine, values.get("rollout_server_url")),
     ]
-    problems += [
-        f"{prefix}{name} is {value}, which leaves one token: a group's completions are all equal and teach nothing. "
-        f"Set {prefix}{name}={_written(SAMPLING_FILTERS[name][0])}"
-        for name, value in (("top_k", 1), ("top_p", 0.0), ("min_p", 1.0))
-        if accepted and values.get(name) == value
-    ]
-    if regex := values.get("vllm_structured_outputs_regex"):
-        problems.append(f"{prefix}vllm_structured_outputs_regex is {regex!r}: {_WHY_REFUSED}. Remove it")
-    return [*problems, *_find_hidden_problems(values, prefix)]
-
-
-def _find_hidden_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
-    """Keys of `generation_kwargs` that filter the distribution, and those that would be ignored silently."""
-    hidden = values.get("generation_kwargs")
-    problems = []
-    for name, value in hidden.items() if isinstance(hidden, Mapping) else ():
-        found = f"{prefix}generation_kwargs has {name}={value}"
-        if name == "temperature":
-            if value not in (None, values.get("temperature", 1.0)):
-                problems.append(
-                    f"{found}, but {prefix}temperature, which is scored, is {values.get('temperature', 1.0)}; set "
-                    f"{prefix}temperature={value} instead"
-                )
-        elif name in HIDDEN_FILTERS:
-            if value not in HIDDEN_FILTERS[name]:
-                advice = f"Remove it; {prefix}temperature is scored too and may be set"
-                if name in SAMPLING_FILTERS:
-                    advice += f", or {prefix}{name}={value} with {prefix}accept_truncated_sampling=true"
-                problems.append(f"{found}: {_WHY_REFUSED}. {advice}")
-        elif not _is_followed(name, value, values):
-            advice = _ADVICE.get(name, "Remove it").format(value=value)
-            problems.append(f"{found}, which the kit's engines do not read. {advice}")
+    if engine and "temperature" in values:
+        problems += find_temperature_problems(engine, {"rloo.temperature": values["temperature"]})
+    form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
+    if floor and form in ("auto", "sequence", "token"):
+        masking = f"{'token' if form == 'auto' else form}_mask"
+        problems.append(
+            f"rloo.sampler_correction_floor is {floor}, but rloo.sampler_correction is {form}, which has no lower "
+            f"bound; set rloo.sampler_correction={masking} or rloo.sampler_correction_floor=0"
+        )
+    rounds = values.get("resample_rounds")
+    if rounds and values.get("baseline") == "none":
+        problems.append(
+            f"rollout.resample_rounds is {rounds}, which replaces groups with equal scores, but rloo.baseline is none, "
+            "which trains on them too; set rollout.resample_rounds=0, or rloo.baseline=group_mean"
+        )
     return problems
 
 
-def _is_followed(name: str, value: Any, values: Mapping[str, Any]) -> bool:
-    """Whether an argument of `generate` that filters nothing is respected, or states what is true anyway."""
-    if value is None or name in _HARMLESS:
-        return True
-    if name in ("n", "num_return_sequences"):  # prompts are already repeated, one per completion
-        return bool(value == 1)
-    return name in ("max_new_tokens", "max_tokens") and value == values.get("max_completion_length")
+def _find_sampling_problems(values: Mapping[str, Any]) -> list[str]:
+    """Filters, which sample from a distribution other than the scored one; `temperature` is part of both."""
+    accepted = values.get("accept_truncated_sampling", False)
+    problems = []
+    for name, neutral in SAMPLING_FILTERS.items():
+        off = "null" if neutral[0] is None else neutral[0]
+        value = values.get(name)
+        if value not in neutral and not accepted:
+            problems.append(
+                f"rloo.{name} is {value}: {WHY_REFUSED}. Set rloo.{name}={off}; to sharpen sampling, lower "
+                "rloo.temperature, which is scored too; or set rloo.accept_truncated_sampling=true, which corrects for "
+                "it in part"
+            )
+        elif accepted and (name, value) in (("top_k", 1), ("top_p", 0.0), ("min_p", 1.0)):
+            problems.append(
+                f"rloo.{name} is {value}, which leaves one token: a group's completions are all equal and teach "
+                f"nothing. Set rloo.{name}={off}"
+            )
+    return problems
 
 
-def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Contradictions between the keys of the loop.
-
-    >>> find_loop_problems({"delta": 1.1, "epsilon": 0.2})
-    ['delta is 1.1; it bounds the ratio above the clip, so it must be above 1 + epsilon = 1.2']
-    """
-    return [
-        *find_sampling_problems(values, prefix),
-        *_find_ratio_problems(values, prefix),
-        *_find_mean_problems(values, prefix),
-        *_find_correction_problems(values, prefix),
-        *_find_thinking_problems(values, prefix),
-    ]
-
-
-def find_resample_problems(rounds: int, baseline: str, rounds_key: str, baseline_key: str) -> list[str]:
-    """Contradiction between resampling groups with equal scores and `baseline` none, which trains on them too.
-
-    >>> find_resample_problems(2, "leave_one_out", "resample_rounds", "baseline")
-    []
-    """
-    if not rounds or baseline != "none":
-        return []
-    return [
-        f"{rounds_key} is {rounds}, which replaces groups with equal scores, but {baseline_key} is none, which "
-        f"trains on them too; set {rounds_key}=0, or {baseline_key}=group_mean"
-    ]
+def _find_ratio_problems(values: Mapping[str, Any]) -> list[str]:
+    problems = []
+    delta = values.get("delta")
+    key = "epsilon" if values.get("epsilon_high") is None else "epsilon_high"
+    if delta is not None and delta <= (least := 1 + values.get(key, 0.2)):
+        problems.append(
+            f"rloo.delta is {delta}; it bounds the ratio above the clip, so it must be above 1 + rloo.{key} = {least:g}"
+        )
+    form = values.get("ratio_form")
+    if values.get("kl_form") == "per_token" and form not in (None, "per_token"):
+        problems.append(
+            "rloo.kl_form is per_token, which gives every token its own advantage, but rloo.ratio_form is "
+            f"{form}, one ratio for a whole completion; set rloo.ratio_form=per_token (or null), or another "
+            "rloo.kl_form"
+        )
+    return problems
 
 
-def find_server_problems(engine: str, url: str | None, engine_key: str, url_key: str) -> list[str]:
-    """Problems with a rollout server's address; `engine_key` and `url_key` are the keys' names in messages.
+def _find_mean_problems(values: Mapping[str, Any]) -> list[str]:
+    """Two scales at once; a mean over tokens although a completion has one ratio, or although a step's token count is
+    not known when its first rollout is trained."""
+    problems = []
+    if values.get("scale_rewards") == "group" and values.get("normalize_advantages"):
+        problems.append(
+            "rloo.scale_rewards is group and rloo.normalize_advantages is true, two scales for one advantage; "
+            "set rloo.scale_rewards=none or rloo.normalize_advantages=false"
+        )
+    mean, form = values.get("token_mean", "none"), values.get("ratio_form")
+    if mean != "none" and form in ("sum", "length_normalized"):
+        problems.append(
+            f"rloo.token_mean is {mean}, a mean over tokens, but rloo.ratio_form is {form}, one ratio for a "
+            "whole completion; set rloo.ratio_form=per_token (or null), or rloo.token_mean=none"
+        )
+    steps, passes = values.get("gradient_accumulation_steps", 1), values.get("steps_per_generation")
+    if mean == "batch" and passes and passes % steps:
+        problems.append(
+            f"rloo.token_mean is batch, but rloo.steps_per_generation ({passes}) is not a multiple of "
+            f"rloo.gradient_accumulation_steps ({steps}): the tokens of a step come from several rollouts, and the "
+            "first is trained before they can be counted; set rloo.steps_per_generation=null or "
+            "rloo.token_mean=completion"
+        )
+    return problems
 
-    >>> find_server_problems("server", None, "engine", "url")
-    ['engine is server, but url is null; set url=http://host:port, where vllm serve listens']
-    """
-    if url is None:
-        if engine != "server":
+
+def _find_thinking_problems(values: Mapping[str, Any]) -> list[str]:
+    thinking, answer = values.get("thinking_budget"), values.get("answer_budget")
+    if thinking is None:
+        if answer is None:
             return []
         return [
-            f"{engine_key} is server, but {url_key} is null; set {url_key}=http://host:port, where vllm serve listens"
+            f"rloo.answer_budget is {answer}, but rloo.thinking_budget is null, so thinking is never closed by force; "
+            "set rloo.thinking_budget or rloo.answer_budget=null"
         ]
+    closing = CLOSE_TOKENS.get(values.get("thinking_close", "tag"), 1)
+    needed = thinking + closing + (answer or 1)
+    limit = values.get("max_completion_length")
+    if limit is None or needed <= limit:
+        return []
+    last = f"rloo.answer_budget ({answer})" if answer else "an answer of 1 token"
+    return [
+        f"rloo.thinking_budget ({thinking}) + its closing ({closing}) + {last} = {needed} tokens, more than "
+        f"rloo.max_completion_length ({limit}); raise it to {needed} or lower rloo.thinking_budget"
+    ]
+
+
+def _find_server_problems(engine: str | None, url: str | None) -> list[str]:
+    if url is None:
+        found = "rollout.engine is server, but rollout.server_url is null; set rollout.server_url=http://host:port, "
+        return [f"{found}where vllm serve listens"] if engine == "server" else []
     if set("@?#") & set(url):  # not printed: it may contain a password or a token
         return [
-            f"{url_key} has more than a host and a port; set VLLM_API_KEY for an API key, and {url_key}=http://host:port"
+            "rollout.server_url has more than a host and a port; set VLLM_API_KEY for an API key, and "
+            "rollout.server_url=http://host:port"
         ]
     try:
         parts = urlsplit(url)
@@ -178,24 +175,188 @@ def find_server_problems(engine: str, url: str | None, engine_key: str, url_key:
         is_plain = False
     if is_plain and parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
         return []
-    return [f"{url_key} is {url!r}; it takes http://host:port, without a path (no /v1)"]
+    return [f"rollout.server_url is {url!r}; it takes http://host:port, without a path (no /v1)"]
 
 
-def find_temperature_problems(engine: str, temperatures: Mapping[str, float], engine_key: str) -> list[str]:
-    """Temperatures, by key, outside the engine's range; `engine_key` is the engine's key in messages.
+def find_temperature_problems(engine: str, temperatures: Mapping[str, float]) -> list[str]:
+    """Temperatures, by key, outside the engine's range.
 
-    >>> find_temperature_problems("server", {"temperature": 2.5}, "engine")
-    ['temperature is 2.5, and vLLM samples at 0.01 to 2; set temperature=2 or lower, or engine=auto']
+    >>> find_temperature_problems("server", {"rloo.temperature": 2.5})
+    ['rloo.temperature is 2.5, and vLLM samples at 0.01 to 2; set rloo.temperature=2 or lower, or rollout.engine=auto']
     """
     if engine not in ("server", "vllm"):
         return []
     low, high = VLLM_LEAST_TEMPERATURE, VLLM_TEMPERATURE
     return [
         f"{key} is {value:g}, and vLLM samples at {low:g} to {high:g}; set {key}="
-        f"{f'{high:g} or lower' if value > high else f'{low:g} or higher'}, or {engine_key}=auto"
+        f"{f'{high:g} or lower' if value > high else f'{low:g} or higher'}, or rollout.engine=auto"
         for key, value in temperatures.items()
         if value > high or 0 < value < low
     ]
+
+
+# ------------------------------------------------------------------------------------------------ whole groups
+
+
+def usual_batch(num_generations: int | None) -> int:
+    """Default number of completions per step: `PROMPTS` groups of `num_generations`; None means `GENERATIONS`.
+
+    >>> usual_batch(None), usual_batch(6)
+    (32, 24)
+    """
+    return PROMPTS * (num_generations or GENERATIONS)
+
+
+def find_batch_problems(values: Mapping[str, Any]) -> list[str]:
+    """Why a rollout does not consist of whole groups, or no evaluation's batch does.
+
+    >>> find_batch_problems({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 4})
+    []
+
+    Args:
+        values: options by their name in `RLOOConfig`; a file has no generation_batch_size and no batch of evaluations.
+    """
+    group, processes = values["num_generations"], count_processes()
+    steps, size = values.get("steps_per_generation"), values.get("generation_batch_size")
+    a_pass = values["per_device_train_batch_size"] * processes
+    problems = []
+    if group < 2:
+        return [f"num_generations is {group}; set it to 2 or more: a completion is compared with its siblings"]
+    if size is None:
+        completions, arithmetic = _rollout(values)
+        if completions % group:
+            problems.append(
+                f"a rollout has {arithmetic}, which does not divide into whole groups of {group} (num_generations): "
+                "change one of them so that it does"
+            )
+    elif steps is None and (size % a_pass or size % group):  # TRL refuses both
+        problems.append(
+            f"generation_batch_size is {size}; set it to a multiple of {a_pass} (per_device_train_batch_size x "
+            f"processes) and of {group} (num_generations)"
+        )
+    if values.get("eval_strategy", "no") != "no":
+        problem = find_eval_problem(values["per_device_eval_batch_size"], values["num_generations_eval"] or group)
+        problems += [problem] if problem else []
+    return problems
+
+
+def find_eval_problem(per_device: int, num_generations: int) -> str | None:
+    """Why an evaluation's batch of `RLOOTrainer` does not consist of whole groups; None if it does."""
+    total = per_device * count_processes()
+    if total % num_generations == 0:
+        return None
+    return (
+        f"an evaluation has batches of {per_device} completions (per_device_eval_batch_size) x "
+        f"{_count(count_processes(), 'process')} = {total}, which does not divide into whole groups of "
+        f"{num_generations} (num_generations_eval, or num_generations): change one of them so that it does"
+    )
+
+
+def find_prompt_problem(prompts: int, values: Mapping[str, Any]) -> str | None:
+    """Why a training set of `prompts` does not fill one rollout, so that no step could run; None if it does.
+    `values`: as in `find_batch_problems`."""
+    completions, arithmetic = _rollout(values)
+    group = values["num_generations"]
+    if prompts >= (needed := completions // group):
+        return None
+    return (
+        f"the training set has {_count(prompts, 'prompt')}, but a rollout needs {needed}: it has {arithmetic}, in "
+        f"groups of {group} (num_generations), one for each prompt. Train on more prompts, or lower "
+        "per_device_train_batch_size"
+    )
+
+
+def _rollout(values: Mapping[str, Any]) -> tuple[int, str]:
+    """The completions of a rollout, and their arithmetic in words."""
+    steps, accumulated = values.get("steps_per_generation"), values["gradient_accumulation_steps"]
+    key = "gradient_accumulation_steps" if steps in (None, accumulated) else "steps_per_generation"
+    per_device, processes, passes = values["per_device_train_batch_size"], count_processes(), steps or accumulated
+    total = per_device * processes * passes
+    return total, (
+        f"{per_device} completions a pass (per_device_train_batch_size) x {_count(processes, 'process')} x "
+        f"{_count(passes, 'pass')} ({key}) = {total} completions"
+    )
+
+
+def _count(number: int, word: str) -> str:
+    plural = f"{word}es" if word.endswith("s") else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
+# ------------------------------------------------------------------------------------------------ methods
+
+# The keys that define a method, apart from penalty, clip range and learning rate. Defaults are RLOO's.
+METHOD_DEFAULTS: dict[str, Any] = {
+    "baseline": "leave_one_out",
+    "scale_rewards": "none",
+    "normalize_advantages": False,
+    "token_mean": "none",
+    "ratio_form": None,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "RLOO": {},
+    "GRPO": {"baseline": "group_mean", "scale_rewards": "group", "token_mean": "completion"},
+    "Dr. GRPO": {"baseline": "group_mean", "ratio_form": "per_token"},
+    "DAPO": {"baseline": "group_mean", "scale_rewards": "group", "token_mean": "batch", "epsilon_high": 0.28},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True, "kl_form": "per_token"},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True, "kl_form": "per_token"},
+    "REINFORCE": {"baseline": "none"},
+    "GSPO": {
+        "baseline": "group_mean", "scale_rewards": "group", "ratio_form": "length_normalized",
+        "epsilon": 3e-4, "epsilon_high": 4e-4,
+    },
+}  # fmt: skip
+
+
+def name_method(rloo: Mapping[str, Any]) -> str | None:
+    """The method of the `rloo:` keys, regardless of penalty and clip range; None if it has no name.
+
+    `ratio_form` decides if two names fit (group mean alone: Dr. GRPO only with a ratio for each token).
+
+    >>> name_method({"baseline": "group_mean", "scale_rewards": "group", "token_mean": "completion"})
+    'GRPO'
+    >>> name_method({"beta": 0.05}), name_method({"scale_rewards": "group"})
+    ('RLOO', None)
+    >>> name_method({"baseline": "group_mean"}), name_method({"baseline": "group_mean", "kl_form": "per_token"})
+    (None, 'Dr. GRPO')
+    """
+    found = {name: rloo.get(name, default) for name, default in METHOD_DEFAULTS.items()}
+    if found["ratio_form"] is None and rloo.get("kl_form") == "per_token":  # each token has its own ratio then
+        found["ratio_form"] = "per_token"
+    for method, keys in METHODS.items():
+        wanted = {name: keys.get(name, default) for name, default in METHOD_DEFAULTS.items()}
+        if wanted["ratio_form"] is None:  # any ratio form, unless the method requires one
+            wanted["ratio_form"] = found["ratio_form"]
+        if found == wanted:
+            return method
+    return None
+
+
+def describe_method(rloo: Mapping[str, Any]) -> str:
+    """The method in words: its name, if it has one, and how its advantage is computed.
+
+    >>> describe_method({})
+    'RLOO (reward minus the mean reward of the other completions of the prompt)'
+    >>> describe_method({"scale_rewards": "group"})[:23]
+    'a policy gradient (rewa'
+    """
+    found = {name: rloo.get(name, default) for name, default in METHOD_DEFAULTS.items()}
+    words = ["reward" + {
+        "leave_one_out": " minus the mean reward of the other completions of the prompt",
+        "group_mean": " minus the mean reward of the prompt's completions",
+        "none": " without a baseline",
+    }[found["baseline"]]]  # fmt: skip
+    if found["scale_rewards"] == "group":
+        words.append("divided by the deviation of its group")
+    if found["normalize_advantages"]:
+        words.append("standardized over the batch")
+    if found["token_mean"] != "none":
+        whose = {"completion": "each completion's tokens", "batch": "all tokens of a step"}[found["token_mean"]]
+        words.append(f"loss a mean over {whose}")
+    return f"{name_method(rloo) or 'a policy gradient'} ({', '.join(words)})"
+
+
+# ------------------------------------------------------------------------------------------------ data
 
 
 def find_test_problem(source: str | None, test_source: str | None, split: str, test_split: str | None) -> str | None:
@@ -204,32 +365,23 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
     >>> find_test_problem("rows.csv", None, "train", "test")
     "test_split is 'test', but rows.csv is a file and has no splits; set data.test_source to the file of the test set"
     """
+    read = test_source or source
     if test_source is None and test_split is None:
         return None
-    read = test_source or source
     if read is None:
         return "test_split names a split of data.source, and data.sources is a mix; set data.test_source too"
     if read.startswith("embedded/"):
         name = "test_split" if test_source is None else "test_source"
         return f"{name} is set, but {read} has no separate test set; remove data.{name} and use data.test_size"
-    if read.startswith(GYM_PREFIX):
-        if test_split is not None:
-            return (
-                f"test_split is {test_split!r}, but {read} draws its prompts and has no splits; remove data.test_split"
-            )
-        return None  # its test prompts are drawn from separate seeds
-    if read.lower().endswith(FILE_KINDS):
-        if test_source is None:
-            return (
-                f"test_split is {test_split!r}, but {read} is a file and has no splits; set data.test_source to the "
-                "file of the test set"
-            )
-        if test_split is not None:
-            return f"test_split is {test_split!r}, but test_source is the file {read}; remove data.test_split"
-        same = read == source
-    else:
-        same = read == source and split == (test_split or "test")
-    if same:
+    found = f"test_split is {test_split!r}, but "
+    if read.startswith(GYM_PREFIX):  # its test prompts are drawn from separate seeds
+        return f"{found}{read} draws its prompts and has no splits; remove data.test_split" if test_split else None
+    is_file = read.lower().endswith(FILE_KINDS)
+    if is_file and test_source is None:
+        return f"{found}{read} is a file and has no splits; set data.test_source to the file of the test set"
+    if is_file and test_split is not None:
+        return f"{found}test_source is the file {read}; remove data.test_split"
+    if read == source and (is_file or split == (test_split or "test")):
         return (
             f"the held-out prompts would come from {read}, the training data; name another split, or remove "
             "data.test_source and data.test_split so that data.test_size splits prompts off"
@@ -237,117 +389,20 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
     return None
 
 
-def find_gym_problems(
-    sources: list[str], options: Any, level: int | None, prefix: str, columns: Mapping[str, Any]
-) -> list[str]:
-    """Task options without a task, option values that cannot be valid, and keys that no task reads.
-
-    >>> find_gym_problems(["rows.csv"], {"min_terms": 2}, None, "data.", {})
-    ['data.options is set, but rows.csv is not a reasoning_gym/... task; remove it']
-
-    Args:
-        prefix: put before keys. columns: the keys that are set and control how a file or a hub id is read.
-    """
-    written = [name for name, value in (("options", options), ("curriculum_level", level)) if value is not None]
+def find_gym_problem(sources: list[str], section: Any) -> str | None:
+    """Why `sources` do not take the keys of `section` (data, or one source of a mix): options without a task, or keys
+    that no task reads; None if they do."""
+    options, level = section.options, section.curriculum_level
     are_tasks = [source.startswith(GYM_PREFIX) for source in sources]
-    if written and not any(are_tasks):
-        return [f"{prefix}{written[0]} is set, but {', '.join(sources)} is not a {GYM_PREFIX}... task; remove it"]
-    problems = []
+    names = "subset", "split", "prompt_column", "answer_column", "answer_after"
+    defaults = {name: type(section).model_fields[name].default for name in names}
+    columns = [f"{name}={value}" for name, value in section if name in names and value != defaults[name]]
+    if (options is not None or level is not None) and not any(are_tasks):
+        written = "curriculum_level" if options is None else "options"
+        return f"{written} is set, but {', '.join(sources)} is not a {GYM_PREFIX}... task; remove it"
     if columns and all(are_tasks):
-        listed = ", ".join(f"{prefix}{name}={value}" for name, value in columns.items())
-        problems.append(
-            f"{listed}: {', '.join(sources)} generates its rows and has neither splits nor columns; remove "
+        return (
+            f"{', '.join(columns)}: {', '.join(sources)} generates its rows and has neither splits nor columns; remove "
             f"{'them' if len(columns) > 1 else 'it'}"
         )
-    for name, value in (options or {}).items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            problems.append(
-                f"{prefix}options.{name} is {excerpt(value)}; an option is a finite number, text, true, false, null, "
-                "or a list or mapping of these"
-            )
-    return problems
-
-
-def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
-    problems = []
-    delta = values.get("delta")
-    key = "epsilon" if values.get("epsilon_high") is None else "epsilon_high"
-    if delta is not None and delta <= 1 + values.get(key, 0.2):
-        problems.append(
-            f"{prefix}delta is {delta}; it bounds the ratio above the clip, so it must be above 1 + {prefix}{key} = "
-            f"{1 + values.get(key, 0.2):g}"
-        )
-    form = values.get("ratio_form")
-    if values.get("kl_form") == "per_token" and form not in (None, "per_token"):
-        problems.append(
-            f"{prefix}kl_form is per_token, which gives every token its own advantage, but {prefix}ratio_form is "
-            f"{form}, one ratio for a whole completion; set {prefix}ratio_form=per_token (or null), or another "
-            f"{prefix}kl_form"
-        )
-    return problems
-
-
-def _find_mean_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
-    """Two scales at once; a mean over tokens although a completion has one ratio, or although a step's token count is
-    not known when its first rollout is trained."""
-    problems = []
-    if values.get("scale_rewards") == "group" and values.get("normalize_advantages"):
-        problems.append(
-            f"{prefix}scale_rewards is group and {prefix}normalize_advantages is true, two scales for one advantage; "
-            f"set {prefix}scale_rewards=none or {prefix}normalize_advantages=false"
-        )
-    mean, form = values.get("token_mean", "none"), values.get("ratio_form")
-    if mean != "none" and form in ("sum", "length_normalized"):
-        problems.append(
-            f"{prefix}token_mean is {mean}, a mean over tokens, but {prefix}ratio_form is {form}, one ratio for a "
-            f"whole completion; set {prefix}ratio_form=per_token (or null), or {prefix}token_mean=none"
-        )
-    steps, passes = values.get("gradient_accumulation_steps", 1), values.get("steps_per_generation")
-    if mean == "batch" and passes and passes % steps:
-        problems.append(
-            f"{prefix}token_mean is batch, but {prefix}steps_per_generation ({passes}) is not a multiple of "
-            f"{prefix}gradient_accumulation_steps ({steps}): the tokens of a step come from several rollouts, and the "
-            f"first is trained before they can be counted; set {prefix}steps_per_generation=null or "
-            f"{prefix}token_mean=completion"
-        )
-    return problems
-
-
-def _find_correction_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
-    form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
-    if not floor or form not in ("auto", "sequence", "token"):
-        return []
-    masking = f"{'token' if form == 'auto' else form}_mask"
-    return [
-        f"{prefix}sampler_correction_floor is {floor}, but {prefix}sampler_correction is {form}, which has no lower "
-        f"bound; set {prefix}sampler_correction={masking} or {prefix}sampler_correction_floor=0"
-    ]
-
-
-def _find_thinking_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
-    thinking, answer = values.get("thinking_budget"), values.get("answer_budget")
-    if thinking is None:
-        if answer is None:
-            return []
-        return [
-            f"{prefix}answer_budget is {answer}, but {prefix}thinking_budget is null, so thinking is never closed "
-            f"by force; set {prefix}thinking_budget or {prefix}answer_budget=null"
-        ]
-    closing = CLOSE_TOKENS.get(values.get("thinking_close", "tag"), 1)
-    needed = thinking + closing + (answer or 1)
-    limit = values.get("max_completion_length")
-    if limit is None or needed <= limit:
-        return []
-    parts = f"{prefix}thinking_budget ({thinking}) + its closing ({closing})"
-    parts += f" + {prefix}answer_budget ({answer})" if answer else " + an answer of 1 token"
-    return [
-        f"{parts} = {needed} tokens, more than {prefix}max_completion_length ({limit}); raise it to {needed} or lower "
-        f"{prefix}thinking_budget"
-    ]
-
-
-def _written(value: Any) -> str:
-    """A value in YAML."""
-    return "null" if value is None else str(value)
+    return None

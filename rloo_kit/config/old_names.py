@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_kit.config.batches import usual_batch
+from rloo_kit.config.checks import usual_batch
 from rloo_kit.errors import ConfigError, excerpt
 
 

@@ -2,25 +2,35 @@
 
 import os
 import warnings
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
-from rloo_kit.config.batches import check_prompt_count
-from rloo_kit.config.checks import FILE_KINDS, VLLM_RANKS, find_resample_problems, find_temperature_problems
-from rloo_kit.config.derived import fill_defaults
-from rloo_kit.config.embedded import (
+from rloo_kit.config.checks import (
+    CLOSE_TOKENS,
+    FILE_KINDS,
+    VLLM_RANKS,
+    find_option_problems,
+    find_prompt_problem,
+    find_temperature_problems,
+    usual_batch,
+)
+from rloo_kit.config.model_names import (
     EMBEDDED_PREFIX,
     find_family_file,
     find_family_problem,
     is_family_file,
     is_same_family,
     split_model_name,
+    thinks_by_keys,
 )
-from rloo_kit.config.messages import explain_error, explain_errors
-from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
+from rloo_kit.config.old_names import CONFIG_NAMES, translate_file
 from rloo_kit.config.schema import (
+    FULL_LEARNING_RATE,
+    FULL_SFT_RATE,
     DataSection,
     EvalSection,
     HealthSection,
@@ -29,14 +39,22 @@ from rloo_kit.config.schema import (
     RLOOSection,
     RolloutSection,
     RunSection,
+    SftSection,
+    VllmSection,
 )
-from rloo_kit.config.section import Section
-from rloo_kit.config.sft import SftSection
-from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
+from rloo_kit.config.section import Section, declared, explain_errors
+from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file, read_yaml
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import prepare_standby
 from rloo_kit.system.input_files import expand_user, from_here, places_of, working_folder
 from rloo_kit.system.processes import count_processes
+
+Keys = dict[str, Any]  # keys of a section, as in the file
+
+PROMPT_SHARE = 4  # a prompt gets 1 / PROMPT_SHARE of model.max_seq_length
+LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is proposed
+ANSWER_SHARE, ANSWER = 4, 512  # a forced answer gets 1 / ANSWER_SHARE of a completion, at most ANSWER tokens
+THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
 
 
 class RunConfig(Section):
@@ -91,7 +109,7 @@ class RunConfig(Section):
         try:
             type(self).model_validate(self.model_dump(), context=self._source)
         except ValidationError as error:
-            raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+            raise ConfigError(explain_errors(error, RunConfig)) from None
 
     def check_prompts(self, prompts: int | None = None) -> None:
         """Refuse, with ConfigError, a training set of `prompts` that does not fill one rollout; without a number (not
@@ -101,10 +119,8 @@ class RunConfig(Section):
                 return
             size = 0 if self.data.separate_test else self.data.test_size
             prompts = self.data.num_prompts - (int(size) if size >= 1 else size > 0)
-        rloo = self.rloo
-        passes_key = "steps_per_generation" if rloo.steps_per_generation else "gradient_accumulation_steps"
-        passes = rloo.steps_per_generation or rloo.gradient_accumulation_steps
-        check_prompt_count(prompts, rloo.per_device_train_batch_size, passes, rloo.num_generations, passes_key)
+        if problem := find_prompt_problem(prompts, dict(self.rloo)):
+            raise ConfigError(problem)
 
     def to_yaml(self) -> str:
         """The resolved run with every key; `load_config` reads it back to an equal object. Raises as `check`."""
@@ -136,11 +152,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_sections_together(self, info: ValidationInfo) -> "RunConfig":
         self._source = info.context
-        problems = [*self._find_length_problems(), *self._find_reward_problems()]
+        problems = [*self._find_length_problems(), *self._find_reward_problems(), *self._find_source_problems()]
+        problems += find_option_problems(self.to_arguments())
         problems += self.find_vllm_problems(self.rollout.engine)
-        rounds = self.rollout.resample_rounds
-        problems += find_resample_problems(rounds, self.rloo.baseline, "rollout.resample_rounds", "rloo.baseline")
-        problems += self._find_source_problems()
         if self.run.evaluate and self.data.test_size == 0 and not self.data.separate_test:
             problems.append(
                 "run.evaluate is true, but data.test_size is 0: there is nothing to measure on; set data.test_size "
@@ -152,7 +166,7 @@ class RunConfig(Section):
                 "on; set data.test_size above 0 or eval.every_steps=0"
             )
         if problems:
-            raise ValueError("\n".join(problems))
+            raise ValueError("\n".join(dict.fromkeys(problems)))
         return self
 
     def _find_source_problems(self) -> list[str]:
@@ -202,7 +216,7 @@ class RunConfig(Section):
         if engine not in ("vllm", "server"):
             return []
         temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
-        problems = find_temperature_problems(engine, temperatures, "rollout.engine")
+        problems = find_temperature_problems(engine, temperatures)
         if self.model.lora is None:
             problems.append(
                 "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "
@@ -213,10 +227,23 @@ class RunConfig(Section):
                 f"model.lora.r is {self.model.lora.r}, but vLLM (rollout.engine) takes adapters up to rank "
                 f"{VLLM_RANKS[-1]}; set model.lora.r={VLLM_RANKS[-1]} or rollout.engine=auto"
             )
-        if engine == "vllm" and count_processes() > 1:
+        if engine == "server":
+            return problems
+        if count_processes() > 1:
             problems.append(
                 f"there are {count_processes()} processes, but vLLM in the trainer's process (rollout.engine=vllm) is "
                 "for one; set rollout.engine=server, or start one process"
+            )
+        rollout = self.rollout
+        if rollout.server_url is not None:
+            problems.append(
+                f"rollout.server_url is {rollout.server_url}, but vLLM would sample in the trainer's process; set "
+                "rollout.engine=server or rollout.server_url=null"
+            )
+        if rollout.rows is not None and rollout.vllm.max_num_seqs not in (None, rollout.rows):
+            problems.append(
+                f"rollout.rows is {rollout.rows} and rollout.vllm.max_num_seqs is {rollout.vllm.max_num_seqs}, but "
+                "both are the completions that vLLM samples at once; set one of them, rollout.vllm.max_num_seqs=null"
             )
         return problems
 
@@ -259,12 +286,16 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     for section, changes in sections.items():
         merge(values, section, changes)
     changed = {apply_override(values, override): override for override in overrides}
-    loop_keys = {str(key[1]): override for key, override in changed.items() if key[0] == "rloo" and len(key) > 1}
     if isinstance(values.get("rloo"), dict):
-        forget_overruled(values["rloo"], {*sections.get("rloo", {}), *loop_keys})
-    for name, override in loop_keys.items():  # an override by an old name counts for the new key
-        if name in CONFIG_NAMES and CONFIG_NAMES[name].new is not None:
-            changed[("rloo", str(CONFIG_NAMES[name].new))] = override
+        given: Keys = dict.fromkeys(sections.get("rloo") or {})
+        given |= {str(where[1]): override for where, override in changed.items() if where[0] == "rloo" and where[1:]}
+        for name, override in given.items():
+            old = CONFIG_NAMES.get(name)
+            if old is None or old.new is None or old.new in given:
+                continue
+            values["rloo"].pop(old.new, None)  # what is given by its old name wins over the file's new one, too
+            if override is not None:
+                changed["rloo", old.new] = override
     for message in messages + translate_file(values, count_processes()):
         warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
     values["run"] = {} if values.get("run") is None else values["run"]
@@ -273,10 +304,152 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     try:
         config = RunConfig.model_validate(values, context=path)
     except ValidationError as error:
-        raise ConfigError(explain_errors(error, RunConfig, path, lines, changed)) from None
+        raise ConfigError(explain_errors(error, RunConfig, file=path, lines=lines, changed=changed)) from None
     for key in ("adapter",) if config.model.is_embedded else ("adapter", "name"):
         if (folder := getattr(config.model, key)) and not os.path.isdir(os.path.expanduser(folder)):
             found = next(filter(os.path.isdir, places_of(folder, f"model.{key}", path.parent)), folder)
             setattr(config.model, key, str(found))
     prepare_standby(config.rollout.engine, config.model.backend)
     return config
+
+
+# ------------------------------------------------------------------------------------------------ derived defaults
+
+
+def fill_defaults(values: Any) -> Any:
+    """A run's values with the missing keys that follow others filled in, before they are checked: lengths, a thinking
+    budget, the batch, the learning rate.
+
+    A section given as an object has all its keys, so nothing is filled in. If a value is invalid, the keys that follow
+    it keep their own defaults.
+    """
+    needed = ("model", "data", "rloo")
+    if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in needed):
+        return values
+    values = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in values.items()}
+    model, data, rloo = (values[name] for name in needed)
+    if "lora" in model and model["lora"] is None:
+        rloo.setdefault("learning_rate", FULL_LEARNING_RATE)
+        if isinstance(values.setdefault("sft", {}), dict):
+            values["sft"].setdefault("learning_rate", FULL_SFT_RATE)
+    with suppress(ValueError, TypeError, OverflowError):  # an invalid number, which the key's own check refuses
+        rloo.setdefault("per_device_train_batch_size", usual_batch(_number(rloo, "num_generations")))
+    with suppress(ValueError, TypeError, OverflowError):
+        _fill_lengths(model, data, rloo, values["eval"] if isinstance(values.get("eval"), dict) else {})
+    return values
+
+
+def _number(keys: Keys, name: str) -> int | None:
+    """A whole number of at least 1, or None if not set; raises ValueError, TypeError or OverflowError otherwise."""
+    value = keys.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or int(value) != float(value) or int(value) < 1:
+        raise ValueError(name)
+    return int(value)
+
+
+def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: Keys) -> None:
+    """Prompt and completion within `model.max_seq_length`, and the thinking within the completion."""
+    prompt, completion = _number(data, "max_prompt_length"), _number(rloo, "max_completion_length")
+    thinking, answer = _number(rloo, "thinking_budget"), _number(rloo, "answer_budget")
+    closing = CLOSE_TOKENS.get(str(rloo.get("thinking_close")), CLOSE_TOKENS["tag"])
+    least = (thinking + closing if thinking else 0) + (answer or 1)  # of a completion, for its budgets
+    longest = max(int(budget) for budget in evaluated.get("thinking_budgets") or [0])
+    if longest:
+        longest += closing + (_number(evaluated, "answer_budget") or EvalSection.model_fields["answer_budget"].default)
+    needed = max(completion or least, longest, _number(evaluated, "max_completion_length") or 0)
+
+    is_embedded, thinks = str(model.get("name")).startswith(EMBEDDED_PREFIX), thinks_by_keys(model)
+    whole = _number(model, "max_seq_length")
+    if whole is None:
+        usual = THINKING_LENGTH if thinks else ModelSection.model_fields["max_seq_length"].default
+        usual = EMBEDDED_LENGTH if is_embedded else usual
+        share = usual // PROMPT_SHARE
+        whole = max(usual, (prompt or share) + (needed if completion else max(needed, usual - share)))
+        model.setdefault("max_seq_length", whole)
+    if prompt is None:
+        prompt = max(min(whole // PROMPT_SHARE, whole - needed), 1)
+        data.setdefault("max_prompt_length", prompt)
+    if completion is None:
+        completion = max(whole - prompt, 1)
+        rloo.setdefault("max_completion_length", completion)
+    budget = completion - (answer or min(completion // ANSWER_SHARE, ANSWER)) - closing
+    if thinks and not is_embedded and completion >= LEAST_TO_THINK and budget > 0:
+        rloo.setdefault("thinking_budget", budget)
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+# The default before null, which adapts the same layers of the models that it fitted.
+OLD_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo", "rollout")
+ON_RESUME: dict[str, str | None] = {  # how a key may change, if it may
+    f"{section.prefix}{name}": "free" if section is VllmSection else declared(field, "resume")
+    for section in (RLOOSection, RolloutSection, VllmSection)
+    for name, field in section.model_fields.items()
+}
+
+
+def changed_keys(saved: Keys, now: Keys) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with the saved and the new value.
+
+    >>> changed_keys({"rloo": {"beta": 0.0, "max_steps": 5}}, {"rloo": {"beta": 0.1, "max_steps": 5}})
+    {'rloo.beta': (0.0, 0.1)}
+    """
+    left, right = _flatten(saved), _flatten(now)
+    return {key: pair for key in left | right if (pair := (left.get(key), right.get(key)))[0] != pair[1]}
+
+
+def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collection[str] = ()) -> None:
+    """Raise ConfigError, listing old and new values, if resuming the run in `folder` would train differently.
+
+    `run.*` except the seed and `eval.*` may differ, and so may the keys whose declaration says so. In the sections
+    `by_content`, whose files are compared later, a file may have moved.
+    """
+    saved, now = read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0]
+    try:
+        for values in (saved, now):
+            translate_file(values)
+        # with the defaults of keys that are newer than the saved run
+        saved, now = (RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now))
+        before, after = saved["model"]["lora"], now["model"]["lora"]
+        if before and after and after["target_modules"] is None and before["target_modules"] == OLD_TARGETS:
+            before["target_modules"] = None
+    except (ValidationError, ConfigError):
+        pass  # compared as they are
+    lines = []
+    for key, (old, new) in changed_keys(saved, now).items():
+        section = key.partition(".")[0]
+        if section not in COMPARED_ON_RESUME and key != "run.seed":  # the seed orders the prompts
+            continue
+        rule = ON_RESUME.get(key)
+        if rule == "free" or (rule == "may grow" and (None in (old, new) or new > old)):
+            continue
+        if section in by_content and ".params" not in key and _file_name(old) == _file_name(new) is not None:
+            continue
+        lines.append(f"  {key}: {old!r} then, {new!r} now")
+    if lines:
+        raise ConfigError(
+            f"the run in {folder} cannot be resumed with a different configuration. These keys differ:\n"
+            + "\n".join(lines)
+            + "\nrestore them (max_steps may grow, other run.* may change), or start over: --overwrite or run.name=..."
+        )
+
+
+def _file_name(value: Any) -> str | None:
+    """The last part of a path; a module may have its file's ending."""
+    return Path(value).name.replace(".py:", ":") if isinstance(value, str) else None
+
+
+def _flatten(value: Any, prefix: str = "") -> Keys:
+    if isinstance(value, dict):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        pairs = enumerate(value)
+    else:
+        return {prefix: value}
+    flat: Keys = {}
+    for key, item in pairs:
+        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat

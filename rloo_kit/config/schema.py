@@ -1,22 +1,27 @@
 """The sections of a run's configuration: strict pydantic models, each key with type, default, bounds and description.
 
 A key is declared only here. `RLOOConfig` gets the fields, defaults, bounds and help of the loop's keys (`OPTIONS`) from
-this module. A test compares the defaults with TRL's. `config/derived.py` computes defaults that follow other keys.
+this module. `fill_defaults` in `config/run.py` computes the defaults that follow other keys.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from rloo_kit.config.batches import GENERATIONS, PROMPTS, check_generation_batch
-from rloo_kit.config.checks import find_gym_problems, find_loop_problems, find_server_problems, find_test_problem
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2, SMOLLM2_PREFIX, find_embedded_problem
-from rloo_kit.config.section import Section, TrlDefault, declared, key
+from rloo_kit.config.checks import (
+    GENERATIONS,
+    PROMPTS,
+    find_batch_problems,
+    find_gym_problem,
+    find_option_problems,
+    find_test_problem,
+)
+from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2, SMOLLM2_PREFIX, find_embedded_problem
+from rloo_kit.config.section import Option, Section, TrlDefault, key
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
+LORA_SFT_RATE, FULL_SFT_RATE = 2e-4, 2e-5  # common for models of billions of parameters; much smaller ones need more
 
 Tracker = Literal[
     "tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "swanlab", "clearml", "neptune", "dvclive", "dagshub",
@@ -144,23 +149,18 @@ class SourceSection(Section):
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
     answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
-    options: dict[str, Any] | None = key(None, "reasoning_gym/... only; null, and no curriculum_level: data.options")
+    options: dict[str, JsonValue] | None = key(
+        None, "reasoning_gym/... only; null, and no curriculum_level: data.options"
+    )
     curriculum_level: int | None = key(
         None, "reasoning_gym/... only; null, and no options: data.curriculum_level", ge=0
     )
 
     @model_validator(mode="after")
     def _check_options(self) -> "SourceSection":
-        if problems := find_gym_problems([self.source], self.options, self.curriculum_level, "", _reading_keys(self)):
-            raise ValueError(problems[0])
+        if problem := find_gym_problem([self.source], self):
+            raise ValueError(problem)
         return self
-
-
-def _reading_keys(section: Section) -> dict[str, Any]:
-    """The keys that control how a file or a hub id is read, if they are not at their defaults."""
-    names = "subset", "split", "prompt_column", "answer_column", "answer_after"
-    found = {name: getattr(section, name) for name in names}
-    return {name: value for name, value in found.items() if value != type(section).model_fields[name].default}
 
 
 class DataSection(Section):
@@ -168,11 +168,10 @@ class DataSection(Section):
 
     prefix: ClassVar[str] = "data."
     source: str | None = key(
-        None,
-        "required unless sources is set: embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or .parquet "
-        "path, or a folder of save_to_disk",
+        None, "required unless sources is set: embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or "
+        ".parquet path, or a folder of save_to_disk",
         min_length=1,
-    )
+    )  # fmt: skip
     sources: list[SourceSection] | None = key(None, "instead of source: a mix of several; see below", min_length=1)
     subset: str | None = key(None, "hub sources only: the configuration's name, 'main' for gsm8k")
     split: str = key("train", "hub ids and save_to_disk folders: the split to read")
@@ -180,15 +179,14 @@ class DataSection(Section):
         None, "source of the held-out prompts, same forms as source; null: source itself", min_length=1
     )
     test_split: str | None = key(
-        None, "hub ids and save_to_disk folders: the held-out split; null: test if test_source is set",
-        min_length=1,
-    )  # fmt: skip
+        None, "hub ids and save_to_disk folders: the held-out split; null: test if test_source is set", min_length=1
+    )
     prompt_column: str = key("prompt", "column with the prompt, text or messages", min_length=1)
     answer_column: str = key("answer", "column with the gold answer", min_length=1)
     answer_after: str | None = key(
         None, "the gold answer is the text after the last such marker, '####' for gsm8k", min_length=1
     )
-    options: dict[str, Any] | None = key(
+    options: dict[str, JsonValue] | None = key(
         None, "reasoning_gym/... only: the task's own options, such as {min_terms: 2, max_terms: 4}"
     )
     curriculum_level: int | None = key(
@@ -223,16 +221,10 @@ class DataSection(Section):
         if (self.source is None) == (self.sources is None):
             found = "neither source nor sources is there" if self.source is None else "source and sources are both set"
             raise ValueError(f"{found}; give one of the two: data.source=..., or data.sources for a mix")
-        problem = find_test_problem(self.source, self.test_source, self.split, self.test_split)
-        if problem:
-            raise ValueError(problem)
         read = [*self.all_sources, *([self.test_source] if self.test_source else [])]
-        if problems := find_gym_problems(read, self.options, self.curriculum_level, "", _reading_keys(self)):
-            raise ValueError("\n".join(problems))
-        return self
-
-    @model_validator(mode="after")
-    def _check_test_size(self) -> "DataSection":
+        problem = find_test_problem(self.source, self.test_source, self.split, self.test_split)
+        if problem := problem or find_gym_problem(read, self):
+            raise ValueError(problem)
         if isinstance(self.test_size, float) and self.test_size >= 1 and self.test_size != int(self.test_size):
             raise ValueError(f"test_size is {self.test_size}; a share is below 1, a number of prompts is whole")
         if self.num_prompts is not None and self.test_size >= self.num_prompts and not self.separate_test:
@@ -277,11 +269,12 @@ class RLOOSection(Section):
     prefix: ClassVar[str] = "rloo."
     all_are_arguments: ClassVar[bool] = True
     max_steps: Count | None = key(
-        None, "optimizer steps; wins over num_train_epochs", trl=TrlDefault(-1, "null means not set in a file")
-    )
+        None, "optimizer steps; wins over num_train_epochs", trl=TrlDefault(-1, "null means not set in a file"),
+        resume="may grow",
+    )  # fmt: skip
     num_train_epochs: float | None = key(
         None, "passes over the prompts, when max_steps is null", gt=0,
-        trl=TrlDefault(3.0, "a file states how long it trains"),
+        trl=TrlDefault(3.0, "a file states how long it trains"), resume="may grow",
     )  # fmt: skip
     learning_rate: float = key(
         LORA_LEARNING_RATE, "peak learning rate", ge=0, follows=f"{FULL_LEARNING_RATE:g} with model.lora: null",
@@ -306,9 +299,13 @@ class RLOOSection(Section):
     gradient_accumulation_steps: Count = key(1, "micro-steps of one optimizer step")
     steps_per_generation: Count | None = key(None, "micro-steps fed by one rollout; null: gradient_accumulation_steps")
     memory: Literal["fast", "balanced", "low"] = key(
-        "fast", "fast keeps the graph of each group; balanced computes log-probs first; low runs one sequence at a time"
+        "fast",
+        "fast keeps the graph of each group; balanced computes log-probs first; low runs one sequence at a time",
+        resume="free",
+    )  # fmt: skip
+    tokens_per_pass: Count | None = key(
+        None, "tokens in one forward and backward pass; null: set by the machine", resume="free"
     )
-    tokens_per_pass: Count | None = key(None, "tokens in one forward and backward pass; null: set by the machine")
     num_generations: int = key(
         GENERATIONS, "completions per prompt, K; the baseline needs siblings", ge=2, lt=2**31,
         trl=TrlDefault(2, "with one sibling most groups tie, and its reward is a noisy baseline"),
@@ -388,16 +385,17 @@ class RLOOSection(Section):
         None, "null: decided by the machine", trl=TrlDefault(False, "TRL checks the machine only for bf16")
     )
     logging_steps: Count = key(
-        1, "optimizer steps between rows of metrics.jsonl", trl=TrlDefault(10, "the health rules read every step")
-    )
-    save_steps: Count = key(500, "optimizer steps between checkpoints")
+        1, "optimizer steps between rows of metrics.jsonl", trl=TrlDefault(10, "the health rules read every step"),
+        resume="free",
+    )  # fmt: skip
+    save_steps: Count = key(500, "optimizer steps between checkpoints", resume="free")
     save_total_limit: Count | None = key(
         3, "newest checkpoints to keep; null keeps all",
-        trl=TrlDefault(None, "one every 15 minutes would fill the disk overnight"),
+        trl=TrlDefault(None, "one every 15 minutes would fill the disk overnight"), resume="free",
     )  # fmt: skip
     report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = key(
         [], "trackers in addition to metrics.jsonl: tensorboard, trackio, wandb",
-        trl=TrlDefault("none", "a list, so that you add a tracker by adding an item"),
+        trl=TrlDefault("none", "a list, so that you add a tracker by adding an item"), resume="free",
     )  # fmt: skip
 
     @property
@@ -429,15 +427,8 @@ class RLOOSection(Section):
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
             low, high = self.reward_clip_range
             raise ValueError(f"reward_clip_range is [{low}, {high}]; the first number must be below the second")
-        problems = find_loop_problems(dict(self), self.prefix)
-        if problems:
+        if problems := find_option_problems(dict(self)) or find_batch_problems(dict(self)):
             raise ValueError("\n".join(problems))
-        check_generation_batch(
-            self.per_device_train_batch_size,
-            self.steps_per_generation or self.gradient_accumulation_steps,
-            self.num_generations,
-            passes_key="steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps",
-        )
         return self
 
 
@@ -490,56 +481,32 @@ class RolloutSection(Section):
 
     prefix: ClassVar[str] = "rollout."
     engine: Literal["auto", "native", "generate", "vllm", "server"] = key(
-        "auto", "sampling engine; auto: the fastest that backend and machine support", argument="rollout_engine"
-    )
+        "auto", "sampling engine; auto: the fastest that backend and machine support", argument="rollout_engine",
+        resume="free",
+    )  # fmt: skip
     rows: Count | None = key(
-        None, "completions generated at once; null: set by the memory plan", argument="rollout_rows"
+        None, "completions generated at once; null: set by the memory plan", argument="rollout_rows", resume="free"
     )
     server_url: str | None = key(
-        None, "http://host:port of a vLLM server, with engine: server", argument="rollout_server_url"
+        None, "http://host:port of a vLLM server, with engine: server", argument="rollout_server_url", resume="free"
     )
     server_adapters: str | None = key(
         None, "folder that trainer and server both see, with engine: server; null: one in the run's folder",
-        argument="rollout_server_adapters",
+        argument="rollout_server_adapters", resume="free",
     )  # fmt: skip
     vllm: VllmSection = Field(default_factory=lambda: VllmSection(), description="vLLM in the trainer's process")
     resample_rounds: int = key(
-        0,
-        "rounds in which a rollout's groups without signal get fresh prompts; 0: none",
-        ge=0,
+        0, "rounds in which a rollout's groups without signal get fresh prompts; 0: none", ge=0,
         argument="resample_rounds",
-    )
+    )  # fmt: skip
     difficulty_samples: int = key(0, "completions per prompt that measure its pass rate before training; 0: none", ge=0)
     min_pass_rate: Share = key(0.0, "skip prompts with a pass rate of at most this")
     max_pass_rate: Share = key(1.0, "skip prompts with a pass rate of at least this")
 
     @model_validator(mode="after")
-    def _check_server(self) -> "RolloutSection":
-        problems = find_server_problems(self.engine, self.server_url, "rollout.engine", "rollout.server_url")
-        problems += self.find_vllm_problems(self.engine)
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def find_vllm_problems(self, engine: str) -> list[str]:
-        """Keys that vLLM does not support if `engine` is "vllm"; none for another engine."""
-        if engine != "vllm":
-            return []
-        problems = []
-        if self.server_url is not None:
-            problems.append(
-                f"rollout.server_url is {self.server_url}, but vLLM would sample in the trainer's process; set "
-                "rollout.engine=server or rollout.server_url=null"
-            )
-        if self.rows is not None and self.vllm.max_num_seqs not in (None, self.rows):
-            problems.append(
-                f"rollout.rows is {self.rows} and rollout.vllm.max_num_seqs is {self.vllm.max_num_seqs}, but both are "
-                "the completions that vLLM samples at once; set one of them, rollout.vllm.max_num_seqs=null"
-            )
-        return problems
-
-    @model_validator(mode="after")
-    def _check_pass_rates(self) -> "RolloutSection":
+    def _check_consistency(self) -> "RolloutSection":
+        if problems := find_option_problems(self.to_arguments()):
+            raise ValueError("\n".join(problems))
         if self.min_pass_rate >= self.max_pass_rate:
             raise ValueError(
                 f"min_pass_rate ({self.min_pass_rate}) is not below max_pass_rate ({self.max_pass_rate}), so every "
@@ -580,16 +547,12 @@ class EvalSection(Section):
     patience: Count | None = key(None, "stop after so many consecutive evaluations without a new best; null: never")
 
     @model_validator(mode="after")
-    def _check_patience(self) -> "EvalSection":
+    def _check_consistency(self) -> "EvalSection":
         if self.patience is not None and not self.every_steps:
             raise ValueError(
                 f"patience is {self.patience}, but nothing is measured during training: set eval.every_steps above 0, "
                 "or eval.patience=null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pass_at_k(self) -> "EvalSection":
         if self.pass_at_k and max(self.pass_at_k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k asks for {max(self.pass_at_k)} completions of a prompt, num_samples gives "
@@ -598,28 +561,53 @@ class EvalSection(Section):
         return self
 
 
-@dataclass(frozen=True)
-class Option:
-    """A key that is an argument of `RLOOConfig`: `key` of `section`."""
+class SftSection(Section):
+    """Demonstrations to train on before RLOO: where they come from, and for how long."""
 
-    section: type[Section]
-    key: str
+    prefix: ClassVar[str] = "sft."
+    source: str | None = key(
+        None, "source of the demonstrations, same forms as data.source; null: data.source", min_length=1
+    )
+    subset: str | None = key(
+        None, "hub sources only: its configuration; null: data.subset, or none if sft.source is set"
+    )
+    split: str | None = key(None, "the split to read; null: data.split, or train if sft.source is set")
+    prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
+    completion_column: str = key(
+        "completion", "column with the demonstration: all that the model should write, or what follows the thinking "
+        "if thinking_column is set",
+        min_length=1,
+    )  # fmt: skip
+    thinking_column: str | None = key(
+        None, "column with the thinking; null: the demonstration includes it, closed by </think>", min_length=1
+    )
+    num_prompts: Count | None = key(None, "demonstrations to draw; null for all")
+    max_length: Count | None = key(
+        None, "leave out rows with more tokens of prompt and demonstration; null: model.max_seq_length"
+    )
+    max_steps: Count | None = key(None, "optimizer steps; wins over num_train_epochs")
+    num_train_epochs: float = key(1.0, "passes over the demonstrations, when max_steps is null", gt=0)
+    learning_rate: float = key(
+        LORA_SFT_RATE, "peak learning rate; decays linearly to 0", gt=0,
+        follows=f"{FULL_SFT_RATE:g} with model.lora: null",
+    )  # fmt: skip
+    warmup_steps: float = key(0.05, "optimizer steps of warm-up; below 1, a share of the run", ge=0)
+    per_device_train_batch_size: Count = key(4, "demonstrations of one micro-step")
+    gradient_accumulation_steps: Count = key(4, "micro-steps of one optimizer step")
+    signal_prompts: int = key(
+        64, "training prompts to sample rloo.num_generations completions for afterwards, to check that RLOO has a "
+        "signal; 0: none",
+        ge=0,
+    )  # fmt: skip
 
-    @property
-    def field(self) -> FieldInfo:
-        """The declaration: annotation with bounds, default, description."""
-        return self.section.model_fields[self.key]
-
-    @property
-    def type(self) -> Any:
-        """The annotation without bounds: `int | None`."""
-        return get_type_hints(self.section)[self.key]
-
-    @property
-    def default(self) -> Any:
-        """The default in `RLOOConfig`: TRL's, if it differs from the kit's."""
-        trl = declared(self.field, "trl")
-        return self.field.default if trl is None else trl.value
+    @model_validator(mode="after")
+    def _check_columns(self) -> "SftSection":
+        if self.thinking_column == self.completion_column:
+            raise ValueError(
+                f"thinking_column and completion_column are both {self.completion_column!r}; name two columns, or set "
+                "sft.thinking_column=null if one column has both"
+            )
+        return self
 
 
 # Keyed by the name in `RLOOConfig`.
@@ -628,18 +616,3 @@ OPTIONS = {
     for section in (RLOOSection, RolloutSection, RunSection)
     for name, key in section.arguments().items()
 }
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """The words that an option of `OPTIONS` accepts.
-
-    >>> choices("ratio_form")
-    ('sum', 'length_normalized', 'per_token')
-    """
-    annotation = OPTIONS[name].type
-    parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
-    return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
-
-
-KL_FORMS, RATIO_FORMS, BASELINES = choices("kl_form"), choices("ratio_form"), choices("baseline")
-ENGINES = choices("rollout_engine")

@@ -1,12 +1,18 @@
-"""Building blocks of a run's configuration: a strict pydantic model, and keys that map to `RLOOConfig` arguments."""
+"""A strict section of a configuration: keys that map to arguments of `RLOOConfig`, and messages about wrong ones."""
 
-from typing import Any, ClassVar, NamedTuple
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
-from rloo_kit.errors import ConfigError
+from rloo_kit.config.old_names import CONFIG_NAMES
+from rloo_kit.config.yaml_files import Key, Lines
+from rloo_kit.errors import ConfigError, excerpt
+from rloo_kit.system.console import hide_secrets
 
 
 class TrlDefault(NamedTuple):
@@ -23,6 +29,7 @@ def key(
     argument: str | None = None,
     trl: TrlDefault | None = None,
     follows: str | None = None,
+    resume: Literal["free", "may grow"] | None = None,
     **bounds: Any,
 ) -> Any:
     """A key with a default.
@@ -30,15 +37,17 @@ def key(
     Args:
         argument: its name in `RLOOConfig`; keys of `rloo:` have the same name there.
         trl: the default in `RLOOConfig`, if it differs.
-        follows: the default in words, if other keys decide it (`config/derived.py`).
+        follows: the default in words, if other keys decide it (`fill_defaults` in `config/run.py`).
+        resume: how it may change when a run is resumed: "free", if it changes only what is written, or how and where
+            the same gradient is computed.
         bounds: those of pydantic's `Field`.
     """
-    extra: dict[str, Any] = {"argument": argument, "trl": trl, "follows": follows}
+    extra: dict[str, Any] = {"argument": argument, "trl": trl, "follows": follows, "resume": resume}
     return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
 
 def declared(field: FieldInfo, name: str) -> Any:
-    """`argument`, `trl` or `follows` of a key; None if it has none."""
+    """`argument`, `trl`, `follows` or `resume` of a key; None if it has none."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
@@ -62,15 +71,14 @@ class Section(BaseModel):
             found |= value.to_arguments() if isinstance(value, Section) else {}
         return found
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _refuse_bool_for_number(cls, values: Any) -> Any:
-        """`num_iterations: true` would be read as 1."""
-        for key, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(key)
-            if isinstance(value, bool) and field is not None and not accepts_bool(field.annotation):
-                raise ValueError(f"{key} is {str(value).lower()}; it takes {describe_type(field.annotation)}")
-        return values
+    def _refuse_bool_for_number(cls, value: Any, read: Any) -> Any:
+        """pydantic reads `num_iterations: true` as 1."""
+        found = read(value)
+        if isinstance(value, bool) and not isinstance(found, bool):
+            raise ValueError(f"is {str(value).lower()}; input should be a number")
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign `value` to the key `name` after the checks of a file; raises ConfigError and keeps the old value."""
@@ -80,6 +88,156 @@ class Section(BaseModel):
         try:
             checked = type(self).model_validate({**dict(self), name: value})
         except ValidationError as error:
-            faults = [explain_error(entry, type(self), self.prefix) for entry in error.errors()]
-            raise ConfigError("\n".join(faults)) from None
+            raise ConfigError(explain_errors(error, type(self), self.prefix)) from None
         super().__setattr__(name, getattr(checked, name))
+
+
+class Option(NamedTuple):
+    """A key that is an argument of `RLOOConfig`: `key` of `section`."""
+
+    section: type[Section]
+    key: str
+
+    @property
+    def field(self) -> FieldInfo:
+        """The declaration: annotation with bounds, default, description."""
+        return self.section.model_fields[self.key]
+
+    @property
+    def type(self) -> Any:
+        """The annotation without bounds: `int | None`."""
+        return get_type_hints(self.section)[self.key]
+
+    @property
+    def default(self) -> Any:
+        """The default in `RLOOConfig`: TRL's, if it differs from the kit's."""
+        trl = declared(self.field, "trl")
+        return self.field.default if trl is None else trl.value
+
+
+# ------------------------------------------------------------------------------------------------ a key in words
+
+
+def describe_field(field: FieldInfo) -> str:
+    """A field's type and bounds in words: "a whole number or null, at least 1"; bounds of 2**31 and more are left
+    out."""
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    metadata = list(field.metadata)
+    if get_origin(field.annotation) in (Union, UnionType):  # Annotated[int, Field(ge=1)] | None
+        parts = [get_args(part)[1:] for part in get_args(field.annotation) if get_origin(part) is Annotated]
+        metadata += [item for inner in parts for info in inner for item in info.metadata]
+    found = [
+        f"{word} {value:g}"
+        for item in metadata
+        for sign, word in signs.items()
+        if (value := getattr(item, sign, None)) is not None and value < 2**31
+    ]
+    return _describe_type(field.annotation) + (f", {' and '.join(found)}" if found else "")
+
+
+def _describe_type(annotation: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if annotation in words:
+        return words[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe_type(arguments[0])
+    if origin is Literal:
+        return ", ".join(repr(argument) for argument in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_describe_type(argument) for argument in arguments)
+    if origin is tuple:
+        return f"a list of {len(arguments)} ({', '.join(_describe_type(argument) for argument in arguments)})"
+    return "a list" if origin is list else "a mapping"
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def explain_errors(
+    error: ValidationError,
+    model: type[BaseModel],
+    prefix: str = "",
+    file: Path | None = None,
+    lines: Lines | None = None,
+    changed: dict[Key, str] | None = None,
+) -> str:
+    """All errors of `model`, one per line: the dotted key, what was found, pydantic's rule or the nearest key.
+
+    Args:
+        prefix: dotted path of `model` in its file, with a trailing dot.
+        file, lines: the file and the line of each key, for the place of each error.
+        changed: keys that were set by overrides, with the override, which is the place then.
+    """
+    found: dict[str, None] = {}  # a dict, because a union reports the same error once per branch
+    for entry in error.errors():
+        place = "" if file is None else f"{_find_place(entry['loc'], file, lines or {}, changed or {})}: "
+        found |= {f"{place}{message}": None for message in _explain(entry, model, prefix).split("\n")}
+    return hide_secrets("\n".join(found))
+
+
+def _explain(entry: Any, model: Any, prefix: str) -> str:
+    keys: list[str | int] = []
+    parent, below = model, model  # the sections of the last key and of the next one
+    for part in entry["loc"]:
+        if isinstance(part, int):
+            keys.append(part)
+        elif below is not None:  # else pydantic's name of a union's branch
+            keys.append(part)
+            parent, field = below, below.model_fields.get(part)
+            below = _section_below(field.annotation) if field is not None else None
+    kind, rule = entry["type"], entry["msg"]
+    if kind == "missing" and isinstance(keys[-1], int):  # in a list of fixed length
+        rule = f"item {keys.pop()} is missing"
+    key = (prefix + ".".join(map(str, keys))).rstrip(".")
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key{_suggest_key(key, parent, model)}"
+    if kind == "missing" and entry["loc"][-1] == keys[-1]:
+        return f"{key}: required but missing; add it to the file, or to the command line as {key}=..."
+    if kind == "value_error":
+        return f"{key}: {entry['ctx']['error']}" if key else str(entry["ctx"]["error"])
+    value = entry["input"]
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else excerpt(value, 300)
+    quote = " (put it in quotes)" if kind == "string_type" and isinstance(value, (int, float)) else ""
+    return f"{key}: is {shown}; {rule[0].lower()}{rule[1:]}{quote}"
+
+
+def _section_below(annotation: Any) -> type[BaseModel] | None:
+    """The section class in a field's annotation, alone, in a list or in a union with null."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _section_below(part)) is not None), None)
+
+
+def _suggest_key(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
+    """The same name (or today's for an old one) in another section, else the nearest in this section; dotted."""
+    above, dot, name = key.rpartition(".")
+    old = CONFIG_NAMES.get(name)
+    new = (old and old.new) or name
+    for section, field in root.model_fields.items():
+        if (below := _section_below(field.annotation)) is not None and new in below.model_fields:
+            return f"; did you mean {section}.{new}?"
+    return suggest(name, parent.model_fields, above + dot)
+
+
+def suggest(word: str, known: Iterable[str], above: str = "") -> str:
+    """`; did you mean ...?` with the nearest known name, else a list of all, if there are at most 60.
+
+    >>> suggest("bta", ["beta", "top_p"], "rloo.")
+    '; did you mean rloo.beta?'
+    """
+    nearest = difflib.get_close_matches(word, known := sorted(known), n=1, cutoff=0.6)
+    if nearest:
+        return f"; did you mean {above}{nearest[0]}?"
+    return f"; known here: {', '.join(known)}" if len(known) <= 60 else ""
+
+
+def _find_place(where: Key, file: Path, lines: Lines, changed: dict[Key, str]) -> str:
+    """The override or the line of an error; for a whole section, its line and the overrides in it."""
+    for key, override in changed.items():
+        if where[: len(key)] == key:
+            return f"override {override}"
+    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
+    within = [override for key, override in changed.items() if key[: len(where)] == where]
+    place = f"{file}:{line}" if line else str(file)
+    return f"{place} with {', '.join(within)}" if within else place

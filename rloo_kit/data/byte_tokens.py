@@ -5,7 +5,7 @@ The vocabulary `compact` puts the chat tokens right after the bytes; `qwen3` put
 151668), with placeholders in between that no text encodes to.
 """
 
-from rloo_kit.config.embedded import find_embedded_problem
+from rloo_kit.config.model_names import find_embedded_problem
 from rloo_kit.errors import ConfigError
 from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from rloo_kit.config.derived import always_thinks
+from rloo_kit.config.model_names import always_thinks
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking

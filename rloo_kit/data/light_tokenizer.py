@@ -14,7 +14,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from rloo_kit.config.embedded import split_model_name
+from rloo_kit.config.model_names import split_model_name
 from rloo_kit.data.byte_tokens import (
     CHAT_TOKENS,
     END_OF_TEXT,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from rloo_kit.config.embedded import DEFAULT_FAMILY, EMBEDDED_PREFIX
+from rloo_kit.config.model_names import DEFAULT_FAMILY, EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data.answers import (

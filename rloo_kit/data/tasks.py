@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_file, find_family_problem, is_family_file
+from rloo_kit.config.model_names import DEFAULT_FAMILY, find_family_file, find_family_problem, is_family_file
 from rloo_kit.errors import ConfigError, DataError, RlooKitError, excerpt
 
 FRUITLESS_DRAWS = 4000  # draws in a row without a new problem of one half, after which it counts as exhausted

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rloo_kit.config.embedded import EMBEDDED_PREFIX
+from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import (
     parse_conversation,

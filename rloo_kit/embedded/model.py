@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_file, is_family_file, split_model_name
+from rloo_kit.config.model_names import DEFAULT_FAMILY, find_family_file, is_family_file, split_model_name
 from rloo_kit.data.byte_tokens import check_names
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import Habit, find_family

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
-from rloo_kit.config.embedded import SMOLLM2, smollm2_folder
+from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.embedded.cache import RECORD, build_once
 from rloo_kit.errors import SetupError
 from rloo_kit.think_tags import THINK_END, THINK_START

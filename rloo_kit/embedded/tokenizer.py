@@ -5,7 +5,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
-from rloo_kit.config.embedded import split_model_name
+from rloo_kit.config.model_names import split_model_name
 from rloo_kit.data.byte_tokens import (
     CHAT_TOKENS,
     END_OF_TEXT,

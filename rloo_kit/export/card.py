@@ -7,9 +7,8 @@ from typing import Any
 import yaml
 
 from rloo_kit import __version__
-from rloo_kit.config.checks import GYM_PREFIX
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2_PREFIX, is_family_file
-from rloo_kit.config.methods import describe_method, name_method
+from rloo_kit.config.checks import GYM_PREFIX, describe_method, name_method
+from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2_PREFIX, is_family_file
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
 from rloo_kit.results.changes import compare

@@ -1,20 +1,99 @@
-"""Prepares the arguments of `RLOOTrainer` for TRL's constructor: old names, guarded rewards, weights, vLLM."""
+"""The arguments of `RLOOConfig` for a run, and those of `RLOOTrainer` for TRL's constructor."""
 
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 
+from rloo_kit.collective import gather_objects
 from rloo_kit.config.old_names import TRAINER_NAMES
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop.options import RLOOConfig, check_options, option
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
+from rloo_kit.models.policy import Policy
+from rloo_kit.plan.load import TOKENS_PER_PASS
+from rloo_kit.plan.planner import plan_vram
 from rloo_kit.rewarding.guard import guard
+from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.rollout.types import FOREIGN
+from rloo_kit.system import environment
+from rloo_kit.system.processes import say
 
 # TRL's arguments after eval_dataset, in its order, for code that passes them by position
 FURTHER_ARGUMENTS = (
     "processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config",
 )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ of a run
+
+
+def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of `RLOOConfig`: from the file, the machine and the backend, with checkpoints in `folder`."""
+    on_cpu = policy.model.device.type == "cpu"
+    shared = run.rollout.server_adapters  # by several runs; each deletes its leftovers, so each gets a folder
+    own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
+    return (
+        {"output_dir": str(folder), "disable_tqdm": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu}
+        | run.to_arguments()
+        | own_folder
+        | planned_limits(run, policy)
+        | mixed_precision(run)
+        | policy.config_arguments
+    )
+
+
+def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
+    """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the file's values, else the minimum of
+    `plan_vram` over all processes. A model that cannot be planned is left to the out-of-memory handling."""
+    found = gather_objects(_own_limits(run, policy))
+    return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
+
+
+def loaded_engine(run: RunConfig, policy: Policy) -> str:
+    """The engine that samples; for auto, the one the policy was loaded with, whatever fits next to it now."""
+    wanted = str(run.rollout.engine)
+    return choose_engine(wanted, policy.backend, policy.model)[0] if wanted == "auto" else wanted
+
+
+def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
+    try:
+        plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
+    except ConfigError as error:
+        say(f"memory: {error}")
+        return {}
+    limits = {} if plan.engine.name in FOREIGN else {"rollout_rows": plan.rows}  # those bound their rows themselves
+    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
+        limits["tokens_per_pass"] = plan.tokens_per_pass
+    if not plan.fits:
+        say(f"memory: {plan}")
+    elif plan.verdict == "tight":
+        say(f"memory: {plan.sentence}")
+    if plan.fits and "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
+        say(
+            f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
+            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"
+        )
+    return limits
+
+
+def mixed_precision(run: RunConfig) -> dict[str, bool]:
+    """`bf16` and `fp16`: the file's, else the machine's.
+
+    ACCELERATE_MIXED_PRECISION, which overrides `bf16=False`, is set to match."""
+    chosen = environment.current().precision
+    bf16, fp16 = run.rloo.bf16, run.rloo.fp16
+    bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16
+    fp16 = (chosen == "fp16" and not bf16) if fp16 is None else fp16
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "fp16" if fp16 else "no"
+    return {"bf16": bf16, "fp16": fp16}
+
+
+# ------------------------------------------------------------------------------------------------ of the trainer
 
 
 def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +120,17 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     check_model(arguments)
     _take_vllm(args)
     check_options(args)
+    if isinstance(arguments.get("train_dataset"), IterableDataset):
+        problems = []
+        if args.max_steps <= 0:
+            problems.append("max_steps is not set, and train_dataset is a stream without a length: set max_steps=...")
+        if args.resample_rounds:
+            problems.append(
+                f"resample_rounds is {args.resample_rounds}, which draws prompts by index, and train_dataset is a "
+                "stream: set resample_rounds=0, or load the data whole (a datasets.Dataset)"
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))
     return wrap_for_unsloth(arguments)
 
 
@@ -94,11 +184,6 @@ def _take_vllm(args: Any) -> None:
     and unmerges it at each sync, which re-quantises a 4-bit base each time."""
     if not args.use_vllm:
         return
-    if args.vllm_structured_outputs_regex is not None:
-        raise ConfigError(
-            f"vllm_structured_outputs_regex is {args.vllm_structured_outputs_regex!r}, which restricts the "
-            "sampled distribution, while the trainer scores the whole one: leave it out, and reward the format"
-        )
     if args.vllm_mode != "server" and args.vllm_tensor_parallel_size != 1:
         raise ConfigError(
             f"vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}, and vLLM in the trainer's process has "

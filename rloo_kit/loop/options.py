@@ -10,27 +10,19 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 import trl
-from datasets import IterableDataset
 from pydantic import ValidationError, create_model
 
-from rloo_kit.config.batches import check_eval_batch, check_generation_batch, check_generation_batch_size
-from rloo_kit.config.checks import (
-    find_loop_problems,
-    find_resample_problems,
-    find_server_problems,
-    find_temperature_problems,
-)
-from rloo_kit.config.messages import describe_field, explain_error, suggest
+from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
-from rloo_kit.config.schema import OPTIONS, Option, RLOOSection, RolloutSection, RunSection
-from rloo_kit.config.section import Section
+from rloo_kit.config.schema import OPTIONS, RLOOSection, RolloutSection, RunSection
+from rloo_kit.config.section import Option, Section, describe_field, explain_errors, suggest
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.policy import keep_values
 from rloo_kit.system.processes import count_processes
@@ -44,12 +36,31 @@ def _default_of(f: "dataclasses.Field[Any]") -> Any:
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
 
 
-# The options that TRL's class lacks, by name, and a model that checks their values as it checks a file's.
+# The options that TRL's class lacks, by name, and a model that checks their values, and four of TRL's, as a file's are.
 _OWN = {name: OPTIONS[name] for name in OPTIONS if name not in {f.name for f in dataclasses.fields(trl.RLOOConfig)}}
-_CHECKED = _OWN | {name: OPTIONS[name] for name in ("temperature", "max_completion_length", "num_iterations", "beta")}
-_OWN_DEFAULTS = {name: entry.default for name, entry in _OWN.items()}
-_fields: dict[str, Any] = {name: (entry.field.annotation, entry.field) for name, entry in _CHECKED.items()}
+_DEFAULTS = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | {n: o.default for n, o in _OWN.items()}
+_fields: dict[str, Any] = {
+    name: (OPTIONS[name].field.annotation, OPTIONS[name].field)
+    for name in (*_OWN, "temperature", "max_completion_length", "num_iterations", "beta")
+}
 _OwnOptions = create_model("_OwnOptions", __base__=Section, **_fields)
+
+# Entries of TRL's `generation_kwargs`, which the kit's engines do not read: values that leave the distribution as it
+# is, names that concern neither the sampled tokens nor the end of a completion, and options that say the same.
+_NEUTRAL = {
+    "top_p": 1, "repetition_penalty": 1, "typical_p": 1, "do_sample": True, "num_beams": 1, "n": 1,
+    "num_return_sequences": 1, "top_k": 0, "min_p": 0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_tokens": 0,
+}  # fmt: skip
+_HARMLESS = (
+    "use_cache", "disable_compile", "return_dict_in_generate", "output_scores", "output_logits", "pad_token_id",
+    "bos_token_id",
+)  # fmt: skip
+_INSTEAD = {
+    "temperature": "temperature", "seed": "seed", "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length", "n": "num_generations", "num_return_sequences": "num_generations",
+    "eos_token_id": "tokenizer.eos_token", "stop_strings": "tokenizer.eos_token",
+    "stop_token_ids": "tokenizer.eos_token",
+}  # fmt: skip
 
 
 def option(args: Any, name: str) -> Any:
@@ -104,14 +115,18 @@ class RLOOConfig(trl.RLOOConfig):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         given = _name_positional(positional, keywords)
-        _refuse_unknown(given)
-        values, messages = translate_config(_drop_defaults(given), count_processes())
+        if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
+            raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{suggest(name, _PARAMETERS)}" for name in unknown))
+        # a parser passes every field, and only a value that is not the default can contradict an old name
+        typed = {name: value for name, value in given.items() if name not in _DEFAULTS or _DEFAULTS[name] != value}
+        values, messages = translate_config(typed, count_processes())
         for message in messages:
             warnings.warn(message, FutureWarning, stacklevel=2)
         values = _choose_device(values)
-        _check_batch(values)
-        for name, default in _OWN_DEFAULTS.items():  # before TRL's __init__, which ends in __post_init__
-            setattr(self, name, values.pop(name, default))
+        if problems := find_batch_problems(_DEFAULTS | values):  # before TRL's check, and before Unsloth changes it
+            raise ConfigError("\n".join(problems))
+        for name in _OWN:  # before TRL's __init__, which ends in __post_init__
+            setattr(self, name, values.pop(name, _DEFAULTS[name]))
         for name, entry in CONFIG_NAMES.items():  # scripts read back their names, folders and `sanity_check`
             if given.get(name) is not None and entry.kind in (str, bool) and entry.new in (None, "run_name"):
                 setattr(self, name, given[name])
@@ -130,12 +145,14 @@ class RLOOConfig(trl.RLOOConfig):
         return {name: value for name, value in values.items() if name not in CONFIG_NAMES}
 
 
-_PARAMETERS = [
-    inspect.Parameter(f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=_default_of(f), annotation=f.type)
+_PARAMETERS = {
+    f.name: inspect.Parameter(
+        f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=_default_of(f), annotation=f.type
+    )
     for f in dataclasses.fields(RLOOConfig)
     if f.init and f.name not in CONFIG_NAMES
-]
-RLOOConfig.__signature__ = inspect.Signature(_PARAMETERS)  # what help() shows
+}
+RLOOConfig.__signature__ = inspect.Signature(list(_PARAMETERS.values()))  # what help() shows
 
 
 def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
@@ -149,19 +166,6 @@ def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> d
     return named | keywords
 
 
-def _refuse_unknown(given: dict[str, Any]) -> None:
-    known = sorted({f.name for f in dataclasses.fields(trl.RLOOConfig)} | set(_OWN))
-    unknown = [name for name in given if name not in known and name not in CONFIG_NAMES]
-    if unknown:
-        raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{suggest(name, known)}" for name in unknown))
-
-
-def _drop_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Values that are not the default: a parser passes every field, and only typed ones can contradict an old name."""
-    defaults = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | _OWN_DEFAULTS
-    return {name: value for name, value in given.items() if name not in defaults or defaults[name] != value}
-
-
 def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
     """Without an accelerator, ask for the CPU, as TRL requires; else set the precision that the set-up chose."""
     if any(values.get(name) is not None for name in ("bf16", "fp16", "use_cpu")):
@@ -172,57 +176,33 @@ def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"bf16": chosen == "bf16", "fp16": chosen == "fp16"} if chosen else values
 
 
-def _check_batch(given: dict[str, Any]) -> None:
-    """Check the batch before TRL does, with a clearer message, and before Unsloth silently changes it."""
-    values = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | given
-    per_device, generations = values["per_device_train_batch_size"], values["num_generations"]
-    if generations < 2:
-        raise ConfigError(
-            f"num_generations is {generations}; it must be at least 2, because a completion's baseline is the mean "
-            "reward of its siblings"
-        )
-    passes, size = values["steps_per_generation"], values["generation_batch_size"]
-    if size is None:
-        passes_key = "steps_per_generation" if passes else "gradient_accumulation_steps"
-        check_generation_batch(per_device, passes or values["gradient_accumulation_steps"], generations, passes_key)
-    elif passes is None:  # TRL refuses both
-        check_generation_batch_size(size, per_device, generations)
-    if values["eval_strategy"] != "no":
-        check_eval_batch(values["per_device_eval_batch_size"], values["num_generations_eval"] or generations)
-
-
-def check_stream(dataset: Any, args: Any) -> None:
-    """Refuse options that need a training set's length or rows by index if it is a stream."""
-    if not isinstance(dataset, IterableDataset):
-        return
-    problems = []
-    if args.max_steps <= 0:
-        problems.append("max_steps is not set, and train_dataset is a stream without a length: set max_steps=...")
-    if rounds := option(args, "resample_rounds"):
-        problems.append(
-            f"resample_rounds is {rounds}, which draws prompts by index, and train_dataset is a stream: "
-            "set resample_rounds=0, or load the data whole (a datasets.Dataset)"
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
 def check_options(args: Any) -> None:
     """Check an `RLOOConfig` (the kit's or TRL's) and give its options their types; the ConfigError names each fix."""
-    values = _OWN_DEFAULTS | vars(args)
+    values = _DEFAULTS | vars(args)
     try:
-        checked = _OwnOptions.model_validate({name: values[name] for name in _CHECKED})
-    except ValidationError as error:  # a union reports a fault once for each of its branches: a dict keeps one
-        faults = {explain_error(entry, _OwnOptions).replace(": is ", " is ", 1): None for entry in error.errors()}
-        raise ConfigError("\n".join(faults)) from None
-    server = values["rollout_engine"], values["rollout_server_url"], "rollout_engine", "rollout_server_url"
-    heat = {"temperature": values["temperature"]}
-    problems = find_loop_problems(values | dict(checked)) + find_server_problems(*server)
-    problems += find_temperature_problems(values["rollout_engine"], heat, "rollout_engine")
-    problems += find_resample_problems(values["resample_rounds"], values["baseline"], "resample_rounds", "baseline")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    vars(args).update(dict(checked))
+        checked = dict(_OwnOptions.model_validate({name: values[name] for name in _OwnOptions.model_fields}))
+    except ValidationError as error:
+        raise ConfigError(explain_errors(error, _OwnOptions)) from None
+    if problems := find_option_problems(values | checked) + _find_generation_problems(values | checked):
+        raise ConfigError(name_settings("\n".join(problems), args))
+    vars(args).update(checked)
+
+
+def _find_generation_problems(values: Mapping[str, Any]) -> list[str]:
+    """What TRL passes to its samplers, and the kit's engines do not read."""
+    problems = []
+    if regex := values.get("vllm_structured_outputs_regex"):
+        problems.append(f"vllm_structured_outputs_regex is {regex!r}: {WHY_REFUSED}. Remove it, and reward the format")
+    for name, value in (values.get("generation_kwargs") or {}).items():
+        instead = _INSTEAD.get(name)
+        says_the_same = instead is not None and values.get(instead) == value
+        if value is None or name in _HARMLESS or says_the_same or (name in _NEUTRAL and value == _NEUTRAL[name]):
+            continue
+        fix = "Remove it" if instead is None else f"Set {instead}={value!r} instead"
+        if name in SAMPLING_FILTERS:
+            fix = f"Remove it, or set {name}={value!r} with accept_truncated_sampling=True"
+        problems.append(f"generation_kwargs has {name}={value!r}, which the kit's engines do not read. {fix}")
+    return problems
 
 
 _FILE_KEYS = {

@@ -19,8 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from rloo_kit.config.resume import changed_keys
-from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.run import RunConfig, changed_keys, load_config
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
 from rloo_kit.data.worked import Demonstrations, load_worked
@@ -29,8 +28,8 @@ from rloo_kit.evals.difficulty import measure_signal
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.loop.arguments import mixed_precision
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, is_step_row, use_text_progress
-from rloo_kit.loop.run_arguments import mixed_precision
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
 from rloo_kit.models.policy import Policy, keep_settings, keep_values, save_adapter
 from rloo_kit.models.transformers import keep_4bit_weights

@@ -20,13 +20,13 @@ from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl.trainer.utils import pad
 
-from rloo_kit.config.batches import check_eval_batch, check_prompt_count
+from rloo_kit.config.checks import find_eval_problem, find_prompt_problem
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, describe
 from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.checkpoints import StreamPlace, load_loop_state, read_place, save_checkpoint
-from rloo_kit.loop.options import check_stream, name_settings, naming_settings, option
+from rloo_kit.loop.options import name_settings, naming_settings, option
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
@@ -87,7 +87,6 @@ class RLOOTrainer(trl.RLOOTrainer):
         named |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
         arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
-        check_stream(arguments.get("train_dataset"), arguments["args"])
         masters = adapters.trainable_tensors(arguments.get("model"))
         with keep_settings(arguments), adapters.keep_base(arguments["model"]):
             super().__init__(**arguments)
@@ -237,7 +236,8 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """TRL's, with a check of the batch size; TRL checks it only if evaluations are part of training."""
-        check_eval_batch(self.args.per_device_eval_batch_size, self.num_generations_eval)
+        if problem := find_eval_problem(self.args.per_device_eval_batch_size, self.num_generations_eval):
+            raise ConfigError(problem)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_train_dataloader(self) -> Any:
@@ -253,11 +253,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         return self._drawn
 
     def _check_prompt_count(self, prompts: int) -> None:
-        args = self.args
-        by_step = args.steps_per_generation == args.gradient_accumulation_steps
-        passes_key = "gradient_accumulation_steps" if by_step else "steps_per_generation"
-        sizes = args.per_device_train_batch_size, args.steps_per_generation, self.num_generations
-        check_prompt_count(prompts, *sizes, passes_key)
+        if problem := find_prompt_problem(prompts, vars(self.args)):
+            raise ConfigError(problem)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 

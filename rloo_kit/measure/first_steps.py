@@ -13,8 +13,8 @@ from transformers.trainer_callback import TrainerCallback
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
+from rloo_kit.loop.arguments import loaded_engine, mixed_precision
 from rloo_kit.loop.memory import MemoryPeak
-from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision
 from rloo_kit.measure.memory import measure_steps, size_of_steps
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.changes import find_changes

@@ -18,9 +18,9 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
+from rloo_kit.loop.arguments import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.measure.stand_ins import fill_cache, fill_slots
 from rloo_kit.models.adapters import drop_reference

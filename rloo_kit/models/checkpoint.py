@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards, try_to_load_from_cache
 from safetensors.torch import save_file
 
-from rloo_kit.config.embedded import SMOLLM2
+from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.embedded.cache import RECORD
 from rloo_kit.errors import BackendError

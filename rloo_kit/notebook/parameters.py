@@ -17,10 +17,9 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rloo_kit.config.messages import accepts_bool, describe_type, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.section import Section
+from rloo_kit.config.section import Section, suggest
 from rloo_kit.config.yaml_files import read_value, write_value
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.input_files import find_input, find_unwritable, read_text
@@ -157,13 +156,15 @@ def _read_as_field(key: str, value: Any) -> Any:
     section, _, last = key.partition(".")
     model, info = SECTIONS[section], SECTIONS[section].model_fields[last]
     given = read_value("null" if value.lower() == "none" else value) if isinstance(value, str) else value
-    if isinstance(given, bool) and not accepts_bool(info.annotation):
-        raise ValueError(f"it takes {describe_type(info.annotation)}")
     field_type: Any = Annotated[info.annotation, info]
     try:
-        return TypeAdapter(field_type, config=model.model_config).validate_python(given)
+        read = TypeAdapter(field_type, config=model.model_config).validate_python(given)
     except ValidationError as error:
-        raise ValueError(explain_error(error.errors()[0] | {"loc": (last,)}, model).partition("; ")[2]) from None
+        rule = error.errors()[0]["msg"]
+        raise ValueError(rule[0].lower() + rule[1:]) from None
+    if isinstance(given, bool) and not isinstance(read, bool):
+        raise ValueError("input should be a number")
+    return read
 
 
 def _split_overrides(value: Any) -> list[str]:

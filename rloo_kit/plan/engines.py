@@ -49,7 +49,7 @@ def _find_obstacle(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
     does not fit without vLLM either."""
     if machine.is_here and not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
-    if problems := [*run.rollout.find_vllm_problems("vllm"), *run.find_vllm_problems("vllm")]:
+    if problems := run.find_vllm_problems("vllm"):
         return problems[0]
     if load.float8_cache and machine.capability is not None and machine.capability < FLOAT8_CAPABILITY:
         found = ".".join(map(str, machine.capability))

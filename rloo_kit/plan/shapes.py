@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.embedded import SMOLLM2
+from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.runs.files import read_json

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.embedded import SMOLLM2, smollm2_folder, split_model_name
+from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, resolve_family, thinks
 from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer

@@ -10,8 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.config.resume import COMPARED_ON_RESUME, changed_keys
-from rloo_kit.config.run import RunConfig
+from rloo_kit.config.run import COMPARED_ON_RESUME, RunConfig, changed_keys
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures

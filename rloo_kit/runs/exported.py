@@ -6,9 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rloo_kit.config.derived import THINKING_LENGTH
-from rloo_kit.config.messages import explain_error
-from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.run import THINKING_LENGTH, RunConfig, load_config
+from rloo_kit.config.section import explain_errors
 from rloo_kit.config.yaml_files import apply_override, dump_yaml
 from rloo_kit.errors import ConfigError
 from rloo_kit.runs.files import read_object
@@ -94,7 +93,7 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+        raise ConfigError(explain_errors(error, RunConfig)) from None
 
 
 def _included_base(folder: Path) -> dict[str, str]:

@@ -15,9 +15,8 @@ from typing import IO, Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from rloo_kit.config.embedded import KEPT_FAMILIES
-from rloo_kit.config.resume import refuse_changes
-from rloo_kit.config.run import RunConfig
+from rloo_kit.config.model_names import KEPT_FAMILIES
+from rloo_kit.config.run import RunConfig, refuse_changes
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError, shorten
 from rloo_kit.health.series import is_number
 from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside

@@ -7,11 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rloo_kit.config.batches import GENERATIONS, PROMPTS
-from rloo_kit.config.derived import thinks_by_keys
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2, split_model_name
-from rloo_kit.config.messages import explain_error
+from rloo_kit.config.checks import GENERATIONS, PROMPTS
+from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2, split_model_name, thinks_by_keys
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.section import explain_errors
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError
@@ -143,7 +142,7 @@ def _check(values: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:  # for example the model's name
-        raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+        raise ConfigError(explain_errors(error, RunConfig)) from None
 
 
 def _prompt_length(table: Table, embedded: bool, least: int) -> int:

@@ -5,7 +5,7 @@ import string
 from dataclasses import dataclass
 from pathlib import Path
 
-from rloo_kit.config.messages import suggest
+from rloo_kit.config.section import suggest
 from rloo_kit.data.answers import comparable_text
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.columns import Columns, DataSource

@@ -8,9 +8,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from rloo_kit.config.batches import GENERATIONS
-from rloo_kit.config.derived import thinks_if_asked
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2
+from rloo_kit.config.checks import GENERATIONS
+from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2, thinks_if_asked
 from rloo_kit.config.schema import LORA_LEARNING_RATE
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.starter.table import Table

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.checks import CLOSE_TOKENS
-from rloo_kit.config.derived import always_thinks, fill_defaults, thinks_by_keys
+from rloo_kit.config.model_names import always_thinks, thinks_by_keys
 from rloo_kit.config.old_names import translate_file
-from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
-from rloo_kit.config.sft import FULL_SFT_RATE, LORA_SFT_RATE
+from rloo_kit.config.run import RunConfig, fill_defaults
+from rloo_kit.config.schema import FULL_LEARNING_RATE, FULL_SFT_RATE, LORA_LEARNING_RATE, LORA_SFT_RATE
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
 

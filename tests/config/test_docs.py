@@ -6,11 +6,10 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from rloo_kit.config.messages import describe_field
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection, RewardSection, SourceSection, VllmSection
-from rloo_kit.config.section import Section, declared
+from rloo_kit.config.section import Section, declared, describe_field
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}

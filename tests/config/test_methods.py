@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo_kit.config.methods import DEFAULTS, METHODS, describe_method, name_method
+from rloo_kit.config.checks import METHOD_DEFAULTS, METHODS, describe_method, name_method
 from rloo_kit.config.run import load_config
-from rloo_kit.config.schema import RLOOSection, choices
-from rloo_kit.errors import ConfigError
+from rloo_kit.config.schema import RLOOSection
+from tests.choices import choices
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "arithmetic_thinking.yaml"
@@ -39,15 +39,9 @@ def test_the_page_has_no_other_methods():
     assert list(rows_of_the_page()) == list(METHODS)
 
 
-def test_methods_that_train_on_equal_groups_do_not_replace_them():
-    """Resampling threw away the groups that REINFORCE tells apart."""
-    with pytest.raises(ConfigError, match=r"rollout.resample_rounds=0, or rloo.baseline=group_mean"):
-        load_config(CONFIG, "rloo.baseline=none", "rollout.resample_rounds=1")
-
-
 def test_defaults_are_those_of_the_keys():
     """RLOO is what a file without these keys trains."""
-    assert {name: RLOOSection.model_fields[name].default for name in DEFAULTS} == DEFAULTS
+    assert {name: RLOOSection.model_fields[name].default for name in METHOD_DEFAULTS} == METHOD_DEFAULTS
 
 
 def test_every_combination_is_described_or_refused():

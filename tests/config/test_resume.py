@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.config.resume import refuse_changes
-from rloo_kit.config.run import load_config
+from rloo_kit.config.run import load_config, refuse_changes
 from rloo_kit.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rloo_kit.config.embedded import KINDS
+from rloo_kit.config.model_names import KINDS
 from rloo_kit.data.byte_tokens import ROWS
 from rloo_kit.data.chat import detect_family, render_prompt
 from rloo_kit.data.light_tokenizer import embedded_tokenizer, read_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rewards import answer_reward
-from rloo_kit.config.embedded import FAMILIES
+from rloo_kit.config.model_names import FAMILIES
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import (
     NO_HABIT,

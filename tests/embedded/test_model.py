@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rloo_kit.config.embedded import FAMILIES, KINDS
+from rloo_kit.config.model_names import FAMILIES, KINDS
 from rloo_kit.data.byte_tokens import ROWS
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import draw_problem, find_family

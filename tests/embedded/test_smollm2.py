@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import rloo_kit as kit
-from rloo_kit.config.embedded import SMOLLM2, smollm2_folder
+from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.embedded import smollm2
 from rloo_kit.embedded.model import name_built, rebuild
 from rloo_kit.errors import ConfigError, SetupError

@@ -8,7 +8,6 @@ import statistics
 import pytest
 import torch
 
-from rloo_kit.config.schema import BASELINES, KL_FORMS
 from rloo_kit.gradient.advantages import (
     AdvantageSettings,
     RunningMoments,
@@ -17,7 +16,9 @@ from rloo_kit.gradient.advantages import (
     kl_to_go,
     make_advantages,
 )
+from tests.choices import choices
 
+BASELINES, KL_FORMS = choices("baseline"), choices("kl_form")
 NAN = float("nan")
 
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rloo_kit.config.schema import RATIO_FORMS
 from rloo_kit.gradient.objective import Objective, policy_loss, spread, sum_rows
+from tests.choices import choices
 
+RATIO_FORMS = choices("ratio_form")
 # (log-probability, advantage, kept) of each token. The second completion is empty, the fourth wholly masked, the third
 # has forced tokens in its middle.
 ROWS = [

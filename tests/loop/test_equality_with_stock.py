@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from rloo_kit.config.methods import METHODS
+from rloo_kit.config.checks import METHODS
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from tests.loop.conftest import by_ids

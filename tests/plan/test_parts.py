@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config.resume import OLD_TARGETS as PROJECTIONS
+from rloo_kit.config.run import OLD_TARGETS as PROJECTIONS
 from rloo_kit.plan.parts import Load
 from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, PUBLISHED, ModelShape, shape_of_config
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.config.resume import changed_keys
-from rloo_kit.config.run import load_config
+from rloo_kit.config.run import changed_keys, load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.checkpoints import MANIFEST, seal
 from rloo_kit.runs.find import find_run
@@ -456,8 +455,7 @@ def test_resume_refuses_what_would_train_something_else(run, section, change, me
 def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
     """After an update of the kit every earlier run was refused with `rloo.delta: None then, ...`, for keys it did not
     have."""
-    from rloo_kit.config.resume import refuse_changes
-    from rloo_kit.config.run import RunConfig
+    from rloo_kit.config.run import RunConfig, refuse_changes
 
     now = RunConfig.model_validate(
         {"model": {"name": "m"}, "data": {"source": "a/b"}, "rewards": [{"name": "answer_reward"}],

@@ -1,10 +1,13 @@
-"""Names of the built-in models and of their task families: `embedded/thinking@sorting`, `embedded/sorting`,
-`smollm2/instruct`.
+"""What the name of a model says: built-in models with their task families, and models that think.
 
 A user's family is named by the path of its file. The run's folder keeps a copy under the same file name.
 """
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import cache_folder
@@ -17,6 +20,16 @@ EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package
 SMOLLM2 = ("smollm2/instruct", "smollm2/thinking")
 KEPT_FAMILIES = "task_families"  # in the run's folder: copies of the user's family files
+
+# By the last part of a name, before there is a tokenizer: models that always think, and hybrid ones that think by
+# default or only if asked to.
+_ALWAYS = re.compile(
+    r"(?<![a-z])(?<!no-)(?<!non-)(thinking|reasoning(?!.gym))|-think(-|$)|(deepseek-|open-?)r1(-|$)|r1-distill|"
+    r"^qwq-\d+b(?!-preview)|openthinker|acereason|deepscaler|deepcoder|skywork-or1|exaone-deep|vibethinker",
+    re.I,
+)
+_IF_ASKED = re.compile(r"^qwen3\.5-(0\.8|2)b(?!.*base)", re.I)
+_BY_DEFAULT = re.compile(r"^(smollm3|qwen3(\.\d+)?)-(?!(0\.8|2)b)\d(?!.*(instruct|base))", re.I)
 
 
 def split_model_name(name: str) -> tuple[str, str]:
@@ -81,3 +94,41 @@ def is_same_family(first: str, second: str, config_file: Path | None = None) -> 
         return find_family_file(first, config_file) == find_family_file(second, config_file)
     except ConfigError:  # the reader raises the error
         return True
+
+
+def always_thinks(name: str) -> bool:
+    """Whether a model thinks whatever its template says, according to its name.
+
+    >>> always_thinks("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), always_thinks("Qwen/Qwen3-0.6B")
+    (True, False)
+    """
+    return any(_ALWAYS.search(part) for part in _names_in(name))
+
+
+def thinks_if_asked(name: str) -> bool:
+    """Whether a hybrid model thinks only with `enable_thinking: true`, according to its name."""
+    return any(_IF_ASKED.search(part) for part in _names_in(name))
+
+
+def thinks_by_keys(model: Mapping[str, Any]) -> bool:
+    """Whether the model thinks according to the keys of `model:`: by its family, else by its name.
+
+    >>> thinks_by_keys({"name": "Qwen/Qwen3-0.6B"}), thinks_by_keys({"name": "Qwen/Qwen3-4B-Instruct-2507"})
+    (True, False)
+    """
+    family, switch, name = model.get("family", "auto"), model.get("enable_thinking"), str(model.get("name"))
+    if family == "auto" and switch is None:
+        return always_thinks(name) or any(_BY_DEFAULT.search(part) for part in _names_in(name))
+    return family == "thinking" or (family in ("auto", "hybrid") and switch is not False)
+
+
+def _names_in(name: str) -> list[str]:
+    """What may name a model: the last part of a hub id, all parts of a folder's path, or those of an adapter's base."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return [name.rstrip("/").rpartition("/")[2]]
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        return _names_in(str(base))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return list(folder.parts)
