@@ -28,7 +28,7 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
     """
     source = from_here(source)
     if (file := find_gguf(source)) is not None:
-        raise ConfigError(f"{file} is for llama.cpp: ask it with rloo-kit ask {shlex.quote(str(file))}")
+        raise ConfigError(f"{file} is for llama.cpp: llama-server -m {shlex.quote(str(file))} --jinja")
     run = origin_of(source, *overrides)
     saved = source if is_export(source) else run.folder / "adapter"
     if not saved.is_dir():

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 import rloo_kit as kit
 from rloo_kit.cli import app
 from rloo_kit.errors import ConfigError, ExportError, RunExistsError
+from rloo_kit.export import check
 from rloo_kit.export import export as exporting
-from rloo_kit.export import parity
-from rloo_kit.export.targets import WRITERS
+from rloo_kit.export.formats import WRITERS
 from rloo_kit.results.evaluation import Evaluation
 from tests.evaluations import around
 
@@ -168,7 +168,7 @@ def test_what_could_not_be_checked_is_not_called_checked(
     embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without llama.cpp the tensors are read back, and the certificate, the card and the lines say that this is all."""
-    monkeypatch.setattr(parity, "is_importable", lambda name: False)
+    monkeypatch.setattr(check, "is_importable", lambda name: False)
     found = kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="bf16")
     record = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert record["verdict"] == "not checked" and record["checks"] == []
@@ -176,6 +176,8 @@ def test_what_could_not_be_checked_is_not_called_checked(
     line = f"NOT CHECKED with llama.cpp: {record['why_not']}"
     assert line in str(found) and line in (tmp_path / "out" / "README.md").read_text()
     assert "35 tensors read back" in str(found) and "checked with" not in str(found)
+        found
+    )
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="llama-cpp-python is installed: a q4_k_m is made")
@@ -228,7 +230,7 @@ def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switc
     import transformers
 
     from rloo_kit.config.run import RunConfig
-    from rloo_kit.export.loading import serve_line
+    from rloo_kit.export.formats import serve_line
     from rloo_kit.models.policy import Policy
     from rloo_kit.think_tags import ThinkTags
 
@@ -252,7 +254,8 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
         (folder / f"{when}.json").write_text(json.dumps(found.to_dict()))
     (folder / "versions.json").write_text(json.dumps({"versions": {"torch": "2.13.0", "unsloth": None}}))
     run = find_run(folder)
-    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], "load it so")
+    loading = {"base_name": "Qwen/Qwen3-4B-Thinking-2507", "included": False, "four_bit": False, "dtype": "bfloat16"}
+    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], loading)
     head = yaml.safe_load(text.split("---")[1])
     assert head["base_model"] == "Qwen/Qwen3-4B-Thinking-2507" and head["base_model_relation"] == "adapter"
     assert head["library_name"] == "peft" and head["pipeline_tag"] == "text-generation" and "rloo" in head["tags"]
@@ -260,11 +263,11 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     assert "| accuracy, temperature 1 | 0.250 [0.170, 0.330] | 0.750 [0.670, 0.830] |" in text
     assert "accuracy +0.500" in text and "| KL penalty (beta) | 0.01, length_normalized |" in text
     assert "| learning rate | 0.002, linear |" in text and "torch 2.13.0" in text and "unsloth" not in text
-    assert "- checked with peft" in text and "load it so" in text
+    assert "- checked with peft" in text and 'from_pretrained("Qwen/Qwen3-4B-Thinking-2507", dtype="auto")' in text
     assert "with RLOO (reward minus the mean reward of the other completions of the prompt), 8 completions" in text
     for name, value in (("baseline", "group_mean"), ("scale_rewards", "group"), ("token_mean", "completion")):
         setattr(run.rloo, name, value)  # it said RLOO of every run
-    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], "load it so")
+    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], loading)
     head = yaml.safe_load(text.split("---")[1])
     assert "reinforcement learning with GRPO (reward minus the mean reward of the prompt's completions, div" in text
     assert "grpo" in head["tags"] and "rloo" not in head["tags"]

@@ -28,7 +28,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
     monkeypatch.setattr(Hub, "asked", [], raising=False)
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("rloo_kit.export.export.HfApi", Hub)
     return Hub
 
 
