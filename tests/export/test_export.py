@@ -176,8 +176,6 @@ def test_what_could_not_be_checked_is_not_called_checked(
     line = f"NOT CHECKED with llama.cpp: {record['why_not']}"
     assert line in str(found) and line in (tmp_path / "out" / "README.md").read_text()
     assert "35 tensors read back" in str(found) and "checked with" not in str(found)
-        found
-    )
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="llama-cpp-python is installed: a q4_k_m is made")
