@@ -24,14 +24,8 @@ from rloo_kit.system import environment
 from rloo_kit.system.processes import say
 
 PAD_TOKENS = (
-    "<|endoftext|>",
-    "<|pad|>",
-    "<pad>",
-    "[PAD]",
-    "<|PAD_TOKEN|>",
-    "<|vision_pad|>",
-    "<|finetune_right_pad_id|>",
-)
+    "<|endoftext|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>", "<|vision_pad|>", "<|finetune_right_pad_id|>",
+)  # fmt: skip
 # Model types, by their beginnings, that overflow in float16: Unsloth's list (unsloth_zoo/model_lists.py, 2026.10.9).
 FLOAT16_OVERFLOWS = ("gemma3", "gemma4", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_moe")
 BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
@@ -224,9 +218,11 @@ def dtype_name(run: RunConfig) -> str:
     return automatic if run.model.dtype == "auto" else run.model.dtype
 
 
-def refuse_float16(run: RunConfig, config: Any, backend: str) -> None:
-    """Raise BackendError if the run would compute in float16 with a model whose activations or gradients overflow it,
-    which shows only as steps that are skipped. On a GPU without bfloat16 Unsloth casts such a model to float16."""
+def check_config(run: RunConfig, config: Any, backend: str) -> None:
+    """Raise BackendError if the run needs more positions than the model has, or would compute in float16 with a model
+    whose activations or gradients overflow it, which shows only as steps that are skipped. On a GPU without bfloat16
+    Unsloth casts such a model to float16."""
+    usable_length(run, config)
     kind, machine = config.get_text_config().model_type, environment.current()
     mixed = machine.precision == "fp16" and not run.rloo.bf16 if run.rloo.fp16 is None else run.rloo.fp16
     is_cast = backend == "unsloth" and machine.precision == "fp16"

@@ -21,14 +21,7 @@ from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError, RlooKitError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
-from rloo_kit.models.checkpoint import (
-    bind_padding,
-    check_base,
-    digest_source,
-    find_source,
-    refuse_float16,
-    usable_length,
-)
+from rloo_kit.models.checkpoint import bind_padding, check_base, check_config, digest_source, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
@@ -151,8 +144,7 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         return_large_blocks()
     try:
         config = stack.transformers.AutoConfig.from_pretrained(source.base)
-        usable_length(run, config)
-        refuse_float16(run, config, name)
+        check_config(run, config, name)
         model, tokenizer = _module(name).load(run, source, config, vllm)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, RlooKitError):

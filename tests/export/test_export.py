@@ -71,10 +71,11 @@ def test_the_true_vocabulary_with_merges(wide_run: Path, tmp_path: Path, case: A
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["merged", "adapter"])
 def test_a_4bit_base(make_run: Callable[..., Path], tmp_path: Path, to: str) -> None:
+    """Merged into the 16-bit weights that it was quantised from, the model was another one: 0.116 nats off."""
     run = make_run("four", "model.load_in_4bit=true")
     found = kit.export_model(run, to, output=tmp_path / "out", num_prompts=4)
     check = certified(found, 4)
-    assert check["largest"] < 1e-4 and check["equal"] == 4
+    assert check["largest"] < 2e-5 and check["equal"] == 4
     card = (tmp_path / "out" / "README.md").read_text()
     assert "in 4-bit" in card and ("BitsAndBytesConfig" in card) is (to == "adapter")
     if to == "merged":
@@ -326,3 +327,32 @@ def test_what_does_not_fit_is_refused_beforehand(
         ExportError, match=r"takes about 0\.0 GiB of RAM in float32, and 0\.0 GiB.*model\.dtype=bfloat16"
     ):
         kit.export_model(embedded_run, "merged", output=tmp_path / "out")
+
+
+class Hub:
+    """In place of the hub's client; `refused` is the error of its upload."""
+
+    asked: list[Any]
+    refused: Exception | None = None
+
+    def create_repo(self, repo: str, exist_ok: bool) -> str:
+        self.asked.append((repo, exist_ok))
+        return f"https://hub/{repo}"
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.asked.append((repo_id, folder_path, commit_message))
+        if self.refused is not None:
+            raise self.refused
+
+
+def test_the_folder_is_pushed_in_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused push leaves the export, and says how to go on."""
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    monkeypatch.setattr(exporting, "HfApi", Hub)
+    assert exporting.push_folder(tmp_path, "someone/sums", "sums: gguf") == "https://hub/someone/sums"
+    assert Hub.asked == [("someone/sums", True), ("someone/sums", tmp_path, "sums: gguf")]
+    for error in (ValueError("Invalid user token."), OSError("Network is unreachable")):
+        monkeypatch.setattr(Hub, "refused", error)
+        with pytest.raises(ExportError, match=r"complete in .*HF_TOKEN.*hf upload someone/sums ") as caught:
+            exporting.push_folder(tmp_path, "someone/sums", "sums: gguf")
+        assert str(error) in str(caught.value) and caught.value.__suppress_context__
