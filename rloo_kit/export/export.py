@@ -21,7 +21,7 @@ from rloo_kit.export import gguf
 from rloo_kit.export.card import public_name, write_card
 from rloo_kit.export.check import ENGINE, Reference, check_parity, find_missing, measure_reference
 from rloo_kit.export.formats import DTYPES, WRITERS, Job, Written, check_adapter, digest
-from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.checkpoint import dtype_name, find_source
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.models.trained import trained_run
 from rloo_kit.plan.shapes import find_shape
@@ -30,7 +30,6 @@ from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.exported import RUN_FILE, describe_origin
 from rloo_kit.runs.files import now, read_object, saving, write_json
 from rloo_kit.runs.find import TRAINED, find_run, with_name
-from rloo_kit.system.environment import current
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import available_gib
 from rloo_kit.system.processes import say
@@ -96,8 +95,8 @@ def export_model(
         ConfigError: invalid arguments. ExportError: the export cannot be made, does not fit into memory, or differs
         from what was trained; then nothing is published.
     """
-    for option, value, known in (("--to", to, WRITERS), ("--quantization", quantization, gguf.KINDS),
-                                 ("--dtype", dtype, DTYPES)):  # fmt: skip
+    choices = {"--to": (to, WRITERS), "--quantization": (quantization, gguf.KINDS), "--dtype": (dtype, DTYPES)}
+    for option, (value, known) in choices.items():
         if value is not None and value not in known:
             raise ConfigError(f"{option} is {value!r}; it is one of {', '.join(known)}")
     if quantization is not None and to != "gguf":
@@ -172,7 +171,7 @@ def _check_memory(run: RunConfig) -> None:
         shape = find_shape(run)
     except ConfigError:  # unknown shape
         return
-    name = current().dtype_name if run.model.dtype == "auto" else run.model.dtype
+    name = dtype_name(run)
     needed = (shape.num_weights * getattr(torch, name).itemsize + 3 * 4 * shape.table_weights) / GIB
     free = available_gib()
     if needed > free:
