@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from httpx import HTTPError
+from huggingface_hub import HfApi
 from transformers import AutoConfig
 
 from rloo_kit.config.run import RunConfig
@@ -17,9 +19,9 @@ from rloo_kit.embedded.model import name_built
 from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError, SetupError
 from rloo_kit.export import gguf
 from rloo_kit.export.card import public_name, write_card
-from rloo_kit.export.parity import ENGINE, Parity, Reference, check_parity, find_missing, measure_reference
-from rloo_kit.export.targets import DTYPES, TARGETS, WRITERS, Job, Written, check_adapter, digest, name_base
-from rloo_kit.models.checkpoint import find_source
+from rloo_kit.export.check import ENGINE, Reference, check_parity, find_missing, measure_reference
+from rloo_kit.export.formats import DTYPES, WRITERS, Job, Written, check_adapter, digest
+from rloo_kit.models.checkpoint import dtype_name, find_source
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.models.trained import trained_run
 from rloo_kit.plan.shapes import find_shape
@@ -28,12 +30,11 @@ from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.exported import RUN_FILE, describe_origin
 from rloo_kit.runs.files import now, read_object, saving, write_json
 from rloo_kit.runs.find import TRAINED, find_run, with_name
-from rloo_kit.system.environment import current
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import available_gib
 from rloo_kit.system.processes import say
 
-LOADERS = {"adapter": "peft", "merged": "transformers", "vllm": "vllm", "gguf": "llama.cpp"}
+LOADERS = {"adapter": "peft", "merged": "transformers", "vllm": "transformers", "gguf": "llama.cpp"}
 CERTIFICATE = "certificate.json"
 
 
@@ -94,7 +95,16 @@ def export_model(
         ConfigError: invalid arguments. ExportError: the export cannot be made, does not fit into memory, or differs
         from what was trained; then nothing is published.
     """
-    _check_arguments(to, quantization, dtype, num_prompts)
+    choices = {"--to": (to, WRITERS), "--quantization": (quantization, gguf.KINDS), "--dtype": (dtype, DTYPES)}
+    for option, (value, known) in choices.items():
+        if value is not None and value not in known:
+            raise ConfigError(f"{option} is {value!r}; it is one of {', '.join(known)}")
+    if quantization is not None and to != "gguf":
+        raise ConfigError(f"--quantization {quantization} is for --to gguf; use --dtype with --to merged or vllm")
+    if dtype is not None and to not in ("merged", "vllm"):
+        raise ConfigError(f"--dtype {dtype} is for --to merged or vllm; use --quantization with --to gguf")
+    if num_prompts < 1:
+        raise ConfigError(f"--prompts is {num_prompts}; it must be at least 1")
     run, trained = find_run(source), trained_run(source, *overrides)
     run.run = trained.run  # the name may select another run of the same file
     trained.rollout = trained.rollout.model_copy(update={"engine": ENGINE})
@@ -116,13 +126,12 @@ def export_model(
         with saving(folder):
             staged = stage / folder.name
             staged.mkdir()
-            written = WRITERS[to](Job(run, policy, base, settings, quantization, dtype, staged, folder, push))
+            written = WRITERS[to](Job(to, run, policy, base, settings, quantization or dtype, staged, folder, push))
             del policy  # frees memory for the loader
             certificate, verdict = _certify(to, written, run, reference)
-            card = write_card(run, to, _name_base(run, base), verdict, written.snippet)
+            card = write_card(run, to, _name_base(run, base), verdict, written.loading)
             (staged / "README.md").write_text(card, encoding="utf-8")
-            origin = describe_origin(run, _find_base(run, base))
-            (staged / RUN_FILE).write_text(origin, encoding="utf-8")
+            (staged / RUN_FILE).write_text(describe_origin(run, _find_base(run, base)), encoding="utf-8")
             files = {
                 path.relative_to(staged).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
                 for path in sorted(staged.rglob("*"))
@@ -134,22 +143,6 @@ def export_model(
         shutil.rmtree(stage, ignore_errors=True)
     address = push_folder(folder, push, f"{run.name}: {to}, exported by rloo-kit") if push else None
     return Export(folder, to, written.kind, certificate, verdict, written.usage, address)
-
-
-def _check_arguments(to: str, quantization: str | None, dtype: str | None, num_prompts: int) -> None:
-    for name, value, known in (
-        ("--to", to, TARGETS),
-        ("--quantization", quantization, gguf.KINDS),
-        ("--dtype", dtype, DTYPES),
-    ):
-        if value is not None and value not in known:
-            raise ConfigError(f"{name} is {value!r}; it is one of {', '.join(known)}")
-    if quantization is not None and to != "gguf":
-        raise ConfigError(f"--quantization {quantization} is for --to gguf; use --dtype with --to merged or vllm")
-    if dtype is not None and to not in ("merged", "vllm"):
-        raise ConfigError(f"--dtype {dtype} is for --to merged or vllm; use --quantization with --to gguf")
-    if num_prompts < 1:
-        raise ConfigError(f"--prompts is {num_prompts}; it must be at least 1")
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
@@ -178,7 +171,7 @@ def _check_memory(run: RunConfig) -> None:
         shape = find_shape(run)
     except ConfigError:  # unknown shape
         return
-    name = current().dtype_name if run.model.dtype == "auto" else run.model.dtype
+    name = dtype_name(run)
     needed = (shape.num_weights * getattr(torch, name).itemsize + 3 * 4 * shape.table_weights) / GIB
     free = available_gib()
     if needed > free:
@@ -209,15 +202,13 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    loader = LOADERS[target]
-    missing = find_missing(loader)
-    asked = [loader] if missing is None else ["transformers"] if target == "vllm" else []
-    checks: list[Parity] = []
-    for one in asked:
-        say(f"export: loading it with {one} in a separate process")
-        checks.append(check_parity(reference, one, written.model, written.grade, **written.request))
-    verdict = [f"NOT CHECKED with {loader}: {missing}"] if missing else []
-    verdict += [f"checked with {check}" for check in checks] + [written.tensors]
+    loader, checks = LOADERS[target], []
+    if (missing := find_missing(loader)) is None:
+        say(f"export: loading it with {loader} in a separate process")
+        checks = [check_parity(reference, loader, written.model, written.kind, **written.request)]
+        verdict = [f"checked with {checks[0]}", written.tensors]
+    else:
+        verdict = [f"NOT CHECKED with {loader}: {missing}", written.tensors]
     status, saved = (read_object(run.folder / name) for name in ("status.json", f"adapter/{TRAINED}"))
     step = status.get("adapter_step", saved.get("step"))
     return {
@@ -236,10 +227,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
 
 def _name_base(run: RunConfig, base: str) -> str:
     """The base's name on the card; without an adapter `base` is the trained model itself."""
-    if run.model.is_embedded or run.model.lora is None:
-        return public_name(run.model.name)
-    name, included = name_base(base)
-    return name if included else public_name(base)
+    return public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
 
 
 def _find_base(run: RunConfig, base: str) -> dict[str, Any]:
@@ -261,15 +249,11 @@ def push_folder(folder: Path, repo: str, message: str) -> str:
     Raises:
         ExportError: refused or unreachable; the folder stays in place.
     """
-    from httpx import HTTPError
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
     api = HfApi()
     try:
         address = api.create_repo(repo, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, ValueError, OSError) as error:
+    except (HTTPError, ValueError, OSError) as error:
         raise ExportError(
             f"the export is complete in {folder}, but --push {repo} failed ({type(error).__name__}): {error}. A token "
             "with write access is read from HF_TOKEN, in the environment or in .env; HF_HUB_OFFLINE must not be 1. "

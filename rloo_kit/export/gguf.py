@@ -8,21 +8,26 @@ from typing import Any
 
 import numpy as np
 
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import render_prompt, thinks
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight
+from rloo_kit.models.policy import Policy
 from rloo_kit.plan.shapes import SMOLLM2_SHAPE
+from rloo_kit.rollout.completions import find_end_ids
 from rloo_kit.system.versions import is_importable
 
-# Largest difference from a merged weight, as a share of the largest of its 32 neighbours (q4_k_m: 256): half a step of
-# the type. For q4_k_m, whose steps are themselves quantised: twice the error of llama.cpp's code on random weights.
-LARGEST_ERROR = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8, "q8_0": 0.6 / 127, "q4_k_m": 0.2}
-KINDS = tuple(LARGEST_ERROR)
-TINIEST = 2.0**-24  # of float16
-BLOCK, SUPERBLOCK = 32, 256
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
+BLOCK = 32  # neighbours that share a scale in q8_0
 # transformers' model type, also llama.cpp's architecture: llama.cpp's name for how texts are split before the BPE.
 ARCHITECTURES = {"qwen3": "qwen2", "llama": "smollm"}
 # llama.cpp refuses a BPE without merges, and a byte-level one may have none. This byte never occurs in UTF-8 text.
 NO_MERGE = ["ÿ ÿ"]
+# Qwen3's model cards, for the models that think and for those that do not.
+_NAMES = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING = {True: (0.6, 0.95, 20, 0.0), False: (0.7, 0.8, 20, 0.0)}
+_USER, _QUESTION = "<|im_start|>user\n", "1+1?"
+_TURN = "<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n"
 
 
 def check_gguf(config: Any) -> None:
@@ -57,79 +62,61 @@ def write_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, config)
     _add_tokenizer(writer, folder, tokenizer, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
-    types = [_tensor_type(weight, kind) for weight in weights]
-    for weight, tensor_type in zip(weights, types, strict=True):
-        target = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
-        if target is None:
-            raise ExportError(f"llama.cpp's {arch} has no tensor for {weight.name}")
+    places = _place(weights, config, kind)
+    for name, weight, tensor_type in places:
         size = int(np.prod(gguf.quant_shape_to_byte_shape(weight.shape, tensor_type)))
-        writer.add_tensor_info(target, weight.shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
+        writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for weight, tensor_type in zip(weights, types, strict=True):
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        writer.write_tensor_data(gguf.quantize(_interleave(weight, arch, heads), tensor_type))
+    for _, weight, tensor_type in places:
+        writer.write_tensor_data(_encode(weight, config, tensor_type))
     writer.close()
 
 
-def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
-    """The largest difference between the tensors of `file`, read by gguf's own reader, and the merged weights, as a
-    share of the largest neighbour. Raises ExportError if a tensor is missing or differs more than `kind` explains."""
+def compare_gguf(weights: list[Weight], file: Path, config: Any, kind: str) -> None:
+    """Check that the tensors of `file`, read by gguf's own reader, are the merged weights in the type `kind`, byte for
+    byte. Raises ExportError with the first that is not."""
     import gguf
 
-    reader = gguf.GGUFReader(file)
-    arch = reader.fields["general.architecture"].contents()
-    heads = {
-        name: int(reader.fields[f"{arch}.attention.{key}"].contents())
-        for name, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv"))
-    }
-    layers = [int(one.name.split(".")[2]) for one in weights if one.name.startswith("model.layers.")]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 1 + max(layers))
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    largest = 0.0
-    for weight in weights:
-        tensor = found.pop(str(names.get_name(weight.name, try_suffixes=(".weight", ".bias"))), None)
-        if tensor is None:
-            raise ExportError(f"{file}: the tensor of {weight.name} is missing, so the export is not published")
-        wanted = _interleave(weight, arch, heads)
-        error = np.abs(gguf.dequantize(tensor.data, tensor.tensor_type).reshape(wanted.shape) - wanted)
-        block = SUPERBLOCK if kind == "q4_k_m" else BLOCK
-        width = block if wanted.size % block == 0 else wanted.shape[-1]
-        scale = np.abs(wanted).reshape(-1, width).max(axis=-1, keepdims=True)
-        excess = np.maximum(error.reshape(-1, width) - TINIEST, 0.0)
-        share = float(np.max(excess / np.maximum(scale, TINIEST))) if error.any() else 0.0
-        limit = 0.0 if tensor.tensor_type.name == "F32" else LARGEST_ERROR[kind]
-        if not share <= limit:  # NaN too
-            raise ExportError(
-                f"{file}: the tensor {tensor.name} differs by {share:.2g} of its largest neighbour, and {kind} "
-                f"explains {limit:.2g}: it is not what was trained, so the export is not published"
-            )
-        largest = max(largest, share)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for name, weight, tensor_type in _place(weights, config, kind):
+        tensor = found.pop(name, None)
+        if tensor is None or tensor.data.tobytes() != _encode(weight, config, tensor_type).tobytes():
+            what = "is missing" if tensor is None else f"is not the trained one in {kind}"
+            raise ExportError(f"{file}: the tensor {name} {what}, so the export is not published")
     if found:
         raise ExportError(f"{file} has tensors that the model does not have: {', '.join(found)}")
-    return largest
 
 
-def _interleave(weight: Weight, arch: str, heads: dict[str, int]) -> np.ndarray:
-    """A weight as llama.cpp stores it: its llama rotates neighbours within a head, transformers' rotates halves."""
-    values = weight.read().numpy()
-    count = next((number for part, number in heads.items() if f".{part}." in weight.name), None)
-    if arch != "llama" or count is None:
-        return values
-    return np.ascontiguousarray(values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape))
-
-
-def _tensor_type(weight: Weight, kind: str) -> Any:
-    """The type llama.cpp's converter uses: float32 for vectors, float16 if a row is not a whole number of blocks."""
+def _place(weights: list[Weight], config: Any, kind: str) -> list[tuple[str, Weight, Any]]:
+    """llama.cpp's name of each weight, and the type that its converter uses: float32 for vectors, float16 if a row is
+    not a whole number of blocks."""
     import gguf
 
-    if len(weight.shape) == 1 or kind == "f32":
-        return gguf.GGMLQuantizationType.F32
-    if kind == "q8_0" and weight.shape[-1] % BLOCK:
-        return gguf.GGMLQuantizationType.F16
-    return gguf.GGMLQuantizationType[kind.upper()]
+    arch, placed = config.model_type, []
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
+    for weight in weights:
+        name = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ExportError(f"llama.cpp's {arch} has no tensor for {weight.name}")
+        wanted = "f32" if len(weight.shape) == 1 else "f16" if kind == "q8_0" and weight.shape[-1] % BLOCK else kind
+        placed.append((name, weight, gguf.GGMLQuantizationType[wanted.upper()]))
+    return placed
+
+
+def _encode(weight: Weight, config: Any, tensor_type: Any) -> np.ndarray:
+    """A weight as llama.cpp stores it: its llama rotates neighbours within a head, transformers' rotates halves."""
+    import gguf
+
+    values, heads = weight.read().numpy(), 0
+    if config.model_type == "llama" and ".q_proj." in weight.name:
+        heads = config.num_attention_heads
+    elif config.model_type == "llama" and ".k_proj." in weight.name:
+        heads = config.num_key_value_heads
+    if heads:
+        values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    return gguf.quantize(np.ascontiguousarray(values), tensor_type)
 
 
 def _add_shape(writer: Any, config: Any) -> None:
@@ -187,3 +174,30 @@ def quantise(source: Path, file: Path) -> str | None:
     if code or not file.is_file():
         raise ExportError(f"llama.cpp could not quantise {source.name} to {file.name} (code {code})")
     return None
+
+
+def write_modelfile(run: RunConfig, policy: Policy, gguf_name: str) -> str | None:
+    """The text of `Modelfile` for a GGUF file in the same folder: prompt layout, stop tokens and sampling parameters,
+    which Ollama does not read from a GGUF. None if the chat template is not ChatML, the only one that is supported.
+
+    The sampling parameters are the model's own (`generation_config.json`), with Qwen3's as defaults.
+    """
+    if policy.family == "plain":
+        return None
+    text = render_prompt(policy.tokenizer, _QUESTION, policy.family, run.model.enable_thinking)
+    turn = f"{_USER}{_QUESTION}<|im_end|>\n"
+    if not text.startswith(turn):
+        return None
+    opening = text.removeprefix(turn)  # the end of a prompt, from the assistant's turn on
+    own = policy.model.generation_config
+    defaults = SAMPLING[thinks(policy.family, run.model.enable_thinking)]
+    chosen = [getattr(own, name, None) if own.do_sample else None for name in _NAMES]
+    values = [value if given is None else given for given, value in zip(chosen, defaults, strict=True)]
+    lines = [f"FROM ./{gguf_name}", f'TEMPLATE """{{{{- range .Messages }}}}{_TURN}{{{{ end }}}}{opening}"""']
+    if run.data.system_prompt:
+        lines.append('SYSTEM """' + run.data.system_prompt.replace('"""', '\\"\\"\\"') + '"""')
+    stops = policy.tokenizer.convert_ids_to_tokens(find_end_ids(policy))
+    lines += [f'PARAMETER stop "{token}"' for token in stops]
+    lines += [f"PARAMETER {name} {value:g}" for name, value in zip(_NAMES, values, strict=True)]
+    lines.append(f"PARAMETER num_ctx {run.model.max_seq_length}")
+    return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from rloo_kit.errors import ExportError
-from rloo_kit.models.adapters import MORE_THAN_MATRICES
+from rloo_kit.models.adapters import find_beyond_lora
 
 ADAPTER = "default"
 _INNER = ".base_layer"  # PEFT's name for the module that an adapter wraps
@@ -49,8 +49,16 @@ class Weight:
 def list_weights(model: Any) -> list[Weight]:
     """All merged weights of a policy's model in the model's order, tied ones once. Raises ExportError if the adapter is
     not just a LoRA of linear layers."""
-    _refuse_other_adapters(model)
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = model
+    if hasattr(model, "peft_config"):
+        base, beyond = model.get_base_model(), find_beyond_lora(model.peft_config[ADAPTER])
+        if any("lora_embedding_A." in name for name, _ in model.named_parameters()):
+            beyond = beyond or "changes the embedding"
+        if beyond:
+            raise ExportError(
+                f"this adapter {beyond}, and the kit merges only a LoRA of linear layers: use rloo-kit export --to "
+                "adapter, then PEFT's merge_and_unload"
+            )
     modules, seen, found = dict(base.named_modules()), set(), []
     for name, module in modules.items():
         if ".lora_" in name:
@@ -81,23 +89,3 @@ def compare_shards(weights: list[Weight], folder: Path, dtype: torch.dtype) -> i
     if wanted:
         raise ExportError(f"{folder}: the tensor {next(iter(wanted))} is missing, so the export is not published")
     return len(weights)
-
-
-def _refuse_other_adapters(model: Any) -> None:
-    config = getattr(model, "peft_config", {}).get(ADAPTER)
-    if config is None:
-        return
-    found = ""
-    if config.peft_type != "LORA":
-        found = f"is of the type {config.peft_type.value}"
-    elif getattr(config, "use_dora", False):
-        found = "uses DoRA"
-    elif config.bias != "none" or any(getattr(config, name, None) for name in MORE_THAN_MATRICES):
-        found = "trains biases, whole modules (modules_to_save), rows of the embedding or bare parameters too"
-    elif any("lora_embedding_A." in name for name, _ in model.named_parameters()):
-        found = "changes the embedding"
-    if found:
-        raise ExportError(
-            f"this adapter {found}, and the kit merges only a LoRA of linear layers: use rloo-kit export --to adapter, "
-            "then PEFT's merge_and_unload"
-        )

@@ -133,7 +133,7 @@ class RLOOConfig(trl.RLOOConfig):
         whole = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | values
         asked = {name: dict(value) if isinstance(value, dict) else value for name, value in whole.items()}
         super().__init__(**whole)  # Unsloth's changes dicts in place
-        keep_values(self, _STOCK, asked, {*given, *values})
+        keep_values(self, _STOCK, asked)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -245,7 +245,7 @@ def _make_config(values: dict[str, Any]) -> Any:
         for name, field in missing.items()
     }
     config = trl.SFTConfig(**whole)
-    keep_values(config, _STOCK, whole, values)
+    keep_values(config, _STOCK, whole)
     return config
 
 

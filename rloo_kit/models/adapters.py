@@ -254,26 +254,41 @@ def is_switched_off(model: Any) -> bool:
     return any(getattr(module, "_disable_adapters", False) for module in model.modules())
 
 
+def find_beyond_lora(config: Any) -> str:
+    """What an adapter's configuration has beyond a LoRA of linear layers; empty if nothing."""
+    if config.peft_type != "LORA":
+        return f"has the type {config.peft_type.value}"
+    if getattr(config, "use_dora", False):
+        return "uses DoRA"
+    if config.bias != "none" or any(getattr(config, name, None) for name in MORE_THAN_MATRICES):
+        return "trains biases, whole modules (modules_to_save), rows of the embedding or bare parameters too"
+    return ""
+
+
 def find_handover_problem(model: Any) -> str | None:
     """Why a vLLM with the base cannot load the adapter of `model`; None if it can."""
     if not is_peft_model(model):
         return NO_ADAPTER
     config: Any = model.peft_config["default"]
-    found, fix = "", "set rollout.engine=generate"
-    if config.peft_type != "LORA":
-        found, fix = f"has the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=generate"
-    elif getattr(config, "use_dora", False):
-        found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=generate"
-    elif config.bias != "none" or any(getattr(config, name, None) for name in MORE_THAN_MATRICES):
-        found = "trains biases, whole modules (modules_to_save), rows of the embedding or bare parameters too"
+    fix = "set rollout.engine=generate"
+    if found := find_beyond_lora(config):
+        fix = "train a plain LoRA adapter (use_dora=False, bias='none'), or set rollout.engine=generate"
     elif config.rank_pattern or config.alpha_pattern:
         found = "scales layers differently (rank_pattern, alpha_pattern), which vLLM before 0.32 ignores"
         fix = "remove the patterns, or set rollout.engine=generate"
-    elif isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower() not in PLAIN_STARTS:
-        name = config.init_lora_weights
+    elif isinstance(name := config.init_lora_weights, str) and name.lower() not in PLAIN_STARTS:
         found = f"is initialised by {name}, which changes the base"
         fix = "set init_lora_weights=True or rollout.engine=generate"
     return f"vLLM loads plain LoRA adapters, but this adapter {found}: {fix}" if found else None
+
+
+def continue_adapter(model: Any, folder: str, base: str) -> Any:
+    """A bare model with the saved adapter of a folder, to train it further; BackendError if it does not fit."""
+    path = Path(folder).expanduser()
+    try:
+        return load_stack().peft.PeftModel.from_pretrained(model, str(path), is_trainable=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BackendError(f"the adapter {path} does not fit {base}: {error}") from error
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:

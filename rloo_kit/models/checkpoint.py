@@ -24,14 +24,8 @@ from rloo_kit.system import environment
 from rloo_kit.system.processes import say
 
 PAD_TOKENS = (
-    "<|endoftext|>",
-    "<|pad|>",
-    "<pad>",
-    "[PAD]",
-    "<|PAD_TOKEN|>",
-    "<|vision_pad|>",
-    "<|finetune_right_pad_id|>",
-)
+    "<|endoftext|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>", "<|vision_pad|>", "<|finetune_right_pad_id|>",
+)  # fmt: skip
 # Model types, by their beginnings, that overflow in float16: Unsloth's list (unsloth_zoo/model_lists.py, 2026.10.9).
 FLOAT16_OVERFLOWS = ("gemma3", "gemma4", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_moe")
 BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
@@ -218,15 +212,21 @@ def usable_length(run: RunConfig, config: Any) -> int:
     return min(run.model.max_seq_length, limit)
 
 
-def refuse_float16(run: RunConfig, config: Any, backend: str) -> None:
-    """Raise BackendError if the run would compute in float16 with a model whose activations or gradients overflow it,
-    which shows only as steps that are skipped. On a GPU without bfloat16 Unsloth casts such a model to float16."""
+def dtype_name(run: RunConfig) -> str:
+    """The base's dtype; `auto` follows the machine, or is float32 if every parameter is trained."""
+    automatic = environment.current().dtype_name if run.model.lora is not None else "float32"
+    return automatic if run.model.dtype == "auto" else run.model.dtype
+
+
+def check_config(run: RunConfig, config: Any, backend: str) -> None:
+    """Raise BackendError if the run needs more positions than the model has, or would compute in float16 with a model
+    whose activations or gradients overflow it, which shows only as steps that are skipped. On a GPU without bfloat16
+    Unsloth casts such a model to float16."""
+    usable_length(run, config)
     kind, machine = config.get_text_config().model_type, environment.current()
-    automatic = machine.dtype_name if run.model.lora is not None else "float32"
-    dtype = automatic if run.model.dtype == "auto" else run.model.dtype
     mixed = machine.precision == "fp16" and not run.rloo.bf16 if run.rloo.fp16 is None else run.rloo.fp16
     is_cast = backend == "unsloth" and machine.precision == "fp16"
-    if kind.startswith(FLOAT16_OVERFLOWS) and (mixed or is_cast or dtype == "float16"):
+    if kind.startswith(FLOAT16_OVERFLOWS) and (mixed or is_cast or dtype_name(run) == "float16"):
         raise BackendError(
             f"the run would compute in float16, in which {kind} overflows: set model.dtype=float32 rloo.fp16=false"
             + (" model.backend=transformers, because Unsloth casts it on a GPU without bfloat16" if is_cast else "")

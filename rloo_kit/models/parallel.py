@@ -16,8 +16,6 @@ from trl.models.utils import unwrap_model_for_generation
 
 from rloo_kit.errors import ConfigError
 
-BUCKET_ELEMENTS = 2**24  # per all-reduce: 64 MiB of float32
-
 
 class Parallel:
     """The processes of a run as the trainer's steps see them; `kind` is "single", "replicas" or "shards".
@@ -95,13 +93,10 @@ class Parallel:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([parameter.grad for parameter in parameters]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            torch.distributed.all_reduce(flat)
-            flat /= self.accelerator.num_processes
-            parts = flat.split([gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        sums = [torch.distributed.all_reduce(parameter.grad, async_op=True) for parameter in parameters]
+        for parameter, total in zip(parameters, sums, strict=True):
+            total.wait()
+            parameter.grad /= self.accelerator.num_processes
 
     @contextmanager
     def whole_weights(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -124,24 +119,6 @@ class Parallel:
 def local_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """This process's part of each tensor: the local shard of a sharded one, any other unchanged."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-
-
-def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Consecutive gradients of one dtype and device, up to BUCKET_ELEMENTS; split identically in every process."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for gradient in gradients:
-        fits = not bucket or (
-            size + gradient.numel() <= BUCKET_ELEMENTS
-            and (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
-        )
-        if not fits:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.numel()
-    if bucket:
-        yield bucket
 
 
 @contextmanager

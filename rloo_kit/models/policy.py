@@ -5,7 +5,7 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,9 +19,9 @@ from rloo_kit.collective import gather_objects, main_first, start_processes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
-from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.errors import BackendError, ConfigError, RlooKitError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
-from rloo_kit.models.checkpoint import bind_padding, check_base, digest_source, find_source
+from rloo_kit.models.checkpoint import bind_padding, check_base, check_config, digest_source, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
@@ -142,7 +142,15 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     vllm, engine_reason = _plan_vllm(run, name)
     if not torch.cuda.is_available():
         return_large_blocks()
-    model, tokenizer = _module(name).load(run, source, stack, vllm)
+    try:
+        config = stack.transformers.AutoConfig.from_pretrained(source.base)
+        check_config(run, config, name)
+        model, tokenizer = _module(name).load(run, source, config, vllm)
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, RlooKitError):
+            raise
+        without = "" if vllm is None else " (with vLLM; rollout.engine=generate loads it without)"
+        raise BackendError(f"cannot load model.name = {run.model.name}{without}: {error}") from error
     if vllm is None:
         remember_absence(model, engine_reason)
     else:
@@ -231,17 +239,14 @@ def keep_settings(arguments: Mapping[str, Any]) -> Iterator[None]:
         changes.append(f"padding_side {side} (Unsloth: {tokenizer.padding_side})")
         tokenizer.padding_side = side
     if changes and is_main_process():
-        print(f"kept settings that Unsloth would change: {', '.join(map(str, changes))}", flush=True)
+        print(f"kept settings that Unsloth would change: {', '.join(changes)}", flush=True)
 
 
-def keep_values(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> None:
-    """After the config's constructor: restore what a backend's version of it changes.
-
-    Args:
-        config: the kit's. stock: TRL's class. values: the keywords given to it. given: those that the run set.
-    """
+def keep_values(config: Any, stock: type, values: dict[str, Any]) -> None:
+    """After the config's constructor, which got `values`: restore what a backend's version of TRL's class `stock`
+    changes."""
     if _unsloth_is_there():
-        config._changes = _module("unsloth").set_back(config, stock, values, given)  # printed by keep_settings
+        config._changes = _module("unsloth").set_back(config, stock, values)  # printed by keep_settings
 
 
 def packed_keywords(model: Any) -> Any:

@@ -6,12 +6,11 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.checkpoint import dtype_name, find_source
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.runs.exported import RUN_FILE, find_gguf, is_export, origin_of
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, weights_of
-from rloo_kit.system import environment
 from rloo_kit.system.input_files import from_here
 
 
@@ -28,7 +27,7 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
     """
     source = from_here(source)
     if (file := find_gguf(source)) is not None:
-        raise ConfigError(f"{file} is for llama.cpp: ask it with rloo-kit ask {shlex.quote(str(file))}")
+        raise ConfigError(f"{file} is for llama.cpp: llama-server -m {shlex.quote(str(file))} --jinja")
     run = origin_of(source, *overrides)
     saved = source if is_export(source) else run.folder / "adapter"
     if not saved.is_dir():
@@ -43,9 +42,8 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
     is_quantised = read_object(weights / MODEL_CONFIG).get("quantization_config") is not None  # loads with an adapter
     if key == "name" and run.model.lora is not None and not is_quantised:
         # merged: it has no separate base, and it is no longer in 4-bit
-        dtype = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
         backend = "auto" if run.model.backend == "unsloth" else run.model.backend  # Unsloth's loader needs an adapter
-        changed |= {"lora": None, "load_in_4bit": False, "dtype": dtype, "backend": backend}
+        changed |= {"lora": None, "load_in_4bit": False, "dtype": dtype_name(run), "backend": backend}
     run.model = run.model.model_copy(update=changed | {key: str(weights)})
     return run
 

@@ -6,49 +6,56 @@ Trained weights are in float32, whatever the base is in: bfloat16 loses an updat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
-from rloo_kit.models.adapters import choose_targets, find_outside
-from rloo_kit.models.checkpoint import ModelSource, refuse_float16, usable_length
+from rloo_kit.models.adapters import choose_targets, continue_adapter, find_outside
+from rloo_kit.models.checkpoint import ModelSource, dtype_name, usable_length
 from rloo_kit.models.vllm import VllmSettings, start_vllm
 from rloo_kit.plan.result import VllmPlan
-from rloo_kit.system import environment
 
 NON_REENTRANT = {"use_reentrant": False}
 
 
-def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
+def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
     """The model with its adapter, and its tokenizer; with `vllm`, also starts vLLM with a copy of the base.
 
     Raises:
-        BackendError: the checkpoint cannot be read, or the settings contradict each other.
+        BackendError: the settings contradict each other. OSError, ValueError: the checkpoint cannot be read.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        config = AutoConfig.from_pretrained(source.base)
-        usable_length(run, config)
-        refuse_float16(run, config, "transformers")
-        _check_quantised(run, config)
-        tokenizer = AutoTokenizer.from_pretrained(source.base)
-        dtype, quantization = _dtype(run), None
-        if run.model.load_in_4bit and getattr(config, "quantization_config", None) is None:
-            nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-            quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.base, dtype=dtype, device_map={"": str(device)}, quantization_config=quantization
-        )
-    except (OSError, ValueError) as error:
-        raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
+    _check_quantised(run, config)
+    tokenizer = AutoTokenizer.from_pretrained(source.base)
+    dtype, quantization = getattr(torch, dtype_name(run)), None
+    if run.model.load_in_4bit and getattr(config, "quantization_config", None) is None:
+        nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.base, dtype=dtype, device_map={"": str(device)}, quantization_config=quantization
+    )
     keep_4bit_weights(model)
-    if run.model.lora is not None:
-        model = _with_adapter(model, run.model.lora, run.run.seed, source, stack)
+    if (lora := run.model.lora) is not None:
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        if source.adapter is not None:
+            model = continue_adapter(model, source.adapter, source.base)
+        else:
+            torch.manual_seed(run.run.seed)
+            peft = load_stack().peft
+            settings = peft.LoraConfig(
+                r=lora.r,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules=choose_targets(model, lora.target_modules),
+                exclude_modules=find_outside(model),
+                task_type="CAUSAL_LM",
+            )
+            model = peft.get_peft_model(model, settings)
     if run.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
         model.enable_input_require_grads()
@@ -110,42 +117,9 @@ def _check_quantised(run: RunConfig, config: Any) -> None:
         )
 
 
-def _dtype(run: RunConfig) -> torch.dtype:
-    """The base's dtype; `auto` follows the machine, or is float32 if every parameter is trained."""
-    if run.model.dtype != "auto":
-        return getattr(torch, run.model.dtype)
-    return torch.float32 if run.model.lora is None else getattr(torch, environment.current().dtype_name)
-
-
 def keep_4bit_weights(model: Any) -> None:
     """Keep generation from changing the policy: on CPUs with AVX512-BF16, bitsandbytes 0.50 repacks a layer in place at
     its first call in eval mode, rounds its scales to bf16 and fails on widths below its block size."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-
-def _with_adapter(model: Any, lora: LoraSection, seed: int, source: ModelSource, stack: Any) -> Any:
-    """A new LoRA adapter, or the existing one, trainable and in float32."""
-    peft = stack.peft
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    if source.adapter is not None:
-        folder = Path(source.adapter).expanduser()
-        try:
-            return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
-    torch.manual_seed(seed)
-    settings = peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=choose_targets(model, lora.target_modules),
-        exclude_modules=find_outside(model),
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return peft.get_peft_model(model, settings)
-    except ValueError as error:
-        raise BackendError(f"model.lora.target_modules = {settings.target_modules}: {error}") from error

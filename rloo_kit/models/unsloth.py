@@ -4,27 +4,25 @@ Restores what Unsloth changes by itself: settings of the config, mixed precision
 """
 
 import copy
-import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
+from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
-from rloo_kit.models.adapters import choose_targets
-from rloo_kit.models.checkpoint import ModelSource, refuse_float16, usable_length
+from rloo_kit.models.adapters import choose_targets, continue_adapter
+from rloo_kit.models.checkpoint import ModelSource, dtype_name, usable_length
 from rloo_kit.models.vllm import (
     InProcessVllm,
     adopt_vllm,
@@ -51,19 +49,6 @@ CONSTRUCTOR_CHANGES = (
 ITS_OWN = ("gradient_checkpointing_kwargs",)  # Unsloth's checkpoints are reentrant unless you ask for another form
 
 
-@dataclass(frozen=True)
-class Change:
-    """A setting that Unsloth changes by itself: its name, the run's value, which is kept, and Unsloth's."""
-
-    name: str
-    ours: Any
-    unsloths: Any
-
-    def __str__(self) -> str:
-        ours, unsloths = (getattr(value, "value", value) for value in (self.ours, self.unsloths))
-        return f"{self.name} {ours} (Unsloth: {unsloths})"
-
-
 def unusable(run: RunConfig, stack: Any) -> str | None:
     """Why Unsloth cannot be used for this run ("what is wrong; what to do"); None if it can."""
     if stack.unsloth is None:
@@ -74,36 +59,44 @@ def unusable(run: RunConfig, stack: Any) -> str | None:
     return None
 
 
-def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
+def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
     """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights.
 
     Raises:
-        BackendError: the checkpoint cannot be read, or the adapter does not fit it.
+        BackendError: the adapter does not fit. OSError, RuntimeError, ValueError: the checkpoint cannot be read.
     """
-    fast = stack.unsloth.FastLanguageModel
+    fast, lora, checkpointing = load_stack().unsloth.FastLanguageModel, _lora_of(run), run.model.gradient_checkpointing
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
-    dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
-    try:
-        config = AutoConfig.from_pretrained(source.base)
-        max_seq_length = usable_length(run, config)
-        refuse_float16(run, config, "unsloth")
-        model, tokenizer = fast.from_pretrained(
-            model_name=source.base,
-            max_seq_length=max_seq_length,
-            dtype=getattr(torch, dtype_name),
-            load_in_4bit=run.model.load_in_4bit,
-            use_gradient_checkpointing=run.model.gradient_checkpointing,
-            **({"text_only": True} if hasattr(config, "vision_config") else {}),
-            **({} if vllm is None else _vllm_arguments(run, vllm)),
+    model, tokenizer = fast.from_pretrained(
+        model_name=source.base,
+        max_seq_length=usable_length(run, config),
+        dtype=getattr(torch, dtype_name(run)),
+        load_in_4bit=run.model.load_in_4bit,
+        use_gradient_checkpointing=checkpointing,
+        **({"text_only": True} if hasattr(config, "vision_config") else {}),
+        **({} if vllm is None else _vllm_arguments(run, vllm)),
+    )
+    if source.adapter is not None:
+        model = continue_adapter(model, source.adapter, source.base)
+        model = fast.patch_peft_model(model, use_gradient_checkpointing=checkpointing)
+    else:
+        model = fast.get_peft_model(
+            model,
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=choose_targets(model, lora.target_modules),
+            use_gradient_checkpointing=checkpointing,
+            random_state=run.run.seed,
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, BackendError):
-            raise
-        without = "" if vllm is None else " (with vLLM; rollout.engine=generate loads it without)"
-        raise BackendError(f"Unsloth cannot load model.name = {run.model.name}{without}: {error}") from error
-    model = _with_adapter(model, run, source, stack)
-    if changes := _find_changes(model, run, dtype_name, source.adapter is None):
-        print(f"Unsloth loaded the model differently than requested: {', '.join(map(str, changes))}", flush=True)
+    base = model.get_base_model()
+    # without bfloat16 it loads float16, and weights that it cannot quantise as they are
+    pairs = {
+        "model.dtype": (dtype_name(run), str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")),
+        "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
+    }
+    if changes := [_describe(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]:
+        print(f"Unsloth loaded the model differently than requested: {', '.join(changes)}", flush=True)
     # keep the padding mask, which the backbone drops in training mode unless the last full call had no labels
     model.get_base_model().model._unsloth_keep_padding_mask = True
     # Unsloth keeps a reference to its tokenizer, and pads right whenever the model enters training mode.
@@ -157,43 +150,36 @@ def config_arguments(run: RunConfig) -> dict[str, Any]:
     return {"gradient_checkpointing": False}
 
 
-def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> list[Change]:
+def set_back(config: Any, stock: type, values: dict[str, Any]) -> list[str]:
     """After the constructor of a config that Unsloth generated: set its fields to what TRL's class makes of them.
 
     Args:
         config: the generated object; changed in place. stock: TRL's class. values: the keywords that `config` was made
-            from. given: the names that the run set; all others get TRL's defaults, and Unsloth's are listed.
+            from.
 
     Returns:
-        what Unsloth changed, or would have changed.
+        what Unsloth had changed.
     """
-    meant = stock(**values)
-    # Unsloth's class among the ancestors has a field that TRL's lacks; without a GPU TRL's classes are unchanged
-    generated = [cls for cls in type(config).__mro__ if "unsloth_num_chunks" in vars(cls)]
-    defaults = inspect.signature(generated[0]).parameters.items() if generated else ()
-    unsloths = {name: parameter.default for name, parameter in defaults if name not in given}
-    changes = []
+    meant, changes = stock(**values), []
     for name in (field.name for field in fields(stock) if field.init):
         ours, found = getattr(meant, name), getattr(config, name)
         if found != ours and (name not in ITS_OWN or values.get(name) is not None):
             setattr(config, name, ours)
-            changes.append(Change(name, ours, found))
-        elif name in unsloths and _plain(unsloths[name]) != _plain(values.get(name)):
-            changes.append(Change(name, ours, unsloths[name]))
+            changes.append(_describe(name, ours, found))
     return changes
 
 
 @contextmanager
-def keep_arguments(args: Any, model: Any) -> Iterator[list[Change]]:
+def keep_arguments(args: Any, model: Any) -> Iterator[list[str]]:
     """Wrap the generated trainer's constructor: restore and list what it changes in `args`, keep float32 (it turns on
     mixed precision unless its variable asks for the model's precision), and hide a vLLM on the model, which TRL's code
     would otherwise sample from with merged weights."""
-    changes: list[Change] = []
+    changes: list[str] = []
     before = {name: getattr(args, name) for name in CONSTRUCTOR_CHANGES if hasattr(args, name)}
     is_plain = args is not None and not (args.bf16 or args.fp16)
     variable = os.environ.get(PRECISION_VARIABLE)
     if is_plain:
-        changes.append(Change("mixed precision", "no", "bf16, or fp16 on a GPU without it"))
+        changes.append(_describe("mixed precision", "no", "bf16, or fp16 on a GPU without it"))
         os.environ[PRECISION_VARIABLE] = "bfloat16"
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()  # Unsloth keeps vLLM on some of them
     hidden = [(module, vars(module).pop(ENGINE)) for module in modules if ENGINE in vars(module)]
@@ -209,7 +195,7 @@ def keep_arguments(args: Any, model: Any) -> Iterator[list[Change]]:
         for name, ours in before.items():
             if (found := getattr(args, name)) != ours:
                 setattr(args, name, ours)
-                changes.append(Change(name, ours, found))
+                changes.append(_describe(name, ours, found))
 
 
 def adopt_engine(model: Any) -> InProcessVllm:
@@ -232,9 +218,9 @@ def _hand_over(folder: "tempfile.TemporaryDirectory[str]", model: Any) -> Any:
     return request
 
 
-def _plain(value: Any) -> Any:
-    """A default in comparable form: {} and False in Unsloth mean None and "no" in TRL."""
-    return None if value is False or value in ({}, "no") else getattr(value, "value", value)
+def _describe(name: str, ours: Any, unsloths: Any) -> str:
+    """A setting that Unsloth changes by itself, with the run's value, which is kept."""
+    return f"{name} {getattr(ours, 'value', ours)} (Unsloth: {getattr(unsloths, 'value', unsloths)})"
 
 
 def _lora_of(run: RunConfig) -> LoraSection:
@@ -275,48 +261,6 @@ def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
         "enforce_eager": run.rollout.vllm.enforce_eager,
         "unsloth_vllm_standby": os.environ[environment.STANDBY_VARIABLE] != "0",
     }
-
-
-def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -> Any:
-    """A new LoRA adapter, or the existing one, with Unsloth's kernels."""
-    fast, lora = stack.unsloth.FastLanguageModel, _lora_of(run)
-    if source.adapter is None:
-        return fast.get_peft_model(
-            model,
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=choose_targets(model, lora.target_modules),
-            use_gradient_checkpointing=run.model.gradient_checkpointing,
-            random_state=run.run.seed,
-        )
-    folder = Path(source.adapter).expanduser()
-    try:
-        model = stack.peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
-    return fast.patch_peft_model(model, use_gradient_checkpointing=run.model.gradient_checkpointing)
-
-
-def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> list[Change]:
-    """Where the model differs from `run.model`: a GPU without bfloat16, weights that cannot be quantised."""
-    base, settings = model.get_base_model(), model.peft_config["default"]
-    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
-    pairs = {
-        "model.dtype": (dtype_name, dtype),
-        "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
-    }
-    if is_new:
-        lora, targets = _lora_of(run), settings.target_modules
-        if isinstance(targets, str):  # a pattern, for classes without a forward of Unsloth's own: what it matched
-            targets = {name.rpartition(".")[2] for name, part in model.named_modules() if hasattr(part, "lora_A")}
-        pairs |= {
-            "model.lora.r": (lora.r, settings.r),
-            "model.lora.alpha": (lora.alpha, settings.lora_alpha),
-            "model.lora.dropout": (lora.dropout, settings.lora_dropout),
-            "model.lora.target_modules": (sorted(lora.target_modules or targets), sorted(targets)),
-        }
-    return [Change(name, asked, found) for name, (asked, found) in pairs.items() if asked != found]
 
 
 def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 import rloo_kit as kit
 from rloo_kit.cli import app
 from rloo_kit.errors import ConfigError, ExportError, RunExistsError
+from rloo_kit.export import check
 from rloo_kit.export import export as exporting
-from rloo_kit.export import parity
-from rloo_kit.export.targets import WRITERS
+from rloo_kit.export.formats import WRITERS
 from rloo_kit.results.evaluation import Evaluation
 from tests.evaluations import around
 
@@ -71,10 +71,11 @@ def test_the_true_vocabulary_with_merges(wide_run: Path, tmp_path: Path, case: A
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["merged", "adapter"])
 def test_a_4bit_base(make_run: Callable[..., Path], tmp_path: Path, to: str) -> None:
+    """Merged into the 16-bit weights that it was quantised from, the model was another one: 0.116 nats off."""
     run = make_run("four", "model.load_in_4bit=true")
     found = kit.export_model(run, to, output=tmp_path / "out", num_prompts=4)
     check = certified(found, 4)
-    assert check["largest"] < 1e-4 and check["equal"] == 4
+    assert check["largest"] < 2e-5 and check["equal"] == 4
     card = (tmp_path / "out" / "README.md").read_text()
     assert "in 4-bit" in card and ("BitsAndBytesConfig" in card) is (to == "adapter")
     if to == "merged":
@@ -168,7 +169,7 @@ def test_what_could_not_be_checked_is_not_called_checked(
     embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without llama.cpp the tensors are read back, and the certificate, the card and the lines say that this is all."""
-    monkeypatch.setattr(parity, "is_importable", lambda name: False)
+    monkeypatch.setattr(check, "is_importable", lambda name: False)
     found = kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="bf16")
     record = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert record["verdict"] == "not checked" and record["checks"] == []
@@ -228,7 +229,7 @@ def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switc
     import transformers
 
     from rloo_kit.config.run import RunConfig
-    from rloo_kit.export.loading import serve_line
+    from rloo_kit.export.formats import serve_line
     from rloo_kit.models.policy import Policy
     from rloo_kit.think_tags import ThinkTags
 
@@ -252,7 +253,8 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
         (folder / f"{when}.json").write_text(json.dumps(found.to_dict()))
     (folder / "versions.json").write_text(json.dumps({"versions": {"torch": "2.13.0", "unsloth": None}}))
     run = find_run(folder)
-    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], "load it so")
+    loading = {"base_name": "Qwen/Qwen3-4B-Thinking-2507", "included": False, "four_bit": False, "dtype": "bfloat16"}
+    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], loading)
     head = yaml.safe_load(text.split("---")[1])
     assert head["base_model"] == "Qwen/Qwen3-4B-Thinking-2507" and head["base_model_relation"] == "adapter"
     assert head["library_name"] == "peft" and head["pipeline_tag"] == "text-generation" and "rloo" in head["tags"]
@@ -260,11 +262,11 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     assert "| accuracy, temperature 1 | 0.250 [0.170, 0.330] | 0.750 [0.670, 0.830] |" in text
     assert "accuracy +0.500" in text and "| KL penalty (beta) | 0.01, length_normalized |" in text
     assert "| learning rate | 0.002, linear |" in text and "torch 2.13.0" in text and "unsloth" not in text
-    assert "- checked with peft" in text and "load it so" in text
+    assert "- checked with peft" in text and 'from_pretrained("Qwen/Qwen3-4B-Thinking-2507", dtype="auto")' in text
     assert "with RLOO (reward minus the mean reward of the other completions of the prompt), 8 completions" in text
     for name, value in (("baseline", "group_mean"), ("scale_rewards", "group"), ("token_mean", "completion")):
         setattr(run.rloo, name, value)  # it said RLOO of every run
-    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], "load it so")
+    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], loading)
     head = yaml.safe_load(text.split("---")[1])
     assert "reinforcement learning with GRPO (reward minus the mean reward of the prompt's completions, div" in text
     assert "grpo" in head["tags"] and "rloo" not in head["tags"]
@@ -325,3 +327,32 @@ def test_what_does_not_fit_is_refused_beforehand(
         ExportError, match=r"takes about 0\.0 GiB of RAM in float32, and 0\.0 GiB.*model\.dtype=bfloat16"
     ):
         kit.export_model(embedded_run, "merged", output=tmp_path / "out")
+
+
+class Hub:
+    """In place of the hub's client; `refused` is the error of its upload."""
+
+    asked: list[Any]
+    refused: Exception | None = None
+
+    def create_repo(self, repo: str, exist_ok: bool) -> str:
+        self.asked.append((repo, exist_ok))
+        return f"https://hub/{repo}"
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.asked.append((repo_id, folder_path, commit_message))
+        if self.refused is not None:
+            raise self.refused
+
+
+def test_the_folder_is_pushed_in_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused push leaves the export, and says how to go on."""
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    monkeypatch.setattr(exporting, "HfApi", Hub)
+    assert exporting.push_folder(tmp_path, "someone/sums", "sums: gguf") == "https://hub/someone/sums"
+    assert Hub.asked == [("someone/sums", True), ("someone/sums", tmp_path, "sums: gguf")]
+    for error in (ValueError("Invalid user token."), OSError("Network is unreachable")):
+        monkeypatch.setattr(Hub, "refused", error)
+        with pytest.raises(ExportError, match=r"complete in .*HF_TOKEN.*hf upload someone/sums ") as caught:
+            exporting.push_folder(tmp_path, "someone/sums", "sums: gguf")
+        assert str(error) in str(caught.value) and caught.value.__suppress_context__

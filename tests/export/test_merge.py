@@ -1,8 +1,7 @@
-"""Merged weights: equal to PEFT's own merge, in plain and in 4-bit bases; sharded, and read back."""
+"""Merged weights: equal to PEFT's own merge; sharded, and read back. `test_export.py` merges 4-bit bases."""
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import rloo_kit as kit
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight, compare_shards, list_weights
 from rloo_kit.models.checkpoint import write_shards
-
-EXACT = 2e-5  # nats; PEFT's merge into a dequantised base is off by 7.5e-6
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +35,6 @@ def test_merged_weights_are_those_of_peft(policy: Any) -> None:
     base = policy.model.get_base_model().state_dict()
     moved = base["model.layers.0.self_attn.q_proj.base_layer.weight"] - found["model.layers.0.self_attn.q_proj.weight"]
     assert float(moved.abs().max()) > 1e-3, "an adapter that changes nothing would prove nothing"
-
-
-@pytest.mark.slow
-def test_a_4bit_base_is_merged_as_it_was_trained(make_run: Callable[..., Path]) -> None:
-    """Merged into the 16-bit weights that it was quantised from, the model was another one: 0.116 nats off."""
-    policy = kit.load_trained(make_run("four_bit", "model.load_in_4bit=true"))[1]
-    ids = torch.tensor(
-        [policy.tokenizer("<|im_start|>user\n47+385=<|im_end|>\n<|im_start|>assistant\n<think>\n4")["input_ids"]]
-    )
-    with torch.no_grad():
-        trained = policy.model(ids).logits.log_softmax(-1)
-    weights = list_weights(policy.model)
-    from transformers import AutoModelForCausalLM
-
-    config = copy.deepcopy(policy.model.get_base_model().config)
-    del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    plain.load_state_dict({weight.name: weight.read() for weight in weights}, strict=False)
-    plain.tie_weights()
-    with torch.no_grad():
-        assert float((plain(ids).logits.log_softmax(-1) - trained).abs().max()) < EXACT
-    assert weights[1].shape == (128, 128), "whole, not the bytes that 4-bit weights are packed in"
 
 
 def write(weights: list[Weight], folder: Path, dtype: torch.dtype, **options: int) -> None:

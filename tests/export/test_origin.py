@@ -101,7 +101,7 @@ def test_a_gguf_file_is_no_policy(tmp_path: Path, make_export: Callable[..., Pat
     """It loaded an adapter that happened to lie in the working directory under the run's name."""
     run = write_run(tmp_path / "outputs" / "sums")
     folder = make_export(tmp_path / "gguf", run, "base", "gguf")
-    with pytest.raises(ConfigError, match="rloo-kit ask .*sums-f16.gguf"):
+    with pytest.raises(ConfigError, match="llama-server -m .*sums-f16.gguf"):
         trained_run(folder)
 
 

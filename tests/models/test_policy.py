@@ -21,7 +21,6 @@ from rloo_kit.models import unsloth
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.policy import save_adapter
-from rloo_kit.models.vllm import InProcessVllm, adopt_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.system import environment
@@ -333,64 +332,37 @@ def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pyte
         policies._choose(make_run("model.backend=transformers"), stack)
 
 
-@pytest.fixture
-def vllm_plan(monkeypatch: pytest.MonkeyPatch) -> VllmPlan:
-    """A plan, and an environment in which Unsloth may load vLLM."""
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, "")
-    for name in (unsloth.SHARE_VARIABLE, unsloth.MERGED_VARIABLE):
+def test_unsloth_loads_vllm_as_planned(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth replaces the given share by its own as soon as vLLM is set to sleep, and unless its variable is 0 it
+    merges the adapter of a 16-bit model, which stopped the kit at its first rollout.
+
+    Imported too early, vLLM kept its pool while the model was trained, and memory ran out an hour later. A second model
+    is refused: vLLM's process groups are global to the process, and its weights are the first model's.
+    """
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")
-    return VllmPlan(True, 0.8, 32, 4.0, 2.5, 0.9, None)
-
-
-def test_unsloth_loads_vllm_on_the_shares_that_were_planned(
-    make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unsloth replaces the given share by its own as soon as vLLM is set to sleep."""
-    run = make_run("rollout.engine=vllm", "model.lora.r=12", "rollout.vllm.enforce_eager=true")
-    with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm"):
-        unsloth._vllm_arguments(run, vllm_plan)
-    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    monkeypatch.setenv(unsloth.MERGED_VARIABLE, "")  # put back afterwards
     monkeypatch.delenv(unsloth.MERGED_VARIABLE)
-    found = unsloth._vllm_arguments(run, vllm_plan)
-    assert found == {
+    run = make_run("rollout.engine=vllm", "model.lora.r=12", "rollout.vllm.enforce_eager=true")
+    plan = VllmPlan(True, 0.8, 32, 4.0, 2.5, 0.9, None)
+    with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm"):
+        unsloth._vllm_arguments(run, plan)
+    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    assert unsloth._vllm_arguments(run, plan) == {
         "fast_inference": True, "max_lora_rank": 16, "gpu_memory_utilization": 0.8, "max_num_seqs": 32,
         "float8_kv_cache": False, "enforce_eager": True, "unsloth_vllm_standby": True,
     }  # fmt: skip
-    assert os.environ[unsloth.SHARE_VARIABLE] == "1"
-    # Unset, Unsloth from 2026.10.9 on merges the adapter of a 16-bit model, and the kit stopped at its first rollout.
-    assert os.environ[unsloth.MERGED_VARIABLE] == "0"
+    assert (os.environ[unsloth.SHARE_VARIABLE], os.environ[unsloth.MERGED_VARIABLE]) == ("1", "0")
     monkeypatch.setenv(unsloth.MERGED_VARIABLE, "attention")  # a value that is set is the user's, and is refused below
-    assert unsloth._vllm_arguments(run, vllm_plan) and os.environ[unsloth.MERGED_VARIABLE] == "attention"
-
-
-def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: VllmPlan, monkeypatch) -> None:
-    """vLLM kept its pool while the model was trained, and training ran out of memory an hour later."""
-    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
-    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
-    run = make_run("rollout.engine=vllm")  # built by hand: no file was read
-    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
+    assert unsloth._vllm_arguments(run, plan) and os.environ[unsloth.MERGED_VARIABLE] == "attention"
+    with monkeypatch.context() as second:
+        second.setattr(unsloth, "is_running", lambda: True)
+        with pytest.raises(BackendError, match="another model of this process has a vLLM .* restart the kernel"):
+            unsloth._vllm_arguments(run, plan)
+    monkeypatch.delenv(STANDBY_VARIABLE)
     with pytest.raises(BackendError, match="restart the kernel and call load_config before"):
-        unsloth._vllm_arguments(run, vllm_plan)
-
-
-def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's process groups are global to the process, and the first vLLM has the first model's weights: it cannot be
-    stopped for a second, unlike the transformers backend's. Once its model is gone, another is accepted."""
-    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
-    run = make_run("rollout.engine=vllm")
-    settings = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=64, enable_sleep_mode=False),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-    )
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=settings), reset_prefix_cache=lambda: None)
-    policy = load(make_run())
-    adopt_vllm(policy.model, InProcessVllm(llm, lambda model: "a request", "a test"))
-    with pytest.raises(BackendError, match="another model of this process has a vLLM .* restart the kernel"):
-        unsloth._vllm_arguments(run, vllm_plan)
-    del policy
-    assert unsloth._vllm_arguments(run, vllm_plan)["fast_inference"]
+        unsloth._vllm_arguments(run, plan)
 
 
 def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

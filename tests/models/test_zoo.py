@@ -18,7 +18,7 @@ from rloo_kit.models.adapters import find_bare_layers
 from rloo_kit.rollout.engine import build_engine, choose_engine
 from rloo_kit.rollout.types import Limits
 from tests.gradient.test_scorer import by_logits, gradients_of
-from tests.models.zoo import BASE, IN_CI, OTHER_LAYERS, ZOO, make_model, save_model
+from tests.models.zoo import BASE, IN_CI, OTHER_LAYERS, ZOO, make_model, save_model, save_multimodal
 from tests.rollout.models import check_logps, shake
 
 RUN = """
@@ -215,15 +215,7 @@ def test_a_model_that_overflows_in_float16_is_refused(
 
 def test_the_text_model_of_a_multimodal_checkpoint_is_trained(tmp_path: Path, tiny_tokenizer: Any) -> None:
     """Qwen3.5 is published with a vision tower: its text model has to be loaded whole and alone."""
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    sight |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
-    config = Qwen3_5Config(text_config=BASE | ZOO["Qwen3_5"], vision_config=sight, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    whole = Qwen3_5ForConditionalGeneration(config).eval()
-    whole.save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
+    whole = save_multimodal(BASE | ZOO["Qwen3_5"], tiny_tokenizer, tmp_path)
     _, policy = load(tmp_path)
     ids = torch.tensor(PROMPTS[:1])
     with torch.no_grad():

@@ -103,3 +103,15 @@ def save_model(kind: str, tokenizer: Any, folder: Path) -> Path:
     make_model(kind).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_multimodal(text: dict[str, Any], tokenizer: Any, folder: Path) -> Any:
+    """A Qwen3.5 with a vision tower as a checkpoint; returns the whole model."""
+    sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    sight |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=sight, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return whole

@@ -78,6 +78,23 @@ class Recorded:
         return Rollout(taken, [None] * len(taken), None)
 
 
+def make_trainer(policy: Any, args: Any, prompts: list[str], callbacks: Any = None) -> Any:
+    """The kit's trainer with `thinking_reward`."""
+    from datasets import Dataset
+
+    from rewards import thinking_reward
+    from rloo_kit import RLOOTrainer
+
+    return RLOOTrainer(
+        model=policy.model,
+        reward_funcs=thinking_reward.with_(think_end_id=policy.tags.end_id),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=policy.tokenizer,
+        callbacks=callbacks,
+    )
+
+
 def steps(policy: Any) -> dict[str, Any]:
     """Two RLOO steps on given completions by the kit's trainer, so that backends can be compared to the last digit.
 
@@ -86,11 +103,9 @@ def steps(policy: Any) -> dict[str, Any]:
     With a penalty against the adapter that the run began with; plain gradient descent, because Adam makes a sign of
     every rounding error.
     """
-    from datasets import Dataset
     from transformers import TrainerCallback
 
-    from rewards import thinking_reward
-    from rloo_kit import RLOOConfig, RLOOTrainer
+    from rloo_kit import RLOOConfig
 
     gradients: list[dict[str, Any]] = []
 
@@ -105,14 +120,7 @@ def steps(policy: Any) -> dict[str, Any]:
             lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1,
             report_to="none", save_strategy="no", seed=3, **policy.config_arguments,
         )  # fmt: skip
-        trainer = RLOOTrainer(
-            model=policy.model,
-            reward_funcs=thinking_reward.with_(think_end_id=policy.tags.end_id),
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS * 2}),
-            processing_class=policy.tokenizer,
-            callbacks=[Recorder()],
-        )
+        trainer = make_trainer(policy, args, PROMPTS * 2, [Recorder()])
         trainer.rloo.sampler.engine = Recorded(policy.tokenizer)
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]

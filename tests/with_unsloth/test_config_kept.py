@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.with_unsloth.programs import make_trainer
+
 
 def stock_class() -> type:
     """TRL's own config, below the one that Unsloth writes."""
@@ -72,7 +74,7 @@ def test_the_constructor_of_the_trainer(
         """The arguments that are not those that were given once the trainer stands."""
         named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": True, "beta": 0.0, "reward_weights": [1.0]}
         named |= policy.config_arguments
-        trainer = make_trainer(policy, RLOOConfig(**named))
+        trainer = make_trainer(policy, RLOOConfig(**named), ["ab", "h"])
         assert policy.tokenizer.padding_side == "left"
         return differences(trainer.args, stock_class()(**named))
 
@@ -81,11 +83,7 @@ def test_the_constructor_of_the_trainer(
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("kept settings that Unsloth would change: ")]
     assert len(lines) == 1
-    for message in (
-        "learning_rate 1e-06 (Unsloth: 5e-05)", "num_generations 2 (Unsloth: 8)", "seed 42 (Unsloth: 3407)",
-        "optim adamw_torch_fused (Unsloth: adamw_8bit)", "bf16_full_eval False (Unsloth: True)",
-        "padding_side left (Unsloth: right)",
-    ):  # fmt: skip
+    for message in ("bf16_full_eval False (Unsloth: True)", "padding_side left (Unsloth: right)"):
         assert message in lines[0], lines[0]
     monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
     assert build() == {"bf16_full_eval": (True, False)}
@@ -103,12 +101,12 @@ def test_vllm_on_the_model_is_out_of_the_constructors_sight(
     policy.model.vllm_engine = policy.model.get_base_model().vllm_engine = object()
     named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "reward_weights": [1.0]}
     named |= policy.config_arguments | {"rollout_engine": "generate"}
-    trainer = make_trainer(policy, RLOOConfig(**named))
+    trainer = make_trainer(policy, RLOOConfig(**named), ["ab", "h"])
     assert not trainer.use_vllm and not trainer.args.use_vllm and hasattr(policy.model, "vllm_engine")
     monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
     args = RLOOConfig(**named)
     with pytest.raises((AttributeError, ImportError, TypeError)):  # TRL's code asks the stand-in for what vLLM has
-        make_trainer(policy, args)
+        make_trainer(policy, args, ["ab", "h"])
     assert args.use_vllm
 
 
@@ -120,18 +118,3 @@ def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.Captur
     load("model.dtype=bfloat16", "model.load_in_4bit=true")
     expected = "model.dtype bfloat16 (Unsloth: float16), model.load_in_4bit True (Unsloth: False)"
     assert f"Unsloth loaded the model differently than requested: {expected}\n" in capsys.readouterr().out
-
-
-def make_trainer(policy: Any, args: Any) -> Any:
-    from datasets import Dataset
-
-    from rewards import thinking_reward
-    from rloo_kit import RLOOTrainer
-
-    return RLOOTrainer(
-        model=policy.model,
-        reward_funcs=thinking_reward.with_(think_end_id=policy.tags.end_id),
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["ab", "h"]}),
-        processing_class=policy.tokenizer,
-    )

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture
-def sample(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`sample()`: five completions, three and two at once, as on a CUDA GPU; with the model, Unsloth's module, and of
-    each decoding step the rows and the sizes for which a layer keeps buffers."""
+def test_a_rollout_decodes_in_graphs_and_frees_them(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are on only where Unsloth's own trainers generate: the kit's rollouts launched each kernel by itself. What
+    they compute is what is computed without them.
+
+    Their buffers hold the KV cache of a whole batch. Unsloth keeps those of two sizes, and none is freed by the
+    training that follows: memory that neither the plan of the rollout nor that of the step counts.
+    """
     import torch
     from unsloth.models import _decode_graphs as graphs
 
@@ -19,7 +22,7 @@ def sample(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.types import Limits
 
-    steps: list[tuple[int, list[int]]] = []
+    steps: list[tuple[int, list[int]]] = []  # rows of each decoding step, and the sizes for which a layer keeps buffers
     plain = graphs.decode_step
 
     def decode_step(model: Any, *args: Any) -> Any:
@@ -27,7 +30,7 @@ def sample(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         steps.append((args[3].shape[0], sorted(rows for rows, *_ in kept)))
         return plain(model, *args)
 
-    monkeypatch.setattr(graphs, "_DEFAULT_OK", True)
+    monkeypatch.setattr(graphs, "_DEFAULT_OK", True)  # as on a CUDA GPU
     monkeypatch.setattr(graphs, "decode_step", decode_step)
     policy = load(moved=True)
     policy.model.train()
@@ -35,29 +38,17 @@ def sample(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=find_end_ids(policy), pad_id=256, rows=3
     )
 
-    def run() -> Any:
+    def sample() -> Any:
         torch.manual_seed(0)
-        steps.clear()
-        return engine.sample([policy.tokenizer("ab")["input_ids"]] * 5, Limits(6)), policy.model, graphs, steps
+        return engine.sample([policy.tokenizer("ab")["input_ids"]] * 5, Limits(6))  # three rows and two
 
-    return run
-
-
-def test_a_rollout_decodes_in_graphs(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are on only where Unsloth's own trainers generate: the kit's rollouts launched each kernel by itself. What
-    they compute is what is computed without them."""
-    found, _, graphs, steps = sample()
+    found = sample()
     assert {rows for rows, _ in steps} == {3, 2} and any(kept for _, kept in steps) and not graphs.enabled()
-    monkeypatch.setenv("UNSLOTH_DECODE_CUDA_GRAPHS", "0")
-    plain, _, _, steps = sample()
-    assert not steps
-    assert (found.completion_ids, found.sampler_logps) == (plain.completion_ids, plain.sampler_logps)
-
-
-def test_what_graphs_keep_is_freed(sample: Any) -> None:
-    """Their buffers hold the KV cache of a whole batch. Unsloth keeps those of two sizes, and none is freed by the
-    training that follows: memory that neither the plan of the rollout nor that of the step counts."""
-    _, model, _, steps = sample()
     assert all(kept in ([], [rows]) for rows, kept in steps)
-    kept = {name for module in model.modules() for name in vars(module)}
-    assert not kept & {"_unsloth_graph_buffers", "paged_attention", "temp_QA", "attention"} and model.training
+    kept = {name for module in policy.model.modules() for name in vars(module)}
+    assert not kept & {"_unsloth_graph_buffers", "paged_attention", "temp_QA", "attention"} and policy.model.training
+    steps.clear()
+    monkeypatch.setenv("UNSLOTH_DECODE_CUDA_GRAPHS", "0")
+    without = sample()
+    assert not steps
+    assert (found.completion_ids, found.sampler_logps) == (without.completion_ids, without.sampler_logps)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.with_unsloth.test_packed_rows import scores_and_gradients
+
 SIZES = {
     "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None,
@@ -57,35 +59,24 @@ def test_a_class_without_unsloths_forward(
     found = engine.sample([prompt.tolist() for prompt in prompts], Limits(9))
     groups = [Group(one, [torch.tensor(ids)]) for one, ids in zip(prompts, found.completion_ids, strict=True)]
     policy.model.train()
-    scorer = Scorer(policy.model, 1.0, pad_id=256)
-    assert scorer.layouts == ("padded",)
-    scores = {}
-    for passes in ([groups], [[group] for group in groups]):
-        policy.model.zero_grad()
-        logps = torch.cat([scorer.score(policy.model, one).logps for one in passes])
-        (logps * torch.linspace(-1, 2, len(logps))).sum().backward()
-        gradients = [value.grad.flatten() for value in policy.model.parameters() if value.grad is not None]
-        scores[len(passes)] = logps.detach(), torch.cat(gradients)
+    assert Scorer(policy.model, 1.0, pad_id=256).layouts == ("padded",)
+    expected, wanted = scores_and_gradients(policy, [[group] for group in groups], "padded")
+    logps, gradients = scores_and_gradients(policy, [groups], "padded")
     sampled = torch.tensor([logp for row in found.sampler_logps for logp in row])
-    assert (scores[1][0] - sampled).abs().max() < 1e-4 and (scores[1][0] - scores[3][0]).abs().max() < 1e-5
-    assert (scores[1][1] - scores[3][1]).norm() < 1e-5 * scores[3][1].norm()
+    assert (logps - sampled).abs().max() < 1e-4 and (logps - expected).abs().max() < 1e-5
+    size = torch.cat([value.flatten() for value in wanted.values()]).norm()
+    assert torch.cat([(gradients[name] - value).flatten() for name, value in wanted.items()]).norm() < 1e-5 * size
 
 
 def test_the_text_model_of_a_multimodal_checkpoint(load: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any):
     """Qwen3.5 is published with a vision tower, which FastLanguageModel loads too, and adapters reached it."""
     import torch
-    import transformers
+
+    from tests.models.zoo import save_multimodal
 
     for module in ("loader", "vision"):
         monkeypatch.setattr(f"unsloth.models.{module}.is_bfloat16_supported", lambda: True)
-    sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    sight |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
-    text = SIZES | CLASSES["Qwen3_5TextConfig"]
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=sight, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    whole.save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
+    whole = save_multimodal(SIZES | CLASSES["Qwen3_5TextConfig"], tiny_tokenizer, tmp_path)
     policy = load(model=tmp_path)
     assert policy.describe().startswith("Qwen3_5ForCausalLM") and "no adapter on" not in policy.describe()
     assert not [name for name, _ in policy.model.named_modules() if "visual" in name]

@@ -45,43 +45,6 @@ def test_fast_inference_with_a_budget(load: Any) -> None:
             assert ids[-1] == TURN_END
 
 
-def test_rows_of_one_length_are_decoded_without_a_copy_of_the_cache(load: Any, monkeypatch: Any) -> None:
-    """With a mask its decoding copies keys and values for each query head: half of the batches were padded for nothing.
-    Two query heads share one here; what a call of SDPA is given has the heads that the cache has, or that of a copy."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.engine import build_engine
-    from rloo_kit.rollout.types import Limits
-
-    class Calls(TorchFunctionMode):
-        """Of SDPA for one token: whether it has a mask, and the heads of its keys."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[tuple[bool, int]] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.nn.functional.scaled_dot_product_attention and args[0].size(2) == 1:
-                mask = (kwargs or {}).get("attn_mask", args[3] if len(args) > 3 else None)
-                self.seen.append((mask is not None, args[1].size(1)))
-            return func(*args, **(kwargs or {}))
-
-    policy = load(moved=True)
-    engine = build_engine(
-        policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=find_end_ids(policy), pad_id=256, rows=4
-    )
-    prompts = [policy.tokenizer(text)["input_ids"] for text in ("abc ", "h", *["ab"] * 4, "abc ", "h")]
-    assert engine.check_padding() is None  # before the first padded batch; it decodes too
-    torch.manual_seed(0)
-    with Calls() as calls:
-        found = engine.sample(prompts, Limits(4))
-    steps = [max(len(ids) for ids in found.completion_ids[2:6]) - 1]
-    steps.append(max(len(ids) for ids in found.completion_ids[:2] + found.completion_ids[6:]) - 1)
-    assert calls.seen == [(False, 1)] * steps[0] + [(True, 2)] * steps[1] and all(steps)
-
-
 def test_a_prompt_that_is_too_long_is_refused(load: Any) -> None:
     """Unsloth has tables for `model.max_seq_length` tokens; beyond it an error about the shapes of tensors came from
     inside its attention, after the rollout had begun."""

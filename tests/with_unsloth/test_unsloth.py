@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.with_unsloth.programs import numbers
+from tests.with_unsloth.programs import make_trainer, numbers
 
 THINK_END = 260
 
@@ -16,37 +16,16 @@ def adapter_weights(policy: Any) -> dict[str, Any]:
     }
 
 
-def make_trainer(policy: Any, folder: Path) -> Any:
-    """The kit's trainer with `thinking_reward`: 2 prompts x 2 completions of at most 8 tokens a step."""
-    from datasets import Dataset
-
-    from rewards import thinking_reward
-    from rloo_kit import RLOOConfig, RLOOTrainer
+def build_trainer(policy: Any, folder: Path) -> Any:
+    """A trainer of three steps: 2 prompts x 2 completions of at most 8 tokens each."""
+    from rloo_kit import RLOOConfig
 
     args = RLOOConfig(
-        output_dir=str(folder),
-        max_steps=3,
-        num_generations=2,
-        per_device_train_batch_size=4,
-        max_completion_length=8,
-        learning_rate=1e-2,
-        beta=0.05,
-        use_cpu=True,
-        bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=3,
-        **policy.config_arguments,
-    )
-    return RLOOTrainer(
-        model=policy.model,
-        reward_funcs=thinking_reward.with_(think_end_id=THINK_END),
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["ab", "abc cab", "h", "ga fe"] * 4}),
-        processing_class=policy.tokenizer,
-    )
+        output_dir=str(folder), max_steps=3, num_generations=2, per_device_train_batch_size=4, max_completion_length=8,
+        learning_rate=1e-2, beta=0.05, use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[],
+        disable_tqdm=True, seed=3, **policy.config_arguments,
+    )  # fmt: skip
+    return make_trainer(policy, args, ["ab", "abc cab", "h", "ga fe"] * 4)
 
 
 def test_load_gives_unsloths_model_with_one_adapter(load: Any) -> None:
@@ -143,7 +122,7 @@ def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: 
     assert RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False).num_generations == 2  # Unsloth's: 8
     policy = load()
     mixed_precision = os.environ.get("UNSLOTH_MIXED_PRECISION")
-    trainer = make_trainer(policy, tmp_path)
+    trainer = build_trainer(policy, tmp_path)
     assert (trainer.args.bf16, trainer.args.fp16, trainer.args.bf16_full_eval) == (False, False, False)
     assert trainer.accelerator.mixed_precision == os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
     assert os.environ.get("UNSLOTH_MIXED_PRECISION") == mixed_precision
@@ -155,9 +134,11 @@ def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, 
     """The whole way on Unsloth: three steps that learn something, an adapter that both backends read, a run on it."""
     import torch
 
+    import rloo_kit
+
     policy = load()
     before = adapter_weights(policy)
-    trainer = make_trainer(policy, tmp_path / "first")
+    trainer = build_trainer(policy, tmp_path / "first")
     rows: list[dict[str, Any]] = []
     trainer.rollout_listeners.append(rows.extend)
     trainer.train()
@@ -182,16 +163,10 @@ def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, 
     torch.testing.assert_close(logps, reference(adapter)["logps"], rtol=1e-4, atol=2e-5)
 
     further = load(f"model.adapter={adapter}")
-    result = train_a_run(make_run(f"model.adapter={adapter}", f"run.output_dir={tmp_path / 'outputs'}"), further)
+    run = make_run(f"model.adapter={adapter}", f"run.output_dir={tmp_path / 'outputs'}")
+    data = rloo_kit.load_data(run, further.tokenizer)
+    result = rloo_kit.train(run, further, data, rloo_kit.build_rewards(run, further.tokenizer))
     assert result.steps == 1 and result.stopped is None
     moved = adapter_weights(further)
     assert moved.keys() == after.keys() and all(value.isfinite().all() for value in moved.values())
     assert list(further.model.peft_config) == ["default"] and (result.adapter_folder / "adapter_config.json").is_file()
-
-
-def train_a_run(run: Any, policy: Any) -> Any:
-    """What `rloo-kit train` does: the kit's callbacks, its run folder and its rewards on Unsloth's training loop."""
-    import rloo_kit
-
-    data = rloo_kit.load_data(run, policy.tokenizer)
-    return rloo_kit.train(run, policy, data, rloo_kit.build_rewards(run, policy.tokenizer))

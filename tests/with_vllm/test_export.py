@@ -1,8 +1,8 @@
-"""The target vllm: exported, loaded by real vLLM in a separate process, and compared with the policy; then served."""
+"""The target vllm, served by real vLLM with the line that the export prints: its answers are the policy's."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -10,7 +10,6 @@ import pytest
 import rloo_kit as kit
 from tests.with_vllm.conftest import VllmServer
 
-pytest_plugins: list[str] = []
 LARGEST = 1e-4  # nats, in float32
 
 
@@ -38,41 +37,34 @@ def run_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run.folder
 
 
-@pytest.fixture(scope="module")
-def exported(run_folder: Path) -> "kit.export.export.Export":  # type: ignore[name-defined]
-    return kit.export_model(run_folder, "vllm")
-
-
-def test_vllm_says_what_the_policy_says(exported: object) -> None:
-    """The certificate of the target vllm is vLLM's own."""
-    record = json.loads((exported.folder / "certificate.json").read_text())  # type: ignore[attr-defined]
-    assert record["verdict"] == "checked" and record["loader"] == "vllm"
-    [check] = record["checks"]
-    print(check)
-    assert check["largest"] < LARGEST and check["equal"] == check["prompts"] == 20
-
-
-def test_the_line_that_serves_it_splits_the_thinking(
-    exported: object, tmp_path: Path, make_server: Callable[..., VllmServer]
+def test_the_printed_line_serves_the_policy(
+    run_folder: Path, tmp_path: Path, make_server: Callable[..., VllmServer]
 ) -> None:
-    """`--reasoning-parser qwen3` has to know that the prompt opened the thinking: the completion holds `</think>`
-    alone."""
-    [line] = exported.usage  # type: ignore[attr-defined]
+    """Token by token: greedy texts and their log-probabilities. And `--reasoning-parser qwen3` has to know that the
+    prompt opened the thinking: the completion holds `</think>` alone."""
+    from rloo_kit.export.check import measure_reference
+
+    exported = kit.export_model(run_folder, "vllm")
+    run, policy = kit.load_trained(run_folder)
+    reference = measure_reference(run, policy, list(kit.load_data(run, policy.tokenizer).test["prompt"][:20]))
+    [line] = exported.usage
     words = line.split()
-    assert words[:3] == ["vllm", "serve", str(exported.folder)]  # type: ignore[attr-defined]
+    assert words[:3] == ["vllm", "serve", str(exported.folder)]
     context, parser = words[words.index("--max-model-len") + 1], words[words.index("--reasoning-parser") + 1]
     server = make_server("--reasoning-parser", parser, context=int(context))
     server._command[server._command.index("--model") + 1] = words[2]
     server.start()
-    asked = {
-        "model": words[2],
-        "messages": [{"role": "user", "content": "489-56="}],
-        "temperature": 0,
-        "max_tokens": 48,
-    }
-    found = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60, trust_env=False).json()
-    message = found["choices"][0]["message"]
-    server.stop()
+
+    def ask(path: str, **asked: Any) -> Any:
+        asked |= {"model": words[2], "temperature": 0, "max_tokens": reference.limit}
+        return httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=60, trust_env=False).json()["choices"][0]
+
+    message = ask("chat/completions", messages=[{"role": "user", "content": "489-56="}])["message"]
     thinking = message.get("reasoning") or message.get("reasoning_content")
     assert thinking and thinking.strip().startswith("9-6=3"), message
     assert message["content"].strip() == "433", message
+    for row in reference.rows:
+        found = ask("completions", prompt=row["ids"], logprobs=0, return_tokens_as_token_ids=True)["logprobs"]
+        assert [int(token.removeprefix("token_id:")) for token in found["tokens"]] == row["completion"]
+        assert found["token_logprobs"] == pytest.approx(row["logps"], abs=LARGEST)
+    server.stop()

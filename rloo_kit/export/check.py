@@ -6,23 +6,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ExportError, shorten
 from rloo_kit.export import loaders
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.completions import find_end_ids, generate_completions
-from rloo_kit.system.problems import Problem
-from rloo_kit.system.versions import VLLM_INSTALL, is_importable
+from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.system.versions import is_importable
 
 ENGINE = "generate"  # both backends have it, and it does not start vLLM
 LONGEST = 256  # tokens of a greedy completion; thousands of tokens of thinking would show nothing new
-MODULES = {"llama.cpp": ("xllamacpp", "pip install xllamacpp"), "vllm": ("vllm", VLLM_INSTALL)}
+REFUSED = "the export is not what was trained"
 
 
 @dataclass(frozen=True)
@@ -45,37 +42,27 @@ OF_FILE = {
     "q4_k_m": Tolerance(3.0, 0.3, 0.0),
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
+TYPES = {"LoRA": "float32", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # other kinds are types themselves
 # llama.cpp sums the softmax of its reported log-probs in float32, likeliest first: a smaller share than this
 # is lost to rounding, possibly in every row of the vocabulary.
 LOST_A_ROW = 2.0**-24
-
-
-@dataclass(frozen=True)
-class Row:
-    """A held-out prompt with the trained model's greedy completion and the log-probability of each of its tokens."""
-
-    text: str
-    ids: list[int]
-    completion: list[int]
-    logps: list[float]
+MOST_UNSEEN = 0.02
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The trained policy's answers.
+    """The trained policy's greedy completions.
 
     Attributes:
-        compute: dtype of its base. limit: of a completion, in tokens. device: on which it ran.
-        num_rows: of the vocabulary. end_ids: ids that end a completion. pad_id: id for padding.
+        rows: text and ids of a prompt, completion and logps of its tokens. limit: of a completion, in tokens.
+        compute: dtype of the policy's base. device: on which it ran. num_rows: of the vocabulary.
     """
 
-    rows: list[Row]
-    compute: str
+    rows: list[dict[str, Any]]
     limit: int
+    compute: str
     device: str
     num_rows: int
-    end_ids: list[int]
-    pad_id: int
 
 
 @dataclass(frozen=True)
@@ -103,22 +90,18 @@ class Parity:
     limits: Tolerance
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[str]:
         """The figures beyond their limit."""
-        limits, share, unseen = self.limits, self.equal / self.prompts, self.unseen / max(1, self.tokens)
-        largest = f"the log-prob of a token differs by {self.largest:.2g} nats"
-        mean = f"log-probs differ by {self.mean:.2g} nats on average"
-        checks = (
-            (self.largest <= limits.largest, largest, f"limit {limits.largest:.2g}"),
-            (self.mean <= limits.mean, mean, f"limit {limits.mean:.2g}"),
-            (
-                share >= limits.equal,
-                f"{self.equal} of {self.prompts} greedy texts are equal",
-                f"limit {limits.equal:.0%}",
-            ),
-            (unseen <= 0.02, f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20", "limit 2%"),
-        )
-        return [Problem(self.loader, found, limit=limit) for holds, found, limit in checks if not holds]
+        limits, found = self.limits, []
+        if self.largest > limits.largest:
+            found.append(f"the log-prob of a token differs by {self.largest:.2g} nats (limit {limits.largest:.2g})")
+        if self.mean > limits.mean:
+            found.append(f"log-probs differ by {self.mean:.2g} nats on average (limit {limits.mean:.2g})")
+        if self.equal < limits.equal * self.prompts:
+            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
+        if self.unseen > MOST_UNSEEN * self.tokens:
+            found.append(f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20 (limit 2%)")
+        return found
 
     def __str__(self) -> str:
         return (
@@ -133,72 +116,56 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
     limit = min(run.eval.max_completion_length or run.rloo.max_completion_length, LONGEST)
     made = generate_completions(policy, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
     base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
+    table = base.get_input_embeddings().weight
     rows = []
     with policy.inference_mode():
         for text, completion in zip(prompts, made, strict=True):
             ids = policy.tokenizer(text)["input_ids"]
-            rows.append(Row(text, ids, completion.ids, _score(policy.model, ids, completion.ids)))
-    return Reference(
-        rows=rows,
-        compute=str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
-        limit=limit,
-        device=str(policy.model.device),
-        num_rows=base.get_input_embeddings().weight.shape[0],
-        end_ids=find_end_ids(policy),
-        pad_id=policy.tokenizer.pad_token_id,
-    )
+            logps, _ = loaders.score(policy.model, ids, completion.ids)
+            rows.append({"text": text, "ids": ids, "completion": completion.ids, "logps": logps})
+    return Reference(rows, limit, str(table.dtype).removeprefix("torch."), str(policy.model.device), table.shape[0])
 
 
 def find_missing(loader: str) -> str | None:
     """Why a program cannot be run; None if it can."""
-    module, command = MODULES.get(loader, ("", ""))
-    return f"{module} is not installed ({command})" if module and not is_importable(module) else None
+    if loader != "llama.cpp" or is_importable("xllamacpp"):
+        return None
+    return "xllamacpp is not installed (pip install xllamacpp)"
 
 
-def check_parity(reference: Reference, loader: str, model: Path, grade: str, **request: Any) -> Parity:
-    """Load `model` with `loader` (a key of `loaders.LOADERS`) and compare.
+def check_parity(reference: Reference, loader: str, model: Path, kind: str, **request: Any) -> Parity:
+    """Load `model` with `loader` (transformers, peft or llama.cpp) in a separate process and compare.
 
     Args:
-        grade: type of the file's weights, a key of `OF_FILE`. request: `adapter` and `four_bit`, for PEFT.
+        kind: of the file: a dtype, a type of GGUF, or LoRA. request: `adapter` and `four_bit`, for PEFT.
 
     Raises:
         ExportError: it does not load, or differs by more than the limits; the message has the figures.
     """
     request |= {"loader": loader, "model": str(model), "compute": reference.compute, "device": reference.device}
-    request |= {"limit": reference.limit, "end_ids": reference.end_ids, "pad_id": reference.pad_id}
-    reply = _ask(request | {"rows": [asdict(row) for row in reference.rows]})
-    check = _compare(reference, reply, loader, grade)
-    if check.problems:
-        found = "; ".join(one.text for one in check.problems)
-        raise ExportError(
-            f"the export is not what was trained: in {loader} {found}. Nothing was published. If the "
-            "run's model itself works, this is a bug in the export: keep the run's folder and report it"
-        )
-    return check
-
-
-def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: str) -> Parity:
+    reply = _ask(request | {"limit": reference.limit, "rows": reference.rows})
     differences: list[float] = []
     equal = unseen = 0
     for row, found in zip(reference.rows, reply["rows"], strict=True):
         tokens = found["prompt_tokens"]
-        if tokens != (row.ids if isinstance(tokens, list) else len(row.ids)):
+        if tokens != (row["ids"] if isinstance(tokens, list) else len(row["ids"])):
             raise ExportError(
-                f"the export is not what was trained: {loader} tokenizes the prompt {row.text[:80]!r} differently from "
-                "the run. Nothing was published"
+                f"{REFUSED}: {loader} tokenizes the prompt {row['text'][:80]!r} differently from the run. Nothing was "
+                "published"
             )
-        equal += found["greedy"] == row.completion
+        equal += found["greedy"] == row["completion"]
         unseen += found["logps"].count(None)
-        pairs = zip(row.logps, found["logps"], strict=True)
+        pairs = zip(row["logps"], found["logps"], strict=True)
         differences += [abs(ours - theirs) for ours, theirs in pairs if theirs is not None]
-    allowed = (OF_FILE[grade], OF_COMPUTING[reference.compute])
-    lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
     if not differences or any(value != value for value in differences):
-        raise ExportError(f"the export is not what was trained: its log-probs in {loader} are not finite")
-    return Parity(
+        raise ExportError(f"{REFUSED}: its log-probs in {loader} are not finite")
+    holds = TYPES.get(kind, kind)
+    allowed = (OF_FILE[holds], OF_COMPUTING[reference.compute])
+    lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
+    parity = Parity(
         loader=loader,
         version=reply["version"],
-        holds=grade,
+        holds=holds,
         compute=reference.compute,
         prompts=len(reference.rows),
         tokens=len(differences) + unseen,
@@ -212,6 +179,12 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
             min(one.equal for one in allowed),
         ),
     )
+    if parity.problems:
+        raise ExportError(
+            f"{REFUSED}: in {loader} {'; '.join(parity.problems)}. Nothing was published. If the run's model itself "
+            "works, this is a bug in the export: keep the run's folder and report it"
+        )
+    return parity
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
@@ -229,10 +202,3 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
                 f"its output:\n{shorten(text, 3000, tail=2500)}"
             )
         return json.loads(answer.read_text(encoding="utf-8"))
-
-
-def _score(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
-    ids = torch.tensor([prompt + completion], device=model.device)
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1].float()
-    targets = torch.tensor(completion, device=model.device)
-    return torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0].tolist()

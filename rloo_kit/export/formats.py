@@ -1,4 +1,4 @@
-"""The four targets. Each fills a staging folder, reads the tensors back, and describes how to load the export."""
+"""The formats: each fills a staging folder, reads the tensors back, and describes how to load the export."""
 
 import hashlib
 import json
@@ -13,26 +13,20 @@ import torch
 from transformers import GenerationConfig
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import thinks
 from rloo_kit.errors import ExportError
-from rloo_kit.export import gguf, loading
+from rloo_kit.export import gguf
 from rloo_kit.export.card import hub_id
-from rloo_kit.export.merge import Weight, compare_shards, list_weights
+from rloo_kit.export.merge import compare_shards, list_weights
 from rloo_kit.models.adapters import follow_umask
 from rloo_kit.models.checkpoint import write_shards
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.completions import find_end_ids
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 from rloo_kit.system.environment import cache_folder
 from rloo_kit.system.processes import say
 
 WEIGHTS = "adapter_model.safetensors"
-TARGETS = ("adapter", "merged", "gguf", "vllm")
 DTYPES = ("float32", "bfloat16", "float16")
-GRADES = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-}  # of GGUF types; the other types are grades themselves
 OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's settings
 
 
@@ -41,17 +35,18 @@ class Job:
     """What to export.
 
     Attributes:
-        run: as trained. policy: with the trained weights. base: folder or hub id of its base. settings: the base's
-            `config.json`, loaded. quantization, dtype: as requested. staged: the empty folder to fill.
+        target: adapter, merged, gguf or vllm. run: as trained. policy: with the trained weights.
+        base: folder or hub id of its base. settings: the base's `config.json`, loaded.
+        kind: the dtype or quantisation that is asked for; None for the default. staged: the empty folder to fill.
         folder: of the published export. repo: on the hub, or None.
     """
 
+    target: str
     run: RunConfig
     policy: Policy
     base: str
     settings: Any
-    quantization: str | None
-    dtype: str | None
+    kind: str | None
     staged: Path
     folder: Path
     repo: str | None
@@ -62,30 +57,34 @@ class Written:
     """The contents of the staging folder.
 
     Attributes:
-        kind: dtype or quantisation. grade: the same as a key of `parity.OF_FILE`.
-        model: path for the loader. request: further arguments. tensors: result of reading them back.
-        snippet: how to load it, in Markdown, for the card. usage: lines to print, with the local path.
+        kind: dtype or quantisation. model: path for the loader. request: its further arguments.
+        tensors: result of reading them back. loading: what the card's snippet names.
+        usage: lines to print, with the local path.
     """
 
     kind: str
-    grade: str
     model: Path
     tensors: str
-    snippet: str
-    usage: list[str] = field(default_factory=list)
+    loading: dict[str, Any]
+    usage: list[str]
     request: dict[str, Any] = field(default_factory=dict)
 
 
-def name_base(base: str) -> tuple[str, str | None]:
-    """(name of the base in a published adapter, folder of the base in the export or None if it is not included).
+def name_base(base: str) -> tuple[str, bool]:
+    """The name of the base in a published adapter, and whether the adapter's folder includes the base.
 
     A hub id stays, even if the model came from the hub's cache. The embedded model is not on the hub, so its folder
     (2 MB, or 83 MB with Qwen3's vocabulary) is included. Any other folder is named by the last part of its path.
     """
     if (found := hub_id(base)) is not None:
-        return found, None
-    folder = Path(base)
-    return folder.name, folder.name if folder.resolve().parent == cache_folder().resolve() else None
+        return found, False
+    return Path(base).name, Path(base).resolve().parent == cache_folder().resolve()
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def check_adapter(saved: Path) -> None:
@@ -97,15 +96,9 @@ def check_adapter(saved: Path) -> None:
     raise ExportError(f"{saved} has no {ADAPTER_CONFIG}, so there is no adapter to export")
 
 
-def digest(file: Path) -> str:
-    """SHA-256 of a file."""
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def write_adapter(job: Job) -> Written:
     """The adapter for PEFT, with its base under a name that is valid on other machines."""
-    saved, policy = job.run.folder / "adapter", job.policy
+    saved = job.run.folder / "adapter"
     for file in sorted(saved.iterdir()):
         if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
             shutil.copyfile(file, job.staged / file.name)
@@ -113,83 +106,89 @@ def write_adapter(job: Job) -> Written:
     settings = json.loads((job.staged / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = name
     (job.staged / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    if included is not None:
-        shutil.copytree(job.base, job.staged / included)
+    if included:
+        shutil.copytree(job.base, job.staged / name)
     follow_umask(job.staged)
     if digest(saved / WEIGHTS) != digest(job.staged / WEIGHTS):
         raise ExportError(f"{job.staged} differs from the trained adapter, so the export is not published")
     _drop_machine(job.staged)
     four_bit = job.run.model.load_in_4bit and getattr(job.settings, "quantization_config", None) is None
-    embedding = policy.model.get_base_model().get_input_embeddings().weight
+    dtype = str(job.policy.model.get_base_model().get_input_embeddings().weight.dtype).removeprefix("torch.")
     return Written(
         kind="LoRA",
-        grade="float32",
-        model=Path(job.base) if included is None else job.staged / included,
+        model=job.staged / name if included else Path(job.base),
         tensors="the adapter's file equals the run's byte for byte",
-        snippet=loading.snippet_adapter(name, included, four_bit, str(embedding.dtype).removeprefix("torch.")),
+        loading={"base_name": name, "included": included, "four_bit": four_bit, "dtype": dtype},
         usage=[f"its base is {name}{', included' if included else ''}"],
         request={"adapter": str(job.staged), "four_bit": four_bit},
     )
 
 
-def write_merged(job: Job, for_vllm: bool = False) -> Written:
+def write_merged(job: Job) -> Written:
     """Merged weights for transformers and vLLM."""
     weights = list_weights(job.policy.model)
     held = getattr(job.settings, "dtype", None) or torch.float32
-    kind = job.dtype or {torch.float32: "float32", torch.float16: "float16"}.get(held, "bfloat16")
+    kind = job.kind or {torch.float32: "float32", torch.float16: "float16"}.get(held, "bfloat16")
     say(f"export: {len(weights)} merged tensors in {kind}")
     _write_config(job, job.staged, kind)
-    read = {weight.name: weight.read for weight in weights}
-    sizes = {weight.name: weight.shape for weight in weights}
-    write_shards(sizes, lambda name: read[name](), job.staged, getattr(torch, kind))
+    by_name = {weight.name: weight for weight in weights}
+    sizes = {name: weight.shape for name, weight in by_name.items()}
+    write_shards(sizes, lambda name: by_name[name].read(), job.staged, getattr(torch, kind))
     count = compare_shards(weights, job.staged, getattr(torch, kind))
-    line, shown = (loading.serve_line(job.run, job.policy, name) for name in (str(job.folder), job.repo or "."))
     return Written(
         kind=kind,
-        grade=kind,
         model=job.staged,
         tensors=f"{count} tensors read back, each bit for bit the merged one in {kind}",
-        snippet=loading.snippet_vllm(shown) if for_vllm else loading.PLAIN,
-        usage=[line] if for_vllm else [],
+        loading={"serve": serve_line(job.run, job.policy, job.repo or ".")},
+        usage=[serve_line(job.run, job.policy, str(job.folder))] if job.target == "vllm" else [],
     )
 
 
-def write_vllm(job: Job) -> Written:
-    """Merged weights, and the command that serves them with vLLM."""
-    return write_merged(job, for_vllm=True)
+def serve_line(run: RunConfig, policy: Policy, folder: str) -> str:
+    """The command that serves a merged folder with vLLM.
+
+    vLLM's parser deepseek_r1 takes everything before `</think>` for thinking, for any tokenizer with both tags, so it
+    fits a model that always thinks; qwen3 knows the switch of Qwen3's templates.
+    """
+    parser, switch = "", run.model.enable_thinking
+    if policy.family == "hybrid" and switch is not None:  # as trained; a request may still say otherwise
+        parser = f""" --default-chat-template-kwargs '{{"enable_thinking": {str(switch).lower()}}}'"""
+    if thinks(policy.family, switch):
+        is_qwen3 = policy.model.config.model_type.startswith("qwen3")  # with or without a switch, Qwen3.5 included
+        known = "qwen3" if is_qwen3 else "deepseek_r1" if policy.family == "thinking" else None
+        parser += f" --reasoning-parser {known}" if known else "  # --reasoning-parser NAME: see vLLM's list of models"
+    return f"vllm serve {shlex.quote(folder)} --max-model-len {run.model.max_seq_length}{parser}"
 
 
 def write_gguf(job: Job) -> Written:
     """A GGUF file and its Modelfile."""
-    weights: list[Weight] = list_weights(job.policy.model)
-    wanted, name, usage = job.quantization or "f16", job.run.name, []
+    weights, run, usage = list_weights(job.policy.model), job.run, []
+    wanted = job.kind or "f16"
     kind = "f16" if wanted == "q4_k_m" else wanted
-    file = job.staged / f"{name}-{kind}.gguf"
+    file = job.staged / f"{run.name}-{kind}.gguf"
     say(f"export: {len(weights)} merged tensors as GGUF in {kind}")
     with tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
         _write_config(job, Path(folder), "float32")
-        gguf.write_gguf(weights, Path(folder), job.policy.tokenizer, job.settings, file, kind, name)
+        gguf.write_gguf(weights, Path(folder), job.policy.tokenizer, job.settings, file, kind, run.name)
+    gguf.compare_gguf(weights, file, job.settings, kind)
+    tensors = f"{len(weights)} tensors read back by gguf's reader, each byte for byte the merged one in {kind}"
     if wanted == "q4_k_m":
-        smaller = job.staged / f"{name}-q4_k_m.gguf"
-        command = gguf.quantise(file, smaller)
-        if command is None:
+        smaller = job.staged / f"{run.name}-q4_k_m.gguf"
+        if (command := gguf.quantise(file, smaller)) is None:
             file.unlink()
-            file, kind = smaller, wanted
+            file, kind, tensors = smaller, wanted, f"{tensors}; llama.cpp made the q4_k_m of them"
         else:
             usage = [f"NO q4_k_m WAS MADE: llama-cpp-python is not installed. In {job.folder}: {command}"]
-    error = gguf.compare_gguf(weights, file, kind)
-    modelfile = loading.write_modelfile(job.run, job.policy, file.name, find_end_ids(job.policy))
+    modelfile = gguf.write_modelfile(run, job.policy, file.name)
     if modelfile is None:
         usage.append("no Modelfile for Ollama: the chat template is not ChatML")
     else:
         (job.staged / "Modelfile").write_text(modelfile, encoding="utf-8")
     return Written(
         kind=kind,
-        grade=GRADES.get(kind, kind),
         model=file,
-        tensors=f"{len(weights)} tensors read back by gguf's reader; they differ from the merged ones by at most "
-        f"{error:.2g} of the largest neighbour",
-        snippet=loading.snippet_gguf(name.lower(), file.name, modelfile is not None),
+        tensors=tensors,
+        loading={"file": shlex.quote(file.name), "has_modelfile": modelfile is not None},
         usage=[f"llama-server -m {shlex.quote(str(job.folder / file.name))} --jinja", *usage],
     )
 
@@ -217,4 +216,4 @@ def _drop_machine(folder: Path) -> None:
     file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-WRITERS = {"adapter": write_adapter, "merged": write_merged, "gguf": write_gguf, "vllm": write_vllm}
+WRITERS = {"adapter": write_adapter, "merged": write_merged, "gguf": write_gguf, "vllm": write_merged}
