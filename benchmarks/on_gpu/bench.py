@@ -206,8 +206,8 @@ def _write_grpo_trainer() -> None:
 def make_checkpoint(bench: Bench, size: str) -> Path:
     """Write the random model of a size unless it exists; in a process without Unsloth, whose patches it
     would contain."""
-    from rloo_kit.measure.stand_ins import save_random_model
     from rloo_kit.plan.shapes import EMBEDDED, PUBLISHED
+    from rloo_kit.preflight.stand_ins import save_random_model
 
     folder = bench.checkpoint(size)
     if folder.is_dir():

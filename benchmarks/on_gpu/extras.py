@@ -178,7 +178,7 @@ def profile_training(bench: Bench) -> None:
 @check(0, 120)
 def profile_decoding(bench: Bench) -> None:
     """Where decoding spends its time: 48 tokens of 32 rows after 1,024 tokens."""
-    from rloo_kit.measure.memory import measure_rollout
+    from rloo_kit.preflight.memory import measure_rollout
 
     run = bench.make_run("4b", f"rollout.engine={ENGINES[bench.backend]}")
     rows, decoded, behind = (2, 4, figures.TINY_BEHIND) if bench.rehearsed else (32, 48, figures.BEHIND)

@@ -43,9 +43,9 @@ def init(
 ) -> None:
     """Write a config for your own data that fits this machine, and a reward with its test."""
     with exit_codes():
-        from rloo_kit.starter.fit import suggest_model
-        from rloo_kit.starter.table import check_column, find_data, guess_columns, read_columns, read_table
-        from rloo_kit.starter.write import write_starter
+        from rloo_kit.checks.starter_fit import suggest_model
+        from rloo_kit.checks.starter_table import check_column, find_data, guess_columns, read_columns, read_table
+        from rloo_kit.checks.starter_write import write_starter
 
         def ask(flag: str, given: str | None, proposed: str | None) -> str:
             return given if given is not None else _ask(flag, proposed, yes)
@@ -82,7 +82,7 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
     with exit_codes():
         run = read_config(file, overrides)
         print(run.to_yaml(), end="", flush=True)
-        from rloo_kit.preflight.cheap import find_faults
+        from rloo_kit.checks.cheap import find_faults
 
         for fault in find_faults(run):
             print(f"rloo-kit: warning: {fault}", file=sys.stderr)
@@ -126,8 +126,8 @@ def preflight(
     with exit_codes():
         run = read_config(file, overrides)
         with redirect_stdout(sys.stderr) if json else nullcontext():
-            from rloo_kit.preflight.cheap import find_faults
-            from rloo_kit.preflight.result import Preflight
+            from rloo_kit.checks.cheap import find_faults
+            from rloo_kit.checks.result import Preflight
             from rloo_kit.system.problems import errors_of
 
             faults = find_faults(run)
@@ -147,7 +147,7 @@ def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any
 
     with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
         print(kit.setup_environment(run.model.backend), flush=True)
-        from rloo_kit.measure.plan import format_measured, measure_plan
+        from rloo_kit.preflight.plan import format_measured, measure_plan
 
         found = measure_plan(run, planned, say=lambda line: print(line, flush=True))
         print(format_measured(found), flush=True)

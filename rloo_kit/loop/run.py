@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
 
+from rloo_kit.checks.cheap import find_place_faults
+from rloo_kit.checks.faults import raise_errors
 from rloo_kit.collective import gather_objects, share, share_from_main, wait_for_all
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
@@ -26,8 +28,6 @@ from rloo_kit.loop.run_arguments import loaded_engine, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, drop_reference, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
-from rloo_kit.preflight.cheap import find_place_faults
-from rloo_kit.preflight.faults import raise_errors
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation

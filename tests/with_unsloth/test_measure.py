@@ -10,8 +10,8 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
 ) -> None:
     """Unsloth copies the cache that it is given into its own buffers at the first step. A prefill of whole rows
     would be measured in their place, and a cache that it did not take would leave the buffers short."""
-    from rloo_kit.measure.memory import measure_rollout
     from rloo_kit.models import unsloth as backend
+    from rloo_kit.preflight.memory import measure_rollout
 
     run = make_run("rollout.rows=2")
     policy = load(moved=True)
@@ -33,7 +33,7 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
 
 def test_two_steps_of_full_length(load: Any, make_run: Any) -> None:
     """The trainer that Unsloth generates, on completions that no engine sampled; the policy is left as it was found."""
-    from rloo_kit.measure.memory import measure_training
+    from rloo_kit.preflight.memory import measure_training
 
     run = make_run("data.max_prompt_length=8", "rloo.beta=0.0")
     policy = load(moved=True)

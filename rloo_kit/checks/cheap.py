@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.checks.faults import raise_errors
+from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.config.embedded import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, resolve_family, thinks
@@ -23,8 +25,6 @@ from rloo_kit.plan.load import find_machine, read_load
 from rloo_kit.plan.peaks import own_bytes
 from rloo_kit.plan.planner import find_machine_problem
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
-from rloo_kit.preflight.faults import raise_errors
-from rloo_kit.preflight.rewards import find_reward_faults
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.input_files import looked_for, places_of

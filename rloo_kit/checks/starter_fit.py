@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rloo_kit.checks.starter_table import Table
+from rloo_kit.checks.starter_texts import Settings, make_body, make_header
 from rloo_kit.config.batches import GENERATIONS, PROMPTS
 from rloo_kit.config.derived import thinks_by_keys
 from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2, split_model_name
@@ -20,8 +22,6 @@ from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
 from rloo_kit.plan.without_gpu import describe_step
-from rloo_kit.starter.table import Table
-from rloo_kit.starter.texts import Settings, make_body, make_header
 
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback
 
+from rloo_kit.checks.result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
 from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision
-from rloo_kit.measure.memory import measure_steps, size_of_steps
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.changes import find_changes
 from rloo_kit.plan.load import read_load
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.result import VramPlan
-from rloo_kit.preflight.result import Measures
+from rloo_kit.preflight.memory import measure_steps, size_of_steps
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem

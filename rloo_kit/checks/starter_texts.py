@@ -8,12 +8,12 @@ from typing import Any
 
 from jinja2 import Environment
 
+from rloo_kit.checks.starter_table import Table
 from rloo_kit.config.batches import GENERATIONS
 from rloo_kit.config.derived import thinks_if_asked
 from rloo_kit.config.embedded import EMBEDDED_PREFIX, SMOLLM2
 from rloo_kit.config.schema import LORA_LEARNING_RATE
 from rloo_kit.plan.result import VramPlan
-from rloo_kit.starter.table import Table
 from rloo_kit.think_tags import THINK_END
 
 # A small model needs a higher rate: those of the shipped configs of the built-in models.

@@ -22,12 +22,12 @@ from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.measure.stand_ins import fill_cache, fill_slots
 from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.load import read_load
 from rloo_kit.plan.parts import Load
 from rloo_kit.plan.planner import plan_vram
+from rloo_kit.preflight.stand_ins import fill_cache, fill_slots
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import Limits, Rollout
 

@@ -16,19 +16,19 @@ from rloo_kit import load_config, load_policy, plan_vram
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError
 from rloo_kit.loop.memory import MemoryPeak
-from rloo_kit.measure import stand_ins
-from rloo_kit.measure.memory import (
+from rloo_kit.models.checkpoint import write_shards
+from rloo_kit.plan.result import Machine
+from rloo_kit.plan.shapes import DeltaNet, ModelShape, find_shape, shape_of_config
+from rloo_kit.preflight import stand_ins
+from rloo_kit.preflight.memory import (
     load_of,
     measure_rollout,
     measure_steps,
     measure_training,
     rows_of_a_pass,
 )
-from rloo_kit.measure.plan import measure_plan
-from rloo_kit.measure.stand_ins import fill_cache
-from rloo_kit.models.checkpoint import write_shards
-from rloo_kit.plan.result import Machine
-from rloo_kit.plan.shapes import DeltaNet, ModelShape, find_shape, shape_of_config
+from rloo_kit.preflight.plan import measure_plan
+from rloo_kit.preflight.stand_ins import fill_cache
 from rloo_kit.rollout.kv_cache import SlotCache
 from rloo_kit.system.memory import resident_gib
 

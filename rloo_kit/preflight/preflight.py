@@ -13,15 +13,21 @@ from typing import Any
 
 import torch
 
+from rloo_kit.checks.cheap import find_place_faults
+from rloo_kit.checks.faults import PreflightError
+from rloo_kit.checks.result import Measures, Preflight
+from rloo_kit.checks.rewards import find_given_faults as find_reward_faults
 from rloo_kit.collective import share
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
 from rloo_kit.loop import run as loop
-from rloo_kit.measure.first_steps import StepsFound, Tell, try_steps
-from rloo_kit.measure.memory import make_trainer
-from rloo_kit.measure.probe import (
+from rloo_kit.models.policy import Policy
+from rloo_kit.plan.load import step_completions
+from rloo_kit.preflight.first_steps import StepsFound, Tell, try_steps
+from rloo_kit.preflight.memory import make_trainer
+from rloo_kit.preflight.probe import (
     WIDER,
     Probe,
     compare_logps,
@@ -33,12 +39,6 @@ from rloo_kit.measure.probe import (
     is_unsure,
     roll_out,
 )
-from rloo_kit.models.policy import Policy
-from rloo_kit.plan.load import step_completions
-from rloo_kit.preflight.cheap import find_place_faults
-from rloo_kit.preflight.faults import PreflightError
-from rloo_kit.preflight.result import Measures, Preflight
-from rloo_kit.preflight.rewards import find_given_faults as find_reward_faults
 from rloo_kit.results.result import TrainResult
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.run_dir import RunDir

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rloo_kit import cli
+from rloo_kit.checks.starter_table import guess_columns, read_columns, read_table
+from rloo_kit.checks.starter_write import name_output
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import DataError
 from rloo_kit.plan.planner import plan_vram
-from rloo_kit.starter.table import guess_columns, read_columns, read_table
-from rloo_kit.starter.write import name_output
 
 THINKING = "unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit"
 INSTRUCT = "unsloth/Qwen3-4B-Instruct-2507-unsloth-bnb-4bit"

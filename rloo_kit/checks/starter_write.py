@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rloo_kit.checks.starter_fit import fit
+from rloo_kit.checks.starter_table import Table
+from rloo_kit.checks.starter_texts import make_reward, make_test
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan.result import VramPlan
-from rloo_kit.starter.fit import fit
-from rloo_kit.starter.table import Table
-from rloo_kit.starter.texts import make_reward, make_test
 from rloo_kit.system.versions import is_importable
 
 ENDINGS = (".yaml", ".yml")
