@@ -4,16 +4,12 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, prepare, read_config, say_activation
 from rloo_kit.errors import ConfigError
-
-if TYPE_CHECKING:  # slow to import
-    from rloo_kit.config.run import RunConfig
-    from rloo_kit.plan.result import VramPlan
 
 
 @app.command()
@@ -96,24 +92,15 @@ def plan(
         float | None,
         typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with this many GiB instead of this machine."),
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also measure it here, with random weights of the model's shape.")
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute a run's memory from its config alone. Exit code 1 if it does not fit, with what to change."""
     with exit_codes():
         from rloo_kit.plan.planner import plan_vram
 
-        run = read_config(file, overrides)
-        planned = plan_vram(run, gpu_gib)
-        if not json:
-            print(planned, flush=True)
-        measured = _measure(run, planned, to_stderr=json) if measure else []
-        if json:
-            found = {"measured": [one.to_dict() for one in measured]} if measure else {}
-            print(dumps(planned.to_dict() | found, indent=2))
-    raise typer.Exit(0 if planned.fits and not any(one.error for one in measured) else 1)
+        planned = plan_vram(read_config(file, overrides), gpu_gib)
+        print(dumps(planned.to_dict(), indent=2) if json else planned)
+    raise typer.Exit(0 if planned.fits else 1)
 
 
 @app.command()
@@ -139,16 +126,3 @@ def preflight(
                 found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
         print(dumps(found.to_dict(), indent=2) if json else found)
     raise typer.Exit(0 if found.go else 1)
-
-
-def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any]:
-    """The measurements of `plan --measure`; with `to_stderr` all its output goes to stderr."""
-    import rloo_kit as kit
-
-    with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
-        print(kit.setup_environment(run.model.backend), flush=True)
-        from rloo_kit.preflight.plan import format_measured, measure_plan
-
-        found = measure_plan(run, planned, say=lambda line: print(line, flush=True))
-        print(format_measured(found), flush=True)
-    return found

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.checks.cheap import FolderUse, find_faults, refuse_faults
-from rloo_kit.checks.faults import PreflightError
+from rloo_kit.checks.cheap import FolderUse, PreflightError, find_faults, refuse_faults
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.problems import Problem

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.checks.cheap import find_tokenizer, refuse_worked_faults
-from rloo_kit.checks.faults import PreflightError
+from rloo_kit.checks.cheap import PreflightError, find_tokenizer, refuse_worked_faults
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import SourceSection
 from rloo_kit.data.load import prepare_data

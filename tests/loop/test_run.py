@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
-from rloo_kit.checks.faults import PreflightError
+from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog

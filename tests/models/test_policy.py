@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_kit.checks.faults import PreflightError
+from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.config.run import load_config
 from rloo_kit.embedded import model as embedded_model
 from rloo_kit.errors import BackendError
