@@ -39,15 +39,20 @@ def init(
 ) -> None:
     """Write a config for your own data that fits this machine, and a reward with its test."""
     with exit_codes():
-        from rloo_kit.checks.starter_fit import suggest_model
-        from rloo_kit.checks.starter_table import check_column, find_data, guess_columns, read_columns, read_table
-        from rloo_kit.checks.starter_write import write_starter
+        from rloo_kit.checks.starter import (
+            check_column,
+            guess_columns,
+            read_columns,
+            read_table,
+            suggest_model,
+            write_starter,
+        )
 
         def ask(flag: str, given: str | None, proposed: str | None) -> str:
             return given if given is not None else _ask(flag, proposed, yes)
 
         source = ask("--data", data, None)
-        names = read_columns(find_data(source))
+        names = read_columns(source)
         guessed = guess_columns(names)
         prompts = check_column(ask("--prompt-column", prompt_column, guessed[0]), "--prompt-column", names)
         answers = check_column(ask("--answer-column", answer_column, guessed[1]), "--answer-column", names)

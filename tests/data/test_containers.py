@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from rloo_kit.checks.starter_table import read_columns, read_table
+from rloo_kit.checks.starter import read_columns, read_table
 from rloo_kit.cli import app
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.errors import RlooKitError
