@@ -228,7 +228,7 @@ def write_config(folder: Path) -> Path:
 
 def errors(folder: Path) -> Facts:
     """Exit codes of wrong calls and the keys that their messages name; the first one is frozen."""
-    from tests.preflight.faulty import FAULTS, prepare
+    from tests.checks.faulty import FAULTS, prepare
 
     file = write_config(folder)
     bomb = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]\n" for n in range(9))

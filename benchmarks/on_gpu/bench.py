@@ -206,7 +206,6 @@ def _write_grpo_trainer() -> None:
 def make_checkpoint(bench: Bench, size: str) -> Path:
     """Write the random model of a size unless it exists; in a process without Unsloth, whose patches it
     would contain."""
-    from rloo_kit.measure.stand_ins import save_random_model
     from rloo_kit.plan.shapes import EMBEDDED, PUBLISHED
 
     folder = bench.checkpoint(size)
@@ -215,14 +214,44 @@ def make_checkpoint(bench: Bench, size: str) -> Path:
     made = Path(tempfile.mkdtemp(dir=bench.scratch))  # an interrupted process leaves nothing that looks finished
     if bench.rehearsed:
         shape = replace(EMBEDDED, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
-        save_random_model(shape, made, positions=2048, dtype="float32", initializer_range=0.1)
+        _save_random_model(shape, made, max_position_embeddings=2048, dtype="float32", initializer_range=0.1)
         _set_end(made, TINY_USUAL_LENGTH)
     else:
-        save_random_model(PUBLISHED[size], made)
+        _save_random_model(PUBLISHED[size], made)
         if size == "0.6b":
             _set_end(made, USUAL_LENGTH)
     made.rename(folder)
     return folder
+
+
+def _save_random_model(shape: Any, folder: Path, **values: Any) -> None:
+    """A Qwen3 of this shape with random weights, without special tokens in its config, and a tokenizer of single bytes;
+    `values` replace keys of the config."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from rloo_kit.data.byte_tokens import ROWS
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+
+    usual = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
+    usual |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rope_parameters={"rope_theta": 1_000_000.0, "rope_type": "default"},
+        tie_word_embeddings=shape.tied,
+        **usual | values,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, str(config.dtype).split(".")[-1]))
+    model.save_pretrained(folder)
+    build_tokenizer("thinking", "qwen3" if shape.vocab_size >= ROWS["qwen3"] else "compact").save_pretrained(folder)
 
 
 def _set_end(folder: Path, length: int) -> None:

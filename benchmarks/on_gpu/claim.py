@@ -1,9 +1,9 @@
 """Part 3, the claim: Qwen3-4B in 4-bit trains on 8, 12, 16 and 24 GB, simulated by a cap on torch's memory.
 
 A shipped config runs as is except for its checkpoint (all layers in 4-bit; Unsloth's copies keep some in 16): two steps
-with rollouts that have reached their full length (`measure.memory.measure_steps`), compared with the plan. The seconds
-a step are those of a step in which every completion reaches its limit, so an upper bound, from the decoding time at the
-beginning, middle and end of a row. A cap cannot show a small GPU's speed and shared memory: those stay not measured.
+with rollouts that have reached their full length (`measure_steps`), compared with the plan. The seconds a step are
+those of a step in which every completion reaches its limit, so an upper bound, from the decoding time at the beginning,
+middle and end of a row. A cap cannot show a small GPU's speed and shared memory: those stay not measured.
 """
 
 import statistics
@@ -38,7 +38,7 @@ def loads_on_8gb(bench: Bench) -> None:
 
 def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
     """The shipped config of a GPU: two steps at full length under its cap, and what a step takes."""
-    from rloo_kit.measure.memory import load_of, measure_steps, rows_of_a_pass
+    from rloo_kit.preflight.steps import load_of, measure_steps, rows_of_a_pass
 
     with memory.capped(bench.cuda, gpu_gb) as limit:
         policy = load_policy(bench, *overrides)
@@ -86,7 +86,7 @@ def time_step(bench: Bench, policy: Any, run: Any, plan: Any, training_s: float)
     Args:
         training_s: of a step of `measure_steps`, whose completions are those of the run's largest pass.
     """
-    from rloo_kit.measure.memory import load_of, rows_of_a_pass
+    from rloo_kit.preflight.steps import load_of, rows_of_a_pass
 
     rloo, prompt = run.rloo, run.data.max_prompt_length
     length = rloo.max_completion_length
@@ -130,7 +130,7 @@ def trains_on_24gb(bench: Bench) -> None:
 @check(3, 150, either=True)
 def longest_thinking(bench: Bench) -> None:
     """The longest completions that fit each GPU, one row at a time: the plan's length, then a quarter more."""
-    from rloo_kit.measure.memory import measure_steps
+    from rloo_kit.preflight.steps import measure_steps
     from rloo_kit.system.memory import is_out_of_memory
 
     if bench.interpreted:

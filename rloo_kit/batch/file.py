@@ -15,13 +15,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rloo_kit.batch.notebooks import TAG, Notebook, read_notebook
+from rloo_kit.checks.cheap import find_faults
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import Count
 from rloo_kit.config.section import Section, explain_errors, suggest
 from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
-from rloo_kit.preflight.cheap import find_faults
 from rloo_kit.system.input_files import expand_user, find_input, from_here, is_file, places_of, working_folder
 from rloo_kit.system.problems import errors_of
 

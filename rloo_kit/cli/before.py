@@ -4,7 +4,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,10 +20,6 @@ from rloo_kit.cli.common import (
     say_activation,
 )
 from rloo_kit.errors import ConfigError
-
-if TYPE_CHECKING:  # slow to import
-    from rloo_kit.config.run import RunConfig
-    from rloo_kit.plan.result import VramPlan
 
 
 @app.command()
@@ -55,15 +51,20 @@ def init(
 ) -> None:
     """Write a config for your own data that fits this machine, and a reward with its test."""
     with exit_codes():
-        from rloo_kit.starter.fit import suggest_model
-        from rloo_kit.starter.table import check_column, find_data, guess_columns, read_columns, read_table
-        from rloo_kit.starter.write import write_starter
+        from rloo_kit.checks.starter import (
+            check_column,
+            guess_columns,
+            read_columns,
+            read_table,
+            suggest_model,
+            write_starter,
+        )
 
         def ask(flag: str, given: str | None, proposed: str | None) -> str:
             return given if given is not None else _ask(flag, proposed, yes)
 
         source = ask("--data", data, None)
-        names = read_columns(find_data(source))
+        names = read_columns(source)
         guessed = guess_columns(names)
         prompts = check_column(ask("--prompt-column", prompt_column, guessed[0]), "--prompt-column", names)
         answers = check_column(ask("--answer-column", answer_column, guessed[1]), "--answer-column", names)
@@ -94,7 +95,7 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
     with exit_codes():
         run = read_config(file, overrides)
         print(run.to_yaml(), end="", flush=True)
-        from rloo_kit.preflight.cheap import find_faults
+        from rloo_kit.checks.cheap import find_faults
 
         for fault in find_faults(run):
             print(f"rloo-kit: warning: {fault}", file=sys.stderr)
@@ -108,24 +109,15 @@ def plan(
         float | None,
         typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with this many GiB instead of this machine."),
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also measure it here, with random weights of the model's shape.")
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute a run's memory from its config alone. Exit code 1 if it does not fit, with what to change."""
     with exit_codes():
         from rloo_kit.plan.planner import plan_vram
 
-        run = read_config(file, overrides)
-        planned = plan_vram(run, gpu_gib)
-        if not json:
-            print(planned, flush=True)
-        measured = _measure(run, planned, to_stderr=json) if measure else []
-        if json:
-            found = {"measured": [one.to_dict() for one in measured]} if measure else {}
-            print(dumps(planned.to_dict() | found, indent=2))
-    raise typer.Exit(0 if planned.fits and not any(one.error for one in measured) else 1)
+        planned = plan_vram(read_config(file, overrides), gpu_gib)
+        print(dumps(planned.to_dict(), indent=2) if json else planned)
+    raise typer.Exit(0 if planned.fits else 1)
 
 
 @app.command()
@@ -138,8 +130,8 @@ def preflight(
     with exit_codes():
         run = read_config(file, overrides)
         with redirect_stdout(sys.stderr) if json else nullcontext():
-            from rloo_kit.preflight.cheap import find_faults
-            from rloo_kit.preflight.result import Preflight
+            from rloo_kit.checks.cheap import find_faults
+            from rloo_kit.checks.result import Preflight
             from rloo_kit.system.problems import errors_of
 
             faults = find_faults(run)
@@ -151,16 +143,3 @@ def preflight(
                 found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
         print(dumps(found.to_dict(), indent=2) if json else found)
     raise typer.Exit(0 if found.go else 1)
-
-
-def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any]:
-    """The measurements of `plan --measure`; with `to_stderr` all its output goes to stderr."""
-    import rloo_kit as kit
-
-    with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
-        print(kit.setup_environment(run.model.backend), flush=True)
-        from rloo_kit.measure.plan import format_measured, measure_plan
-
-        found = measure_plan(run, planned, say=lambda line: print(line, flush=True))
-        print(format_measured(found), flush=True)
-    return found

@@ -29,7 +29,7 @@ BATCH_REFUSED, MOST_COUNTED = 125, 100  # `batch` uses the small exit codes to c
 def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train on demonstrations before RLOO, for a model that solves nothing yet."""
     with exit_codes():
-        from rloo_kit.preflight.cheap import refuse_worked_faults
+        from rloo_kit.checks.cheap import refuse_worked_faults
         from rloo_kit.runs.sft_folder import check_folder, open_folder
 
         run, words = read_config(file, overrides), overrides or []
@@ -75,7 +75,7 @@ def train(
             raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
         if processes is not None:
             raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
-        from rloo_kit.preflight.cheap import FolderUse, refuse_faults
+        from rloo_kit.checks.cheap import FolderUse, refuse_faults
         from rloo_kit.results.result import is_over, load_evaluation, load_result
         from rloo_kit.results.verdict import judge_run
         from rloo_kit.runs.run_dir import RunDir
@@ -97,7 +97,7 @@ def train(
             try:
                 policy, data = prepare(run)
                 from rloo_kit.loop.run import run_and_report
-                from rloo_kit.measure.preflight import require_go
+                from rloo_kit.preflight.preflight import require_go
                 from rloo_kit.rewarding.registry import build_rewards
 
                 rewards = build_rewards(run, policy.tokenizer)

@@ -4,11 +4,12 @@ However `train` ends, `status.json` has the state and the checkpoint to resume f
 """
 
 import json
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
 
+from rloo_kit.checks.cheap import find_place_faults, raise_errors
 from rloo_kit.collective import gather_objects, share, share_from_main, wait_for_all
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
@@ -26,8 +27,6 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, drop_reference, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
-from rloo_kit.preflight.cheap import find_place_faults
-from rloo_kit.preflight.faults import raise_errors
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
@@ -44,58 +43,18 @@ from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 
 
-def train(
-    run: RunConfig,
-    policy: Policy,
-    data: Data,
-    reward_funcs: list[Any],
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    accept_changes: bool = False,
-    run_dir: RunDir | None = None,
-) -> TrainResult:
-    """Train `policy` in place and write everything to the run's folder.
+def train_in(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> TrainResult:
+    """The training of `rloo_kit.train` in an open folder, after `check_start`."""
+    check_inputs(run_dir, policy, data, reward_funcs)
+    return _Training(run, policy, data, reward_funcs, run_dir).run_to_end()
 
-    Args:
-        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
-        resume: continue from the last checkpoint in the folder.
-        overwrite: delete the run that is in the folder.
-        accept_changes: with `resume`, go on although rows, rewards or weights have changed.
-        run_dir: the folder, if already open; then `resume` and `overwrite` were applied when it was opened.
 
-    Returns:
-        `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
-        `eval.save_best` the policy then has the weights of the best evaluation (`eval.every_steps`).
-
-    Raises:
-        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; ConfigError also if
-            there are fewer prompts than a rollout needs, or `eval.measure` cannot be measured; and `check_inputs`.
-        PreflightError: the disk is too small for the checkpoints, or a tracker's library is missing.
-        RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
-    """
+def check_start(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
+    """Refuse what training would: the disk, the trackers, the sampling, the number of prompts, `eval.measure`."""
     if is_main_process():
         raise_errors(find_place_faults(run))
     check_sampling(run, policy)
     run.check_prompts(len(data.train))
-    check_measure(run, data, reward_funcs)
-    owned = run_dir is None
-    opened = run_dir
-    if opened is None:  # an error of the main process is raised in each
-        made: list[RunDir] = []
-        share_from_main(lambda: made.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
-        opened = made[0] if made else RunDir.create(run, resume=resume, overwrite=overwrite)
-    opened.accepts_changes |= accept_changes
-    with opened if owned else nullcontext():
-        check_inputs(opened, policy, data, reward_funcs)
-        result = _Training(run, policy, data, reward_funcs, opened).run_to_end()
-        if owned:  # else the caller that opened the folder prints them
-            say_findings(result.findings, result.steps)
-        return result
-
-
-def check_measure(run: RunConfig, data: Data, reward_funcs: list[Any]) -> None:
-    """Raise ConfigError, with the known ones, if evaluations during training cannot measure `eval.measure`."""
     if run.eval.every_steps:
         choose_measure(run, data.test, reward_funcs)
 
@@ -377,9 +336,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
 
     Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run (`no_signal`:
     NoSignalError), else as `train`."""
-    check_sampling(run, policy)
-    run.check_prompts(len(data.train))  # before a long evaluation
-    check_measure(run, data, reward_funcs)
+    check_start(run, policy, data, reward_funcs)  # before a long evaluation
     check_inputs(run_dir, policy, data, reward_funcs)
     before = after = None
     if run.run.evaluate:
@@ -388,7 +345,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
             before = evaluate(run, policy, data.test, label="before", reward_funcs=reward_funcs)
             run_dir.write_json("before.json", before.to_dict())
         say(fill_text(before.describe()))
-    result = train(run, policy, data, reward_funcs, run_dir=run_dir)
+    result = train_in(run, policy, data, reward_funcs, run_dir)
     if result.stopped == "interrupted":
         say_findings(result.findings, result.steps)
         return True

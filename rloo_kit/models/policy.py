@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from rloo_kit._stack import load_stack
+from rloo_kit.checks.cheap import is_complete, refuse_faults
 from rloo_kit.collective import gather_objects, main_first, start_processes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RolloutSection
@@ -25,7 +26,6 @@ from rloo_kit.models.checkpoint import bind_padding, check_base, check_config, d
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
-from rloo_kit.preflight.cheap import is_complete, refuse_faults
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.run_dir import BASE

@@ -1,1 +1,5 @@
-"""Faults of a run that can be found before its model is loaded."""
+"""What a preflight needs the model for: a probe rollout, and optimizer steps at full length."""
+
+from rloo_kit._stack import load_stack
+
+load_stack()

@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
+from rloo_kit.checks.starter import read_columns, read_table
 from rloo_kit.cli import app
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.errors import RlooKitError
 from rloo_kit.runs.rollouts import read_rollouts
-from rloo_kit.starter.table import read_columns, read_table
 from tests.data.conftest import jsonl, rendered
 
 TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "What's 1+1?"}]

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.checks.cheap import PreflightError, find_tokenizer, refuse_worked_faults
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import SourceSection
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.preflight.cheap import find_tokenizer, refuse_worked_faults
-from rloo_kit.preflight.faults import PreflightError
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": f"so\n</think>\n\n{n + 1}"} for n in range(10)]
 HYBRID = (

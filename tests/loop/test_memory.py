@@ -4,17 +4,19 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from rloo_kit import load_config
-from rloo_kit.loop.memory import MemoryWatch
+from rloo_kit.loop.memory import MemoryPeak, MemoryWatch
 from rloo_kit.plan import parts
 from rloo_kit.plan.load import read_load
 from rloo_kit.plan.peaks import rollout_gib
 from rloo_kit.plan.result import Machine
 from rloo_kit.runs.files import write_json
+from rloo_kit.system.memory import resident_gib
 
 GIB = 2**30
 THINKING = Path(__file__).resolve().parents[2] / "configs" / "qwen3_4b_thinking_12gb.yaml"
@@ -98,3 +100,30 @@ def test_training_writes_the_figures_into_its_folder(start, capsys: pytest.Captu
     found = json.loads((result.folder / "memory.json").read_text())
     assert found["measured_gib"] > 0 and found["planned_gib"] >= found["computed_gib"] > 0
     assert "measured peak" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_peak_is_seen_though_it_is_gone():
+    """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
+    with MemoryPeak() as peak:
+        before = resident_gib()  # what other tests left was given back on entering
+        torch.ones(2**27).sum()  # half a GiB
+    assert peak.gib - before == pytest.approx(0.5, abs=0.1) and resident_gib() - before < 0.1
+    with MemoryPeak() as after:
+        pass
+    assert after.gib < peak.gib - 0.3
+
+
+def test_a_peak_without_the_kernels_help(monkeypatch):
+    """Some containers do not let a process reset its own peak."""
+
+    def refuse(self: Path, *_args: Any, **_named: Any) -> None:
+        raise PermissionError(str(self))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with MemoryPeak() as peak:
+        before = resident_gib()
+        held = torch.ones(2**27)
+        for _ in range(5):
+            held.add_(1)
+        del held
+    assert peak.gib - before == pytest.approx(0.5, abs=0.1)

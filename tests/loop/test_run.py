@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
+from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.arguments import mixed_precision
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.trained import trained_run
-from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.results.verdict import judge_run
 from rloo_kit.rewarding.guard import NamedReward, guard
 from rloo_kit.rewarding.sources import read_sources

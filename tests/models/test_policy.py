@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.config.run import load_config
 from rloo_kit.embedded import model as embedded_model
 from rloo_kit.errors import BackendError
@@ -22,7 +23,6 @@ from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.policy import save_adapter
 from rloo_kit.plan.result import VllmPlan
-from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.system import environment
 from rloo_kit.system.environment import STANDBY_VARIABLE
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rloo_kit.checks.cheap import find_faults
 from rloo_kit.config.run import load_config
-from rloo_kit.preflight.cheap import find_faults
 from tests.notebooks.batch_notebooks import write_notebook
 from tests.notebooks.runners import COMMANDS, PYTHON, call, text_of
 from tests.notebooks.server import jupyter_lab

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.checks.cheap import find_faults
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import render_prompt, resolve_family
@@ -16,7 +17,6 @@ from rloo_kit.data.light_tokenizer import read_tokenizer
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import DataError, TokenizerError
-from rloo_kit.preflight.cheap import find_faults
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import answer_reward, thinking_reward
 from rloo_kit.rollout.text_stream import TextStream

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import GymRow, gold_answers
 from rloo_kit.data.gym import GYM_COLUMN, read_gym
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.evals.evaluate import AnswerJudge
 from rloo_kit.loop.metrics import find_answer_column
-from rloo_kit.preflight.rewards import find_reward_faults
 from rloo_kit.rewarding import gym as gym_reward
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.gym import FINDERS, ReasoningGymScore

@@ -14,11 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rloo_kit import cli
+from rloo_kit.checks.starter import guess_columns, name_output, read_columns, read_table
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import DataError
 from rloo_kit.plan.planner import plan_vram
-from rloo_kit.starter.table import guess_columns, read_columns, read_table
-from rloo_kit.starter.write import name_output
 
 THINKING = "unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit"
 INSTRUCT = "unsloth/Qwen3-4B-Instruct-2507-unsloth-bnb-4bit"
@@ -289,13 +288,13 @@ def test_files_of_every_kind_are_read(folder: Path) -> None:
     (folder / "a.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "b.parquet")
     for name in ("a.jsonl", "b.parquet"):
-        assert guess_columns(read_columns(Path(name))) == ("Question", "solution")
+        assert guess_columns(read_columns(name)) == ("Question", "solution")
         assert call("--data", name, "--yes", "--output", "runs_of.yaml", "--overwrite")[0] == 0
         assert load_config("runs_of.yaml").data.source == name
     for name, text in (("c.jsonl", "[1]\n"), ("d.jsonl", "{"), ("e.parquet", "x"), ("f.csv", '"a\nb')):
         (folder / name).write_text(text)
         with pytest.raises(DataError, match=name):
-            read_columns(folder / name)
+            read_columns(name)
 
 
 def test_names_and_places(folder: Path) -> None:

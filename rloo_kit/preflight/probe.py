@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rloo_kit.checks.result import Measures, RewardFound, Spread
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.gradient.advantages import tied_groups
@@ -18,7 +19,6 @@ from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import Policy
-from rloo_kit.preflight.result import Measures, RewardFound, Spread
 from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.types import FOREIGN, Limits

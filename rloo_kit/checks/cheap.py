@@ -5,10 +5,12 @@ They use no torch, transformers or datasets, unless a user's own reward imports 
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, resolve_family, thinks
@@ -17,20 +19,38 @@ from rloo_kit.data.load import prepare_data
 from rloo_kit.data.reading import needs_stack
 from rloo_kit.data.tasks import find_family
 from rloo_kit.data.worked import load_worked, worked_need_stack
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.plan import parts
 from rloo_kit.plan.load import find_machine, read_load
 from rloo_kit.plan.peaks import own_bytes
 from rloo_kit.plan.planner import find_machine_problem
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
-from rloo_kit.preflight.faults import raise_errors
-from rloo_kit.preflight.rewards import find_reward_faults
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.input_files import looked_for, places_of
-from rloo_kit.system.problems import Problem, catching
+from rloo_kit.system.problems import Problem, catching, errors_of, warn, warnings_of
 from rloo_kit.system.processes import is_main_process
 from rloo_kit.system.versions import check_trackers
+
+
+class PreflightError(RlooKitError, ValueError):
+    """A run has problems that keep it from starting, listed in `faults`, warnings included. `found` completes the
+    sentence "N problems, found ..."; the default is "before any weights were loaded"."""
+
+    def __init__(self, faults: Sequence[Problem], found: str = ""):
+        self.faults = tuple(faults)
+        lines = [str(fault) for fault in errors_of(faults)]
+        if len(lines) > 1 or found:
+            count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
+            lines.insert(0, f"{count}, found {found or 'before any weights were loaded'}")
+        super().__init__("\n".join([*lines, *(f"warning: {fault}" for fault in warnings_of(faults))]))
+
+
+def raise_errors(faults: Sequence[Problem]) -> None:
+    """Raise PreflightError if one of the problems is an error; else print the warnings."""
+    if errors_of(faults):
+        raise PreflightError(faults)
+    warn(faults)
 
 
 @dataclass(frozen=True)

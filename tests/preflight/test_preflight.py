@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 
 import rloo_kit as kit
 from rloo_kit._stack import load_stack
+from rloo_kit.checks.cheap import PreflightError
+from rloo_kit.checks.result import Measures
 from rloo_kit.cli import app
 from rloo_kit.errors import RlooKitError
 from rloo_kit.gradient.policy_scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.measure.first_steps import FirstSteps, find_step_faults
-from rloo_kit.measure.preflight import leave_untouched
-from rloo_kit.measure.probe import draw_rows, find_logp_faults
-from rloo_kit.preflight.faults import PreflightError
-from rloo_kit.preflight.result import Measures
+from rloo_kit.preflight.preflight import leave_untouched
+from rloo_kit.preflight.probe import draw_rows, find_logp_faults
+from rloo_kit.preflight.steps import FirstSteps, find_step_faults
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
 
@@ -132,7 +132,7 @@ def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
 
 def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
     """The length that is named must be one that was seen to be enough; where none is, the budget closes the thought."""
-    monkeypatch.setattr("rloo_kit.measure.probe.LONG_TOKENS", 12)
+    monkeypatch.setattr("rloo_kit.preflight.probe.LONG_TOKENS", 12)
     words = [*THINKS, "rloo.max_completion_length=8", "rloo.temperature=0.1"]
     run, policy, data, rewards = prepare(DEMO, *words)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
@@ -274,7 +274,7 @@ def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
     def full(*_arguments: Any, **_more: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("rloo_kit.measure.memory._decode_ends", full)
+    monkeypatch.setattr("rloo_kit.preflight.steps.decode_ends", full)
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go and found.measures.moved > 0.9
     (fault,) = [fault for fault in found.warnings if fault.name == "memory"]
@@ -286,7 +286,7 @@ def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
     """A CPU has no allocator that refuses: trying out what does not fit would get other programs killed."""
     run, policy, data, rewards = prepare(DEMO)
     monkeypatch.setattr("rloo_kit.plan.load.available_gib", lambda: 0.5)
-    monkeypatch.setattr("rloo_kit.measure.first_steps.measure_steps", None)
+    monkeypatch.setattr("rloo_kit.preflight.steps.measure_steps", None)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
     assert fault.name == "memory" and "was not run" in fault.text and fault.key
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.checks.cheap import FolderUse, PreflightError, find_faults, refuse_faults
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.preflight.cheap import FolderUse, find_faults, refuse_faults
-from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.system.problems import Problem
-from tests.preflight.faulty import FAULTS, OWN, Faulty, prepare, reward
+from tests.checks.faulty import FAULTS, OWN, Faulty, prepare, reward
 
 SOUND = Faulty("a sound run", (), ())
 
@@ -59,7 +58,7 @@ def test_all_faults_are_reported_at_once(place: Path) -> None:
 
 def test_a_run_that_passed_is_not_looked_at_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`train` looks, and then `load_policy`: each own reward would start twice. A run that was changed is another."""
-    from rloo_kit.preflight import cheap
+    from rloo_kit.checks import cheap
 
     looked: list[Any] = []
     monkeypatch.setattr(cheap, "find_faults", lambda run, *rest: looked.append(run) or [])
@@ -86,7 +85,7 @@ def test_no_heavy_library_is_loaded(place: Path, run_fresh: Any) -> None:
     file = prepare(place, Faulty("", (), ()))
     done = run_fresh(
         "from rloo_kit.config.run import load_config\n"
-        "from rloo_kit.preflight.cheap import find_faults\n"
+        "from rloo_kit.checks.cheap import find_faults\n"
         f"run = load_config({str(file)!r}, \"rewards.0.name='my_rewards:longest'\", 'data.source={place}/mine.csv')\n"
         "print([str(fault) for fault in find_faults(run)])\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'trl', 'numpy'} & set(sys.modules)))\n"

@@ -1,0 +1,252 @@
+"""The whole preflight: the checks without the model, then a probe rollout and optimizer steps at full length with it;
+and `train`, which it stands in front of.
+
+It changes nothing in the run: `train` afterwards gives the same weights as without a preflight.
+"""
+
+import io
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any
+
+import torch
+
+from rloo_kit.checks.cheap import PreflightError, find_place_faults
+from rloo_kit.checks.result import Measures, Preflight
+from rloo_kit.checks.rewards import find_given_faults
+from rloo_kit.collective import share, share_from_main
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import thinks
+from rloo_kit.data.load import Data
+from rloo_kit.errors import RlooKitError
+from rloo_kit.loop.health import say_findings
+from rloo_kit.loop.run import check_sampling, check_start, train_in
+from rloo_kit.models.policy import Policy
+from rloo_kit.plan.load import step_completions
+from rloo_kit.preflight.probe import (
+    WIDER,
+    Probe,
+    compare_logps,
+    describe,
+    draw_rows,
+    find_logp_faults,
+    find_rollout_faults,
+    is_short,
+    is_unsure,
+    roll_out,
+)
+from rloo_kit.preflight.steps import StepsFound, Tell, make_trainer, try_steps
+from rloo_kit.results.result import TrainResult
+from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import fill_text, format_seconds
+from rloo_kit.system.memory import is_out_of_memory
+from rloo_kit.system.problems import Problem, catching
+from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
+
+
+def train(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    reward_funcs: list[Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    accept_changes: bool = False,
+    run_dir: RunDir | None = None,
+) -> TrainResult:
+    """Train `policy` in place and write everything to the run's folder, after the whole preflight if `run.preflight` is
+    set; a resumed run skips it.
+
+    Args:
+        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
+        resume: continue from the last checkpoint in the folder.
+        overwrite: delete the run that is in the folder.
+        accept_changes: with `resume`, go on although rows, rewards or weights have changed.
+        run_dir: the folder, if already open; then `resume` and `overwrite` were applied when it was opened.
+
+    Returns:
+        `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
+        `eval.save_best` the policy then has the weights of the best evaluation (`eval.every_steps`).
+
+    Raises:
+        PreflightError: the preflight's verdict is NO-GO, the disk is too small for the checkpoints, or a tracker's
+            library is missing; no folder was made and nothing trained.
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; ConfigError also if
+            this policy is trained already and no checkpoint replaces its weights, if there are fewer prompts than a
+            rollout needs, or `eval.measure` cannot be measured; and `check_inputs`.
+        RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
+    """
+    resumed = resume if run_dir is None else run_dir.resumed
+    if not (resumed and (run_dir or RunDir(run.folder)).last_checkpoint()):
+        policy.refuse_trained("a new run would not begin at the start (resume=True continues its own)", "RLOO")
+    if not resumed:
+        require_go(run, policy, data, reward_funcs)
+    check_start(run, policy, data, reward_funcs)
+    opened = run_dir
+    if opened is None:  # an error of the main process is raised in each
+        made: list[RunDir] = []
+        share_from_main(lambda: made.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
+        opened = made[0] if made else RunDir.create(run, resume=resume, overwrite=overwrite)
+    opened.accepts_changes |= accept_changes
+    with opened if run_dir is None else nullcontext():
+        result = train_in(run, policy, data, reward_funcs, opened)
+        if run_dir is None:  # else the caller that opened the folder prints them
+            say_findings(result.findings, result.steps)
+        return result
+
+
+def require_go(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
+    """Run and print the whole preflight if `run.preflight` is set; raises PreflightError on a NO-GO."""
+    if not run.run.preflight:
+        return
+    found = check_preflight(run, policy, data, reward_funcs)
+    say(found)
+    if not found.go:
+        raise PreflightError(found.faults, "by the preflight (run.preflight=true), and nothing was trained")
+
+
+def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:
+    """Check whether a run can learn as configured, in about the time of a rollout: GO, or NO-GO with every problem.
+
+    Samples and judges a few groups of training prompts as the run does and takes optimizer steps at full length. Then
+    restores weights, random numbers and files. With several processes, only the checks that need no model run.
+
+    Args:
+        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
+
+    Returns:
+        The result, which prints as a table with the verdict.
+    """
+    started = time.monotonic()
+    faults: list[Problem] = []
+    if is_main_process():  # in the given data and rewards, which may differ from those that the run names
+        if len(data.train):
+            thinking = thinks(policy.family, run.model.enable_thinking)
+            faults += find_given_faults(run, policy.tokenizer, thinking, data.train[0], reward_funcs)
+        faults += find_place_faults(run)
+    faults = share(faults)
+    if is_distributed():
+        text = "the probe is for one process: run rloo-kit preflight without --launch"
+        faults.append(Problem("rollout", text, level="warning"))
+        return Preflight(run.run.name or "", tuple(faults), None, time.monotonic() - started)
+    first, most = (len(draw_rows(run, data.train, times)) // run.rloo.num_generations for times in (1, WIDER))
+    wider = f" ({most} prompts if few groups have a signal)" if most > first else ""  # `is_unsure` decides
+    text = f"{first} prompts x {run.rloo.num_generations} completions{wider}, then steps at full length"
+    say(fill_text(f"preflight: {text}"))
+    hidden = run.model_copy(deep=True)
+    hidden.run.name = f"{run.run.name}-preflight"  # of a server's folder of adapters, which is deleted at the end
+    measures, shown = Measures(), sys.stdout
+
+    def tell(text: str) -> None:
+        with redirect_stdout(shown):
+            say(f"preflight {format_seconds(time.monotonic() - started)} | {text}")
+
+    with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
+        known = len(faults)
+        with catching("data", faults):
+            run.check_prompts(len(data.train))
+        with catching("rollout", faults):
+            check_sampling(hidden, policy)
+        if len(faults) == known:
+            probe, found, is_named = None, [], any(fault.name == "rewards" for fault in faults)
+            with catching("rollout", found):
+                probe = _probe(hidden, policy, data, reward_funcs, found, measures, tell)
+            faults += [fault for fault in found if fault.name != "rewards" or not is_named]
+            steps = None
+            try:
+                steps = try_steps(hidden, policy, weights, measures, faults, tell)
+            except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
+                faults.append(Problem("memory", str(error), level="warning"))
+            if probe is not None and steps is not None:
+                _estimate(run, data, probe, steps, measures)
+    return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
+
+
+def _probe(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    rewards: list[Any],
+    faults: list[Problem],
+    measures: Measures,
+    tell: Tell,
+) -> Probe | None:
+    """The probe rollout; None if it ran out of memory."""
+    try:
+        with make_trainer(policy, run, rewards, data.train) as trainer:
+            probe = roll_out(trainer, draw_rows(run, data.train), run, tell)
+            describe(run, policy, probe, measures)
+            wider = draw_rows(run, data.train, WIDER) if is_unsure(probe, measures) else []
+            if len(wider) > len(probe.batch):
+                expected = format_seconds((probe.sample_s + probe.judge_s) * len(wider) / len(probe.batch))
+                tell(f"{measures.signal} of {measures.prompts} groups have a signal; a wider probe, about {expected}")
+                probe = roll_out(trainer, wider, run, tell)
+                describe(run, policy, probe, measures)
+            tell(f"log-probs of {len(probe.batch)} completions, compared with the sampler's")
+            starts_there = compare_logps(trainer, probe, measures)
+            faults += find_logp_faults(trainer, measures, starts_there)
+            if is_short(measures):
+                tell("thinking is cut off: one completion per prompt at the model's full length shows how long it is")
+            faults += find_rollout_faults(run, policy, trainer, probe, measures)
+            return probe
+    except RuntimeError as error:
+        if isinstance(error, RlooKitError) or not is_out_of_memory(error):
+            raise
+    finally:
+        end_workers()  # training starts its own: a reward may count its calls
+    faults.append(Problem("memory", "a rollout of a few groups ran out of memory", "set rollout.rows=1"))
+    return None
+
+
+@contextmanager
+def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
+    """Restores policy and random numbers after the block; yields the trained weights by name, on the CPU."""
+    model = policy.model
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    weights = {name: value.detach().to("cpu", copy=True) for name, value in trained.items()}
+    # accelerate's forward in mixed precision; use_cache and the like
+    settings = [(vars(one), dict(vars(one))) for one in (model, model.config, model.generation_config)]
+    was_training = model.training
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with keep_random_numbers(), torch.random.fork_rng(devices=devices):
+        try:
+            yield weights
+        finally:
+            with torch.no_grad():
+                for name, value in trained.items():
+                    value.copy_(weights[name])
+            for now, before in settings:
+                now.clear()
+                now.update(before)
+            model.train(was_training)
+
+
+def _estimate(run: RunConfig, data: Data, probe: Probe, steps: StepsFound, measures: Measures) -> None:
+    """Estimate seconds per step and hours for the run. Each part is scaled from its measurement: rollouts by
+    completions, or by tokens of full rows if that is less; judging by completions; the gradient by tokens."""
+    batch, each = probe.batch, step_completions(run)
+
+    def sampling_s(completions: float, at_once: float) -> float:
+        by_completions = probe.sample_s * completions / len(batch)
+        if not steps.decode_s:
+            return by_completions
+        calls = math.ceil(completions / min(at_once, steps.rows))
+        return min(by_completions, calls * max(batch.lengths) * steps.decode_s)
+
+    sampled, judge_s = each / run.rloo.num_iterations, probe.judge_s / len(batch)
+    tokens = (sum(batch.lengths) + sum(map(len, batch.prompts))) / len(batch)
+    rollout_s = sampling_s(sampled, min(run.rloo.generation_batch_size, sampled))
+    measures.step_s = rollout_s + sampled * judge_s + each * tokens * steps.gradient_s
+    epochs = (run.rloo.num_train_epochs or 0.0) * len(data.train) * run.rloo.num_generations * run.rloo.num_iterations
+    measures.steps = run.rloo.max_steps or math.ceil(epochs / each)
+    seconds = measures.steps * measures.step_s
+    if run.run.evaluate:
+        prompts = min(run.eval.num_prompts or len(data.test), len(data.test))
+        count = prompts * (run.eval.num_samples + run.eval.greedy + len(run.eval.thinking_budgets))
+        seconds += 2 * (sampling_s(count, min(run.eval.batch_size, prompts)) + count * judge_s)
+    measures.hours = seconds / 3600
