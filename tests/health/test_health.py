@@ -11,14 +11,12 @@ import pytest
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
-from rloo_kit.health.rule import Context, Finding
-from rloo_kit.health.rules import RULES
-from rloo_kit.health.watch import LAST_ROWS, HealthWatch, examine, judge
+from rloo_kit.health.ranges import LAST_ROWS, RANGES, judge
+from rloo_kit.health.rules import ANSWERS, RULES, Context, Finding
+from rloo_kit.health.watch import HealthWatch, examine
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = sorted((Path(__file__).parent / "series").glob("*.jsonl"))
-THRESHOLDS = [one for rule in RULES for one in rule.thresholds]
-BY_NAME = {one.metrics[0]: one for one in THRESHOLDS}
 WITHIN = 20  # steps after the onset of a fault
 
 RLOO = {"max_completion_length": 128, "num_generations": 4, "temperature": 0.7, "logging_steps": 1, "beta": 0.0}
@@ -73,9 +71,10 @@ def test_recorded_runs(path: Path) -> None:
 
 def test_there_is_a_series_for_what_was_run() -> None:
     """A loop over an empty folder would pass."""
-    rules = [json.loads(path.open(encoding="utf-8").readline())["rule"] for path in SERIES]
-    assert len([rule for rule in rules if rule]) >= 10 and rules.count("") >= 5
-    assert len({rule for rule in rules if rule}) == len([rule for rule in rules if rule])
+    heads = [json.loads(path.open(encoding="utf-8").readline()) for path in SERIES]
+    rules = [head["rule"] for head in heads]
+    assert len(set(rules) - {""}) == 14 and rules.count("") >= 7
+    assert {bool(head["rule"]) for head in heads if head["config"].startswith("smollm2")} == {True, False}
 
 
 # ------------------------------------------------------------------------------------------------ each rule
@@ -93,6 +92,7 @@ def apart(*gaps: float) -> list[dict[str, Any]]:
 
 
 RATE, FLAT = "rloo.learning_rate (currently 0.3)", {"rewards/answer_reward/mean": 0.3}
+STILL = [WELL | {"reward": 0.5 + 0.02 * (n % 3)} for n in range(20)]
 GONE = {"reward": 0.0, "reward_std": 0.0, "frac_score_zero_std": 1.0, "grad_norm": 0.0}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
@@ -101,25 +101,22 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("all_none", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
     ("reward_failures", [WELL | {"rewards/failed_ratio": 0.3}] * 5, {}, "fix the reward"),
     ("cold_start", [TIED | {"rewards/answer_reward/mean": 0.0}] * 8, {}, "rloo-kit sft"),
-    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
-    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
-    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
-    ("gradient_spike", [WELL] * 12 + [WELL | {"grad_norm": 9.0}] + [WELL] * 3, {}, RATE),
+    ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
+    ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
+    ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
     ("kl_explosion", [WELL | {"kl": 3.0}] * 5, {"beta": 0.1}, "rloo.beta (currently 0.1)"),
-    ("kl_outweighs", [WELL | {"kl/spread_ratio": 2.0}] * 5, {"beta": 0.1}, "length_normalized (currently sum)"),
     ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "ten times (currently 0.3)"),
     ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
-    ("entropy_explosion", drift("entropy", 0.3, 3.0), {}, "rloo.learning_rate"),
     ("length_explosion", drift("completions/mean_length", 60, 200, **FLAT), {}, "thinking_budget_reward"),
     ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
     ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts/"),
     ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
-    ("nothing_learnt", [WELL | {"reward": 0.5 + 0.02 * (n % 3)} for n in range(20)], {"steps": 40}, "two to five"),
+    ("nothing_learnt", STILL, {"steps": 40}, "two to five"),
+    ("nothing_learnt", [row | {"kl/spread_ratio": 2.0} for row in STILL], {"steps": 40}, "lower rloo.beta (currently"),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),
     ("sampler_gap", apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0), {}, "rollout.engine=generate"),
-    ("ratio", [WELL | {"clip_ratio/region_mean": 1e-3}] * 4, {}, "troubleshooting"),
 ]  # fmt: skip
 
 
@@ -153,11 +150,10 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
 
 def test_every_rule_has_its_key_and_its_case() -> None:
     """A rule without a key cannot be set to stop or off; one without a test case may never fire."""
-    rules = [rule.name for rule in RULES]
-    assert sorted(rules) == sorted(set(HealthSection.model_fields) - {"no_signal_steps"})
-    assert set(rules) == {case[0] for case in CASES} | {"reward_hacking"}
-    assert all(set(rule.follows) <= set(rules) - {rule.name} for rule in RULES)
-    assert Context({}).answers == (*REWARDS_WITH_ANSWERS, GYM_REWARD)
+    assert set(RULES) == set(HealthSection.model_fields) - {"no_signal_steps"}
+    assert set(RULES) == {case[0] for case in CASES} | {"reward_hacking"}
+    assert all(set(rule.follows) <= set(RULES) - {rule.name} for rule in RULES.values())
+    assert (*REWARDS_WITH_ANSWERS, GYM_REWARD) == ANSWERS
 
 
 def hacked(truth: str, steps: int = 24) -> list[dict[str, Any]]:
@@ -254,7 +250,7 @@ def test_values_that_are_no_numbers_decide_nothing() -> None:
 def test_the_zero_gradient_does_not_repeat_the_tied_groups() -> None:
     """One fault gave two warnings with different advice."""
     (found,) = look([TIED] * 5)
-    assert found.name == "no_signal" and found.explains == ["zero_gradient"]
+    assert found.name == "no_signal" and found.explains == ["no_movement"]
 
 
 def test_the_published_recipe_is_truncation_alone() -> None:
@@ -263,7 +259,7 @@ def test_the_published_recipe_is_truncation_alone() -> None:
     (found,) = look([row | {"rewards/answer_reward/mean": 0.0}] * 6)
     assert found.name == "truncation" and "rloo.max_completion_length (currently 128)" in found.fix
     assert "100% of the completions" in found.found and "0% close their thinking" in found.found
-    assert {"no_signal", "zero_gradient", "cold_start"} <= set(found.explains)
+    assert {"no_signal", "no_movement", "cold_start"} <= set(found.explains)
 
 
 def test_a_policy_that_became_one_wrong_answer_is_broken() -> None:
@@ -292,7 +288,7 @@ def test_a_broken_policy_is_not_called_hard_prompts() -> None:
     assert names([found]) == [("broken_policy", 11, 13)]
     assert "0.34 to 0" in found.found and "27 times its median" not in found.fix
     assert "the gradient norm was 8 at step 10, 26.7 times its median" in found.found
-    assert {"gradient_spike", "no_signal", "truncation", "kl_explosion"} <= set(found.explains)
+    assert {"no_signal", "truncation", "kl_explosion"} <= set(found.explains)
 
 
 def test_failed_rewards_are_not_rewards_of_none() -> None:
@@ -402,9 +398,8 @@ LEVELS += [("completions/repeated_ratio", 0.4, "watch", "rollouts/")]
 @pytest.mark.parametrize(("metric", "value", "level", "key"), LEVELS)
 def test_levels_at_the_limits(metric: str, value: float, level: str, key: str) -> None:
     """A limit that includes its own value would call a healthy run alarming."""
-    threshold = BY_NAME[metric]
-    assert threshold.level(value) == level
-    assert key in threshold.action(value) and bool(threshold.action(value)) == (level != "healthy")
+    (found,) = judge([{metric: value}])
+    assert found.level == level and key in found.fix and bool(found.fix) == (level != "healthy")
 
 
 def test_means_are_over_the_last_rows_that_have_a_number() -> None:
@@ -430,4 +425,5 @@ def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
 def test_the_page_of_runs_has_every_rule() -> None:
     """A warning that no page explains has to be looked up in the source."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    assert [rule.name for rule in RULES if f"| `{rule.name}` |" not in text] == []
+    assert [name for name in RULES if f"| `{name}` |" not in text] == []
+    assert {one.rule for one in RANGES} - {""} <= set(RULES)
