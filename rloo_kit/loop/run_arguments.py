@@ -8,8 +8,7 @@ from rloo_kit.collective import gather_objects
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.load import TOKENS_PER_PASS
-from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system import environment

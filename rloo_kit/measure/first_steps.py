@@ -17,9 +17,7 @@ from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision
 from rloo_kit.measure.memory import measure_steps, size_of_steps
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.changes import find_changes
-from rloo_kit.plan.load import read_load
-from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.preflight.result import Measures
 from rloo_kit.rollout.types import FOREIGN
@@ -166,7 +164,7 @@ def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
     """Changes from the memory plan, cumulative; if the plan says that the run fits, those that lower its peak."""
     changes = plan.changes
     if not changes:
-        load = read_load(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
+        load = read_workload(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
         changes = tuple(find_changes(run, load, plan.rows, SMALLER * plan.peak_gib))
     if not changes:
         return "take a smaller model.name"

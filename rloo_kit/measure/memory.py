@@ -25,9 +25,8 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.measure.stand_ins import fill_cache, fill_slots
 from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.load import read_load
-from rloo_kit.plan.parts import Load
-from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.parts import Workload
+from rloo_kit.plan.planner import plan_vram, read_workload
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import Limits, Rollout
 
@@ -160,7 +159,7 @@ def size_of_steps(policy: Policy, run: RunConfig) -> tuple[int, int]:
 def _take_steps(
     policy: Policy,
     run: RunConfig,
-    load: Load,
+    load: Workload,
     engine: Any,
     callbacks: Sequence[TrainerCallback] = (),
     steps: int = 2,
@@ -225,7 +224,7 @@ def make_trainer(
             del trainer
 
 
-def rows_of_a_pass(load: Load) -> tuple[int, int]:
+def rows_of_a_pass(load: Workload) -> tuple[int, int]:
     """(K, completions) of the smallest batch with a pass as large as the run's largest; two passes if all weights are
     trained."""
     needed = -(-load.pass_tokens // load.row_tokens)
@@ -272,8 +271,8 @@ class _FullRows:
         total.seconds = peak.seconds
 
 
-def load_of(run: RunConfig, policy: Policy) -> Load:
+def load_of(run: RunConfig, policy: Policy) -> Workload:
     """The inputs of the arithmetic, with the training pass that `train` would plan on this machine."""
     config = policy.model.config.to_dict()
     plan = plan_vram(run, config=config, engine=loaded_engine(run, policy))
-    return replace(read_load(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)
+    return replace(read_workload(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)

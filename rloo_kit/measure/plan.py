@@ -16,8 +16,7 @@ from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.measure.memory import NOT_HERE, load_of, measure_rollout, measure_training, rows_of_a_pass
 from rloo_kit.measure.stand_ins import save_random_checkpoint
 from rloo_kit.models.policy import load_policy
-from rloo_kit.plan.parts import context_bytes
-from rloo_kit.plan.peaks import rollout_gib, training_gib
+from rloo_kit.plan.parts import context_bytes, rollout_gib, training_gib
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.memory import GIB, is_out_of_memory

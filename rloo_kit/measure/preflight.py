@@ -34,7 +34,7 @@ from rloo_kit.measure.probe import (
     roll_out,
 )
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.load import step_completions
+from rloo_kit.plan.speed import step_completions
 from rloo_kit.preflight.cheap import find_place_faults
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.preflight.result import Measures, Preflight

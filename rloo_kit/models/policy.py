@@ -23,7 +23,7 @@ from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
 from rloo_kit.models.checkpoint import bind_padding, check_base, digest_source, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
-from rloo_kit.plan.engines import choose_engine, plan_vllm
+from rloo_kit.plan.planner import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.preflight.cheap import is_complete, refuse_faults
 from rloo_kit.runs.files import saving, write_json
@@ -113,7 +113,7 @@ class Policy:
 
 
 def load_policy(run: RunConfig, check: bool = True) -> Policy:
-    """Load the model of `run.model` with an adapter to train, and its tokenizer.
+    """Workload the model of `run.model` with an adapter to train, and its tokenizer.
 
     Args:
         run: a `RunConfig`. `run.model.backend` forces a backend; an existing adapter (`run.model.adapter`, or a

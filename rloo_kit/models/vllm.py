@@ -23,7 +23,7 @@ from peft import get_peft_model_state_dict
 from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem, is_switched_off
-from rloo_kit.plan.vllm_memory import BATCHED_TOKENS
+from rloo_kit.plan.parts import BATCHED_TOKENS
 from rloo_kit.system.processes import count_processes, is_distributed
 from rloo_kit.system.random_numbers import keep_random_numbers
 from rloo_kit.system.signals import hold_signals
@@ -110,7 +110,7 @@ class InProcessVllm:
                 self._llm.sleep(1)
 
     def take_adapter(self, model: Any) -> Any:
-        """Load the current adapter of `model` for sampling; call only while awake.
+        """Workload the current adapter of `model` for sampling; call only while awake.
 
         Returns:
             the `LoRARequest` of this adapter; None (the base alone) if it is disabled.
@@ -276,7 +276,7 @@ def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
 
 
 def _hand_over(llm: Any, model: Any) -> Any:
-    """Load the adapter of `model` into the `vllm.LLM` as a LoRA, in memory."""
+    """Workload the adapter of `model` into the `vllm.LLM` as a LoRA, in memory."""
     from vllm.lora.request import LoRARequest
 
     number = next(_numbers)

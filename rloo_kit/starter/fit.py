@@ -15,11 +15,10 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
-from rloo_kit.plan.without_gpu import describe_step
+from rloo_kit.plan.speed import describe_step
 from rloo_kit.starter.table import Table
 from rloo_kit.starter.texts import Settings, make_body, make_header
 
@@ -135,7 +134,7 @@ def _candidates(
             run = _check(read_yaml(body, str(file))[0] | {"run": {"name": file.stem}})
             plan = plan_vram(run, gpu_gib)
             on_cpu = not machine.on_cuda and not embedded
-            time = describe_step(run, read_load(run, machine)) if on_cpu else str(plan.step or "")
+            time = describe_step(run, read_workload(run, machine)) if on_cpu else str(plan.step or "")
             yield Fitted(settings, make_header(settings, plan) + body, plan, time), rows
 
 
