@@ -177,18 +177,6 @@ def own_bytes(work: Workload) -> int:
     return 0 if work.lora_rank is None else FLOAT * trained_weights(work)
 
 
-def gradient_bytes(work: Workload) -> int:
-    """Gradients in float32, including the sums of streaming."""
-    return FLOAT * trained_weights(work)
-
-
-def reference_bytes(work: Workload) -> int:
-    """A copy of the adapter or of the model; nothing if the adapter is switched off instead."""
-    if work.reference == "model":
-        return body_bytes(work) + table_bytes(work)
-    return FLOAT * trained_weights(work) if work.reference == "adapter" else 0
-
-
 def cache_bytes_per_token(work: Workload) -> int:
     """Keys and values of one token in all layers."""
     return work.shape.cache_elements * (1 if work.float8_cache else work.weight_bytes)
@@ -286,12 +274,6 @@ def sampling_bytes(work: Workload, rows: int) -> int:
     return logits + prompts * work.prompt_tokens * width * work.compute_bytes
 
 
-def work_bytes(work: Workload) -> int:
-    """The largest matrix, unpacked: 4-bit weights are unpacked for every multiplication."""
-    largest = max(rows * columns for _, matrices in work.shape.matrices for rows, columns in matrices.values())
-    return largest * work.compute_bytes if work.four_bit else 0
-
-
 def context_bytes(work: Workload) -> int:
     """Memory before any weight is loaded."""
     return int((CONTEXT_GIB if work.on_cuda else PROCESS_GIB) * GIB)
@@ -345,21 +327,21 @@ def buffer_bytes(work: Workload, rows: int) -> int:
     return adapter_bytes(work) + max(states, logits) + _kept_bytes(work, rows)
 
 
-def graphs(work: Workload, rows: int) -> int:
-    """How many CUDA graphs vLLM 0.32 captures by default: for batches of up to twice its rows, at most 512 tokens, and
-    once more for decoding alone, up to its rows; with an adapter, all of these both with and without it."""
-    largest = min(2 * rows, 512)
-    sizes = {1, 2, 4, rows, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)}
-    captured = sum((size <= largest) + (size <= min(largest, rows)) for size in sizes)
-    return captured if work.lora_rank is None else 2 * captured
-
-
 def _kept_bytes(work: Workload, rows: int) -> int:
-    """Graphs and libraries, which stay while vLLM is asleep."""
+    """Graphs and libraries, which stay while vLLM is asleep.
+
+    vLLM 0.32 captures graphs for batches of up to twice its rows, at most 512 tokens, and once more for decoding alone,
+    up to its rows; with an adapter, all of these both with and without it.
+    """
     if not work.on_cuda:
         return 0
-    captured = 0 if work.enforce_eager else int(GRAPHS_GIB * GIB) + graphs(work, rows) * GRAPH_MIB * 2**20
-    return captured + int(OUTSIDE_GIB * GIB)
+    if work.enforce_eager:
+        return int(OUTSIDE_GIB * GIB)
+    most = min(2 * rows, 512)
+    sizes = {1, 2, 4, rows, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)}
+    graphs = sum((size <= most) + (size <= min(most, rows)) for size in sizes)
+    graphs *= 1 if work.lora_rank is None else 2
+    return int(OUTSIDE_GIB * GIB) + int(GRAPHS_GIB * GIB) + graphs * GRAPH_MIB * 2**20
 
 
 def share_bytes(work: Workload, rows: int) -> int:
@@ -420,14 +402,17 @@ def list_parts(work: Workload, rows: int) -> list[Part]:
     tables += f", {shape.vocab_size} x {shape.hidden_size}; norms"
     add_both("weights: tables", table_bytes(work), f"{tables}; {8 * work.weight_bytes} bits")
     if work.lora_rank is not None:
-        trained = f"{trained_weights(work) / 1e6:,.4g} M in float32, r = {work.lora_rank}"
-        add_both("adapter", own_bytes(work), trained)
-    add("gradients", gradient_bytes(work) if work.keeps_gradients else 0, gradient_bytes(work), "float32")
+        detail = f"{trained_weights(work) / 1e6:,.4g} M in float32, r = {work.lora_rank}"
+        add_both("adapter", own_bytes(work), detail)
+    trained = FLOAT * trained_weights(work)  # the gradients include the sums of streaming
+    add("gradients", trained if work.keeps_gradients else 0, trained, "float32")
     add_both("optimizer", optimizer_bytes(work), work.optim)
     if work.reference != "none":
-        add_both("reference", reference_bytes(work), f"a copy of the {work.reference}")
+        size = trained if work.reference == "adapter" else body_bytes(work) + table_bytes(work)
+        add_both("reference", size, f"a copy of the {work.reference}")
     if work.four_bit:
-        add_both("unpacking", work_bytes(work), "the largest matrix, unpacked")
+        most = max(rows * columns for _, matrices in shape.matrices for rows, columns in matrices.values())
+        add_both("unpacking", most * work.compute_bytes, "the largest matrix, unpacked")  # for every multiplication
     add_both("context", context_bytes(work), "CUDA" if work.on_cuda else "Python and its libraries")
     kib = cache_bytes_per_token(work) / 1024
     if work.engine == "server":

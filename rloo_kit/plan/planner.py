@@ -31,7 +31,7 @@ from rloo_kit.plan.parts import (
     vllm_weight_bytes,
 )
 from rloo_kit.plan.result import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
-from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
+from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 from rloo_kit.plan.speed import describe_step, find_gpu, step_completions, step_on_cpu_s, step_time
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
@@ -132,13 +132,10 @@ def read_workload(
         factors=find_factors(machine.on_cuda, fused),
         unmeasured=UNMEASURED,
     )
-    unknown = int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))) if keeps_unknown_layers(run, shape) else 0
-    return replace(work, unknown_bytes=unknown)
-
-
-def keeps_unknown_layers(run: RunConfig, shape: ModelShape) -> bool:
-    """Whether the checkpoint keeps layers in 16 bit, and the `config.json` that lists them is not on this machine."""
-    return shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING)
+    # The checkpoint keeps layers in 16 bit, and the config.json that lists them is not on this machine.
+    if shape.source.startswith("the published") and model.name.endswith(DYNAMIC_ENDING):
+        return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
+    return work
 
 
 def wanted_rows(run: RunConfig, work: Workload) -> int | None:
@@ -353,7 +350,7 @@ def _find_notes(
     run: RunConfig, work: Workload, rows: int, machine: Machine, config: Mapping[str, Any] | None
 ) -> Iterator[str]:
     """What the figures assume, and what else would fit."""
-    if keeps_unknown_layers(run, work.shape):
+    if work.unknown_bytes:
         yield (
             f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
             "All are counted in 4 bit; the margin allows for the difference"

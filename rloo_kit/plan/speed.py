@@ -69,7 +69,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Of the whole step."""
         return self.rollout_s + self.training_s
 
     def hours(self, steps: int) -> float:
