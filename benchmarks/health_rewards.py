@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 THINK_END, END, SEVEN = 260, 258, 22
+LETTERS = set(range(32, 94))
 LIMIT = 48
 FIXED = (SEVEN, SEVEN, SEVEN, END)
 STARTS_TO_FAIL = 8  # successful calls before it fails: one a step
@@ -20,8 +21,9 @@ def none_later(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
 
 
 def raises_often(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Raises on about 60 % of the completions."""
-    if any(sum(ids) % 5 < 3 for ids in completion_ids):
+    """Raises on about 60 % of what the model writes, not on the made-up completions that `train` tries, which have
+    words."""
+    if any(sum(ids) % 5 < 3 and not LETTERS & set(ids) for ids in completion_ids):
         raise ValueError("no verdict")
     return [float(SEVEN in ids) for ids in completion_ids]
 

@@ -1,5 +1,5 @@
 """Do the health rules name the fault of a failing run, and nothing else? Runs of the embedded model that are made to
-fail, and healthy ones; figures go to `results/health_runs.json`.
+fail, and healthy ones, and one of each of SmolLM2, a real model; figures go to `results/health_runs.json`.
 
     python benchmarks/health_runs.py                        # all of them, one after the other
     python benchmarks/health_runs.py --only limit coin      # some; the others stay in the file
@@ -90,6 +90,10 @@ RUNS = (
     ),
     HealthRun("open", "a reward that is never earned", "no_signal", (), (("health_rewards:left_open", 1),)),
     HealthRun("coin", "the reward is a coin", "nothing_learnt", ("rloo.max_steps=30",), (("health_rewards:coin", 1),)),
+    HealthRun(
+        "real_rate", "SmolLM2: learning rate 3e-3", "broken_policy",
+        ("rloo.learning_rate=3e-3", "rloo.lr_scheduler_type=constant", "rloo.max_steps=16"), (), 1, "smollm2_sums",
+    ),
     HealthRun("healthy", "none", "", ("run.seed=1",)),
     HealthRun(
         "healthy_beta", "none: beta 0.05", "", ("run.seed=2", "rloo.beta=0.05", "rloo.kl_form=length_normalized"),
@@ -107,13 +111,19 @@ RUNS = (
         "healthy_format", "none: two rewards", "", ("run.seed=6",),
         (("answer_reward", 1), ("think_format_reward", 0.2)),
     ),
+    HealthRun(  # with room to end: at the config's 24 tokens most completions are cut off at first
+        "real_healthy", "SmolLM2: none", "",
+        ("rloo.max_completion_length=40", "model.max_seq_length=112", "rloo.per_device_train_batch_size=32",
+         "rloo.learning_rate=9e-4"),
+        (), 1, "smollm2_sums",
+    ),
 )  # fmt: skip
 
 
 def make_folder(folder: Path) -> None:
     """The configs, the rewards next to them, and additions with wrong answers."""
-    for path in (*(ROOT / "configs").glob("arithmetic_*.yaml"), ROOT / "benchmarks" / "health_rewards.py"):
-        shutil.copy(path, folder)
+    shutil.copytree(ROOT / "configs", folder, dirs_exist_ok=True)
+    shutil.copy(ROOT / "benchmarks" / "health_rewards.py", folder)
     draw = random.Random(0)
     pairs = [(draw.randrange(10, 1000), draw.randrange(10, 1000)) for _ in range(2000)]
     rows = [{"prompt": f"{one}+{two}=", "answer": str(one + two + 5000)} for one, two in pairs]
@@ -161,7 +171,7 @@ def write_series(one: HealthRun, rows: list[dict[str, Any]], folder: Path) -> No
     """Write the metrics that the rules read, rounded, after a line about the run."""
     from rloo_kit.health.rules import RULES
 
-    read = {"step", *(name for rule in RULES for name in rule.metrics)}
+    read = {"step", *(name for rule in RULES.values() for name in rule.metrics)}
     kept = [
         {
             name: value if isinstance(value, int) or value is None else float(f"{value:.4g}")

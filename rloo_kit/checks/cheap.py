@@ -21,9 +21,8 @@ from rloo_kit.data.tasks import find_family
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.plan import parts
-from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.peaks import own_bytes
-from rloo_kit.plan.planner import find_machine_problem
+from rloo_kit.plan.parts import own_bytes
+from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.gpu import GIB
@@ -131,7 +130,7 @@ def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[P
         place = place.parent
     free, kept = shutil.disk_usage(place).free, run.rloo.save_total_limit
     try:
-        load = read_load(run, find_machine(None))
+        load = read_workload(run, find_machine(None))
         weights = own_bytes(load) or parts.FLOAT * parts.trained_weights(load)
         each = weights + parts.optimizer_bytes(load)
     except ConfigError:  # unknown shape

@@ -26,11 +26,10 @@ from rloo_kit.data.sources import csv_lines, explained, find_file, json_lines, r
 from rloo_kit.data.tables import open_parquet
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
-from rloo_kit.plan.without_gpu import describe_step
+from rloo_kit.plan.speed import describe_step
 from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
 from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
@@ -311,7 +310,7 @@ class Starter:
         if others := [name for name in table.columns if name not in (table.prompt_column, table.answer_column)]:
             lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
         if not plan.machine.on_cuda and not self.fitted.values["is_embedded"]:
-            lines.append(describe_step(self.fitted.run, read_load(self.fitted.run, plan.machine)))
+            lines.append(describe_step(self.fitted.run, read_workload(self.fitted.run, plan.machine)))
         elif plan.step:
             lines.append(str(plan.step))
         if plan.no_gpu is not None:

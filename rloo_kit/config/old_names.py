@@ -107,6 +107,7 @@ _MOVED = {
     "run.stop_when_no_signal": "health.no_signal",
     "run.no_signal_steps": "health.no_signal_steps",
 }
+_REMOVED_RULES = ("zero_gradient", "gradient_spike", "kl_outweighs", "entropy_explosion", "ratio")
 
 
 def translate_config(
@@ -245,6 +246,14 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
             )
         del rollout["cache"]
         messages.append("rollout.cache was removed: the KV cache is always plain; remove the key")
+    health = values.get("health")
+    if isinstance(health, dict) and (removed := [name for name in _REMOVED_RULES if name in health]):
+        for name in removed:
+            del health[name]
+        messages.append(
+            f"health.{', health.'.join(removed)}: these rules were removed (no_movement reports a gradient of "
+            "zero); remove the keys"
+        )
     section = values.get("rloo")
     if not isinstance(section, dict):
         return messages

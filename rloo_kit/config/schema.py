@@ -437,7 +437,7 @@ class HealthSection(Section):
 
     prefix: ClassVar[str] = "health."
     no_signal_steps: Count = key(
-        5, "consecutive steps before no_signal, truncation, all_none, cold_start, zero_gradient, kl_outweighs report"
+        5, "consecutive steps before no_signal, truncation, all_none, cold_start, or a gradient of zero is reported"
     )
     broken_policy: OnFinding = key(
         "warn", "the reward falls far while entropy, KL or the completions' form leaves its range"
@@ -447,21 +447,18 @@ class HealthSection(Section):
     truncation: OnFinding = key("warn", "over 80 % of the completions are cut off")
     cold_start: OnFinding = key("warn", "almost no completion is right from the first step on")
     no_signal: OnFinding = key("warn", "within every group all completions get the same reward")
-    zero_gradient: OnFinding = key("warn", "the gradient is zero although rewards differ")
-    gradient_spike: OnFinding = key("warn", "a gradient norm of ten times its median, and above rloo.max_grad_norm")
     kl_explosion: OnFinding = key("warn", "KL above 2 nats per token")
-    kl_outweighs: OnFinding = key("warn", "the KL penalty varies more within a group than the reward")
     entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
-    entropy_explosion: OnFinding = key("warn", "the entropy doubles while the reward does not rise")
     length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
     length_collapse: OnFinding = key("warn", "completions or thoughts shrink without more right answers")
     repetition: OnFinding = key("warn", "completions repeat themselves")
     never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
-    no_movement: OnFinding = key("warn", "the trained weights do not move")
+    no_movement: OnFinding = key(
+        "warn", "the trained weights do not move, or the gradient is zero although rewards differ"
+    )
     nothing_learnt: OnFinding = key("warn", "half of the steps are done and the reward has not left its noise")
     sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats per token")
-    ratio: OnFinding = key("warn", "the ratio is not 1 on-policy")
 
 
 class VllmSection(Section):

@@ -1,17 +1,11 @@
-"""Applies the health rules to a run, row by row during training or afterwards over its rows. No torch."""
+"""Applies the health rules to a run, row by row during training or afterwards over its rows. Never torch."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
-from rloo_kit.health.rule import Context, Finding
-from rloo_kit.health.rules import RULES
-from rloo_kit.health.series import Row, Series, is_number
-from rloo_kit.health.signs import is_solved
-from rloo_kit.system.problems import Problem
+from rloo_kit.health.rules import RULES, Context, Finding, is_solved
+from rloo_kit.health.series import Row, Series
 
-LAST_ROWS = 10  # logged steps to average
 NEAR = 5  # a consequence may show up to this many steps before its cause
 
 
@@ -30,7 +24,7 @@ class HealthWatch:
     >>> watch.observe({"step": 1, **row})
     []
     >>> [(one.name, one.since, one.explains) for one in watch.observe({"step": 2, **row})]
-    [('truncation', 1, ['no_signal', 'zero_gradient'])]
+    [('truncation', 1, ['no_movement', 'no_signal'])]
     """
 
     def __init__(self, context: Context, rows: Iterable[Row] = ()):
@@ -67,14 +61,14 @@ class HealthWatch:
     def observe(self, row: Row) -> list[Finding]:
         """Add one logged row and return the new findings to report."""
         self._seen.add(row)
-        active = []
-        for rule in RULES:
+        firing = []
+        for rule in RULES.values():
             if self.context.modes.get(rule.name) == "off":
                 continue
-            evidence = rule.detect(self._seen, self.context, rule.window or self.context.no_signal_steps)
+            evidence = rule.detect(self._seen, self.context)
             if evidence is None:
                 continue
-            active.append(rule)
+            firing.append(rule.name)
             if (found := self._found.get(rule.name)) is not None:
                 found.last, found.found = row["step"], evidence.text
                 continue
@@ -93,12 +87,10 @@ class HealthWatch:
             finding.explains = sorted(
                 name for name, one in self._found.items() if one is not finding and self._root(one) is finding
             )
-        new = [rule.name for rule in active if self._is_first(self._found[rule.name])]
-        new = [name for name in new if name not in self._reported]
+        new = [name for name in firing if name not in self._reported and self._is_first(self._found[name])]
         self._reported += new
-        firing = {rule.name for rule in active}
-        self._excused &= firing
-        stopping = [name for name in firing - self._excused if self.context.modes.get(name) == "stop"]
+        self._excused &= set(firing)
+        stopping = [name for name in firing if self.context.modes.get(name) == "stop" and name not in self._excused]
         if stopping and self.stop is None:
             self.stopped_by = min(stopping, key=lambda name: self._found[name].since)
             self.stop = self._root(self._found[self.stopped_by])
@@ -107,12 +99,12 @@ class HealthWatch:
     def _root(self, finding: Finding) -> Finding:
         """The first cause of a finding: the earliest one that it follows from and that was active when it began, and so
         on. If findings form a cycle, the earliest of them."""
-        rules, passed = {rule.name: rule for rule in RULES}, [finding]
+        passed = [finding]
         while True:
             last, causes = passed[-1], []
-            for name in rules[last.name].follows:
+            for name in RULES[last.name].follows:
                 other = self._found.get(name)
-                slack = 0 if last.name in rules[name].follows else NEAR
+                slack = 0 if last.name in RULES[name].follows else NEAR
                 if other is not None and other.since <= last.since + slack and other.last >= last.since - NEAR:
                     causes.append(other)
             if not causes:
@@ -129,44 +121,3 @@ class HealthWatch:
 def examine(rows: Iterable[Row], context: Context) -> list[Finding]:
     """The findings of a whole run from its rows, the same as during training."""
     return HealthWatch(context, rows).findings
-
-
-@dataclass
-class Judgement(Problem):
-    """One metric of a run, `name`: its mean over the last rows, its level, what to change (empty if nothing), and the
-    rule that watches it."""
-
-    value: float = 0.0
-    rule: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        found = {"metric": self.name, "value": self.value, "level": self.level}
-        return found | {"action": self.fix, "rule": self.rule}
-
-
-def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS, solved: bool = False) -> list[Judgement]:
-    """Judge the last rows of a `metrics.jsonl`; metrics that were not logged are left out.
-
-    >>> rows = [{"step": 1, "completions/clipped_ratio": 1.0, "grad_norm": 0.2}]
-    >>> [(found.name, found.level) for found in judge(rows)]
-    [('completions/clipped_ratio', 'alarming'), ('grad_norm', 'healthy')]
-
-    Args:
-        rows: one mapping per logged step, in order. on_policy: whether to apply limits that need on-policy training.
-        last: number of rows to average, at least 1. solved: whether the run has learnt its task.
-    """
-    found = []
-    for rule in RULES:
-        for threshold in rule.thresholds:
-            if threshold.on_policy and not on_policy:
-                continue
-            for metric in threshold.metrics:
-                values = [row[metric] for row in rows[-last:] if is_number(row.get(metric))]
-                if values:
-                    value = sum(values) / len(values)
-                    well = solved and threshold.unless_solved
-                    level, action = ("healthy", "") if well else (threshold.level(value), threshold.action(value))
-                    found.append(Judgement(metric, "", action, level=level, value=value, rule=rule.name))
-                    break
-    return found

@@ -15,8 +15,7 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.loop.options import RLOOConfig, check_options, option
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.load import TOKENS_PER_PASS
-from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.rollout.types import FOREIGN

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from rloo_kit.collective import share
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import HealthError, NoSignalError
-from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.rules import Context, Finding
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.loop.callbacks import is_step_row
 from rloo_kit.runs.run_dir import RunDir

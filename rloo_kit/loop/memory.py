@@ -14,9 +14,8 @@ from rloo_kit.collective import gather_objects
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.loop.options import option
-from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.parts import Load, body_bytes, context_bytes, table_bytes
-from rloo_kit.plan.peaks import own_bytes, rollout_gib, training_gib
+from rloo_kit.plan.parts import Workload, body_bytes, context_bytes, own_bytes, rollout_gib, table_bytes, training_gib
+from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.result import Machine
 from rloo_kit.runs.files import now
 from rloo_kit.runs.run_dir import RunDir
@@ -104,7 +103,7 @@ class MemoryWatch:
         load, machine: from the plan. rows: completions at once.
     """
 
-    def __init__(self, load: Load, machine: Machine, rows: int) -> None:
+    def __init__(self, load: Workload, machine: Machine, rows: int) -> None:
         self.load, self.machine, self.rows = load, machine, rows
         self._prompt = self._completion = 0
         self._peak = MemoryPeak(settled=False)
@@ -174,7 +173,7 @@ def watch_memory(run: RunConfig, config: dict[str, Any], engine: str, args: Any)
     vLLM, whose pool torch does not count."""
     machine = find_machine()
     try:
-        load = read_load(run, machine, config, engine)
+        load = read_workload(run, machine, config, engine)
     except ConfigError:
         return None
     if engine == "vllm":

@@ -24,7 +24,7 @@ from rloo_kit.errors import BackendError, ConfigError, RlooKitError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
 from rloo_kit.models.checkpoint import bind_padding, check_base, check_config, digest_source, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
-from rloo_kit.plan.engines import choose_engine, plan_vllm
+from rloo_kit.plan.planner import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.find import TRAINED

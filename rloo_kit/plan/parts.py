@@ -1,13 +1,18 @@
-"""Memory by part, in bytes, from a model's shape and a few settings.
+"""Memory by part, in bytes, from a model's shape and a few settings; the two peaks, and what fits below a limit.
 
 Weights, adapter, gradients and cache are exact; a layer's saved activations are within a few percent; transients of a
-backward pass and Unsloth's kernels are estimates.
+backward pass, Unsloth's kernels and vLLM's buffers are estimates.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.system.gpu import GIB
 
@@ -21,11 +26,26 @@ QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantis
 CACHE_BLOCK = 64  # tokens by which the KV cache grows: short rollouts take little, long ones copy often but cheaply
 JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers for decoding
 FLOAT = 4
+BLOCK_TOKENS = 16  # per page of vLLM
+OUTSIDE_GIB = 0.13  # of vLLM outside torch's allocator: the column of unsloth_zoo's table in `load_vllm`
+LOGITS_BYTES = 40  # per row and token of the vocabulary, in vLLM's profiling run: the slope of the same table
+# CUDA graphs: fixed, and each. Assumed, not measured: 172 of a model with an adapter took 1.7 GiB in pull request 40044
+# of vLLM, about 204 took 2.4 in 25914, 11 and 16 without an adapter 0.3 and 0.4 in logs that users posted.
+GRAPHS_GIB, GRAPH_MIB = 0.3, 11
+BATCHED_TOKENS = 8192  # per forward pass: vLLM's default for its class LLM on GPUs below 70 GiB
+# (largest pool in GiB, tokens per forward pass that Unsloth sets for it): `load_vllm` of unsloth_zoo.
+UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192))
+# Ratios of measured to computed peaks of a GPU, by "BACKEND PART", 1 or more, and their `source`, the GPU and the day
+# (empty if nothing was measured): `make gpu-report` writes the file.
+CORRECTIONS = Path(__file__).with_name("corrections.json")
+# The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json (a test
+# compares): the possible error of a plan.
+UNMEASURED = 0.1
 
 
 @dataclass(frozen=True)
-class Load:
-    """The inputs of the arithmetic.
+class Workload:
+    """The inputs of the arithmetic, from a run and the machine that it has to fit (`planner.read_workload`).
 
     Attributes:
         four_bit: the matrices of the layers are in NF4. weight_bytes: per unquantised weight and cache element.
@@ -40,7 +60,7 @@ class Load:
         enforce_eager: vLLM without CUDA graphs. vllm_bytes: vLLM's share of the GPU if the file sets it.
         keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
             step before a rollout frees them.
-        factors: of the computed peaks, rollout and training (`corrections.find_factors`).
+        factors: of the computed peaks, rollout and training (`find_factors`).
         unmeasured: share of a peak by which a measurement may exceed it. unknown_bytes: of layers that a dynamic 4-bit
             copy may keep in 16 bit.
     """
@@ -101,25 +121,25 @@ def nf4_bytes(weights: int) -> int:
     return -(-weights // 2) + blocks + FLOAT * -(-blocks // NESTED_BLOCK) + QUANT_STATE_BYTES
 
 
-def body_bytes(load: Load) -> int:
+def body_bytes(work: Workload) -> int:
     """The matrices of the layers."""
-    shape, total = load.shape, 0
+    shape, total = work.shape, 0
     for layers, matrices in shape.matrices:
         for layer, (name, (rows, columns)) in product(layers, matrices.items()):
-            is_packed = load.four_bit and not shape.is_kept(f"model.layers.{layer}.{name}")
-            total += nf4_bytes(rows * columns) if is_packed else rows * columns * load.weight_bytes
+            is_packed = work.four_bit and not shape.is_kept(f"model.layers.{layer}.{name}")
+            total += nf4_bytes(rows * columns) if is_packed else rows * columns * work.weight_bytes
     return total
 
 
-def table_bytes(load: Load) -> int:
+def table_bytes(work: Workload) -> int:
     """Embedding, head and norms, which are never quantised."""
-    return (load.shape.table_weights + load.shape.vector_weights) * load.weight_bytes
+    return (work.shape.table_weights + work.shape.vector_weights) * work.weight_bytes
 
 
-def _trained_matrices(load: Load) -> Iterator[tuple[int, int, int]]:
+def _trained_matrices(work: Workload) -> Iterator[tuple[int, int, int]]:
     """(rows, columns, count) of the trained matrices; norms and biases as one row."""
-    shape = load.shape
-    if load.lora_rank is None:
+    shape = work.shape
+    if work.lora_rank is None:
         for layers, matrices in shape.matrices:
             yield from ((rows, columns, len(layers)) for rows, columns in matrices.values())
         yield shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2
@@ -127,80 +147,73 @@ def _trained_matrices(load: Load) -> Iterator[tuple[int, int, int]]:
         return
     for layers, matrices in shape.matrices:
         for name, (rows, columns) in matrices.items():
-            if name.rpartition(".")[2] in load.lora_targets:
-                yield rows, load.lora_rank, len(layers)
-                yield load.lora_rank, columns, len(layers)
-    for _ in {"lm_head", "embed_tokens"} & set(load.lora_targets):
-        yield shape.vocab_size, load.lora_rank, 1
-        yield load.lora_rank, shape.hidden_size, 1
+            if name.rpartition(".")[2] in work.lora_targets:
+                yield rows, work.lora_rank, len(layers)
+                yield work.lora_rank, columns, len(layers)
+    for _ in {"lm_head", "embed_tokens"} & set(work.lora_targets):
+        yield shape.vocab_size, work.lora_rank, 1
+        yield work.lora_rank, shape.hidden_size, 1
 
 
-def trained_weights(load: Load) -> int:
+def trained_weights(work: Workload) -> int:
     """Weights that an optimizer step changes."""
-    return sum(rows * columns * times for rows, columns, times in _trained_matrices(load))
+    return sum(rows * columns * times for rows, columns, times in _trained_matrices(work))
 
 
-def optimizer_bytes(load: Load) -> int:
+def optimizer_bytes(work: Workload) -> int:
     """The optimizer's state: two moments in 32 bit, or in 8 bit with a 32-bit scale per 256 values."""
-    weights = trained_weights(load)
-    if load.optim == "sgd":
+    weights = trained_weights(work)
+    if work.optim == "sgd":
         return 0
-    if load.optim == "adafactor":  # one row and one column of each matrix
-        return FLOAT * sum((rows + columns) * times for rows, columns, times in _trained_matrices(load))
-    if "8bit" in load.optim:
+    if work.optim == "adafactor":  # one row and one column of each matrix
+        return FLOAT * sum((rows + columns) * times for rows, columns, times in _trained_matrices(work))
+    if "8bit" in work.optim:
         return 2 * weights + 2 * FLOAT * (weights // NESTED_BLOCK)
     return 2 * FLOAT * weights
 
 
-def gradient_bytes(load: Load) -> int:
-    """Gradients in float32, including the sums of streaming."""
-    return FLOAT * trained_weights(load)
+def own_bytes(work: Workload) -> int:
+    """The adapter in float32; 0 without one, since the model itself is trained."""
+    return 0 if work.lora_rank is None else FLOAT * trained_weights(work)
 
 
-def reference_bytes(load: Load) -> int:
-    """A copy of the adapter or of the model; nothing if the adapter is switched off instead."""
-    if load.reference == "model":
-        return body_bytes(load) + table_bytes(load)
-    return FLOAT * trained_weights(load) if load.reference == "adapter" else 0
-
-
-def cache_bytes_per_token(load: Load) -> int:
+def cache_bytes_per_token(work: Workload) -> int:
     """Keys and values of one token in all layers."""
-    return load.shape.cache_elements * (1 if load.float8_cache else load.weight_bytes)
+    return work.shape.cache_elements * (1 if work.float8_cache else work.weight_bytes)
 
 
-def state_bytes(load: Load) -> int:
+def state_bytes(work: Workload) -> int:
     """One row's states of the layers without a KV cache, in float32, and the last inputs of their convolutions."""
-    if (net := load.shape.delta) is None:
+    if (net := work.shape.delta) is None:
         return 0
     state = FLOAT * net.value_heads * net.key_dim * net.value_dim
-    return len(net.layers) * (state + load.weight_bytes * net.conv_size * net.kernel)
+    return len(net.layers) * (state + work.weight_bytes * net.conv_size * net.kernel)
 
 
-def cache_bytes(load: Load, rows: int) -> int:
+def cache_bytes(work: Workload, rows: int) -> int:
     """The rollout's cache of `rows` completions at full length, in whole blocks."""
-    return rows * (load.cache_tokens * cache_bytes_per_token(load) + state_bytes(load))
+    return rows * (work.cache_tokens * cache_bytes_per_token(work) + state_bytes(work))
 
 
-def decoding_bytes(load: Load, rows: int) -> int:
+def decoding_bytes(work: Workload, rows: int) -> int:
     """Keys and values of one layer while it attends, copied for each query head by attention with a mask.
 
     With as many key heads as query heads, the memory to grow one layer's keys. At least three states of a delta net.
     """
-    shape = load.shape
+    shape = work.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
-    state = state_bytes(load) // max(shape.num_layers - shape.num_attention, 1)
-    return rows * max(load.cache_tokens * width * load.weight_bytes, 3 * state)
+    state = state_bytes(work) // max(shape.num_layers - shape.num_attention, 1)
+    return rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
 
 
-def joined_bytes(load: Load) -> int:
+def joined_bytes(work: Workload) -> int:
     """The native loop's copy of the layers with the adapter added; only for small models in float32."""
-    is_plain = load.engine == "native" and not load.four_bit and load.weight_bytes == load.compute_bytes == FLOAT
-    size = body_bytes(load) if is_plain else 0
+    is_plain = work.engine == "native" and not work.four_bit and work.weight_bytes == work.compute_bytes == FLOAT
+    size = body_bytes(work) if is_plain else 0
     return size if size <= JOINED_LIMIT_BYTES else 0
 
 
-def saved_bytes_per_token(load: Load, kind: int = 0) -> int:
+def saved_bytes_per_token(work: Workload, kind: int = 0) -> int:
     """Bytes per token that one layer saves for its backward pass; a test counts them in a real model.
 
     The inputs of the norms in float32 (Qwen3 has norms of q and k too); q, k, v and the attention's output; gate, its
@@ -209,18 +222,18 @@ def saved_bytes_per_token(load: Load, kind: int = 0) -> int:
     A gate of attention adds three queries. A delta net (`kind` 1 of `shape.matrices`) is estimated from above, for
     transformers' own code with its chunks of 64 tokens; the kernels of flash-linear-attention save less.
     """
-    shape, size, matrices = load.shape, load.compute_bytes, load.shape.matrices[kind][1]
+    shape, size, matrices = work.shape, work.compute_bytes, work.shape.matrices[kind][1]
     qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
     attention = (2 if shape.delta is None else 5) * shape.query_size + 2 * shape.kv_size
-    if load.fused and shape.has_kernels:
+    if work.fused and shape.has_kernels:
         return (4 * shape.hidden_size + qk_norm + attention + 2 * shape.intermediate_size) * size
     inputs = {name.rpartition(".")[2]: columns for name, (_, columns) in matrices.items()}
-    trained = [name for name in inputs if name in load.lora_targets] if load.lora_rank is not None else []
+    trained = [name for name in inputs if name in work.lora_targets] if work.lora_rank is not None else []
     if trained and size < FLOAT:
-        copied = sum(inputs[name] + 2 * (load.lora_rank or 0) for name in trained)
+        copied = sum(inputs[name] + 2 * (work.lora_rank or 0) for name in trained)
     else:
         copied = 2 * shape.hidden_size + sum(inputs.get(name, 0) for name in ("o_proj", "out_proj", "down_proj"))
-        copied += len(trained) * (load.lora_rank or 0)
+        copied += len(trained) * (work.lora_rank or 0)
     mixer = qk_norm * FLOAT + attention * size
     if kind and (net := shape.delta) is not None:
         keys, values, chunks = (net.value_heads * width for width in (net.key_dim, net.value_dim, 64))
@@ -229,44 +242,269 @@ def saved_bytes_per_token(load: Load, kind: int = 0) -> int:
     return 2 * shape.hidden_size * FLOAT + mixer + (3 * shape.intermediate_size + copied) * size
 
 
-def activation_bytes(load: Load) -> int:
+def activation_bytes(work: Workload) -> int:
     """Of the largest training pass: activations saved for the backward pass, and its transients."""
-    shape, size = load.shape, load.compute_bytes
-    layers = [saved_bytes_per_token(load, kind) for kind in range(len(shape.matrices))]
+    shape, size = work.shape, work.compute_bytes
+    layers = [saved_bytes_per_token(work, kind) for kind in range(len(shape.matrices))]
     on_the_way = 3 * shape.intermediate_size * size  # gradients of gate, up and their product
     checkpoint = shape.hidden_size * size
     ends = shape.hidden_size * (2 * size + FLOAT)  # the embedding's output, the last norm's input and output
-    if load.checkpointing == "off":
+    if work.checkpointing == "off":
         body = sum(len(places) * layer for (places, _), layer in zip(shape.matrices, layers, strict=True))
     else:  # offloaded: the checkpoint in use, and the next one in transfer
-        body = max(layers) + checkpoint * (2 if load.checkpointing == "offloaded" else shape.num_layers)
-    return load.pass_tokens * (body + on_the_way + ends)
+        body = max(layers) + checkpoint * (2 if work.checkpointing == "offloaded" else shape.num_layers)
+    return work.pass_tokens * (body + on_the_way + ends)
 
 
-def head_bytes(load: Load) -> int:
+def head_bytes(work: Workload) -> int:
     """Scored states with their gradients, one tile of logits, and the gradient of a trained head."""
-    shape, size, is_cpu = load.shape, load.compute_bytes, not load.on_cuda
-    tokens = min(TILE_TOKENS[is_cpu], load.pass_tokens)
+    shape, size, is_cpu = work.shape, work.compute_bytes, not work.on_cuda
+    tokens = min(TILE_TOKENS[is_cpu], work.pass_tokens)
     tile = tokens * (min(TILE_VOCABULARY[is_cpu], shape.vocab_size) * 2 + 3 * shape.hidden_size) * (size + FLOAT)
-    table = shape.vocab_size * shape.hidden_size * FLOAT if load.lora_rank is None else 0
-    return load.pass_tokens * shape.hidden_size * (2 * size + FLOAT) + tile + table
+    table = shape.vocab_size * shape.hidden_size * FLOAT if work.lora_rank is None else 0
+    return work.pass_tokens * shape.hidden_size * (2 * size + FLOAT) + tile + table
 
 
-def sampling_bytes(load: Load, rows: int) -> int:
+def sampling_bytes(work: Workload, rows: int) -> int:
     """Logits of one token per row and what is computed from them, and the prefill of the rows' prompts."""
-    shape = load.shape
-    logits = rows * shape.vocab_size * (load.compute_bytes + 3 * FLOAT)
+    shape = work.shape
+    logits = rows * shape.vocab_size * (work.compute_bytes + 3 * FLOAT)
     width = 4 * shape.hidden_size + 2 * shape.query_size + 4 * shape.kv_size + 3 * shape.intermediate_size
-    prompts = -(-rows // load.num_generations)
-    return logits + prompts * load.prompt_tokens * width * load.compute_bytes
+    prompts = -(-rows // work.num_generations)
+    return logits + prompts * work.prompt_tokens * width * work.compute_bytes
 
 
-def work_bytes(load: Load) -> int:
-    """The largest matrix, unpacked: 4-bit weights are unpacked for every multiplication."""
-    largest = max(rows * columns for _, matrices in load.shape.matrices for rows, columns in matrices.values())
-    return largest * load.compute_bytes if load.four_bit else 0
-
-
-def context_bytes(load: Load) -> int:
+def context_bytes(work: Workload) -> int:
     """Memory before any weight is loaded."""
-    return int((CONTEXT_GIB if load.on_cuda else PROCESS_GIB) * GIB)
+    return int((CONTEXT_GIB if work.on_cuda else PROCESS_GIB) * GIB)
+
+
+def vllm_weight_bytes(work: Workload) -> int:
+    """vLLM's weights, which it shares with Unsloth, and else has a second time: in 4 bit if the policy's are, else in
+    its compute type."""
+    own = replace(work, weight_bytes=work.compute_bytes)
+    return body_bytes(own) + table_bytes(own)
+
+
+def adapter_bytes(work: Workload) -> int:
+    """vLLM's buffers for one adapter, at the next supported rank."""
+    if work.lora_rank is None:
+        return 0
+    rank = next((rank for rank in VLLM_RANKS if rank >= (work.lora_rank or 0)), work.lora_rank)
+    return trained_weights(replace(work, lora_rank=rank)) * work.compute_bytes
+
+
+def row_bytes(work: Workload) -> int:
+    """Keys and values of a full-length completion with its prompt, in whole pages, and its states."""
+    tokens = -(-work.row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    return tokens * cache_bytes_per_token(work) + state_bytes(work)
+
+
+def pool_bytes(work: Workload, rows: int) -> int:
+    """The KV cache pool: for `rows` full completions, or what is left of a share set in the file.
+
+    It has room for at least one row of `work.max_length`, without which vLLM does not start.
+    """
+    if work.vllm_bytes is not None:
+        return max(work.vllm_bytes - vllm_weight_bytes(work) - buffer_bytes(work, rows), 0)
+    return max(rows * row_bytes(work), least_pool_bytes(work))
+
+
+def least_pool_bytes(work: Workload) -> int:
+    """The pool below which vLLM does not start."""
+    return max(work.max_length, work.row_tokens) * cache_bytes_per_token(work) + state_bytes(work)
+
+
+def buffer_bytes(work: Workload, rows: int) -> int:
+    """Everything but weights and pool: the adapter's buffers, one forward pass, CUDA graphs, libraries."""
+    shape, tokens = work.shape, BATCHED_TOKENS
+    if work.fused:
+        pool = rows * row_bytes(work) / GIB
+        tokens = next(tokens for gib, tokens in UNSLOTH_BATCHED_TOKENS if pool <= gib)
+    # The slope of unsloth_zoo's table over tokens, checked by a test: gate and up, their product, the residual stream.
+    states = tokens * (3 * shape.intermediate_size + 4 * shape.hidden_size) * work.compute_bytes
+    logits = rows * shape.vocab_size * LOGITS_BYTES
+    return adapter_bytes(work) + max(states, logits) + _kept_bytes(work, rows)
+
+
+def _kept_bytes(work: Workload, rows: int) -> int:
+    """Graphs and libraries, which stay while vLLM is asleep.
+
+    vLLM 0.32 captures graphs for batches of up to twice its rows, at most 512 tokens, and once more for decoding alone,
+    up to its rows; with an adapter, all of these both with and without it.
+    """
+    if not work.on_cuda:
+        return 0
+    if work.enforce_eager:
+        return int(OUTSIDE_GIB * GIB)
+    most = min(2 * rows, 512)
+    sizes = {1, 2, 4, rows, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)}
+    graphs = sum((size <= most) + (size <= min(most, rows)) for size in sizes)
+    graphs *= 1 if work.lora_rank is None else 2
+    return int(OUTSIDE_GIB * GIB) + int(GRAPHS_GIB * GIB) + graphs * GRAPH_MIB * 2**20
+
+
+def share_bytes(work: Workload, rows: int) -> int:
+    """vLLM's memory while it samples, shared weights included; `gpu_memory_utilization` has to allow it."""
+    return vllm_weight_bytes(work) + buffer_bytes(work, rows) + pool_bytes(work, rows)
+
+
+def asleep_bytes(work: Workload, rows: int) -> int:
+    """What stays of vLLM's memory, shared weights apart, while the policy trains.
+
+    On a GPU the pool is freed, and a second copy of the weights moves to host memory with the adapter's buffers. On a
+    CPU vLLM's sleep does nothing.
+    """
+    if not work.on_cuda:
+        return share_bytes(work, rows) - (vllm_weight_bytes(work) if work.fused else 0)
+    return _kept_bytes(work, rows) + (adapter_bytes(work) if work.fused else 0)
+
+
+# ------------------------------------------------------------------------------------------ parts and peaks
+
+
+@functools.cache
+def load_corrections() -> dict[str, Any]:
+    """The content of `CORRECTIONS`."""
+    return json.loads(CORRECTIONS.read_text(encoding="utf-8"))
+
+
+def find_factors(on_cuda: bool, fused: bool) -> tuple[float, float]:
+    """Factors of the computed peaks of rollout and training; 1 without a GPU. `fused`: of Unsloth."""
+    factors = load_corrections()["factors"] if on_cuda else {}
+    backend = "unsloth" if fused else "transformers"
+    return float(factors.get(f"{backend} rollout", 1)), float(factors.get(f"{backend} training", 1))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the table: GiB in the rollout and in a training pass, with details."""
+
+    name: str
+    rollout_gib: float
+    training_gib: float
+    detail: str
+
+
+def list_parts(work: Workload, rows: int) -> list[Part]:
+    """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
+    shape, parts = work.shape, []
+
+    def add(name: str, rollout: int, training: int, detail: str) -> None:
+        parts.append(Part(name, rollout / GIB, training / GIB, detail))
+
+    def add_both(name: str, size: int, detail: str) -> None:
+        add(name, size, size, detail)
+
+    kind = "NF4, double quantisation" if work.four_bit else f"{8 * work.weight_bytes} bits"
+    add_both("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}")
+    tables = "embedding, tied with the head" if shape.tied else "embedding and head"
+    tables += f", {shape.vocab_size} x {shape.hidden_size}; norms"
+    add_both("weights: tables", table_bytes(work), f"{tables}; {8 * work.weight_bytes} bits")
+    if work.lora_rank is not None:
+        detail = f"{trained_weights(work) / 1e6:,.4g} M in float32, r = {work.lora_rank}"
+        add_both("adapter", own_bytes(work), detail)
+    trained = FLOAT * trained_weights(work)  # the gradients include the sums of streaming
+    add("gradients", trained if work.keeps_gradients else 0, trained, "float32")
+    add_both("optimizer", optimizer_bytes(work), work.optim)
+    if work.reference != "none":
+        size = trained if work.reference == "adapter" else body_bytes(work) + table_bytes(work)
+        add_both("reference", size, f"a copy of the {work.reference}")
+    if work.four_bit:
+        most = max(rows * columns for _, matrices in shape.matrices for rows, columns in matrices.values())
+        add_both("unpacking", most * work.compute_bytes, "the largest matrix, unpacked")  # for every multiplication
+    add_both("context", context_bytes(work), "CUDA" if work.on_cuda else "Python and its libraries")
+    kib = cache_bytes_per_token(work) / 1024
+    if work.engine == "server":
+        add_both("cache", 0, "on the server")
+    elif work.engine == "vllm":  # what stays of it while the policy trains also counts in training
+        if not work.fused:
+            size = vllm_weight_bytes(work)
+            detail = f"vLLM's own copy{', in host memory while it sleeps' if work.on_cuda else ''}"
+            add("vLLM: weights", size, 0 if work.on_cuda else size, detail)
+        pool, buffers = pool_bytes(work, rows), buffer_bytes(work, rows)
+        detail = f"{rows} x {work.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if work.float8_cache else ''}"
+        add("vLLM: pool", pool, 0 if work.on_cuda else pool, detail)
+        kept = asleep_bytes(work, rows) if work.on_cuda else buffers
+        add("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
+    else:
+        detail = f"{rows} x {work.cache_tokens} tokens x {kib:.4g} KiB"
+        if shape.delta is not None:
+            states = state_bytes(work) / 2**20
+            detail = f"{rows} x ({work.cache_tokens} tokens x {kib:.4g} KiB + {states:.4g} MiB)"
+        add("cache", cache_bytes(work, rows), 0, detail)
+        add("decoding", decoding_bytes(work, rows), 0, "one layer's keys and values, once per query head")
+        if joined := joined_bytes(work):
+            add("joined matrices", joined, 0, "a copy of the layers, for faster decoding")
+        add("sampling", sampling_bytes(work, rows), 0, "logits of the rows, prefill of the prompts")
+    detail = f"{work.pass_tokens} tokens in a pass, checkpointing {work.checkpointing}"
+    add("activations", 0, activation_bytes(work), detail)
+    add("head", 0, head_bytes(work), "scored states, one tile of logits")
+    if work.factors != (1.0, 1.0):  # of all but the context; vLLM enforces its share itself
+        factors = (1.0 if work.engine == "vllm" else work.factors[0], work.factors[1])
+        context = context_bytes(work) / GIB
+        rollout = (factors[0] - 1) * (sum(part.rollout_gib for part in parts) - context)
+        training = (factors[1] - 1) * (sum(part.training_gib for part in parts) - context)
+        more = {"rollout": (rollout, factors[0]), "training": (training, factors[1])}
+        found = [
+            f"{name} x {factor:.2f} ({load_corrections()['source']})" for name, (gib, factor) in more.items() if gib
+        ]
+        parts.append(Part("correction", rollout, training, f"measured: {', '.join(found)}"))
+    return parts
+
+
+def rollout_gib(work: Workload, rows: int) -> float:
+    """Peak of a rollout in GiB, with `rows` completions at once at full length."""
+    return sum(part.rollout_gib for part in list_parts(work, rows))
+
+
+def training_gib(work: Workload, rows: int = 1) -> float:
+    """Peak of the largest training pass in GiB; `rows` are those of vLLM's rollout, which sleeps meanwhile."""
+    return sum(part.training_gib for part in list_parts(work, rows))
+
+
+def unmeasured_gib(work: Workload, peak_gib: float, part: str) -> float:
+    """By how much a measurement may exceed this peak; for vLLM's rollout only outside its share."""
+    if part == "rollout" and work.engine == "vllm":
+        peak_gib = rollout_gib(replace(work, engine="server", factors=(1.0, 1.0)), 1)
+    return work.unmeasured * (peak_gib - context_bytes(work) / GIB)
+
+
+def comfortable_gib(work: Workload, limit_gib: float, part: str) -> float:
+    """The largest peak that leaves the margin free below a limit; rows and passes are chosen by it."""
+    limit_gib -= work.unknown_bytes / GIB
+    if part == "rollout" and work.engine == "vllm":
+        return limit_gib - unmeasured_gib(work, limit_gib, part)
+    return (limit_gib + work.unmeasured * context_bytes(work) / GIB) / (1 + work.unmeasured)
+
+
+def rows_at_once(work: Workload, limit_gib: float, wanted: int | None = None) -> int:
+    """Completions of a rollout at once: `wanted`, else as many as fit at full length and leave the margin free.
+
+    `generate` samples in batches: rows that do not save a batch are left out, so that batches have equal size.
+    """
+    if wanted is not None:
+        return min(wanted, work.completions)
+    if work.engine == "vllm" and work.vllm_bytes is not None:
+        held = pool_bytes(work, work.completions) // row_bytes(work)
+        return min(max(held, 1), work.completions)
+    most = comfortable_gib(work, limit_gib, "rollout")
+    rows = largest(1, work.completions, lambda rows: rollout_gib(work, rows) <= most)
+    if work.engine != "generate":
+        return rows
+    batches = -(-work.completions // rows)
+    return -(-work.completions // batches)
+
+
+def largest_pass(work: Workload, limit_gib: float, rows: int = 1) -> int:
+    """Tokens of a training pass that fit, up to those of `work`; a pass always has one row or group."""
+    most = comfortable_gib(work, limit_gib, "training")
+    return largest(1, work.tokens_per_pass, lambda n: training_gib(replace(work, tokens_per_pass=n), rows) <= most)
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from low to high that fits; low if none does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

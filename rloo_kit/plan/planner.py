@@ -1,35 +1,258 @@
-"""Plan whether a run fits a GPU: GiB by part from `config.json` and the run's keys, without torch, weights, network."""
+"""Plan whether a run fits a GPU: GiB by part from `config.json` and the run's keys, without torch, weights, network.
 
+First the machine and the workload, then the engine that samples, then the plan with its margin, changes and notes.
+"""
+
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan import parts, vllm_memory
-from rloo_kit.plan.changes import find_changes
-from rloo_kit.plan.corrections import PARTS, load_corrections
-from rloo_kit.plan.engines import choose_engine, plan_vllm
-from rloo_kit.plan.load import find_machine, keeps_unknown_layers, read_load, step_completions, wanted_rows
-from rloo_kit.plan.parts import Load
-from rloo_kit.plan.peaks import (
-    gradients_in_rollout,
+from rloo_kit.plan.parts import (
+    UNMEASURED,
+    Workload,
+    asleep_bytes,
+    body_bytes,
+    find_factors,
+    largest,
     largest_pass,
-    own_bytes,
-    rollout_bytes,
+    least_pool_bytes,
+    list_parts,
+    pool_bytes,
     rollout_gib,
     rows_at_once,
-    training_bytes,
+    share_bytes,
+    table_bytes,
     training_gib,
     unmeasured_gib,
+    vllm_weight_bytes,
 )
-from rloo_kit.plan.result import EngineChoice, Machine, Margin, Part, VramPlan
-from rloo_kit.plan.shapes import BNB_ENDING
-from rloo_kit.plan.speed import find_gpu, step_time
-from rloo_kit.plan.without_gpu import find_lack_of_gpu, fitting_config
-from rloo_kit.system.gpu import GIB
+from rloo_kit.plan.result import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
+from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
+from rloo_kit.plan.speed import describe_step, find_gpu, step_completions, step_on_cpu_s, step_time
+from rloo_kit.system.environment import BACKEND_VARIABLE
+from rloo_kit.system.gpu import GIB, find_gpus
+from rloo_kit.system.memory import available_gib
 from rloo_kit.system.problems import Problem
-from rloo_kit.system.versions import VLLM_INSTALL
+from rloo_kit.system.processes import count_processes
+from rloo_kit.system.versions import VLLM_INSTALL, in_range, installed_version, is_cpu_torch, is_importable
+
+TOKENS_PER_PASS = (8192, 2048)  # on a GPU and on a CPU (`[is_cpu]`), if the file sets none and memory allows it
+RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
+CPU_RESERVE_GIB = 0.3
+# Largest extra size of dynamic copies, as a share of the 4-bit model: Unsloth's blog "Dynamic 4-bit Quantization".
+DYNAMIC_SHARE = 0.1
+FLOAT8_CAPABILITY = (8, 0)
+BITSANDBYTES_PLUGIN = "vllm_bnb_plugin"  # since vLLM 0.28 a separate package loads its 4-bit weights
+ROWS = ("rollout.rows", "rollout.vllm.max_num_seqs")
+SHORTEST, STEP = 64, 64  # tokens: shortest proposed completion, step between proposals
+# Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
+ON_GPU = (
+    ("configs/qwen3_4b_thinking.yaml", 40),
+    ("configs/qwen3_4b_thinking_24gb.yaml", 24),
+    ("configs/qwen3_4b_thinking_16gb.yaml", 16),
+    ("configs/qwen3_4b_thinking_12gb.yaml", 12),
+    ("configs/qwen3_4b_thinking_8gb.yaml", 8),
+)
+MOST_WEIGHTS = 0.5e9  # on a CPU: 32 completions of 512 tokens, 200 times, take ten hours at 0.3 TFLOPS
+MOST_HOURS = 24.0  # of a run without a GPU; a short test of two steps passes
+ON_CPU = "configs/arithmetic_thinking.yaml"
+
+
+def find_machine(gpu_gib: float | None = None) -> Machine:
+    """This process's GPU, another one with `gpu_gib`, or the machine's memory; see `plan_vram`."""
+    if gpu_gib is not None:
+        if not 0 < gpu_gib < float("inf"):
+            raise ConfigError(f"gpu_gib is {gpu_gib}; set a GPU's memory in GiB, above 0")
+        return Machine(f"a GPU with {gpu_gib:.4g} GiB", gpu_gib, RESERVE_GIB, True, is_here=False)
+    gpu = None if is_cpu_torch() else find_gpus().gpu
+    if gpu is not None:
+        return Machine(gpu.name, gpu.memory_gib, RESERVE_GIB, True, capability=gpu.capability)
+    return Machine("the CPU", available_gib(), CPU_RESERVE_GIB, False)
+
+
+def read_workload(
+    run: RunConfig, machine: Machine, config: Mapping[str, Any] | None = None, engine: str | None = None
+) -> Workload:
+    """The inputs of the arithmetic for a run; see `plan_vram`. `engine` overrides `rollout.engine`; auto is read as the
+    backend's engine without vLLM."""
+    model, rloo = run.model, run.rloo
+    shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
+    rank, targets, is_continued = None, (), False  # every parameter is trained
+    if model.lora is not None:
+        every = {name.rpartition(".")[2]: None for _, matrices in shape.matrices for name in matrices}
+        rank, targets, is_continued = model.lora.r, model.lora.target_modules or every, model.adapter is not None
+        settings = read_adapter(model.adapter or model.name)
+        if isinstance(settings.get("r"), int) and isinstance(settings.get("target_modules"), list):
+            rank, targets, is_continued = settings["r"], settings["target_modules"], True
+    fused = uses_unsloth(run, machine)
+    by_machine = "float32" if model.lora is None or not machine.on_cuda else "bfloat16"
+    is_wide = (by_machine if model.dtype == "auto" else model.dtype) == "float32"
+    is_mixed = is_wide and machine.on_cuda and model.lora is None
+    longest = rloo.max_completion_length
+    if rloo.thinking_budget is not None and rloo.answer_budget is not None:
+        budgets = rloo.thinking_budget + CLOSE_TOKENS.get(rloo.thinking_close, 1) + rloo.answer_budget
+        longest = min(budgets, longest)
+    engine = engine or run.rollout.engine
+    if engine == "auto":
+        engine = "generate" if fused or shape.delta else "native"
+    vllm, share = run.rollout.vllm, run.rollout.vllm.gpu_memory_utilization
+    offloads = fused and model.gradient_checkpointing == "unsloth"
+    reference = "none"
+    if rloo.beta > 0:
+        copies = is_continued and rloo.reference == "start"
+        reference = "model" if rank is None else "adapter" if copies else "none"
+    work = Workload(
+        shape=shape,
+        four_bit=model.load_in_4bit or shape.is_quantised,
+        weight_bytes=4 if is_wide else 2,
+        compute_bytes=4 if is_wide and not is_mixed else 2,
+        lora_rank=rank,
+        lora_targets=tuple(targets),
+        optim=rloo.optim,
+        checkpointing="offloaded" if offloads else "on" if model.gradient_checkpointing else "off",
+        fused=fused,
+        tokens_per_pass=1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not machine.on_cuda],
+        whole_groups=rloo.memory == "fast" and rloo.beta > 0,
+        reference=reference,
+        prompt_tokens=run.data.max_prompt_length,
+        completion_tokens=int(longest),
+        num_generations=rloo.num_generations,
+        completions=rloo.generation_batch_size // count_processes(),
+        keeps_gradients=rloo.generation_batch_size < step_completions(run) * count_processes(),
+        on_cuda=machine.on_cuda,
+        engine=engine,
+        float8_cache=engine == "vllm" and vllm.float8_kv_cache,
+        max_length=model.max_seq_length,
+        enforce_eager=vllm.enforce_eager,
+        vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
+        factors=find_factors(machine.on_cuda, fused),
+        unmeasured=UNMEASURED,
+    )
+    # The checkpoint keeps layers in 16 bit, and the config.json that lists them is not on this machine.
+    if shape.source.startswith("the published") and model.name.endswith(DYNAMIC_ENDING):
+        return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
+    return work
+
+
+def wanted_rows(run: RunConfig, work: Workload) -> int | None:
+    """Completions at once, as set in the file; with vLLM `rollout.rows` is another name for `max_num_seqs`."""
+    wanted = run.rollout.vllm.max_num_seqs if work.engine == "vllm" else None
+    return run.rollout.rows if wanted is None else wanted
+
+
+def uses_unsloth(run: RunConfig, machine: Machine) -> bool:
+    """Whether the Unsloth backend would run it; on a GPU elsewhere it is assumed to be installed."""
+    if not machine.on_cuda or run.model.lora is None or run.model.backend == "transformers":
+        return False
+    if run.model.backend == "auto" and os.environ.get(BACKEND_VARIABLE, "").strip().lower() == "transformers":
+        return False
+    return not machine.is_here or is_importable("unsloth")
+
+
+# ------------------------------------------------------------------------------------------ the engine
+
+
+def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[str, Any] | None = None) -> VllmPlan:
+    """Divide the GPU between vLLM and training.
+
+    Args:
+        machine: what the run has to fit (`find_machine`); None: this machine.
+        config: the content of the model's `config.json`; None looks for it.
+
+    Returns:
+        The plan, also if there is an obstacle. Keys of `rollout.vllm` and `rollout.rows` that are set are kept.
+
+    Raises:
+        ConfigError: the model's shape is unknown.
+    """
+    machine = machine or find_machine()
+    work = read_workload(run, machine, config, engine="vllm")
+    rows = rows_at_once(work, machine.usable_gib, wanted_rows(run, work))
+    return VllmPlan(
+        shared=work.fused,
+        gpu_memory_utilization=min(share_bytes(work, rows) / GIB / machine.total_gib, 1.0),
+        max_num_seqs=rows,
+        pool_gib=pool_bytes(work, rows) / GIB,
+        weights_gib=vllm_weight_bytes(work) / GIB,
+        asleep_gib=asleep_bytes(work, rows) / GIB,
+        obstacle=_find_obstacle(run, work, rows, machine),
+    )
+
+
+def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) -> str | None:
+    """Why vLLM cannot sample this run on this machine, or does not fit next to training, and the fix; None if training
+    does not fit without vLLM either."""
+    if machine.is_here and not is_importable("vllm"):
+        return f"vLLM is not installed: {VLLM_INSTALL}"
+    if problems := run.find_vllm_problems("vllm"):
+        return problems[0]
+    if work.float8_cache and machine.capability is not None and machine.capability < FLOAT8_CAPABILITY:
+        found = ".".join(map(str, machine.capability))
+        return (
+            f"rollout.vllm.float8_kv_cache is true, which needs compute capability 8.0, and {machine.name} has "
+            f"{found}: set rollout.vllm.float8_kv_cache=false"
+        )
+    version = installed_version("vllm") if work.four_bit and machine.is_here else None
+    if version is not None and in_range(version, ">=0.28") and not is_importable(BITSANDBYTES_PLUGIN):
+        return (
+            f"vLLM {version} reads 4-bit weights through {BITSANDBYTES_PLUGIN}, which is not "
+            f"installed: {VLLM_INSTALL}, or set model.load_in_4bit=false"
+        )
+    limit, least, pool = machine.usable_gib, least_pool_bytes(work), pool_bytes(work, rows)
+    smaller = "" if work.float8_cache else "rollout.vllm.float8_kv_cache=true, "
+    if pool < least:
+        return (
+            f"rollout.vllm.gpu_memory_utilization is {run.rollout.vllm.gpu_memory_utilization}, which leaves "
+            f"{pool / GIB:.2f} GiB for the KV cache, and one row of {work.max_length} tokens takes "
+            f"{least / GIB:.2f}: raise it, or set {smaller}or rollout.vllm.gpu_memory_utilization=null"
+        )
+    if (needed := rollout_gib(work, 1)) > limit:
+        change = "a lower rollout.vllm.gpu_memory_utilization, " if work.vllm_bytes is not None else ""
+        change += "" if work.four_bit else "model.load_in_4bit=true, "
+        return (
+            f"vLLM with one row takes {needed:.2f} GiB together with what training keeps, more than the {limit:.2f} "
+            f"of {machine.name}: set {change}{smaller}or rollout.engine=auto"
+        )
+    if run.rloo.tokens_per_pass is None:  # the plan makes the pass as small as needed
+        work = replace(work, tokens_per_pass=1)
+    alone = replace(work, engine="generate")
+    if training_gib(work, rows) > limit >= training_gib(alone):
+        return (
+            f"training takes {training_gib(work, rows):.2f} GiB while vLLM is asleep, more than the {limit:.2f} of "
+            f"{machine.name}: set rollout.vllm.enforce_eager=true, rloo.memory=low, or rollout.engine=auto"
+        )
+    return None
+
+
+def choose_engine(
+    run: RunConfig, machine: Machine | None = None, config: Mapping[str, Any] | None = None
+) -> EngineChoice:
+    """The engine of `rollout.engine`; auto takes vLLM on a CUDA GPU if it is installed and fits.
+
+    A GPU elsewhere (`machine.is_here` is False) is assumed to have what `make setup` installs: Unsloth, not vLLM.
+
+    Arguments and errors as in `plan_vllm`. An explicit `vllm` is returned even if `VllmPlan.obstacle` is set.
+    """
+    if run.rollout.engine != "auto":
+        return EngineChoice(run.rollout.engine, f"rollout.engine is {run.rollout.engine}")
+    machine = machine or find_machine()
+    fused, name = uses_unsloth(run, machine), read_workload(run, machine, config).engine
+    if not machine.on_cuda:
+        return EngineChoice(name, "without a CUDA GPU")
+    plan = plan_vllm(run, machine, config)
+    obstacle = plan.obstacle
+    if obstacle is None and not machine.is_here:
+        obstacle = "assumed not installed on another machine, rollout.engine=vllm plans for it"
+    if obstacle is None:
+        return EngineChoice("vllm", f"installed, and {plan.max_num_seqs} completions at once fit")
+    return EngineChoice(name, f"{'Unsloth' if fused else 'transformers'}; not vLLM: {obstacle.partition('; set ')[0]}")
+
+
+# ------------------------------------------------------------------------------------------ the plan
 
 
 def plan_vram(
@@ -51,31 +274,31 @@ def plan_vram(
     """
     machine = find_machine(gpu_gib)
     choice = EngineChoice(engine, "the loaded model's") if engine else choose_engine(run, machine, config)
-    load = read_load(run, machine, config, choice.name)
+    work = read_workload(run, machine, config, choice.name)
     limit = machine.usable_gib
-    rows = rows_at_once(load, limit, wanted_rows(run, load))
+    rows = rows_at_once(work, limit, wanted_rows(run, work))
     if run.rloo.tokens_per_pass is None:
-        load = replace(load, tokens_per_pass=largest_pass(load, limit, rows))
-    rollout, training = rollout_gib(load, rows), training_gib(load, rows)
+        work = replace(work, tokens_per_pass=largest_pass(work, limit, rows))
+    rollout, training = rollout_gib(work, rows), training_gib(work, rows)
     fits = max(rollout, training) <= limit
-    gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda and load.engine != "server" else None
+    gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda and work.engine != "server" else None
     return VramPlan(
         run=run.run.name or "a run without a name",
-        model=f"{run.model.name}, {load.shape.size} in {4 if load.four_bit else 8 * load.weight_bytes}-bit",
+        model=f"{run.model.name}, {work.shape.size} in {4 if work.four_bit else 8 * work.weight_bytes}-bit",
         machine=machine,
         engine=choice,
         vllm=plan_vllm(run, machine, config) if choice.name == "vllm" else None,
-        step=None if gpu is None else step_time(load, rows, step_completions(run), gpu, run.rloo.max_steps),
-        parts=tuple(_list_parts(load, rows)),
+        step=None if gpu is None else step_time(work, rows, step_completions(run), gpu, run.rloo.max_steps),
+        parts=tuple(list_parts(work, rows)),
         rollout_gib=rollout,
         training_gib=training,
         rows=rows,
-        completions=load.completions,
-        tokens_per_pass=load.pass_tokens,
-        margins=tuple(_find_margins(run, load, rows, machine)),
-        no_gpu=find_lack_of_gpu(run, load, machine),
-        changes=() if fits else tuple(find_changes(run, load, rows, limit)),
-        notes=tuple(_find_notes(run, load, rows, machine, config)),
+        completions=work.completions,
+        tokens_per_pass=work.pass_tokens,
+        margins=tuple(_find_margins(run, work, rows, machine)),
+        no_gpu=find_lack_of_gpu(run, work, machine),
+        changes=() if fits else tuple(find_changes(run, work, rows, limit)),
+        notes=tuple(_find_notes(run, work, rows, machine, config)),
     )
 
 
@@ -103,123 +326,141 @@ def find_machine_problem(run: RunConfig) -> Problem | None:
     return Problem("machine", found, other)
 
 
-def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> Iterator[Margin]:
+def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -> Iterator[Margin]:
     """What the peaks do not count; docs/plan.md has the source of each figure."""
-    rollout, training = rollout_gib(load, rows), training_gib(load, rows)
-    if load.unknown_bytes:
+    rollout, training = rollout_gib(work, rows), training_gib(work, rows)
+    if work.unknown_bytes:
         reason = (
             "layers that this dynamic 4-bit model keeps in 16 bit: at most 10% of the weights, according to Unsloth"
         )
-        yield Margin(load.unknown_bytes / GIB, reason)
-    if run.eval.batch_size > load.completions and load.engine in ("native", "generate"):
-        tokens = run.eval.max_completion_length or load.completion_tokens
-        batch = replace(load, completions=run.eval.batch_size, completion_tokens=tokens)
+        yield Margin(work.unknown_bytes / GIB, reason)
+    if run.eval.batch_size > work.completions and work.engine in ("native", "generate"):
+        tokens = run.eval.max_completion_length or work.completion_tokens
+        batch = replace(work, completions=run.eval.batch_size, completion_tokens=tokens)
         more = rollout_gib(batch, run.eval.batch_size) - max(rollout, training)
         if more > 0:
             yield Margin(more, f"the evaluation, with eval.batch_size = {run.eval.batch_size} completions at once")
     part, peak = ("training", training) if training > rollout else ("rollout", rollout)
-    if (unmeasured := unmeasured_gib(load, peak, part)) > 0:
+    if (unmeasured := unmeasured_gib(work, peak, part)) > 0:
         here = "on this machine" if machine.is_here else "on that GPU"
-        yield Margin(unmeasured, f"not measured {here}: {load.unmeasured:.0%} of the computed peak")
-
-
-def _list_parts(load: Load, rows: int) -> Iterator[Part]:
-    """The lines of the table, which add up to the two peaks."""
-    shape = load.shape
-
-    def both(name: str, number: int, detail: str) -> Part:
-        return Part(name, number / GIB, number / GIB, detail)
-
-    kind = "NF4, double quantisation" if load.four_bit else f"{8 * load.weight_bytes} bits"
-    yield both("weights: layers", parts.body_bytes(load), f"{shape.body_weights / 1e6:,.4g} M in {kind}")
-    tables = "embedding, tied with the head" if shape.tied else "embedding and head"
-    tables += f", {shape.vocab_size} x {shape.hidden_size}; norms"
-    yield both("weights: tables", parts.table_bytes(load), f"{tables}; {8 * load.weight_bytes} bits")
-    trained = parts.trained_weights(load)
-    if load.lora_rank is not None:
-        yield both("adapter", own_bytes(load), f"{trained / 1e6:,.4g} M in float32, r = {load.lora_rank}")
-    gradients = gradients_in_rollout(load) / GIB, parts.gradient_bytes(load) / GIB
-    yield Part("gradients", *gradients, "float32")
-    yield both("optimizer", parts.optimizer_bytes(load), load.optim)
-    if load.reference != "none":
-        yield both("reference", parts.reference_bytes(load), f"a copy of the {load.reference}")
-    if load.four_bit:
-        yield both("unpacking", parts.work_bytes(load), "the largest matrix, unpacked")
-    yield both("context", parts.context_bytes(load), "CUDA" if load.on_cuda else "Python and its libraries")
-    yield from _list_rollout_parts(load, rows)
-    detail = f"{load.pass_tokens} tokens in a pass, checkpointing {load.checkpointing}"
-    yield Part("activations", 0.0, parts.activation_bytes(load) / GIB, detail)
-    yield Part("head", 0.0, parts.head_bytes(load) / GIB, "scored states, one tile of logits")
-    more = (
-        rollout_gib(load, rows) - rollout_bytes(load, rows) / GIB,
-        training_gib(load, rows) - training_bytes(load, rows) / GIB,
-    )
-    if any(more):
-        source = load_corrections()["source"]
-        found = (f"{part} x {load.factors[at]:.2f} ({source})" for at, part in enumerate(PARTS) if more[at])
-        yield Part("correction", *more, f"measured: {', '.join(found)}")
-
-
-def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
-    """The lines of the rollout. What stays of vLLM while the policy trains also counts in training."""
-    kib = parts.cache_bytes_per_token(load) / 1024
-    if load.engine == "server":
-        yield Part("cache", 0.0, 0.0, "on the server")
-    elif load.engine == "vllm":
-        if not vllm_memory.is_shared(load):
-            weights = vllm_memory.weight_bytes(load) / GIB
-            detail = f"vLLM's own copy{', in host memory while it sleeps' if load.on_cuda else ''}"
-            yield Part("vLLM: weights", weights, 0.0 if load.on_cuda else weights, detail)
-        pool, buffers = vllm_memory.pool_bytes(load, rows) / GIB, vllm_memory.buffer_bytes(load, rows) / GIB
-        detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.float8_cache else ''}"
-        yield Part("vLLM: pool", pool, 0.0 if load.on_cuda else pool, detail)
-        kept = vllm_memory.asleep_bytes(load, rows) / GIB if load.on_cuda else buffers
-        yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
-    else:
-        detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB"
-        if load.shape.delta is not None:
-            states = parts.state_bytes(load) / 2**20
-            detail = f"{rows} x ({load.cache_tokens} tokens x {kib:.4g} KiB + {states:.4g} MiB)"
-        yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
-        detail = "one layer's keys and values, once per query head"
-        yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
-        if joined := parts.joined_bytes(load):
-            yield Part("joined matrices", joined / GIB, 0.0, "a copy of the layers, for faster decoding")
-        detail = "logits of the rows, prefill of the prompts"
-        yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, detail)
+        yield Margin(unmeasured, f"not measured {here}: {work.unmeasured:.0%} of the computed peak")
 
 
 def _find_notes(
-    run: RunConfig, load: Load, rows: int, machine: Machine, config: Mapping[str, Any] | None
+    run: RunConfig, work: Workload, rows: int, machine: Machine, config: Mapping[str, Any] | None
 ) -> Iterator[str]:
     """What the figures assume, and what else would fit."""
-    if keeps_unknown_layers(run, load.shape):
+    if work.unknown_bytes:
         yield (
             f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
             "All are counted in 4 bit; the margin allows for the difference"
         )
-    if load.shape.delta is not None:
-        layers = f"{len(load.shape.delta.layers)} of {load.shape.num_layers} layers"
+    if work.shape.delta is not None:
+        layers = f"{len(work.shape.delta.layers)} of {work.shape.num_layers} layers"
         yield f"{layers} have a state in place of a KV cache; the activations of these are an estimate on the high side"
     if machine.on_cuda:
-        backend = "Unsloth" if load.fused and load.shape.has_kernels else "transformers"
-        why = "; Unsloth has no kernels for this type of model" if load.fused and backend == "transformers" else ""
+        backend = "Unsloth" if work.fused and work.shape.has_kernels else "transformers"
+        why = "; Unsloth has no kernels for this type of model" if work.fused and backend == "transformers" else ""
         yield f"activations are computed for the {backend} backend{why}"
-    # A faster rollout that fits: vLLM, and weights that need no unpacking.
-    if not machine.on_cuda or load.engine == "server":
+    if not machine.on_cuda or work.engine == "server":
         return
+    # A faster rollout that fits: vLLM, and weights that need no unpacking.
     if not machine.is_here and run.rollout.engine == "auto":
         there = plan_vllm(run, machine, config)
         if there.obstacle is None:
             yield f"rollout.engine=vllm would sample {there.max_num_seqs} at once; to install it: {VLLM_INSTALL}"
-    shape = replace(load.shape, is_quantised=False, kept=())
-    wide = replace(load, four_bit=False, shape=shape)
+    wide = replace(work, four_bit=False, shape=replace(work.shape, is_quantised=False, kept=()))
     peak = max(rollout_gib(wide, rows), training_gib(wide, rows))
-    if load.four_bit and load.lora_rank is not None and load.vllm_bytes is None and peak <= machine.usable_gib:
+    if work.four_bit and work.lora_rank is not None and work.vllm_bytes is None and peak <= machine.usable_gib:
         words = "model.load_in_4bit=false"
-        if load.shape.is_quantised:
+        if work.shape.is_quantised:
             words += f" with a model.name that does not end in {BNB_ENDING}"
         yield (
             "4-bit is the slower rollout, because every token step unpacks the weights: "
             f"{words} fits with {machine.usable_gib - peak:.1f} GiB to spare and as many completions at once"
         )
+
+
+# ------------------------------------------------------------------------------------------ what to change
+
+
+def find_changes(run: RunConfig, work: Workload, rows: int, limit: float) -> Iterator[Remedy]:
+    """Changes that bring the run below the limit, cheapest first, until it fits; without those that do not help."""
+    wanted = wanted_rows(run, work)  # from the file; None is planned again after each change
+    rollout, training = rollout_gib(work, rows), training_gib(work, rows)
+    for key, value, changed in _candidates(run, work, limit):
+        if key in ROWS:
+            wanted = None
+            value = rows_at_once(changed, limit)
+        rows = rows_at_once(changed, limit, wanted)
+        after = rollout_gib(changed, rows), training_gib(changed, rows)
+        helps = (rollout > limit and after[0] < rollout) or (training > limit and after[1] < training)
+        if not helps:
+            continue
+        rollout, training = after
+        yield Remedy(key, value, rollout, training, max(after) <= limit)
+        if max(after) <= limit:
+            return
+
+
+def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[str, Any, Workload]]:
+    """(key, value, work with this and all earlier changes), cheapest first: time, precision, then what is learnt."""
+    if work.engine == "vllm" and work.vllm_bytes is not None:
+        work = replace(work, vllm_bytes=None)
+        yield "rollout.vllm.gpu_memory_utilization", None, work
+    if wanted_rows(run, work) is not None:
+        yield ROWS[run.rollout.rows is None], 1, work
+    if run.rloo.memory != "low":
+        work = replace(work, tokens_per_pass=1, whole_groups=False)
+        yield "rloo.memory", "low", work
+    if work.checkpointing == "off" or (work.checkpointing == "on" and work.fused):
+        work = replace(work, checkpointing="offloaded" if work.fused else "on")
+        yield "model.gradient_checkpointing", "unsloth", work
+    if "8bit" not in work.optim and work.optim.startswith(("adamw", "paged")) and work.on_cuda:
+        work = replace(work, optim="adamw_8bit")
+        yield "rloo.optim", "adamw_8bit", work
+    if work.engine == "vllm" and not work.float8_cache:
+        work = replace(work, float8_cache=True)
+        yield "rollout.vllm.float8_kv_cache", True, work
+    if not work.four_bit and work.lora_rank is not None:
+        work = replace(work, four_bit=True)
+        yield "model.load_in_4bit", True, work
+    whole = work
+
+    def fits(steps: int) -> bool:
+        """Whether a completion of so many STEPs fits, one row at a time."""
+        cut = replace(whole, completion_tokens=steps * STEP)
+        return max(rollout_gib(cut, 1), training_gib(cut)) <= limit
+
+    tokens = largest(SHORTEST // STEP, max(work.completion_tokens // STEP, 1), fits) * STEP
+    if tokens < work.completion_tokens:
+        thinking = None if run.rloo.answer_budget is None else run.rloo.thinking_budget
+        less = 0 if thinking is None else thinking - (work.completion_tokens - tokens)
+        work = replace(work, completion_tokens=tokens)
+        yield ("rloo.thinking_budget", less, work) if less > 0 else ("rloo.max_completion_length", tokens, work)
+    if work.whole_groups and work.num_generations > 2:
+        work = replace(work, num_generations=2)
+        yield "rloo.num_generations", 2, work
+
+
+# ------------------------------------------------------------------------------------------ without a GPU
+
+
+def fitting_config(machine: Machine) -> str | None:
+    """The shipped config for this machine: the largest that fits its GPU; without a GPU the embedded model's."""
+    if not machine.on_cuda:
+        return ON_CPU
+    return next((file for file, size in ON_GPU if size * 1e9 / GIB <= 1.01 * machine.total_gib), None)
+
+
+def find_lack_of_gpu(run: RunConfig, work: Workload, machine: Machine) -> Problem | None:
+    """A run on a CPU that takes long, an error above MOST_HOURS; None with a GPU or a small model."""
+    if machine.on_cuda or work.shape.num_weights <= MOST_WEIGHTS:
+        return None
+    hours = (run.rloo.max_steps or 1) * step_on_cpu_s(run, work) / 3600
+    return Problem(
+        "machine",
+        f"No GPU: {run.model.name} has {work.shape.size}, and {describe_step(run, work)}",
+        f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; {ON_CPU} fits this machine",
+        level="error" if hours > MOST_HOURS else "warning",
+    )

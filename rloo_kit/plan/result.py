@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.config.yaml_files import write_value
+from rloo_kit.plan.parts import Part
 from rloo_kit.plan.speed import StepTime
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.problems import Problem
@@ -85,16 +86,6 @@ class Remedy:
     def override(self) -> str:
         """KEY=VALUE for the command line."""
         return f"{self.key}={write_value(self.value)}"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One line of the table: GiB in the rollout and in a training pass, with details."""
-
-    name: str
-    rollout_gib: float
-    training_gib: float
-    detail: str
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from rloo_kit.errors import RlooKitError
 from rloo_kit.loop.health import say_findings
 from rloo_kit.loop.run import check_sampling, check_start, train_in
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.load import step_completions
+from rloo_kit.plan.speed import step_completions
 from rloo_kit.preflight.probe import (
     WIDER,
     Probe,

@@ -26,10 +26,8 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.changes import find_changes
-from rloo_kit.plan.load import read_load
-from rloo_kit.plan.parts import Load
-from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.parts import Workload
+from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
@@ -180,7 +178,7 @@ def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
     """Changes from the memory plan, cumulative; if the plan says that the run fits, those that lower its peak."""
     changes = plan.changes
     if not changes:
-        load = read_load(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
+        load = read_workload(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
         changes = tuple(find_changes(run, load, plan.rows, SMALLER * plan.peak_gib))
     if not changes:
         return "take a smaller model.name"
@@ -261,14 +259,14 @@ def measure_steps(
     return engine.rollout if rows else None, engine.training
 
 
-def load_of(run: RunConfig, policy: Policy) -> Load:
+def load_of(run: RunConfig, policy: Policy) -> Workload:
     """The inputs of the arithmetic, with the training pass that `train` would plan on this machine."""
     config = policy.model.config.to_dict()
     plan = plan_vram(run, config=config, engine=loaded_engine(run, policy))
-    return replace(read_load(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)
+    return replace(read_workload(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)
 
 
-def rows_of_a_pass(load: Load) -> tuple[int, int]:
+def rows_of_a_pass(load: Workload) -> tuple[int, int]:
     """(K, completions) of the smallest batch with a pass as large as the run's largest; two passes if all weights are
     trained."""
     needed = -(-load.pass_tokens // load.row_tokens)

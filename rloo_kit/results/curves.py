@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rloo_kit.health.rule import Finding
-from rloo_kit.health.rules import RULES
+from rloo_kit.health.rules import RULES, Finding
 from rloo_kit.health.series import is_number, logged
 from rloo_kit.results.charts import Chart, Drawing, Mark, Point, draw_chart, format_value
 from rloo_kit.results.evaluation import Evaluation, name_of, says_nothing
@@ -38,7 +37,7 @@ def choose_curves(
     for found in select_charts(rows):
         if is_flat(found) or not any(_equal(found, other) for other in charts):
             charts.append(found)
-    reads = {rule.name: rule.metrics for rule in RULES}
+    reads = {rule.name: rule.metrics for rule in RULES.values()}
     drawn, constant = [], []
     for chart in charts:
         chart.marks += [

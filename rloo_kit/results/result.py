@@ -6,7 +6,7 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.rules import Context, Finding
 from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import Evaluation

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.ranges import CEILING, at_ceiling
+from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Finding
 from rloo_kit.health.series import is_number
-from rloo_kit.health.signs import CEILING, REWARD_MEAN, at_ceiling
 from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import Evaluation, rewards_differ, setting_differences, shared_measures
 from rloo_kit.results.result import EARLY, TrainResult
@@ -20,8 +20,8 @@ from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
-NO_SIGNAL = ("no_signal", "truncation", "cold_start", "zero_gradient", "no_movement", "all_none", "reward_failures")
-BY_SUCCESS = ("no_signal", "zero_gradient", "nothing_learnt")  # what a solved task shows too
+NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
+BY_SUCCESS = ("no_signal", "no_movement", "nothing_learnt")  # what a solved task shows too
 BROKEN, GAMED = "broken_policy", "reward_hacking"
 LONGEST_QUESTION = 60  # characters of an example in a command
 CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
@@ -170,7 +170,7 @@ def _was_solved(
         return f" (reward {before.value('reward'):.2f})" if at_ceiling(run.reward_weights, *sides) else ""
     names = list(dict.fromkeys(name for row in result.metrics for name in row if REWARD_MEAN.fullmatch(name)))
     means = {name.split("/")[1]: [row[name] for row in result.metrics if is_number(row.get(name))] for name in names}
-    answers = {name: values for name, values in means.items() if name in Context.answers}
+    answers = {name: values for name, values in means.items() if name in ANSWERS}
     return " (on the training prompts)" if at_ceiling({} if answers else run.reward_weights, answers or means) else ""
 
 

@@ -11,14 +11,12 @@ import pytest
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
-from rloo_kit.health.rule import Context, Finding
-from rloo_kit.health.rules import RULES
-from rloo_kit.health.watch import LAST_ROWS, HealthWatch, examine, judge
+from rloo_kit.health.ranges import LAST_ROWS, RANGES, judge
+from rloo_kit.health.rules import ANSWERS, RULES, Context, Finding
+from rloo_kit.health.watch import HealthWatch, examine
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = sorted((Path(__file__).parent / "series").glob("*.jsonl"))
-THRESHOLDS = [one for rule in RULES for one in rule.thresholds]
-BY_NAME = {one.metrics[0]: one for one in THRESHOLDS}
 WITHIN = 20  # steps after the onset of a fault
 
 RLOO = {"max_completion_length": 128, "num_generations": 4, "temperature": 0.7, "logging_steps": 1, "beta": 0.0}
@@ -73,9 +71,10 @@ def test_recorded_runs(path: Path) -> None:
 
 def test_there_is_a_series_for_what_was_run() -> None:
     """A loop over an empty folder would pass."""
-    rules = [json.loads(path.open(encoding="utf-8").readline())["rule"] for path in SERIES]
-    assert len([rule for rule in rules if rule]) >= 10 and rules.count("") >= 5
-    assert len({rule for rule in rules if rule}) == len([rule for rule in rules if rule])
+    heads = [json.loads(path.open(encoding="utf-8").readline()) for path in SERIES]
+    rules = [head["rule"] for head in heads]
+    assert len(set(rules) - {""}) == 14 and rules.count("") >= 7
+    assert {bool(head["rule"]) for head in heads if head["config"].startswith("smollm2")} == {True, False}
 
 
 # ------------------------------------------------------------------------------------------------ each rule
@@ -92,52 +91,33 @@ def apart(*gaps: float) -> list[dict[str, Any]]:
     return [WELL | {"sampling/logp_difference_mean": gap} for gap in gaps]
 
 
-RATE, FLAT = "rloo.learning_rate (currently 0.3)", {"rewards/answer_reward/mean": 0.3}
+RATE, ANSWER = "rloo.learning_rate (currently 0.3)", "rewards/answer_reward/mean"
+STILL = [WELL | {"reward": 0.5 + 0.02 * (n % 3)} for n in range(20)]
 GONE = {"reward": 0.0, "reward_std": 0.0, "frac_score_zero_std": 1.0, "grad_norm": 0.0}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
-    ("no_signal", [WELL | {"reward_std": 0.0}] * 5, {}, "rloo.num_generations, currently 4"),
+    ("no_signal", [WELL | {"reward_std": 0.0}] * 5, {"baseline": "none"}, "rloo.num_generations, currently 4"),
     ("truncation", [WELL | {"completions/clipped_ratio": 0.85}] * 5, {}, "rloo.max_completion_length (currently 128)"),
     ("all_none", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
     ("reward_failures", [WELL | {"rewards/failed_ratio": 0.3}] * 5, {}, "fix the reward"),
-    ("cold_start", [TIED | {"rewards/answer_reward/mean": 0.0}] * 8, {}, "rloo-kit sft"),
-    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
-    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
-    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
-    ("gradient_spike", [WELL] * 12 + [WELL | {"grad_norm": 9.0}] + [WELL] * 3, {}, RATE),
+    ("cold_start", [TIED | {ANSWER: 0.0}] * 8, {}, "rloo-kit sft"),
+    ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
+    ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
+    ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
     ("kl_explosion", [WELL | {"kl": 3.0}] * 5, {"beta": 0.1}, "rloo.beta (currently 0.1)"),
-    ("kl_outweighs", [WELL | {"kl/spread_ratio": 2.0}] * 5, {"beta": 0.1}, "length_normalized (currently sum)"),
     ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "ten times (currently 0.3)"),
     ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
-    ("entropy_explosion", drift("entropy", 0.3, 3.0), {}, "rloo.learning_rate"),
-    ("length_explosion", drift("completions/mean_length", 60, 200, **FLAT), {}, "thinking_budget_reward"),
+    ("length_explosion", drift("completions/mean_length", 60, 200, **{ANSWER: 0.3}), {}, "thinking_budget_reward"),
     ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
     ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts/"),
     ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
-    ("nothing_learnt", [WELL | {"reward": 0.5 + 0.02 * (n % 3)} for n in range(20)], {"steps": 40}, "two to five"),
+    ("nothing_learnt", STILL, {"steps": 40}, "two to five"),
+    ("nothing_learnt", [row | {"kl/spread_ratio": 2.0} for row in STILL], {"steps": 40}, "lower rloo.beta (currently"),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),
     ("sampler_gap", apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0), {}, "rollout.engine=generate"),
-    ("ratio", [WELL | {"clip_ratio/region_mean": 1e-3}] * 4, {}, "troubleshooting"),
 ]  # fmt: skip
-
-
-def test_a_gap_that_comes_and_goes_is_found() -> None:
-    """MiniMax was apart in four of twelve steps, where prompts were padded; three in a row never came, so nothing was
-    reported. Two steps of many may be a rare prompt."""
-    (found,) = look(apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0))
-    assert (found.since, found.step) == (2, 8), "found when the third came"
-    assert "in 4 of the last 12 rows" in found.found and "0.58 nats" in found.found
-    assert look(apart(0, 0.44, *[0] * 8, 0.79, 0)) == [] and look(apart(0.4, 0.5, *[0] * 12, 0.4)) == []
-
-
-def test_equal_groups_are_a_signal_without_a_baseline() -> None:
-    """Plain REINFORCE and REINFORCE++ distinguish a solved group from a failed one, but health.no_signal=stop ended
-    such a run."""
-    rows = [WELL | {"frac_score_zero_std": 1.0}] * 5
-    assert [one.name for one in look(rows)] == ["no_signal"] and look(rows, baseline="none") == []
-    assert [one.name for one in look([WELL | {"reward_std": 0.0}] * 5, baseline="none")] == ["no_signal"]
 
 
 @pytest.mark.parametrize(
@@ -153,117 +133,108 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
 
 def test_every_rule_has_its_key_and_its_case() -> None:
     """A rule without a key cannot be set to stop or off; one without a test case may never fire."""
-    rules = [rule.name for rule in RULES]
-    assert sorted(rules) == sorted(set(HealthSection.model_fields) - {"no_signal_steps"})
-    assert set(rules) == {case[0] for case in CASES} | {"reward_hacking"}
-    assert all(set(rule.follows) <= set(rules) - {rule.name} for rule in RULES)
-    assert Context({}).answers == (*REWARDS_WITH_ANSWERS, GYM_REWARD)
+    assert set(RULES) == set(HealthSection.model_fields) - {"no_signal_steps"}
+    assert set(RULES) == {case[0] for case in CASES} | {"reward_hacking"}
+    assert all(set(rule.follows) <= set(RULES) - {rule.name} for rule in RULES.values())
+    assert (*REWARDS_WITH_ANSWERS, GYM_REWARD) == ANSWERS
 
 
-def hacked(truth: str, steps: int = 24) -> list[dict[str, Any]]:
-    rows = drift("rewards/mine/mean", 0.1, 0.9, steps, **{"rewards/mine/std": 0.2})
+def hacked(truth: str, half: float = 0.0) -> list[dict[str, Any]]:
+    """A part of the reward rises while accuracy falls; `half`: of its interval."""
+    rows = drift("rewards/mine/mean", 0.1, 0.9, **{"rewards/mine/std": 0.2})
     falls = [row | {"reward": row["rewards/mine/mean"]} for row in rows]
     for place, row in enumerate(falls):
         if truth != "eval/accuracy" or place % 6 == 0:
             row[truth] = 0.6 - 0.02 * place
+            if half:
+                row[f"{truth}_high"] = row[truth] + half
     return falls
 
 
-@pytest.mark.parametrize("truth", ["rewards/answer_reward/mean", "eval/accuracy"])
+@pytest.mark.parametrize("truth", [ANSWER, "eval/accuracy"])
 def test_a_reward_that_is_gamed(truth: str) -> None:
     """The reward rose for a whole night while the model stopped answering."""
-    (found,) = look(hacked(truth))
+    (found,) = look(hacked(truth, 0.02))
     assert found.name == "reward_hacking" and "mine rose" in found.found and "--order best" in found.fix
-    falling = [row | {"reward": 1 - row["reward"]} for row in hacked(truth)]
-    assert look(falling) == [], "a reward that falls with it is not gamed"
 
 
-@pytest.mark.parametrize(("half", "is_found"), [(0.02, True), (0.6, False)])
-def test_a_fall_within_the_interval_is_no_reward_hacking(half: float, is_found: bool) -> None:
-    """Held-out accuracy that fell from 0.775 to 0.725 on 40 prompts, two of them, was alarming."""
-    rows = hacked("eval/accuracy")
-    wide = [
-        row | {"eval/accuracy_high": row["eval/accuracy"] + half} if "eval/accuracy" in row else row for row in rows
-    ]
-    assert ("reward_hacking" in {one.name for one in look(wide)}) is is_found
-
-
-def test_a_trade_that_is_meant_is_none() -> None:
-    """A length penalty falls when longer thinking finds more answers; that is intended."""
-    rows = drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})
-    rows = [
-        row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n, "reward": 0.4 + 0.01 * n} for n, row in enumerate(rows)
-    ]
-    assert look(rows) == []
-
-
-# ------------------------------------------------------------------------------------------------ healthy runs
-
-
-def test_a_healthy_run_is_left_alone() -> None:
-    """A rule that fires on healthy runs gets switched off, and is missing when it is needed."""
-    almost = WELL | {"frac_score_zero_std": 0.99, "completions/clipped_ratio": 0.79, "grad_norm": 1e-4}
-    assert look([WELL] * 50) == [] and look([almost] * 50) == [] and look([]) == []
-
-
-def test_two_tied_batches_now_and_then_are_ordinary() -> None:
-    """A few steps without signal are normal when the task is nearly solved."""
-    assert look([TIED, TIED, WELL] * 10) == []
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_task_that_was_learnt_to_its_end_is_no_fault(counted: bool) -> None:
-    """Groups tie, entropy falls and the gradient vanishes because nothing is left to learn."""
+def learnt() -> list[dict[str, Any]]:
+    """A task learnt to its end: groups tie, entropy falls and the gradient vanishes."""
     rows = drift("reward", 0.2, 0.95, 20)
-    rows += [TIED | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.004}] * 15
-    if counted:
-        rows = [row | {"rewards/answer_reward/mean": row["reward"]} for row in rows]
-    assert look(rows, steps=40) == []
+    return rows + [TIED | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.004}] * 15
+
+
+def more_right(rows: list[dict[str, Any]], **more: float) -> list[dict[str, Any]]:
+    """The rows with more and more right answers."""
+    return [row | {ANSWER: 0.2 + 0.03 * n} | more for n, row in enumerate(rows)]
+
+
+ODD = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
+ALMOST = WELL | {"frac_score_zero_std": 0.99, "completions/clipped_ratio": 0.79, "grad_norm": 1e-4}
+SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "nothing": ([], {}),
+    "healthy": ([WELL] * 50, {}),
+    "at the limits": ([ALMOST] * 50, {}),
+    "two tied batches now and then": ([TIED, TIED, WELL] * 10, {}),
+    "learnt, by its reward": (learnt(), {"steps": 40}),
+    "learnt, by its answers": ([row | {ANSWER: row["reward"]} for row in learnt()], {"steps": 40}),
+    "longer thoughts, more right": (more_right(drift("completions/mean_length", 60, 180)), {}),
+    "shorter thoughts, more right": (more_right(drift("completions/mean_length", 60, 20)), {}),
+    "a length penalty that longer thinking pays": (
+        [row | {"reward": 0.4 + 0.01 * n} for n, row in enumerate(
+            more_right(drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})))], {}),
+    "accuracy falls with the reward": ([row | {"reward": 1 - row["reward"]} for row in hacked("eval/accuracy")], {}),
+    "accuracy falls within its interval": (hacked("eval/accuracy", 0.6), {}),
+    "equal groups without a baseline": ([WELL | {"frac_score_zero_std": 1.0}] * 5, {"baseline": "none"}),
+    "a gap between samplers twice in twelve steps": (apart(0, 0.44, *[0] * 8, 0.79, 0), {}),
+    "a gap twice, and long after": (apart(0.4, 0.5, *[0] * 12, 0.4), {}),
+    "not a number": ([ODD] * 10, {}),
+    "not a number, in the file": ([dict.fromkeys(ODD)] * 10, {}),
+    "each rollout used twice": ([WELL, {"grad_norm": 0.2, "loss": 0.0}] * 5, {"patience": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_is_no_fault(name: str) -> None:
+    """A rule that fires on healthy runs gets switched off, and is missing when it is needed."""
+    rows, options = SILENT[name]
+    assert look(rows, **options) == []
 
 
 def test_what_was_solved_from_the_start_says_so() -> None:
     """Such a run trains nothing; the advice to take easier prompts would be wrong."""
-    (found,) = look([TIED | {"reward": 1.0, "rewards/answer_reward/mean": 1.0}] * 5)
+    (found,) = look([TIED | {"reward": 1.0, ANSWER: 1.0}] * 5)
     assert found.name == "no_signal" and found.fix == "harder prompts (data.source)"
-
-
-def test_thoughts_may_grow_and_shrink_where_more_answers_are_right() -> None:
-    """Longer thinking is often what reinforcement of a thinking model brings."""
-    for end in (180.0, 20.0):
-        rows = drift("completions/mean_length", 60, end)
-        assert look([row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n} for n, row in enumerate(rows)]) == []
-
-
-def test_off_policy_the_ratio_may_be_clipped() -> None:
-    """With num_iterations above 1 the ratio is meant to be clipped."""
-    rows = [{"step": 1, "clip_ratio/region_mean": 0.1}] * 4
-    assert look(rows, num_iterations=2) == []
-    assert judge(rows)[0].level == "alarming" and judge(rows, on_policy=False) == []
-
-
-def test_values_that_are_no_numbers_decide_nothing() -> None:
-    """NaN is null in the file, so a rule that reads it as 0 fires either live or from the file, but not both."""
-    odd = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
-    assert look([odd] * 10) == [] and look([dict.fromkeys(odd)] * 10) == []
-    assert look([WELL | {"kl/spread_ratio": value} for value in (math.nan, None, math.inf)] * 4) == []
 
 
 # ------------------------------------------------------------------------------------- causes and consequences
 
+CUT = {"completions/clipped_ratio": 0.9}
+OPEN = {"thinking/closed_ratio": 0.1}
+NONE = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
+PUBLISHED = {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0,
+             ANSWER: 0.0}  # fmt: skip
+CAUSES: dict[str, tuple[list[dict[str, Any]], list[str], set[str]]] = {
+    "a zero gradient repeats the tied groups": ([TIED] * 5, ["no_signal"], {"no_movement"}),
+    "the published recipe: 128 tokens, -1 without </think>": (
+        [TIED | PUBLISHED] * 6, ["truncation"], {"no_signal", "no_movement", "cold_start"}),
+    "rewards that fail": ([NONE | {"rewards/failed_ratio": 1.0}] * 6, ["reward_failures"], set()),
+    "rewards of None": ([NONE] * 6, ["all_none"], set()),
+    "a limit leaves thinking open": (
+        [WELL] * 6 + [WELL | CUT] * 6 + [WELL | CUT | OPEN] * 9, ["truncation"], set()),
+    "open thinking reaches the limit": (
+        [WELL] * 6 + [WELL | OPEN] * 6 + [WELL | CUT | OPEN] * 9, ["never_closed"], set()),
+    "a cause long past explains nothing": (
+        [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5, ["reward_failures", "no_signal"], set()),
+}  # fmt: skip
 
-def test_the_zero_gradient_does_not_repeat_the_tied_groups() -> None:
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_in_time_is_the_cause(name: str) -> None:
     """One fault gave two warnings with different advice."""
-    (found,) = look([TIED] * 5)
-    assert found.name == "no_signal" and found.explains == ["zero_gradient"]
-
-
-def test_the_published_recipe_is_truncation_alone() -> None:
-    """128 tokens, and -1.0 without </think>: the limit has to change, not the reward."""
-    row = TIED | {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0}
-    (found,) = look([row | {"rewards/answer_reward/mean": 0.0}] * 6)
-    assert found.name == "truncation" and "rloo.max_completion_length (currently 128)" in found.fix
-    assert "100% of the completions" in found.found and "0% close their thinking" in found.found
-    assert {"no_signal", "zero_gradient", "cold_start"} <= set(found.explains)
+    rows, expected, explained = CAUSES[name]
+    found = look(rows)
+    assert [one.name for one in found] == expected and explained <= set(found[0].explains)
 
 
 def test_a_policy_that_became_one_wrong_answer_is_broken() -> None:
@@ -292,32 +263,14 @@ def test_a_broken_policy_is_not_called_hard_prompts() -> None:
     assert names([found]) == [("broken_policy", 11, 13)]
     assert "0.34 to 0" in found.found and "27 times its median" not in found.fix
     assert "the gradient norm was 8 at step 10, 26.7 times its median" in found.found
-    assert {"gradient_spike", "no_signal", "truncation", "kl_explosion"} <= set(found.explains)
+    assert {"no_signal", "truncation", "kl_explosion"} <= set(found.explains)
 
 
-def test_failed_rewards_are_not_rewards_of_none() -> None:
-    """Failing rewards were reported as "every reward returned None", and rewards of None as "the same reward"."""
-    row = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
-    assert [one.name for one in look([row | {"rewards/failed_ratio": 1.0}] * 6)] == ["reward_failures"]
-    (found,) = look([row] * 6)
-    assert found.name == "all_none" and "temperature" not in found.fix
-
-
-def test_the_first_in_time_is_the_cause() -> None:
-    """A limit that is too short leaves thinking open, and thinking that never closes reaches the limit: the signs are
-    the same."""
-    limit = [WELL] * 6 + [WELL | {"completions/clipped_ratio": 0.9}] * 6
-    limit += [WELL | {"completions/clipped_ratio": 0.9, "thinking/closed_ratio": 0.1}] * 9
-    assert [one.name for one in look(limit)] == ["truncation"]
-    left_open = [WELL] * 6 + [WELL | {"thinking/closed_ratio": 0.1}] * 6
-    left_open += [WELL | {"completions/clipped_ratio": 0.9, "thinking/closed_ratio": 0.1}] * 9
-    assert [one.name for one in look(left_open)] == ["never_closed"]
-
-
-def test_a_cause_long_past_explains_nothing() -> None:
-    """Rewards that failed at the start do not explain groups that tie forty steps later."""
-    rows = [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5
-    assert [one.name for one in look(rows)] == ["reward_failures", "no_signal"]
+def test_a_gap_that_comes_and_goes_is_found() -> None:
+    """MiniMax was apart in four of twelve steps, where prompts were padded; three in a row never came."""
+    (found,) = look(apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0))
+    assert (found.since, found.step) == (2, 8), "found when the third came"
+    assert "in 4 of the last 12 rows" in found.found and "0.58 nats" in found.found
 
 
 # ------------------------------------------------------------------------------------------------ the watch
@@ -336,7 +289,6 @@ def test_steps_that_reuse_a_rollout_count_with_it() -> None:
     found."""
     reused = {"grad_norm": 0.2, "loss": 0.0}
     assert names(look([TIED | reused, reused] * 3, patience=4)) == [("no_signal", 1, 4)]
-    assert look([WELL, reused] * 5, patience=1) == []
 
 
 def test_a_logged_row_stands_for_the_steps_since_the_last_one() -> None:
@@ -402,9 +354,8 @@ LEVELS += [("completions/repeated_ratio", 0.4, "watch", "rollouts/")]
 @pytest.mark.parametrize(("metric", "value", "level", "key"), LEVELS)
 def test_levels_at_the_limits(metric: str, value: float, level: str, key: str) -> None:
     """A limit that includes its own value would call a healthy run alarming."""
-    threshold = BY_NAME[metric]
-    assert threshold.level(value) == level
-    assert key in threshold.action(value) and bool(threshold.action(value)) == (level != "healthy")
+    (found,) = judge([{metric: value}])
+    assert found.level == level and key in found.fix and bool(found.fix) == (level != "healthy")
 
 
 def test_means_are_over_the_last_rows_that_have_a_number() -> None:
@@ -414,6 +365,7 @@ def test_means_are_over_the_last_rows_that_have_a_number() -> None:
     assert (found.name, found.level) == ("kl", "healthy") and found.value == pytest.approx(0.1)
     assert judge(rows, last=len(rows))[0].level == "alarming"
     assert judge([]) == [] and judge([{"kl": True}]) == []
+    assert judge([{"clip_ratio/region_mean": 0.1}], on_policy=False) == [], "it is meant to be clipped"
 
 
 def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
@@ -430,4 +382,5 @@ def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
 def test_the_page_of_runs_has_every_rule() -> None:
     """A warning that no page explains has to be looked up in the source."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    assert [rule.name for rule in RULES if f"| `{rule.name}` |" not in text] == []
+    assert [name for name in RULES if f"| `{name}` |" not in text] == []
+    assert {one.rule for one in RANGES} - {""} <= set(RULES)

@@ -12,8 +12,8 @@ import torch
 from rloo_kit import load_config
 from rloo_kit.loop.memory import MemoryPeak, MemoryWatch
 from rloo_kit.plan import parts
-from rloo_kit.plan.load import read_load
-from rloo_kit.plan.peaks import rollout_gib
+from rloo_kit.plan.parts import rollout_gib
+from rloo_kit.plan.planner import read_workload
 from rloo_kit.plan.result import Machine
 from rloo_kit.runs.files import write_json
 from rloo_kit.system.memory import resident_gib
@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path) -> SimpleNamespace:
 
 
 def watch_of(machine: Machine, rows: int = 8) -> MemoryWatch:
-    load = replace(read_load(load_config(THINKING), machine), factors=(1.0, 1.0), tokens_per_pass=1)
+    load = replace(read_workload(load_config(THINKING), machine), factors=(1.0, 1.0), tokens_per_pass=1)
     return MemoryWatch(load, machine, rows)
 
 

@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 
 from rloo_kit import load_config, plan_vram
-from rloo_kit.plan import engines, vllm_memory
-from rloo_kit.plan import load as plan_load
-from rloo_kit.plan.engines import choose_engine, plan_vllm
-from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.parts import GIB
-from rloo_kit.plan.peaks import comfortable_gib, rollout_gib, training_gib
+from rloo_kit.plan import parts, planner
+from rloo_kit.plan.parts import GIB, comfortable_gib, rollout_gib, training_gib
+from rloo_kit.plan.planner import choose_engine, find_machine, plan_vllm, read_workload
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import PUBLISHED
 from rloo_kit.system.versions import VLLM_INSTALL
-from tests.plan.test_parts import load_of
+from tests.plan.test_parts import work_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 THINKING = CONFIGS / "qwen3_4b_thinking_12gb.yaml"
@@ -31,9 +28,8 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def install(monkeypatch: pytest.MonkeyPatch, *modules: str, version: str | None = None) -> None:
     """Exactly these modules are there, and that version of vLLM."""
-    for module in (engines, plan_load):
-        monkeypatch.setattr(module, "is_importable", lambda name: name in modules)
-    monkeypatch.setattr(engines, "installed_version", lambda name: version)
+    monkeypatch.setattr(planner, "is_importable", lambda name: name in modules)
+    monkeypatch.setattr(planner, "installed_version", lambda name: version)
 
 
 def gpu(gb: float) -> Machine:
@@ -51,12 +47,12 @@ MEASURED = {
 @pytest.mark.parametrize(("tokens", "rows"), MEASURED)
 def test_buffers_are_those_that_unsloth_measured(tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only measurement of vLLM's own memory at hand; a formula that misses it plans a pool that is not there."""
-    load = load_of(PUBLISHED["4b"], four_bit=False, fused=False, engine="vllm", enforce_eager=True)
-    monkeypatch.setattr(vllm_memory, "BATCHED_TOKENS", tokens)
-    outside = vllm_memory.OUTSIDE_GIB * GIB + vllm_memory.adapter_bytes(load)
-    peak = (vllm_memory.buffer_bytes(load, rows) - outside) / GIB
+    work = work_of(PUBLISHED["4b"], four_bit=False, fused=False, engine="vllm", enforce_eager=True)
+    monkeypatch.setattr(parts, "BATCHED_TOKENS", tokens)
+    outside = parts.OUTSIDE_GIB * GIB + parts.adapter_bytes(work)
+    peak = (parts.buffer_bytes(work, rows) - outside) / GIB
     assert MEASURED[tokens, rows] * 0.8 <= peak <= MEASURED[tokens, rows] * 1.2
-    weights = (vllm_memory.weight_bytes(load) + vllm_memory.adapter_bytes(load)) / GIB
+    weights = (parts.vllm_weight_bytes(work) + parts.adapter_bytes(work)) / GIB
     assert weights == pytest.approx(7.56, abs=0.02)
 
 
@@ -74,7 +70,7 @@ def test_shared_weights_are_counted_once() -> None:
         assert found.rollout_gib <= found.machine.usable_gib
         taken = plan.gpu_memory_utilization * found.machine.total_gib
         resting = found.rollout_gib - taken + (plan.weights_gib if plan.shared else 0)
-        assert resting == pytest.approx(rollout_gib(replace(read_load(run, gpu(12)), engine="server"), 1), abs=0.01)
+        assert resting == pytest.approx(rollout_gib(replace(read_workload(run, gpu(12)), engine="server"), 1), abs=0.01)
     assert copied.asleep_gib < shared.asleep_gib < 1.1
 
 
@@ -82,11 +78,11 @@ def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
     """All completions of a step go to vLLM, as many at once as the pool holds; a share that is set is kept."""
     run = load_config(THINKING, "rollout.engine=vllm")
     for gb, rows in ((12, 8), (24, 25), (80, 32)):
-        plan, load = plan_vllm(run, gpu(gb)), read_load(run, gpu(gb))
-        assert plan.obstacle is None and plan.max_num_seqs == rows and load.completions == 32
-        assert plan.pool_gib * GIB >= rows * vllm_memory.row_bytes(load)
-        most = comfortable_gib(load, gpu(gb).usable_gib, "rollout")
-        assert rollout_gib(load, rows) <= most and (rows == 32 or rollout_gib(load, rows + 1) > most)
+        plan, work = plan_vllm(run, gpu(gb)), read_workload(run, gpu(gb))
+        assert plan.obstacle is None and plan.max_num_seqs == rows and work.completions == 32
+        assert plan.pool_gib * GIB >= rows * parts.row_bytes(work)
+        most = comfortable_gib(work, gpu(gb).usable_gib, "rollout")
+        assert rollout_gib(work, rows) <= most and (rows == 32 or rollout_gib(work, rows + 1) > most)
     half = plan_vllm(load_config(THINKING, "rollout.vllm.gpu_memory_utilization=0.6"), gpu(24))
     assert half.gpu_memory_utilization == pytest.approx(0.6) and 8 < half.max_num_seqs < 26
     small = plan_vllm(load_config(THINKING, "rollout.vllm.float8_kv_cache=true"), gpu(12))
@@ -143,7 +139,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(monkeypatch: pytest.Monk
 def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
     """Asleep it still holds a gigabyte: a run whose training just fits must not be moved over the limit by auto."""
     run = load_config(THINKING, "rloo.tokens_per_pass=40000")
-    alone = training_gib(read_load(run, gpu(12)))
+    alone = training_gib(read_workload(run, gpu(12)))
     machine = replace(gpu(12), total_gib=alone + 0.8 + 0.1)
     obstacle = plan_vllm(run, machine).obstacle or ""
     assert "asleep" in obstacle and "rollout.vllm.enforce_eager=true" in obstacle

@@ -1,4 +1,4 @@
-"""The published sizes, the embedded model's, and the usual load that tests of the plan change."""
+"""The published sizes, the embedded model's, and the usual work that tests of the plan change."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import OLD_TARGETS as PROJECTIONS
-from rloo_kit.plan.parts import Load
+from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, PUBLISHED, ModelShape, shape_of_config
 
 
-def load_of(shape: ModelShape, **changes: Any) -> Load:
+def work_of(shape: ModelShape, **changes: Any) -> Workload:
     """A run on a GPU: LoRA r = 16 in 4-bit with 8-bit Adam, Unsloth's checkpointing, one sequence a pass."""
-    given = Load(
+    given = Workload(
         shape=shape, four_bit=True, weight_bytes=2, compute_bytes=2, lora_rank=16, lora_targets=tuple(PROJECTIONS),
         optim="adamw_8bit", checkpointing="offloaded", fused=True, tokens_per_pass=1, whole_groups=False,
         reference="none", prompt_tokens=0, completion_tokens=4096, num_generations=8, completions=8,

@@ -10,9 +10,9 @@ import pytest
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan import load as plan_load
-from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.peaks import comfortable_gib, rollout_gib, unmeasured_gib
+from rloo_kit.plan import planner
+from rloo_kit.plan.parts import comfortable_gib, rollout_gib, unmeasured_gib
+from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.result import EngineChoice
 from rloo_kit.plan.shapes import find_shape
 from rloo_kit.system.memory import _free_in_container, available_gib
@@ -62,9 +62,9 @@ def test_folders_of_models_and_adapters(tiny_folder: Path, tmp_path: Path) -> No
     adapter = {"base_model_name_or_path": str(tiny_folder), "r": 3, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     run = load_config(THINKING, model={"name": str(tmp_path)}, rloo={"beta": 0.1})
-    load = read_load(run, find_machine(12))
-    assert (load.lora_rank, load.lora_targets, load.shape.vocab_size) == (3, ("q_proj",), 264)
-    assert load.reference == "adapter", "the start of training is no longer the base model"
+    work = read_workload(run, find_machine(12))
+    assert (work.lora_rank, work.lora_targets, work.shape.vocab_size) == (3, ("q_proj",), 264)
+    assert work.reference == "adapter", "the start of training is no longer the base model"
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(ConfigError, match="a folder without config.json"):
         shape_named(str(tmp_path))
@@ -85,9 +85,9 @@ def test_the_embedded_models_need_no_build() -> None:
     assert find_shape(run).vocab_size == 151936
 
 
-def limit_for(load: Any, rows: int) -> float:
+def limit_for(work: Any, rows: int) -> float:
     """GiB in which so many rows fit, the margin left free."""
-    return rollout_gib(load, rows) + unmeasured_gib(load, rollout_gib(load, rows), "rollout")
+    return rollout_gib(work, rows) + unmeasured_gib(work, rollout_gib(work, rows), "rollout")
 
 
 @pytest.mark.parametrize(("gib", "rows"), [(48, 32), (24, 24), (12, 9), (8, 4), (6, 1)])
@@ -96,9 +96,9 @@ def test_rows_are_planned(gib: float, rows: int) -> None:
     run = load_config(THINKING, "rollout.engine=native")
     plan = plan_vram(run, gib)
     assert plan.rows == rows and plan.fits and plan.completions == 32
-    load = read_load(run, plan.machine)
-    most = comfortable_gib(load, plan.machine.usable_gib, "rollout")
-    assert rollout_gib(load, rows) <= most and (rows == 32 or rollout_gib(load, rows + 1) > most)
+    work = read_workload(run, plan.machine)
+    most = comfortable_gib(work, plan.machine.usable_gib, "rollout")
+    assert rollout_gib(work, rows) <= most and (rows == 32 or rollout_gib(work, rows + 1) > most)
     assert plan.verdict == "fits" and plan.headroom_gib >= plan.margin_gib > 0
     assert plan_vram(load_config(THINKING, "rollout.rows=3"), gib).rows == 3, "the file wins"
 
@@ -205,8 +205,8 @@ def test_widths_follow_the_run() -> None:
     """Full fine-tuning keeps float32 weights, and a cache as wide, while it computes in 16 bit."""
 
     def widths(gib: float | None, *words: str) -> tuple[int, int, bool]:
-        load = read_load(load_config(THINKING, *words), find_machine(gib))
-        return load.weight_bytes, load.compute_bytes, load.fused
+        work = read_workload(load_config(THINKING, *words), find_machine(gib))
+        return work.weight_bytes, work.compute_bytes, work.fused
 
     assert widths(24) == (2, 2, True)
     assert widths(24, "model.backend=transformers") == (2, 2, False)
@@ -227,15 +227,15 @@ def test_training_generates_as_many_rows_as_are_planned(
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
-    load = read_load(run, find_machine(), tiny_model.config.to_dict())
-    free = limit_for(load, 100) + plan_load.CPU_RESERVE_GIB
-    monkeypatch.setattr(plan_load, "available_gib", lambda: free + 1e-6)
+    work = read_workload(run, find_machine(), tiny_model.config.to_dict())
+    free = limit_for(work, 100) + planner.CPU_RESERVE_GIB
+    monkeypatch.setattr(planner, "available_gib", lambda: free + 1e-6)
     assert planned_limits(run, policy) == {"rollout_rows": 100}
     assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
     run.rollout.rows = 7
     assert planned_limits(run, policy) == {"rollout_rows": 7}
     assert "at once" not in capsys.readouterr().out
-    monkeypatch.setattr(plan_load, "available_gib", lambda: 0.5)
+    monkeypatch.setattr(planner, "available_gib", lambda: 0.5)
     assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
     monkeypatch.setattr(tiny_model.config, "to_dict", lambda: {"model_type": "mamba"})
     assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
@@ -252,8 +252,8 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "model.load_in_4bit=false")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
     config = tiny_model.config.to_dict()
-    free = limit_for(read_load(run, find_machine(), config), 100) + plan_load.CPU_RESERVE_GIB + 1e-6
-    monkeypatch.setattr(plan_load, "available_gib", lambda: free)
+    free = limit_for(read_workload(run, find_machine(), config), 100) + planner.CPU_RESERVE_GIB + 1e-6
+    monkeypatch.setattr(planner, "available_gib", lambda: free)
     chosen = EngineChoice("vllm", "installed, and it fits")
     monkeypatch.setattr("rloo_kit.plan.planner.choose_engine", lambda *_: chosen)
     assert plan_vram(run, config=config).engine == chosen
@@ -275,7 +275,7 @@ def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatc
     the trainer's small passes."""
     from rloo_kit.loop.arguments import planned_limits
 
-    monkeypatch.setattr(plan_load, "available_gib", lambda: 8.0)
+    monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
     run = load_config(CONFIGS / "arithmetic_thinking.yaml")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
     group = plan_vram(load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=1")).tokens_per_pass

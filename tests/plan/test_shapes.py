@@ -9,11 +9,11 @@ import pytest
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan import parts, vllm_memory
-from rloo_kit.plan.load import find_machine, read_load
+from rloo_kit.plan import parts
+from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.shapes import find_shape, shape_of_config
 from rloo_kit.plan.speed import token_step_bytes
-from tests.plan.test_parts import load_of
+from tests.plan.test_parts import work_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
@@ -78,16 +78,16 @@ def test_the_cache_is_that_of_a_forward_pass(kind: str, half: bool) -> None:
 
     model = make_model(kind).to(torch.bfloat16 if half else torch.float32)
     width = 2 if half else 4
-    load = load_of(shape_of_config(model.config.to_dict()), weight_bytes=width, compute_bytes=width, prompt_tokens=64)
-    load = replace(load, completion_tokens=64)
+    work = work_of(shape_of_config(model.config.to_dict()), weight_bytes=width, compute_bytes=width, prompt_tokens=64)
+    work = replace(work, completion_tokens=64)
     with torch.no_grad():
         filled = model(torch.randint(0, 320, (3, 128)), use_cache=True).past_key_values
-    assert parts.cache_bytes(load, 3) == cache_bytes(filled)
-    assert (parts.state_bytes(load) > 0) == (kind == "qwen3_5") == (load.shape.num_attention == 1)
-    assert vllm_memory.row_bytes(load) == parts.cache_bytes(load, 1)
-    assert vllm_memory.least_pool_bytes(load) == 128 * parts.cache_bytes_per_token(load) + parts.state_bytes(load)
-    a_row = token_step_bytes(load, 2) - token_step_bytes(load, 1)
-    assert a_row - 2 * parts.state_bytes(load) == pytest.approx((0.4 * 64 + 32) * parts.cache_bytes_per_token(load))
+    assert parts.cache_bytes(work, 3) == cache_bytes(filled)
+    assert (parts.state_bytes(work) > 0) == (kind == "qwen3_5") == (work.shape.num_attention == 1)
+    assert parts.row_bytes(work) == parts.cache_bytes(work, 1)
+    assert parts.least_pool_bytes(work) == 128 * parts.cache_bytes_per_token(work) + parts.state_bytes(work)
+    a_row = token_step_bytes(work, 2) - token_step_bytes(work, 1)
+    assert a_row - 2 * parts.state_bytes(work) == pytest.approx((0.4 * 64 + 32) * parts.cache_bytes_per_token(work))
 
 
 def weigh_in_4_bit(model: Any, folder: Any, kept: list[str]) -> tuple[dict[str, Any], int]:
@@ -123,9 +123,9 @@ def test_weights_in_4_bit_are_those_of_bitsandbytes(tmp_path: Path, kind: str, k
     keeps in 16 bit, as Unsloth's do, four times their size. The small matrices of the gates are quantised too,
     convolutions are not."""
     config, size = weigh_in_4_bit(make_model(kind, hidden_size=256, tie_word_embeddings=False), tmp_path, kept)
-    load = load_of(shape_of_config(config))
-    assert load.shape.is_quantised and load.shape.kept == tuple(kept)
-    assert parts.body_bytes(load) + parts.table_bytes(load) == size
+    work = work_of(shape_of_config(config))
+    assert work.shape.is_quantised and work.shape.kept == tuple(kept)
+    assert parts.body_bytes(work) + parts.table_bytes(work) == size
 
 
 @pytest.mark.parametrize(("kind", "names"), [("smollm3", ALL), ("qwen3_5", ALL_DELTA), ("qwen3_5", ALL)])
@@ -137,8 +137,8 @@ def test_the_adapter_is_that_of_peft(kind: str, names: tuple[str, ...]) -> None:
     model = get_peft_model(make_model(kind), LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shape = shape_of_config(model.config.to_dict())
-    assert parts.trained_weights(load_of(shape, lora_rank=4, lora_targets=names)) == trained
-    assert parts.trained_weights(load_of(shape, lora_rank=None)) == shape.num_weights
+    assert parts.trained_weights(work_of(shape, lora_rank=4, lora_targets=names)) == trained
+    assert parts.trained_weights(work_of(shape, lora_rank=None)) == shape.num_weights
 
 
 def test_without_a_list_every_linear_layer_is_adapted(tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_without_a_list_every_linear_layer_is_adapted(tmp_path: Path) -> None:
     make_model("qwen3_5").config.save_pretrained(tmp_path)
     run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": str(tmp_path), "load_in_4bit": False})
     vars(run.model.lora)["target_modules"] = None
-    assert sorted(read_load(run, find_machine(12)).lora_targets) == sorted(ALL_DELTA)
+    assert sorted(read_workload(run, find_machine(12)).lora_targets) == sorted(ALL_DELTA)
     vars(run.model.lora)["target_modules"] = ["in_proj_z"]
-    assert read_load(run, find_machine(12)).lora_targets == ("in_proj_z",)
+    assert read_workload(run, find_machine(12)).lora_targets == ("in_proj_z",)
 
 
 def count_saved_bytes(layers: int, kind: str, half: bool, heads: dict[str, int]) -> float:
@@ -188,8 +188,8 @@ def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     shape = shape_of_config(make_model("qwen3_5", **sizes | heads).config.to_dict())
     width = 2 if half else 4
-    load = load_of(shape, weight_bytes=width, compute_bytes=width, lora_targets=ALL_DELTA)
-    assert 0.99 * saved < parts.saved_bytes_per_token(load, kind) < 1.2 * saved
+    work = work_of(shape, weight_bytes=width, compute_bytes=width, lora_targets=ALL_DELTA)
+    assert 0.99 * saved < parts.saved_bytes_per_token(work, kind) < 1.2 * saved
 
 
 def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:

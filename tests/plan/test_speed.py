@@ -8,8 +8,8 @@ import pytest
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.plan import parts
-from rloo_kit.plan.load import find_machine, read_load
-from rloo_kit.plan.peaks import rows_at_once
+from rloo_kit.plan.parts import rows_at_once
+from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.speed import GPUS, find_gpu, step_time, token_step_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,12 +33,12 @@ def test_the_estimates_are_met_within_a_factor_of_two(
     """Useful tokens a second of the 12 GB config, two ways to one figure; one that is off by ten has a unit wrong."""
     gpu = next(gpu for gpu in reversed(GPUS) if gpu.name == name)
     machine = find_machine(gpu.memory_gb * 1e9 / parts.GIB)
-    load = read_load(load_config(ROOT / "configs" / "qwen3_4b_thinking_12gb.yaml"), machine, engine=engine)
-    load = replace(load, four_bit=four_bit, shape=replace(load.shape, is_quantised=four_bit))
-    rows = rows_at_once(load, machine.usable_gib, 8 if engine == "generate" else None)
-    rate = step_time(load, rows, 32, gpu).tokens_per_s
+    work = read_workload(load_config(ROOT / "configs" / "qwen3_4b_thinking_12gb.yaml"), machine, engine=engine)
+    work = replace(work, four_bit=four_bit, shape=replace(work.shape, is_quantised=four_bit))
+    rows = rows_at_once(work, machine.usable_gib, 8 if engine == "generate" else None)
+    rate = step_time(work, rows, 32, gpu).tokens_per_s
     if engine == "vllm":  # with full rows
-        rate = rows / token_step_s(load, rows, gpu)
+        rate = rows / token_step_s(work, rows, gpu)
     assert low / 2 <= rate <= high * 2
 
 

@@ -285,7 +285,7 @@ def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
 def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
     """A CPU has no allocator that refuses: trying out what does not fit would get other programs killed."""
     run, policy, data, rewards = prepare(DEMO)
-    monkeypatch.setattr("rloo_kit.plan.load.available_gib", lambda: 0.5)
+    monkeypatch.setattr("rloo_kit.plan.planner.available_gib", lambda: 0.5)
     monkeypatch.setattr("rloo_kit.preflight.steps.measure_steps", None)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
     assert fault.name == "memory" and "was not run" in fault.text and fault.key

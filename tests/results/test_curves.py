@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.health.rule import Finding
+from rloo_kit.health.rules import Finding
 from rloo_kit.results.charts import HEIGHT, MOST_POINTS, WIDTH, Chart, Point, draw_chart, moving_mean
 from rloo_kit.results.curves import choose_curves, tokens_generated, tokens_per_second
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.health.rule import Finding
+from rloo_kit.health.rules import Finding
 from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Budget, Evaluation
 from rloo_kit.results.intervals import Measured

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.health.rule import Finding
+from rloo_kit.health.rules import Finding
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import TrainResult
 from rloo_kit.results.versus import compare_runs

@@ -10,7 +10,7 @@ import pytest
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT
-from rloo_kit.health.rule import Finding
+from rloo_kit.health.rules import Finding
 from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Evaluation, shared_measures
 from rloo_kit.results.intervals import Measured
