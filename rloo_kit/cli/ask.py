@@ -68,9 +68,9 @@ def ask(
 
         run = with_warnings_as_lines(origin_of, source, *(overrides or []))
         setup_environment(run.model.backend)
-        from rloo_kit.evals.ask import open_model
+        from rloo_kit.evals.ask import TrainedModel
 
-        model = open_model(source, *(overrides or []))
+        model = TrainedModel(source, *(overrides or []))
         options: dict[str, Any] = {"base": base, "budget": budget, "temperature": temperature, "max_tokens": max_tokens}
         options |= {"seed": seed, "system": system}
         if not asked:

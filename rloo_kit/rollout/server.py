@@ -219,8 +219,8 @@ class ServerEngine(Engine):
             started: list[Future[None]] = []
             try:
                 for number in call.order:
-                    work = (self._sample_one, call.prompt_ids[number], call.states[number], seeds[number])
-                    started.append(pool.submit(*work))
+                    state = call.states[number]
+                    started.append(pool.submit(self._sample_one, call.prompt_ids[number], state, seeds[number]))
                     started[-1].add_done_callback(done.put)
                 while left:
                     try:
@@ -236,8 +236,9 @@ class ServerEngine(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
                 while wait(started, timeout=0.1).not_done:
                     self._client.hang_up()
-        for number in sorted(call.order) if call.on_tokens is not None else ():
-            call.on_tokens(number, call.states[number].ids)
+        if call.on_tokens is not None:
+            for number in sorted(call.order):
+                call.on_tokens(number, call.states[number].ids)
 
     def _sample_one(self, prompt: list[int], state: CompletionState, seed: int) -> None:
         """Finish one completion; the answer after closed thinking is a second request."""

@@ -240,7 +240,7 @@ class Engine:
     """Samples completions of prompts; `engine.build_engine` chooses one.
 
     Attributes:
-        name: native, generate, vllm, server or llama.cpp. reason: why that one, in one readable line.
+        name: native, generate, vllm or server. reason: why that one, in one readable line.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
     """
 

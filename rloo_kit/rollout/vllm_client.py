@@ -271,8 +271,11 @@ class VllmClient:
         """
         low = temperature if temperature <= 1 else temperature / 2
         body = {"max_tokens": 1, "logprobs": PROBE_TOKENS, "return_tokens_as_token_ids": True, **asdict(WHOLE)}
-        choices = [self._complete(adapter, prompt_ids, body | {"temperature": heat}) for heat in (low, 2 * low)]
-        first, second = ((one.scores and one.scores.top_logprobs or [None])[0] or {} for one in choices)
+        tops: list[dict[str, float]] = []
+        for heat in (low, 2 * low):
+            scores = self._complete(adapter, prompt_ids, body | {"temperature": heat}).scores
+            tops.append(((scores and scores.top_logprobs) or [None])[0] or {})
+        first, second = tops
         likeliest = max(first, key=lambda token: first[token], default=None)
         others = [token for token in first if token != likeliest and token in second]
         if likeliest not in second or not others:  # the drawn token is listed too
