@@ -88,7 +88,7 @@ class ServerEngine(Engine):
     def _finish(self, call: Call) -> None:
         self._stop.clear()
         try:
-            self._publish(call.prompt_ids[0])
+            self._publish(call.states[0].prompt)
             self._check_lengths(call)
             self._sample_all(call)
         except ServerLostError as error:
@@ -201,7 +201,7 @@ class ServerEngine(Engine):
             return False
 
     def _check_lengths(self, call: Call) -> None:
-        longest, room = max(map(len, call.prompt_ids)), call.limits.max_completion_length
+        longest, room = max(len(state.prompt) for state in call.states), call.limits.max_completion_length
         if self._max_tokens is not None and longest + room > self._max_tokens:
             raise RolloutServerError(
                 f"a prompt of {longest} tokens and a completion of {room} exceed the {self._max_tokens} of "
@@ -212,15 +212,14 @@ class ServerEngine(Engine):
     def _sample_all(self, call: Call) -> None:
         """Finish all states; the first error ends it. No request stays in flight at the end: vLLM's engine dies when it
         needs an adapter that was replaced and whose folder was deleted."""
-        seeds = torch.randint(2**31 - 1, (len(call.prompt_ids),)).tolist()
+        seeds = torch.randint(2**31 - 1, (len(call.states),)).tolist()
         done: SimpleQueue[Future[None]] = SimpleQueue()
         left = len(call.order)
         with ThreadPoolExecutor(self.rows or IN_FLIGHT, thread_name_prefix="rollout") as pool:
             started: list[Future[None]] = []
             try:
                 for number in call.order:
-                    state = call.states[number]
-                    started.append(pool.submit(self._sample_one, call.prompt_ids[number], state, seeds[number]))
+                    started.append(pool.submit(self._sample_one, call.states[number], seeds[number]))
                     started[-1].add_done_callback(done.put)
                 while left:
                     try:
@@ -240,7 +239,7 @@ class ServerEngine(Engine):
             for number in sorted(call.order):
                 call.on_tokens(number, call.states[number].ids)
 
-    def _sample_one(self, prompt: list[int], state: CompletionState, seed: int) -> None:
+    def _sample_one(self, state: CompletionState, seed: int) -> None:
         """Finish one completion; the answer after closed thinking is a second request."""
         vocabulary = self._settings.vocabulary or 2**31
         while not state.finished:
@@ -248,7 +247,7 @@ class ServerEngine(Engine):
                 state.take(state.next_forced, math.nan)
                 continue
             room, stops = state.next_stretch
-            ids, logps = self._complete(prompt + state.ids, room, stops, (seed + state.answers) % 2**31)
+            ids, logps = self._complete(state.prompt + state.ids, room, stops, (seed + state.answers) % 2**31)
             if max(ids) >= vocabulary:
                 raise RolloutServerError(
                     f"{self._client.url} sampled the id {max(ids)}, but this run's model has {vocabulary} ids: serve "

@@ -121,14 +121,27 @@ class CompletionState:
     Forced tokens have a log-probability of NaN and a recorded span, so that the loss leaves them out.
 
     Attributes:
+        number: its index in the result. prompt: the prompt's token ids.
         ids: its tokens so far. logps: their log-probabilities under the sampler, NaN where forced.
         forced: (start, end) of the forced tokens so far, None if there are none.
         finished: it takes no more tokens.
     """
 
-    __slots__ = ("_answer_ends", "_ends", "_limits", "_pending", "finished", "forced", "ids", "logps")
+    __slots__ = (
+        "_answer_ends",
+        "_ends",
+        "_limits",
+        "_pending",
+        "finished",
+        "forced",
+        "ids",
+        "logps",
+        "number",
+        "prompt",
+    )
 
-    def __init__(self, limits: Limits, end_ids: Collection[int]) -> None:
+    def __init__(self, limits: Limits, end_ids: Collection[int], number: int = 0, prompt: Sequence[int] = ()) -> None:
+        self.number, self.prompt = number, list(prompt)
         self.ids: list[int] = []
         self.logps: list[float] = []
         self.forced: tuple[int, int] | None = None
@@ -139,6 +152,16 @@ class CompletionState:
         self._pending: list[int] = []  # forced tokens still to come, the next one last
         if limits.thinking_budget == 0:
             self._close()
+
+    @property
+    def last(self) -> int:
+        """The last token so far, the prompt's included."""
+        return self.ids[-1] if self.ids else self.prompt[-1]
+
+    @property
+    def position(self) -> int:
+        """Position of the last token so far in prompt and completion."""
+        return len(self.prompt) + len(self.ids) - 1
 
     @property
     def room(self) -> int:
@@ -222,7 +245,6 @@ class Call:
     """The arguments of one call of `Engine.sample`, with a state for each prompt, and the unfinished ones in the order
     in which they start."""
 
-    prompt_ids: list[list[int]]
     limits: Limits
     states: list[CompletionState]
     order: list[int]
@@ -271,11 +293,12 @@ class Engine:
         Raises:
             BackendError: the engine cannot hold the completions, or the weights are broken.
         """
-        states = [CompletionState(limits, self.sampling.end_ids) for _ in prompt_ids]
+        ends = self.sampling.end_ids
+        states = [CompletionState(limits, ends, number, prompt) for number, prompt in enumerate(prompt_ids)]
         order = [number for number, state in enumerate(states) if not state.finished]
         if expected_lengths is not None:
             order.sort(key=lambda number: -expected_lengths[number])  # stable: siblings stay neighbours
-        self._finish(Call(prompt_ids, limits, states, order, expected_lengths, on_progress, on_tokens))
+        self._finish(Call(limits, states, order, expected_lengths, on_progress, on_tokens))
         logps = None if self.sampling.temperature == 0 else [state.logps for state in states]
         return Rollout([state.ids for state in states], [state.forced for state in states], logps)
 
