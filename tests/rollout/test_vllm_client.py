@@ -144,19 +144,8 @@ def test_an_answer_without_end_is_refused(scripted, client, monkeypatch):
             call(client)
 
 
-BODIES = {
-    "empty": b"", "text": b"<html>nginx</html>", "not UTF-8": b'{"choices": "\xff"}', "null": b"null", "list": b"[]",
-    "deep": b'{"choices":' * 50_000, "brackets": b"[" * 200_000,
-    "long integer": b'{"choices": [' + b"9" * 100_000 + b"]}",
-    "cut": json.dumps(COMPLETION).encode()[:-7],
-}  # fmt: skip
-HEADERS = {
-    "charset": {"Content-Type": "application/json; charset=idna"},
-    "codec": {"Content-Type": "text/plain; charset=hex"},
-    "packed": {"Content-Encoding": "gzip"},
-    "short": {"Content-Length": "1000000"},
-    "no length": {"Content-Length": "x"},
-}
+BODIES = {"empty": b"", "text": b"<html>nginx</html>", "list": b"[]", "cut": json.dumps(COMPLETION).encode()[:-7]}
+HEADERS = {"packed": {"Content-Encoding": "gzip"}, "short": {"Content-Length": "1000000"}}
 
 
 @pytest.mark.parametrize("call", ["models", "complete", "mode"])
@@ -180,15 +169,11 @@ def with_logps(*logps: Any) -> dict[str, Any]:
 
 
 FAULTS = {
-    "no choices": {"choices": []}, "choices is a mapping": {"choices": {"0": {}}},
-    "a choice is text": {"choices": ["x"]}, "an id is text": changed(token_ids=["3", 9]),
-    "an id is true": changed(token_ids=[True, 9]),
-    "an id is a fraction": changed(token_ids=[3.5, 9]), "an id is negative": changed(token_ids=[-3, 9]),
-    "an id is huge": changed(token_ids=[10**30, 9]), "NaN": with_logps(float("nan"), -1.0),
-    "infinity": with_logps(float("-inf"), -1.0), "text for a number": with_logps("-0.5", -1.0),
-    "true for a number": with_logps(True, -1.0), "above 0": with_logps(0.5, -1.0), "one too few": with_logps(-1.0),
-    "a huge number": with_logps(-(10**400), -1.0), "logprobs is a list": changed(logprobs=[-0.5, -1.0]),
-    "a reason that is a list": changed(finish_reason=["stop"]), "after the stop": changed(token_ids=[9, 9]),
+    "no choices": {"choices": []}, "an id is text": changed(token_ids=["3", 9]),
+    "an id is true": changed(token_ids=[True, 9]), "an id is huge": changed(token_ids=[10**30, 9]),
+    "NaN": with_logps(float("nan"), -1.0), "infinity": with_logps(float("-inf"), -1.0),
+    "text for a number": with_logps("-0.5", -1.0), "above 0": with_logps(0.5, -1.0), "one too few": with_logps(-1.0),
+    "after the stop": changed(token_ids=[9, 9]),
     "too many": changed(token_ids=[3] * 8 + [9], logprobs={"token_logprobs": [-1.0] * 9}),
 }  # fmt: skip
 
