@@ -103,11 +103,6 @@ class Rollout:
     forced: list[tuple[int, int] | None]
     sampler_logps: list[list[float]] | None
 
-    @property
-    def thinking_forced(self) -> list[bool]:
-        """For each completion, whether its thinking was closed by force."""
-        return [span is not None for span in self.forced]
-
 
 Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
 # Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows. The list

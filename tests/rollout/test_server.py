@@ -192,12 +192,11 @@ def test_greedy_and_rows_and_order(server, make_policy, make_engine):
     assert {tuple(body["prompt"]) for body in server.posted(COMPLETE)[:2]} == {tuple(PROMPTS[2]), tuple(PROMPTS[3])}
 
 
-@pytest.mark.parametrize("close", ["tag", "sentence"])
-def test_budgets_by_the_same_rules(server, make_policy, make_engine, tiny_tokenizer, close):
+def test_budgets_by_the_same_rules(server, make_policy, make_engine, tiny_tokenizer):
     """The thought is one request that stops at `</think>`, the answer a second one behind what was forced; nothing that
     was forced counts as drawn, and a completion that ended inside its thinking is left alone."""
     model = make_policy()
-    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 160, 6, 4, close=close)
+    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 160, 6, 4, close="sentence")
     prompts = [prompt for prompt in PROMPTS for _ in range(6)]
     torch.manual_seed(1)
     found = make_engine(model).sample(prompts, limits)
@@ -241,11 +240,10 @@ def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_e
     assert len(server.posted(COMPLETE)) == 4, "nothing is asked where it makes no difference"
 
 
-@pytest.mark.parametrize("case", FILTERS)
-def test_accepted_filters_reach_the_server(server, make_policy, make_engine, case):
+def test_accepted_filters_reach_the_server(server, make_policy, make_engine):
     """`accept_truncated_sampling` was refused with a server. Log-probabilities of the whole distribution would hide the
     gap that is to be corrected: a server that gives those is refused at temperature 1 as well."""
-    model, filters = make_policy(), FILTERS[case]
+    model, filters = make_policy(), FILTERS["all"]
     with pytest.raises(
         RolloutServerError, match=r"temperature is 1\.0 with the filters .*--logprobs-mode processed_logp"
     ):
@@ -319,22 +317,6 @@ def test_a_server_that_is_not_there(server, make_policy, make_engine, tmp_path):
         engine.sample(PROMPTS, Limits(4))
     assert len(engine.said) == 1 and "waiting 1 s at most for the server" in engine.said[0]
     assert not list(tmp_path.iterdir()), "a run that has a checkpoints/ folder with content counts as one that began"
-
-
-def test_a_server_that_comes_late_is_waited_for(make_base, make_policy, make_engine):
-    """A server loads for minutes; the trainer is started alongside."""
-    early = StandIn(make_base)
-    port = early.server.server_address[1]
-    early.stop()
-    later: list[StandIn] = []
-    timer = threading.Timer(1.0, lambda: later.append(StandIn(make_base, port=port)))
-    timer.start()
-    model = make_policy()
-    try:
-        check_against(model, make_engine(model, url=early.url, start_s=20.0).sample(PROMPTS, Limits(4)))
-    finally:
-        timer.join()
-        later[0].stop()
 
 
 @pytest.mark.parametrize(("path", "failure"), [(COMPLETE, "drop"), (COMPLETE, 503), (LOAD, "drop")])
