@@ -142,6 +142,7 @@ class ServerEngine(Engine):
             return last, self._max_tokens
         if last is not None:
             self._forget(last)  # before the next one is loaded: by default a server has room for one
+            self._adapter = None
             self._load(name)
             return name, self._max_tokens
         self._client.wait_until_up()
