@@ -68,13 +68,14 @@ def ask(
 
         run = with_warnings_as_lines(origin_of, source, *(overrides or []))
         setup_environment(run.model.backend)
-        from rloo_kit.evals.ask import open_model
+        from rloo_kit.evals.ask import TrainedModel
 
-        model = open_model(source, *(overrides or []))
+        model = TrainedModel(source, *(overrides or []))
         options: dict[str, Any] = {"base": base, "budget": budget, "temperature": temperature, "max_tokens": max_tokens}
         options |= {"seed": seed, "system": system}
         if not asked:
-            hold_dialogue(model, options, history)
+            print(fill_text(COMMANDS))
+            Dialogue(model, options, history).hold()
         for question in asked:
             answer = model.ask(question, stream=not json, **options)
             if json:
@@ -101,12 +102,32 @@ class Dialogue:
 
     Args:
         options: those of `evals.ask.ask`; the commands change them.
-        history: whether earlier turns are in the prompt, with their answers, without their thinking.
+        history: whether earlier turns are in the prompt, with their answers, without their thinking. None: unless the
+            model takes single questions only (`TrainedModel.single`).
     """
 
-    def __init__(self, asked: "TrainedModel", options: dict[str, Any], history: bool) -> None:
-        self._asked, self._options, self._history = asked, options, history
+    def __init__(self, asked: "TrainedModel", options: dict[str, Any], history: bool | None) -> None:
+        self._asked, self._options = asked, options
+        self._history = not asked.single if history is None else history
         self._turns: list[dict[str, str]] = []  # question, answer, question, answer
+        if history is None and asked.single:
+            print(fill_text(f"(each question is asked alone: {asked.single}; --history keeps earlier turns)"))
+
+    def hold(self) -> None:
+        """Read and answer lines until Ctrl-D or /quit; Ctrl-C stops an answer."""
+        with suppress(ImportError):
+            import readline  # noqa: F401 - gives input() a line editor
+        while True:
+            try:
+                if not self.take(input("> ").strip()):
+                    return
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("(stopped; Ctrl-D ends)")
+            except RlooKitError as error:
+                print(fill_text(f"rloo-kit: {error}"), file=sys.stderr)
 
     def take(self, line: str) -> bool:
         """Answer a line or run a command; False if it ends the dialogue."""
@@ -143,28 +164,3 @@ class Dialogue:
         self._options["seed"] += 1
         if self._history and answer.answer:  # a template takes no empty turn
             self._turns += [asked, {"role": "assistant", "content": answer.answer}]
-
-
-def hold_dialogue(asked: "TrainedModel", options: dict[str, Any], history: bool | None) -> None:
-    """Read and answer lines until Ctrl-D or /quit; Ctrl-C stops an answer.
-
-    Args:
-        history: None: keep earlier turns, unless the model takes single questions only (`TrainedModel.single`).
-    """
-    with suppress(ImportError):
-        import readline  # noqa: F401 - gives input() a line editor
-    print(fill_text(COMMANDS))
-    if history is None and asked.single:
-        print(fill_text(f"(each question is asked alone: {asked.single}; --history keeps earlier turns)"))
-    dialogue = Dialogue(asked, options, not asked.single if history is None else history)
-    while True:
-        try:
-            if not dialogue.take(input("> ").strip()):
-                return
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("(stopped; Ctrl-D ends)")
-        except RlooKitError as error:
-            print(fill_text(f"rloo-kit: {error}"), file=sys.stderr)

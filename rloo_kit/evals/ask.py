@@ -5,28 +5,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import Message, render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.embedded.model import RECORD
-from rloo_kit.errors import BackendError, ConfigError, QuestionTooLongError
-from rloo_kit.models.checkpoint import find_source
-from rloo_kit.models.policy import Policy, find_vllm, load_policy
+from rloo_kit.errors import ConfigError, QuestionTooLongError
+from rloo_kit.models.policy import Policy, find_vllm
 from rloo_kit.models.trained import load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.llama import LlamaModel
-from rloo_kit.rollout.text_stream import THINKING, TextStream
 from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.runs.exported import find_gguf, origin_of
+from rloo_kit.runs.exported import origin_of
 from rloo_kit.system.console import picture_controls, plain_prompt
-from rloo_kit.think_tags import bind_think_tags, opens_thinking, split_thinking
+from rloo_kit.think_tags import ThinkTags, opens_thinking, split_thinking
 
 OnText = Callable[[str, str], None]
+THINKING, ANSWER = "thinking", "answer"
+MOST_HELD = 64  # tokens held back while the text ends in an incomplete character, which has up to four bytes
 BASE = "base"  # title of the base model's answer, which comes first
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 NO_BASE = (
@@ -110,11 +107,83 @@ def ask(
     """
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
         raise ConfigError(f"this model does not think (family {policy.family}): drop --budget (budget={budget})")
-    plan = _Plan(run, budget, run.eval.temperature if temperature is None else temperature, max_tokens, seed, system)
-    first = None
-    if base is not False:
-        first = plan.answer(policy if base is True else base, question, stream, BASE, without_adapter=base is True)
-    return plan.answer(policy, question, stream, "trained" if first else "", first)
+    if base is True and not hasattr(policy.model, "peft_config"):
+        raise ConfigError(NO_BASE)
+    options = {"temperature": run.eval.temperature if temperature is None else temperature, "seed": seed}
+    system = run.data.system_prompt if system is None else system or None
+
+    def answer(policy: Policy, title: str, base: Answer | None = None) -> Answer:
+        if isinstance(question, dict):  # rendered already
+            prompt, asked = question["prompt"], plain_prompt(question["prompt"])
+        else:
+            prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
+            asked = question if isinstance(question, str) else str(question[-1]["content"])
+        limits = _find_limits(run, policy, len(policy.tokenizer(prompt)["input_ids"]), budget, max_tokens)
+        with _shown(stream, title) as on_text:
+            given = _sample(run, policy, prompt, on_text, **options, **limits)
+            given = replace(given, question=asked, base=base)
+            if isinstance(on_text, Printed):
+                on_text.close(given.summary)
+        return given
+
+    if base is False:
+        return answer(policy, "")
+    with policy.model.disable_adapter() if base is True else nullcontext():
+        first = answer(policy if base is True else base, BASE)
+    return answer(policy, "trained", first)
+
+
+def _sample(run: RunConfig, policy: Policy, prompt: str, on_text: OnText | None, **options: Any) -> Answer:
+    """The answer to a rendered prompt."""
+    tags, opened, started = policy.tags, opens_thinking(prompt), time.monotonic()
+    text = None if on_text is None else TextStream(policy.tokenizer, tags, opened, on_text)
+    on_tokens = None if text is None else lambda _, ids: text.feed(ids)
+    (found,) = generate_completions(policy, [prompt], engine=run.rollout, on_tokens=on_tokens, **options)
+    if text is not None:
+        text.feed(found.ids)
+        text.close()
+    thinking, answer = split_thinking(found.ids, policy.tokenizer, tags, opened)
+    is_open = opened or tags.start_id in found.ids[:1]
+    unclosed = len(found.ids) - found.ended if is_open else 0
+    return Answer(
+        question=prompt,
+        thinking=thinking,
+        answer=answer,
+        tokens=len(found.ids),
+        thinking_tokens=unclosed if found.thinking_tokens is None else found.thinking_tokens,
+        ended=found.ended,
+        closed=found.closed,
+        forced=found.forced,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _find_limits(
+    run: RunConfig, policy: Policy, prompt_tokens: int, budget: int | None, max_tokens: int | None
+) -> dict[str, Any]:
+    """The length limits for `generate_completions`; refuses a prompt that leaves no room for them."""
+    length = max_tokens or run.eval.max_completion_length or run.rloo.max_completion_length
+    limits: dict[str, Any] = {"max_completion_length": length}
+    needed = length
+    if budget is not None:
+        close = run.rloo.thinking_close
+        left = length - budget - len(close_ids_for(policy.tokenizer, policy.tags, close))
+        if max_tokens and left < 1:
+            raise ConfigError(
+                f"a thinking budget of {budget} leaves no token of {length} for the answer: raise --max-tokens "
+                f"(max_tokens) above {length - left} or lower --budget (budget)"
+            )
+        answer = left if max_tokens else max(left, run.eval.answer_budget)
+        limits |= {"thinking_budget": budget, "answer_budget": answer, "thinking_close": close}
+        needed = length - left + answer
+    room = count_room(run, policy)
+    if prompt_tokens + needed > room:
+        raise QuestionTooLongError(
+            f"the question has {prompt_tokens} tokens with its template, and the completion may take {needed}, but "
+            f"the model has room for {room} in all: shorten it, lower --max-tokens (max_tokens) or --budget, or "
+            f"raise model.max_seq_length (now {run.model.max_seq_length})"
+        )
+    return limits
 
 
 def count_room(run: RunConfig, policy: Policy) -> int:
@@ -124,97 +193,64 @@ def count_room(run: RunConfig, policy: Policy) -> int:
     return min(limit for limit in [run.model.max_seq_length, *others] if limit)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The settings of one `ask` call."""
+class TextStream:
+    """Calls `on_text(part, text)` as soon as a text is final; `part` is "thinking" or "answer".
 
-    run: RunConfig
-    budget: int | None
-    temperature: float
-    max_tokens: int | None
-    seed: int
-    system: str | None
+    The joined texts of a part equal what `split_thinking` gives for the whole completion, unless the completion closes
+    its thinking twice (here the part changes at the first `</think>`) or has `MOST_HELD` tokens in a row that form no
+    character.
 
-    def answer(
-        self,
-        policy: Policy,
-        question: str | list[Message] | dict[str, Any],
-        stream: bool | OnText,
-        title: str,
-        base: Answer | None = None,
-        without_adapter: bool = False,
-    ) -> Answer:
-        """Ask one model; `title` names it if two are asked."""
-        run, tokenizer, tags = self.run, policy.tokenizer, policy.tags
-        if isinstance(question, dict):  # rendered already
-            prompt, asked = question["prompt"], plain_prompt(question["prompt"])
-        else:
-            system = run.data.system_prompt if self.system is None else self.system or None
-            prompt = render_prompt(tokenizer, question, policy.family, run.model.enable_thinking, system)
-            asked = question if isinstance(question, str) else str(question[-1]["content"])
-        limits = self._limits(policy, len(tokenizer(prompt)["input_ids"]))
-        if without_adapter and not hasattr(policy.model, "peft_config"):
-            raise ConfigError(NO_BASE)
-        opened = opens_thinking(prompt)
-        with _shown(stream, title) as on_text, policy.model.disable_adapter() if without_adapter else nullcontext():
-            started = time.monotonic()
-            text = None if on_text is None else TextStream(tokenizer, tags, opened, on_text)
-            (found,) = generate_completions(
-                policy,
-                [prompt],
-                temperature=self.temperature,
-                seed=self.seed,
-                engine=run.rollout,
-                on_tokens=None if text is None else lambda _, ids: text.feed(ids),
-                **limits,
-            )
-            if text is not None:
-                text.feed(found.ids)
-                text.close()
-            thinking, answer = split_thinking(found.ids, tokenizer, tags, opened)
-            is_open = opened or tags.start_id in found.ids[:1]
-            unclosed = len(found.ids) - found.ended if is_open else 0
-            given = Answer(
-                question=asked,
-                thinking=thinking,
-                answer=answer,
-                tokens=len(found.ids),
-                thinking_tokens=unclosed if found.thinking_tokens is None else found.thinking_tokens,
-                ended=found.ended,
-                closed=found.closed,
-                forced=found.forced,
-                seconds=time.monotonic() - started,
-                base=base,
-            )
-            if isinstance(on_text, Printed):
-                on_text.close(given.summary)
-        return given
+    Args:
+        opened: whether the prompt has opened the thinking.
+    """
 
-    def _limits(self, policy: Policy, prompt_tokens: int) -> dict[str, Any]:
-        """The length limits for `generate_completions`; refuses a prompt that leaves no room for them."""
-        run = self.run
-        length = self.max_tokens or run.eval.max_completion_length or run.rloo.max_completion_length
-        limits: dict[str, Any] = {"max_completion_length": length}
-        needed = length
-        if self.budget is not None:
-            close = run.rloo.thinking_close
-            left = length - self.budget - len(close_ids_for(policy.tokenizer, policy.tags, close))
-            if self.max_tokens and left < 1:
-                raise ConfigError(
-                    f"a thinking budget of {self.budget} leaves no token of {length} for the answer: raise "
-                    f"--max-tokens (max_tokens) above {length - left} or lower --budget (budget)"
-                )
-            answer = left if self.max_tokens else max(left, run.eval.answer_budget)
-            limits |= {"thinking_budget": self.budget, "answer_budget": answer, "thinking_close": close}
-            needed = length - left + answer
-        room = count_room(run, policy)
-        if prompt_tokens + needed > room:
-            raise QuestionTooLongError(
-                f"the question has {prompt_tokens} tokens with its template, and the completion may take {needed}, but "
-                f"the model has room for {room} in all: shorten it, lower --max-tokens (max_tokens) or --budget, or "
-                f"raise model.max_seq_length (now {run.model.max_seq_length})"
-            )
-        return limits
+    def __init__(self, tokenizer: Any, tags: ThinkTags, opened: bool, on_text: Callable[[str, str], None]) -> None:
+        self._tokenizer, self._tags, self._on_text = tokenizer, tags, on_text
+        self._part, self._is_closed = THINKING if opened else ANSWER, False
+        self._taken = 0  # ids of the completion
+        self._begin_part()
+
+    def feed(self, ids: list[int]) -> None:
+        """Take the completion's ids so far."""
+        for place in range(self._taken, len(ids)):
+            token = ids[place]
+            ends, starts = token == self._tags.end_id, token == self._tags.start_id
+            if not self._is_closed and (ends or (starts and (place == 0 or self._part == ANSWER))):
+                self._is_closed = ends
+                self.close()
+                self._part = ANSWER if ends else THINKING
+                self._begin_part()
+            else:
+                self._ids.append(token)
+                self._decode(is_last=False)
+        self._taken = max(self._taken, len(ids))
+
+    def close(self) -> None:
+        """Emit what was held back: bytes that never became a character."""
+        self._decode(is_last=True)
+
+    def _begin_part(self) -> None:
+        self._ids: list[int] = []  # of the part; decoded with context, because a tokenizer drops leading blanks
+        self._known = 0  # the first of them, already emitted
+        self._shown = False
+        self._blanks = ""  # trailing whitespace, emitted once something follows
+
+    def _decode(self, is_last: bool) -> None:
+        before, text = (
+            str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+            for ids in (self._ids[: self._known], self._ids)
+        )
+        is_whole = not text.endswith("\ufffd") or len(self._ids) - self._known >= MOST_HELD
+        if not is_last and not is_whole:
+            return
+        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        text = self._blanks + text[len(before) :]
+        text = text if self._shown else text.lstrip()
+        rest = text.rstrip()
+        self._blanks = text[len(rest) :]
+        if rest:
+            self._shown = True
+            self._on_text(self._part, rest)
 
 
 @contextmanager
@@ -283,7 +319,7 @@ class Printed:
 
 
 class TrainedModel:
-    """A run's trained model, or exported weights; raises like `load_trained`.
+    """A run's trained model, or exported weights; raises like `load_trained`. Its base is loaded when it is asked.
 
     Attributes:
         single: why each question is asked alone by default; "" if earlier turns are kept.
@@ -291,7 +327,7 @@ class TrainedModel:
 
     def __init__(self, source: Path, *overrides: str) -> None:
         self._source, self._overrides = source, overrides
-        self.run, self.policy = self._load()
+        self.run, self.policy = load_trained(source, *overrides)
         self._base: Policy | None = None
         self.single = ""
         if self.policy.family == "plain":
@@ -300,42 +336,7 @@ class TrainedModel:
             self.single = "the embedded model was trained on single questions only"
 
     def ask(self, question: str | list[Message], *, base: bool = False, **options: Any) -> Answer:
-        """`evals.ask.ask`; a separate base model is loaded on first use."""
-        if base and self._base is None:
-            self._base = self._load_base()
+        """`evals.ask.ask` of this model."""
+        if base and self._base is None:  # None: the policy without its adapter
+            self._base = load_base(self._source, *self._overrides)
         return ask(self.run, self.policy, question, base=base and (self._base or True), **options)
-
-    def _load(self) -> tuple[RunConfig, Policy]:
-        return load_trained(self._source, *self._overrides)
-
-    def _load_base(self) -> Policy | None:
-        """The base model; None means the policy without its adapter."""
-        return load_base(self._source, *self._overrides)
-
-
-class GgufModel(TrainedModel):
-    """A GGUF file, with the tokenizer and the prompts of the run that exported it."""
-
-    def _load(self) -> tuple[RunConfig, Policy]:
-        run = origin_of(self._source, *self._overrides)
-        file = find_gguf(self._source)
-        assert file is not None
-        base = find_source(run).base
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(base)
-        except OSError as error:
-            raise BackendError(
-                f"{file} needs the tokenizer of its base, {base}, which was not found: name the base's folder with "
-                f"--set model.name=FOLDER ({str(error).splitlines()[0]})"
-            ) from error
-        family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-        model = LlamaModel(file, run.model.max_seq_length)
-        return run, Policy(model, tokenizer, "transformers", "llama.cpp", bind_think_tags(tokenizer), family, {})
-
-    def _load_base(self) -> Policy | None:
-        return load_policy(origin_of(self._source, *self._overrides), check=False)
-
-
-def open_model(source: Path, *overrides: str) -> TrainedModel:
-    """The model of a run's folder or config, a folder of weights or a GGUF file; raises like `load_trained`."""
-    return TrainedModel(source, *overrides) if find_gguf(source) is None else GgufModel(source, *overrides)

@@ -1,6 +1,5 @@
 """Loads the policy that a run has trained, in the way the run loaded it."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.models.checkpoint import dtype_name, find_source
 from rloo_kit.models.policy import Policy, load_policy
-from rloo_kit.runs.exported import RUN_FILE, find_gguf, is_export, origin_of
+from rloo_kit.runs.exported import RUN_FILE, is_export, origin_of
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, weights_of
 from rloo_kit.system.input_files import from_here
@@ -23,11 +22,9 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
 
     Raises:
         RunNotFoundError: no such run, or it has not saved an adapter yet.
-        ConfigError: as `load_config` and `weights_of` raise it, or a GGUF file.
+        ConfigError: as `load_config`, `weights_of` and `origin_of` raise it.
     """
     source = from_here(source)
-    if (file := find_gguf(source)) is not None:
-        raise ConfigError(f"{file} is for llama.cpp: llama-server -m {shlex.quote(str(file))} --jinja")
     run = origin_of(source, *overrides)
     saved = source if is_export(source) else run.folder / "adapter"
     if not saved.is_dir():

@@ -130,9 +130,9 @@ def generate_completions(
             text=policy.tokenizer.decode(ids, skip_special_tokens=True),
             ended=bool(ids) and ids[-1] in end_ids,
             thinking_tokens=ids.index(end_id) if end_id is not None and end_id in ids else None,
-            forced=was_forced,
+            forced=span is not None,
         )
-        for number, (ids, was_forced) in enumerate(zip(sampled.completion_ids, sampled.thinking_forced, strict=True))
+        for number, (ids, span) in enumerate(zip(sampled.completion_ids, sampled.forced, strict=True))
     ]
 
 

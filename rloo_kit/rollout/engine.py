@@ -13,7 +13,6 @@ from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.models.policy import find_other_layers, find_vllm, inference_mode_of
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.llama import LlamaEngine, LlamaModel
 from rloo_kit.rollout.native import NativeEngine
 from rloo_kit.rollout.types import WHOLE, Engine, Filters, Sampling
 
@@ -123,8 +122,6 @@ def build_engine(
         say: gets one line when rows are halved because memory ran out.
     """
     sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
-    if isinstance(model, LlamaModel):
-        return LlamaEngine(model, sampling)
     name, reason = choose_engine(engine, backend, model)
     mode = partial(inference_mode_of(backend), model)
     if name == "native":

@@ -60,7 +60,7 @@ class GenerateEngine(Engine):
         self._fault: str | None = None  # of padded prompts; None until checked, empty without
 
     def _finish(self, call: Call) -> None:
-        lengths = list(map(len, call.prompt_ids))
+        lengths = [len(state.prompt) for state in call.states]
         expected = call.expected_lengths or [0.0] * len(lengths)
         order = sorted(call.order, key=lambda row: (-expected[row], -lengths[row]))  # if the longest fits, all fit
         total = len(order)
@@ -78,18 +78,13 @@ class GenerateEngine(Engine):
 
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
-        states = [CompletionState(call.limits, self.sampling.end_ids) for _ in batch]
-        prefixes = [call.prompt_ids[row] + state.ids for row, state in zip(batch, states, strict=True)]
-        padded = self._pad(prefixes)
+        ends = self.sampling.end_ids
+        states = [CompletionState(call.limits, ends, row, call.states[row].prompt) for row in batch]
+        prompts = [state.prompt for state in states]
+        padded = self._pad(prompts)
         rows, width = padded["input_ids"].shape
-
-        def watch(number: int, ids: list[int]) -> None:
-            assert call.on_tokens is not None
-            call.on_tokens(batch[number], ids)
-
-        steering = _Steering(
-            self.sampling, states, self._cut_after(prefixes, padded["input_ids"].device), call.on_tokens and watch
-        )
+        cut = self._cut_after(prompts, padded["input_ids"].device)
+        steering = _Steering(self.sampling, states, cut, call.on_tokens)
         try:
             output = self._model.generate(
                 **padded,
@@ -106,8 +101,8 @@ class GenerateEngine(Engine):
                 raise
             return False
         steering.finish(output)
-        for row, state in zip(batch, states, strict=True):
-            call.states[row] = state
+        for state in states:
+            call.states[state.number] = state
         return True
 
     def check_padding(self) -> str | None:
@@ -144,25 +139,25 @@ class GenerateEngine(Engine):
         self._model.generate(**self._pad(prompts), pad_token_id=self._pad_id, use_cache=True, **options)
         return seen
 
-    def _pad(self, prefixes: list[list[int]]) -> dict[str, torch.Tensor]:
-        """`generate`'s arguments for prefixes: ids and mask, (B, P), padded on the left."""
-        width = max(len(ids) for ids in prefixes)
-        padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
-        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
+    def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
+        """`generate`'s arguments for prompts: ids and mask, (B, P), padded on the left."""
+        width = max(map(len, prompts))
+        padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prompts]
+        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
         device = self._model.get_input_embeddings().weight.device
         rows = {"input_ids": padded, "attention_mask": mask}
         return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 
-    def _cut_after(self, prefixes: list[list[int]], device: torch.device) -> Cut | None:
+    def _cut_after(self, prompts: list[list[int]], device: torch.device) -> Cut | None:
         """The filters, reading a row's own tokens instead of its padding."""
-        cut, width = self._cut, max(map(len, prefixes))
+        cut, width = self._cut, max(map(len, prompts))
         if cut is None:
             return None
-        own = torch.tensor([ids[:1] * (width - len(ids)) + ids for ids in prefixes], device=device)  # (B, P)
+        own = torch.tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts], device=device)  # (B, P)
         return lambda ids, scores: cut(torch.cat([own, ids[:, width:]], dim=1), scores)
 
     def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
-        """Arguments of `generate` for the cache of (B, P) prefixes; `measure` passes a full one."""
+        """Arguments of `generate` for the cache of (B, P) prompts; `measure` passes a full one."""
         return {}
 
 
@@ -241,11 +236,11 @@ class _Steering:
             return
         ids = input_ids[:, self.first :].tolist()
         logps = torch.stack(self.noted, dim=1).tolist()
-        for number, (state, row, scores) in enumerate(zip(self.states, ids, logps, strict=True)):
+        for state, row, scores in zip(self.states, ids, logps, strict=True):
             before = len(state.ids)
             for token, logp in zip(row, scores, strict=True):
                 if not state.finished:
                     state.take(token, logp)
             if self.on_tokens is not None and len(state.ids) > before:
-                self.on_tokens(number, state.ids)
+                self.on_tokens(state.number, state.ids)
         self.first, self.noted = input_ids.size(1), []

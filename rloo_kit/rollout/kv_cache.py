@@ -32,11 +32,6 @@ class SlotCache:
         self._positions: torch.Tensor  # (R,), on the cache's device
         self._places: dict[int, torch.Tensor] = {}  # by G: (R * G,), where a row's heads write in the flat cache
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return sum(rows.nbytes for store in (self.keys, self.values) for rows in store.values())
-
     def insert(self, layer: int, first: int, count: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the beginning of the slots `first` to `first + count` with one prompt's (G, P, D)."""
         self._reserve(keys.size(1))

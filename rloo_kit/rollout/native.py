@@ -30,29 +30,6 @@ TOLERANCE = 1e-4  # of a logit, relative to the largest
 BLOCK_ENTRIES = 128  # vocabulary entries per block of the two-level draw
 
 
-class _Row:
-    """A completion in progress: its index in the result, its prompt and its state."""
-
-    __slots__ = ("number", "prompt", "state")
-
-    def __init__(self, number: int, prompt: list[int], state: CompletionState) -> None:
-        self.number, self.prompt, self.state = number, prompt, state
-
-    @property
-    def position(self) -> int:
-        """Position of the token that the next step feeds, the last one so far."""
-        return len(self.prompt) + len(self.state.ids) - 1
-
-    @property
-    def last(self) -> int:
-        return self.state.ids[-1] if self.state.ids else self.prompt[-1]
-
-    @property
-    def prefix(self) -> list[int]:
-        """The ids that must be in the cache before the next step."""
-        return (self.prompt + self.state.ids)[:-1]
-
-
 class NativeEngine(Engine):
     """See `engine.build_engine` for the arguments."""
 
@@ -70,15 +47,15 @@ class NativeEngine(Engine):
         with self._mode(), torch.no_grad():
             decoder = make_decoder(self._model, self._decoder)
             self._decoder = type(decoder)
-            waiting = deque(_Row(number, call.prompt_ids[number], call.states[number]) for number in call.order)
+            waiting = deque(call.states[number] for number in call.order)
             while waiting:
                 self._run(decoder, waiting, call)
 
-    def _run(self, decoder: ModuleDecoder, waiting: deque[_Row], call: Call) -> None:
+    def _run(self, decoder: ModuleDecoder, waiting: deque[CompletionState], call: Call) -> None:
         """Generate until no row waits, or until memory runs out: unfinished rows then wait again."""
         slots = min(self.rows or len(waiting), len(waiting))
-        live: list[_Row] = []
-        entering: list[_Row] = []
+        live: list[CompletionState] = []
+        entering: list[CompletionState] = []
         cache = SlotCache(slots)
         try:
             while waiting or live:
@@ -90,8 +67,8 @@ class NativeEngine(Engine):
                 self._step(decoder, cache, live)
                 if call.on_tokens is not None:
                     for row in live:
-                        call.on_tokens(row.number, row.state.ids)
-                if any(row.state.finished for row in live):
+                        call.on_tokens(row.number, row.ids)
+                if any(row.finished for row in live):
                     live = _compact(cache, live)
                     if not waiting:
                         cache.shrink(len(live))
@@ -102,13 +79,13 @@ class NativeEngine(Engine):
             if tried == 1 or not is_out_of_memory(error):
                 raise
         del cache
-        waiting.extendleft(reversed([row for row in (*live, *entering) if not row.state.finished]))
+        waiting.extendleft(reversed([row for row in (*live, *entering) if not row.finished]))
         self._halve(tried, f"{len(waiting)} continue from their tokens so far")
 
-    def _fill(self, decoder: ModuleDecoder, cache: SlotCache, rows: list[_Row], first: int) -> None:
-        """Fill the slots from `first` on; neighbours with the same prefix share one computation."""
+    def _fill(self, decoder: ModuleDecoder, cache: SlotCache, rows: list[CompletionState], first: int) -> None:
+        """Fill the slots from `first` on with what comes before the last token; neighbours share what is equal."""
         groups = []
-        for prefix, members in groupby(rows, key=lambda row: row.prefix):
+        for prefix, members in groupby(rows, key=lambda row: (row.prompt + row.ids)[:-1]):
             count = len(list(members))
             groups.append((prefix, first, count))
             first += count
@@ -121,14 +98,14 @@ class NativeEngine(Engine):
             decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
             groups = groups[size:]
 
-    def _step(self, decoder: ModuleDecoder, cache: SlotCache, live: list[_Row]) -> None:
+    def _step(self, decoder: ModuleDecoder, cache: SlotCache, live: list[CompletionState]) -> None:
         """One more token for each live row."""
         tokens = torch.tensor([row.last for row in live], device=decoder.device)
         positions = cache.begin([row.position for row in live], decoder.device)
         logits = decoder.decode(tokens, positions, cache)  # (R, V)
         ids = None
         if self.sampling.filters.repetition_penalty != 1.0:  # (R, L), a row's tokens so far, padded with its last one
-            rows = [row.prompt + row.state.ids for row in live]
+            rows = [row.prompt + row.ids for row in live]
             width = max(map(len, rows))
             ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=decoder.device)
         drawn, logps = draw(logits, self.sampling.temperature, self._cut, ids)
@@ -139,14 +116,14 @@ class NativeEngine(Engine):
                 "resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
         for row, token, logp in zip(live, new, scores, strict=True):
-            row.state.take(int(token), logp)
+            row.take(int(token), logp)
 
 
-def _compact(cache: SlotCache, live: list[_Row]) -> list[_Row]:
+def _compact(cache: SlotCache, live: list[CompletionState]) -> list[CompletionState]:
     """Drop the rows that have ended: the last live ones move into their slots."""
-    alive = sum(not row.state.finished for row in live)
-    holes = [slot for slot in range(alive) if live[slot].state.finished]
-    movers = [slot for slot in range(alive, len(live)) if not live[slot].state.finished]
+    alive = sum(not row.finished for row in live)
+    holes = [slot for slot in range(alive) if live[slot].finished]
+    movers = [slot for slot in range(alive, len(live)) if not live[slot].finished]
     if holes:
         cache.move(movers, holes, 1 + max(live[slot].position for slot in movers))
         for hole, mover in zip(holes, movers, strict=True):

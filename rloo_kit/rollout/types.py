@@ -103,11 +103,6 @@ class Rollout:
     forced: list[tuple[int, int] | None]
     sampler_logps: list[list[float]] | None
 
-    @property
-    def thinking_forced(self) -> list[bool]:
-        """For each completion, whether its thinking was closed by force."""
-        return [span is not None for span in self.forced]
-
 
 Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
 # Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows. The list
@@ -121,14 +116,27 @@ class CompletionState:
     Forced tokens have a log-probability of NaN and a recorded span, so that the loss leaves them out.
 
     Attributes:
+        number: its index in the result. prompt: the prompt's token ids.
         ids: its tokens so far. logps: their log-probabilities under the sampler, NaN where forced.
         forced: (start, end) of the forced tokens so far, None if there are none.
         finished: it takes no more tokens.
     """
 
-    __slots__ = ("_answer_ends", "_ends", "_limits", "_pending", "finished", "forced", "ids", "logps")
+    __slots__ = (
+        "_answer_ends",
+        "_ends",
+        "_limits",
+        "_pending",
+        "finished",
+        "forced",
+        "ids",
+        "logps",
+        "number",
+        "prompt",
+    )
 
-    def __init__(self, limits: Limits, end_ids: Collection[int]) -> None:
+    def __init__(self, limits: Limits, end_ids: Collection[int], number: int = 0, prompt: Sequence[int] = ()) -> None:
+        self.number, self.prompt = number, list(prompt)
         self.ids: list[int] = []
         self.logps: list[float] = []
         self.forced: tuple[int, int] | None = None
@@ -139,6 +147,16 @@ class CompletionState:
         self._pending: list[int] = []  # forced tokens still to come, the next one last
         if limits.thinking_budget == 0:
             self._close()
+
+    @property
+    def last(self) -> int:
+        """The last token so far, the prompt's included."""
+        return self.ids[-1] if self.ids else self.prompt[-1]
+
+    @property
+    def position(self) -> int:
+        """Position of the last token so far in prompt and completion."""
+        return len(self.prompt) + len(self.ids) - 1
 
     @property
     def room(self) -> int:
@@ -222,7 +240,6 @@ class Call:
     """The arguments of one call of `Engine.sample`, with a state for each prompt, and the unfinished ones in the order
     in which they start."""
 
-    prompt_ids: list[list[int]]
     limits: Limits
     states: list[CompletionState]
     order: list[int]
@@ -240,7 +257,7 @@ class Engine:
     """Samples completions of prompts; `engine.build_engine` chooses one.
 
     Attributes:
-        name: native, generate, vllm, server or llama.cpp. reason: why that one, in one readable line.
+        name: native, generate, vllm or server. reason: why that one, in one readable line.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
     """
 
@@ -271,11 +288,12 @@ class Engine:
         Raises:
             BackendError: the engine cannot hold the completions, or the weights are broken.
         """
-        states = [CompletionState(limits, self.sampling.end_ids) for _ in prompt_ids]
+        ends = self.sampling.end_ids
+        states = [CompletionState(limits, ends, number, prompt) for number, prompt in enumerate(prompt_ids)]
         order = [number for number, state in enumerate(states) if not state.finished]
         if expected_lengths is not None:
             order.sort(key=lambda number: -expected_lengths[number])  # stable: siblings stay neighbours
-        self._finish(Call(prompt_ids, limits, states, order, expected_lengths, on_progress, on_tokens))
+        self._finish(Call(limits, states, order, expected_lengths, on_progress, on_tokens))
         logps = None if self.sampling.temperature == 0 else [state.logps for state in states]
         return Rollout([state.ids for state in states], [state.forced for state in states], logps)
 

@@ -1,6 +1,7 @@
 """Reads a folder of weights as a run: an exported adapter, a merged model, a checkpoint, or any other model folder."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,6 @@ def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
     return dump_yaml(values)
 
 
-def find_gguf(source: Path) -> Path | None:
-    """The source itself if it is a GGUF file, or the one in a folder that is not a run's; ConfigError for several."""
-    if source.suffix == ".gguf":
-        return source
-    found = sorted(source.glob("*.gguf")) if source.is_dir() and not (source / "config.yaml").is_file() else []
-    if len(found) > 1:
-        raise ConfigError(f"{source} has several GGUF files; name one: {', '.join(file.name for file in found)}")
-    return found[0] if found else None
-
-
 def is_export(folder: Path) -> bool:
     """Whether the folder contains weights and is not a run's folder."""
     names = (ADAPTER_CONFIG, MODEL_CONFIG)
@@ -57,12 +48,19 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
 
     For weights, the run is that of `RUN_FILE` in the folder; else the run whose folder contains it (a checkpoint, an
     export); else a run with defaults whose model is the folder. An export inside its run's folder finds its base as the
-    run does, elsewhere in itself if it is included. Arguments and errors are those of `find_run`.
+    run does, elsewhere in itself if it is included. Arguments and errors are those of `find_run`; ConfigError for a
+    GGUF file.
     """
     source = from_here(source)
-    gguf = find_gguf(source)
-    folder = (source if gguf is None else gguf.parent).resolve()
-    if gguf is None and not is_export(folder):
+    folder = source.resolve()
+    if not is_export(folder):
+        files = [source] if source.suffix == ".gguf" else sorted(source.glob("*.gguf"))
+        if files and not (source / "config.yaml").is_file():
+            model = shlex.quote(str(files[0]))
+            raise ConfigError(
+                f"{files[0]} is for llama.cpp and Ollama: ask it with llama-cli -m {model} --jinja, or in its folder "
+                "with ollama create NAME -f Modelfile and ollama run NAME; rloo-kit ask takes the run's folder"
+            )
         return find_run(source, *overrides)
     above = (one / "config.yaml" for one in (folder.parent, folder.parent.parent))
     around = next((file for file in above if file.is_file()), None)
@@ -73,11 +71,6 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
         return run
     if around is not None:
         return load_config(around, *overrides)
-    if gguf is not None:
-        raise ConfigError(
-            f"{gguf} does not name its run, whose tokenizer and prompts it needs: leave it in the run's export/ "
-            f"folder, or put the run's config.yaml next to it as {RUN_FILE}"
-        )
     values: dict[str, Any] = {
         "run": {"name": folder.name},
         "model": {"name": str(folder)},

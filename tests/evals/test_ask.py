@@ -16,11 +16,10 @@ import torch
 from rloo_kit.cli.ask import Dialogue
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
-from rloo_kit.evals.ask import Answer, ask, count_room, open_model
+from rloo_kit.evals.ask import THINKING, Answer, TrainedModel, ask, count_room
 from rloo_kit.models.policy import load_policy, save_adapter
 from rloo_kit.models.trained import load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.text_stream import THINKING
 from rloo_kit.runs.exported import RUN_FILE
 from tests.rollout.models import shake
 
@@ -182,13 +181,13 @@ def test_folders_of_weights_are_asked_like_their_run(run_folder, trained, tmp_pa
     _, whole = load_trained(run_folder)
     whole.model.merge_and_unload().save_pretrained(merged)
     whole.tokenizer.save_pretrained(merged)
-    bare = open_model(merged)
+    bare = TrainedModel(merged)
     with pytest.raises(ConfigError, match="rloo_kit.yaml"):
         bare.ask("1+2=", base=True, stream=False)
     found = bare.ask("1+2=", temperature=0, system="Be brief.", max_tokens=12, stream=False)
     assert found.thinking == wanted.thinking
     (merged / RUN_FILE).write_text((run_folder / "config.yaml").read_text())
-    found = open_model(merged).ask("1+2=", temperature=0, base=True, stream=False)
+    found = TrainedModel(merged).ask("1+2=", temperature=0, base=True, stream=False)
     based = ask(run, policy, "1+2=", temperature=0, base=True, stream=False)
     assert found.thinking == wanted.thinking and found.base.thinking == based.base.thinking
 
@@ -204,7 +203,7 @@ def test_a_run_that_trained_all_weights_has_its_base_loaded(tmp_path, base_folde
     save_adapter(policy, run.folder / "adapter")
     with pytest.raises(ConfigError, match="base=base"):
         ask(run, policy, "1+2=", base=True, stream=False)
-    found = open_model(file).ask("1+2=", base=True, temperature=0, stream=False)
+    found = TrainedModel(file).ask("1+2=", base=True, temperature=0, stream=False)
     original = load_base(file)
     wanted = ask(run, original, "1+2=", temperature=0, stream=False)
     assert found.base.thinking == wanted.thinking != found.thinking

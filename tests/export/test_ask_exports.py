@@ -14,9 +14,9 @@ QUESTION = "58+67="
 
 
 def ask(source: Path) -> Any:
-    from rloo_kit.evals.ask import open_model
+    from rloo_kit.evals.ask import TrainedModel
 
-    return open_model(source).ask(QUESTION, temperature=0.0, stream=False)
+    return TrainedModel(source).ask(QUESTION, temperature=0.0, stream=False)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_a_checkpoint_that_is_quantised_itself_keeps_its_adapter(tmp_path: Path)
     assert trained_run(write_model(tmp_path / "plain")).model.lora is None
 
 
-@pytest.mark.parametrize("target", ["adapter", "merged", "gguf"])
+@pytest.mark.parametrize("target", ["adapter", "merged"])
 def test_in_the_runs_folder_the_base_is_where_the_run_has_it(
     tmp_path: Path, make_export: Callable[..., Path], target: str
 ) -> None:
@@ -101,8 +101,9 @@ def test_a_gguf_file_is_no_policy(tmp_path: Path, make_export: Callable[..., Pat
     """It loaded an adapter that happened to lie in the working directory under the run's name."""
     run = write_run(tmp_path / "outputs" / "sums")
     folder = make_export(tmp_path / "gguf", run, "base", "gguf")
-    with pytest.raises(ConfigError, match="llama-server -m .*sums-f16.gguf"):
-        trained_run(folder)
+    for source in (folder, folder / "sums-f16.gguf"):
+        with pytest.raises(ConfigError, match="llama-cli -m .*sums-f16.gguf.*ollama create NAME -f Modelfile"):
+            trained_run(source)
 
 
 @pytest.mark.parametrize("output", ["file/x", "file/x/y"])

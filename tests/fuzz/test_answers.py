@@ -23,7 +23,7 @@ cases = st.tuples(
 def connect() -> tuple[Scripted, VllmClient]:
     """A server that answers as it is set to, and its client."""
     server = Scripted()
-    return server, VllmClient(server.url, start_s=1.0, retry_s=0.0, say=lambda line: None)
+    return server, VllmClient(server.url, start_s=1.0, say=lambda line: None)
 
 
 def read_answer(case: tuple[tuple[str, bytes], int], folder: Path) -> None:
@@ -32,9 +32,10 @@ def read_answer(case: tuple[tuple[str, bytes], int], folder: Path) -> None:
     server.answer = lambda path: (status, {}, body)
     found: Any = CALLS[call](client)
     if call == "complete":
-        assert len(found.ids) == len(found.logps) > 0
-        assert all(type(token) is int and 0 <= token < 2**31 for token in found.ids)
-        assert all(type(logp) is float and -1e300 < logp < 0.1 for logp in found.logps)
+        ids, logps = found
+        assert len(ids) == len(logps) > 0
+        assert all(type(token) is int and 0 <= token < 2**31 for token in ids)
+        assert all(type(logp) is float and -1e300 < logp < 0.1 for logp in logps)
 
 
 SURFACE = Surface("server answers", cases, read_answer, connect)

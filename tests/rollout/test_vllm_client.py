@@ -14,11 +14,12 @@ import pytest
 from rloo_kit.errors import ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import vllm_client
-from rloo_kit.rollout.vllm_client import RequestStoppedError, VllmClient
+from rloo_kit.rollout.types import Sampling
+from rloo_kit.rollout.vllm_client import ServerLostError, VllmClient
 from tests.scripted_server import Scripted
 
 KEY = "the-key-of-the-server"
-PROMPT, STOPS = [1, 2], [9]
+PROMPT, STOPS, SAMPLING = [1, 2], [9], Sampling(1.0, ())
 COMPLETION: dict[str, Any] = {
     "choices": [
         {
@@ -42,7 +43,7 @@ def scripted() -> Iterator[Scripted]:
 @pytest.fixture
 def client(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> VllmClient:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    return VllmClient(scripted.url, start_s=1.0, retry_s=0.2, say=lambda line: None)
+    return VllmClient(scripted.url, start_s=1.0, say=lambda line: None)
 
 
 CALLS: dict[str, Callable[[VllmClient], Any]] = {
@@ -50,13 +51,13 @@ CALLS: dict[str, Callable[[VllmClient], Any]] = {
     "models": lambda client: client.read_served(),
     "load": lambda client: client.load_adapter("name", "/folder", 8),
     "unload": lambda client: client.unload_adapter("name"),
-    "complete": lambda client: client.complete("name", PROMPT, 4, STOPS, 1.0, 7),
+    "complete": lambda client: client.complete("name", PROMPT, 4, STOPS, 7, SAMPLING),
     "mode": lambda client: client.find_logprobs_mode("name", PROMPT, 0.7),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [301, 307])
 def test_no_redirect_is_followed(scripted, client, call, status):
     """The key would go to whatever address the first server names."""
     other = Scripted()
@@ -73,7 +74,7 @@ def test_no_redirect_is_followed(scripted, client, call, status):
 @pytest.mark.parametrize("is_kept", [False, True], ids=["new", "kept"])
 def test_hang_up_ends_a_request_in_flight(scripted, client, is_kept):
     """vLLM ends a completion when its connection closes; closing a socket does not wake a thread that reads it."""
-    stop, asked, closed = threading.Event(), threading.Event(), threading.Event()
+    asked, closed = threading.Event(), threading.Event()
     finished: list[BaseException] = []
 
     def hang(path: str) -> tuple[int, dict[str, str], bytes]:
@@ -88,14 +89,13 @@ def test_hang_up_ends_a_request_in_flight(scripted, client, is_kept):
 
     def complete() -> None:
         try:
-            client.complete("name", PROMPT, 4, STOPS, 1.0, 7, stop)
-        except RequestStoppedError as error:
+            CALLS["complete"](client)
+        except ServerLostError as error:
             finished.append(error)
 
     thread = threading.Thread(target=complete)
     thread.start()
     assert asked.wait(30)
-    stop.set()
     client.hang_up()
     thread.join(30)
     assert closed.wait(30) and len(finished) == 1
@@ -108,7 +108,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_printing_it(scripted, 
     """The HTTP client's own error reads: Illegal header value b'Bearer ...', the key and all."""
     monkeypatch.setenv("VLLM_API_KEY", key)
     with pytest.raises(RolloutServerError, match="VLLM_API_KEY") as caught:
-        VllmClient(scripted.url, start_s=0.1, retry_s=0.1, say=lambda line: None).read_served()
+        VllmClient(scripted.url, start_s=0.1, say=lambda line: None).read_served()
     assert KEY not in str(caught.value)
     assert not scripted.headers
 
@@ -125,15 +125,6 @@ def test_the_key_is_in_no_error(scripted, client, call, status):
         assert KEY not in repr(error.__context__)
     assert KEY not in repr(client) + repr(client._http) + repr(client._http.headers)
     assert scripted.headers[0]["Authorization"] == f"Bearer {KEY}"
-
-
-def test_a_key_on_an_open_wire_is_said(monkeypatch):
-    """Plain http to an address of the internet shows the key to everyone on the way."""
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    for url, is_said in {"http://8.8.8.8:1": True, "http://10.0.0.1:1": False, "https://8.8.8.8:1": False}.items():
-        said: list[str] = []
-        VllmClient(url, say=said.append)
-        assert [url in line and "https" in line and KEY not in line for line in said] == [True] * is_said
 
 
 @pytest.mark.parametrize("url", ["http://me:pass-word@h:1", "http://h:1/?key=pass-word", "http://h:1#pass-word"])
@@ -153,19 +144,8 @@ def test_an_answer_without_end_is_refused(scripted, client, monkeypatch):
             call(client)
 
 
-BODIES = {
-    "empty": b"", "text": b"<html>nginx</html>", "not UTF-8": b'{"choices": "\xff"}', "null": b"null", "list": b"[]",
-    "deep": b'{"choices":' * 50_000, "brackets": b"[" * 200_000,
-    "long integer": b'{"choices": [' + b"9" * 100_000 + b"]}",
-    "cut": json.dumps(COMPLETION).encode()[:-7],
-}  # fmt: skip
-HEADERS = {
-    "charset": {"Content-Type": "application/json; charset=idna"},
-    "codec": {"Content-Type": "text/plain; charset=hex"},
-    "packed": {"Content-Encoding": "gzip"},
-    "short": {"Content-Length": "1000000"},
-    "no length": {"Content-Length": "x"},
-}
+BODIES = {"empty": b"", "text": b"<html>nginx</html>", "list": b"[]", "cut": json.dumps(COMPLETION).encode()[:-7]}
+HEADERS = {"packed": {"Content-Encoding": "gzip"}, "short": {"Content-Length": "1000000"}}
 
 
 @pytest.mark.parametrize("call", ["models", "complete", "mode"])
@@ -189,15 +169,11 @@ def with_logps(*logps: Any) -> dict[str, Any]:
 
 
 FAULTS = {
-    "no choices": {"choices": []}, "choices is a mapping": {"choices": {"0": {}}},
-    "a choice is text": {"choices": ["x"]}, "an id is text": changed(token_ids=["3", 9]),
-    "an id is true": changed(token_ids=[True, 9]),
-    "an id is a fraction": changed(token_ids=[3.5, 9]), "an id is negative": changed(token_ids=[-3, 9]),
-    "an id is huge": changed(token_ids=[10**30, 9]), "NaN": with_logps(float("nan"), -1.0),
-    "infinity": with_logps(float("-inf"), -1.0), "text for a number": with_logps("-0.5", -1.0),
-    "true for a number": with_logps(True, -1.0), "above 0": with_logps(0.5, -1.0), "one too few": with_logps(-1.0),
-    "a huge number": with_logps(-(10**400), -1.0), "logprobs is a list": changed(logprobs=[-0.5, -1.0]),
-    "a reason that is a list": changed(finish_reason=["stop"]), "after the stop": changed(token_ids=[9, 9]),
+    "no choices": {"choices": []}, "an id is text": changed(token_ids=["3", 9]),
+    "an id is true": changed(token_ids=[True, 9]), "an id is huge": changed(token_ids=[10**30, 9]),
+    "NaN": with_logps(float("nan"), -1.0), "infinity": with_logps(float("-inf"), -1.0),
+    "text for a number": with_logps("-0.5", -1.0), "above 0": with_logps(0.5, -1.0), "one too few": with_logps(-1.0),
+    "after the stop": changed(token_ids=[9, 9]),
     "too many": changed(token_ids=[3] * 8 + [9], logprobs={"token_logprobs": [-1.0] * 9}),
 }  # fmt: skip
 

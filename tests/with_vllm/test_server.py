@@ -170,24 +170,6 @@ def test_a_replaced_adapter_meets_no_stale_prefix(server, make_policy, make_engi
     engine.close()
 
 
-def test_greedy_completions_are_the_trainers(server, make_policy, make_engine, prompts):
-    """A token that differs between two programs under one adapter is a difference of the model, not of chance."""
-    from rloo_kit.rollout.types import Limits
-    from tests.rollout.models import engine_for
-
-    adapters = [make_policy(seed) for seed in (1, 2)]
-    texts = []
-    for model in adapters:
-        engine = make_engine(server, model, temperature=0.0)
-        texts.append(engine.sample(prompts, Limits(24)).completion_ids)
-        assert (
-            texts[-1]
-            == engine_for(model, temperature=0.0, end_ids=engine._end_ids).sample(prompts, Limits(24)).completion_ids
-        )
-        engine.close()
-    assert texts[0] != texts[1], "the adapter changes what is sampled"
-
-
 def test_a_rollout_that_is_interrupted_leaves_nothing_in_flight(server, make_policy, make_engine, prompts):
     """vLLM's engine ends, for everybody, when it needs the adapter of a request in flight that was replaced meanwhile
     and whose folder is deleted: a Ctrl-C in a notebook ended the server."""

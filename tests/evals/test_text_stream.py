@@ -1,17 +1,14 @@
 """Completions while they grow: what the engines tell of them, and the text that is made of it."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rloo_kit.data.byte_tokens import byte_symbols
-from rloo_kit.errors import BackendError
-from rloo_kit.rollout.llama import LlamaEngine
-from rloo_kit.rollout.text_stream import TextStream
+from rloo_kit.evals.ask import TextStream
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import Limits, Sampling
+from rloo_kit.rollout.types import Limits
 from rloo_kit.think_tags import bind_think_tags, split_thinking
 from tests.rollout.models import END_OF_TEXT, PROMPTS, THINK_END, TURN_END, adapted, engine_for, lean
 
@@ -103,50 +100,3 @@ def test_bytes_that_become_no_character_are_shown_in_the_end(tiny_tokenizer):
     lead = tiny_tokenizer("😀")["input_ids"][0]
     assert joined(stream(tiny_tokenizer, [15, lead], opened=False))[1].startswith("0\ufffd")
     assert len(joined(stream(tiny_tokenizer, [lead] * 40, opened=False))[1]) >= 10
-
-
-class GivenServer:
-    """In place of llama.cpp: gives ids one by one until it is stopped."""
-
-    def __init__(self, *answers: list[int]) -> None:
-        self.answers, self.prompts, self.given = list(answers), [], 0
-
-    def handle_completions(self, request, on_chunk) -> None:
-        self.prompts.append(request["prompt"])
-        for token in self.answers.pop(0):
-            self.given += 1
-            if on_chunk({"choices": [{"logprobs": {"content": [{"id": token}]}}]}):
-                return
-        on_chunk({"choices": [{"logprobs": None, "finish_reason": "stop"}]})
-
-
-def llama(*answers: list[int]):
-    server = GivenServer(*answers)
-    return server, LlamaEngine(SimpleNamespace(server=server), Sampling(0.0, (TURN_END,)))
-
-
-def test_llama_cpp_stops_where_thinking_is_closed(tiny_tokenizer):
-    """llama.cpp knows no stop by id: the budget is kept by its callback, and the answer is a second request."""
-    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 24, 3, 8)
-    server, engine = llama([1, 2, 3, 4, 5], [6, TURN_END, 7])
-    shown: list[int] = []
-    found = engine.sample([[9]], limits, on_tokens=lambda _, ids: shown.append(len(ids)))
-    assert found.completion_ids == [[1, 2, 3, THINK_END, 6, TURN_END]] and found.forced == [(3, 4)]
-    assert server.prompts == [[9], [9, 1, 2, 3, THINK_END]] and server.given == 5 and shown == [1, 2, 3, 5, 6]
-    server, engine = llama([1, 2])  # ended by a token that only the file calls an end
-    assert engine.sample([[9]], Limits(8)).completion_ids == [[1, 2]]
-
-
-def test_ctrl_c_gets_through_llama_cpp():
-    """Its callback swallows exceptions: the answer went on, and the next one was printed over it."""
-    server, engine = llama([1] * 20)
-
-    def interrupt(_: int, ids: list[int]) -> None:
-        if len(ids) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.sample([[9]], Limits(20), on_tokens=interrupt)
-    assert server.given == 2
-    with pytest.raises(BackendError, match="no token"):
-        llama([])[1].sample([[9]], Limits(20))
