@@ -150,7 +150,12 @@ def _batch_loss_gradients(trainer, drift=None):
     inputs = [{"prompt": trainer.train_dataset[row]["prompt"]} for row in (0, 2) for _ in range(4)]
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    batch = trainer._generate_and_score_completions(inputs)
+    if isinstance(trainer, RLOOTrainer):
+        batch = {"rollout": trainer.rloo.roll_out(trainer.model, inputs)}
+        advantages = batch["rollout"].advantages.trained
+    else:
+        batch = trainer._generate_and_score_completions(inputs)
+        advantages = batch["advantages"]
     if drift:
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
@@ -164,7 +169,7 @@ def _batch_loss_gradients(trainer, drift=None):
         for name, parameter in trainer.model.named_parameters()
         if parameter.requires_grad and parameter.grad is not None and ".ref." not in name
     }
-    return batch["advantages"], loss.detach(), gradients
+    return advantages, loss.detach(), gradients
 
 
 def _relative(ours, theirs):

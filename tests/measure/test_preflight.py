@@ -17,7 +17,7 @@ import rloo_kit as kit
 from rloo_kit._stack import load_stack
 from rloo_kit.cli import app
 from rloo_kit.errors import RlooKitError
-from rloo_kit.gradient.policy_scorer import PolicyScorer
+from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.measure.first_steps import FirstSteps, find_step_faults
 from rloo_kit.measure.preflight import leave_untouched
