@@ -298,4 +298,6 @@ class _LoopCallback(TrainerCallback):
             self.trainer._place = place.move(micro_steps, is_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        self.trainer.rloo.sampler.engine.close()  # a server unloads the adapter
+        close = getattr(self.trainer.rloo.sampler.engine, "close", None)  # stand-ins have none
+        if close is not None:  # a server unloads the adapter
+            close()

@@ -77,9 +77,6 @@ class Recorded:
         taken, self._left = self._left[: len(prompt_ids)], self._left[len(prompt_ids) :]
         return Rollout(taken, [None] * len(taken), None)
 
-    def close(self) -> None:
-        """As an engine's."""
-
 
 def steps(policy: Any) -> dict[str, Any]:
     """Two RLOO steps on given completions by the kit's trainer, so that backends can be compared to the last digit.
