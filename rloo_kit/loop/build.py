@@ -41,19 +41,29 @@ if TYPE_CHECKING:
 
 def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
     """The step of a trainer that TRL has built; raises ConfigError or BackendError for options that cannot work."""
-    args = trainer.args
-    parallel = Parallel(trainer.accelerator)
-    sampler = build_sampler(trainer, tags, parallel)
-    settings = choose_settings(trainer, parallel, sampler)
+    args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
+    budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
+    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
+    sampler = Sampler(trainer, _build_engine(trainer), limits, parallel)
+    settings = choose_settings(trainer, sampler.engine)
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
             disable_dropout(model)  # with dropout, the ratio would compare two random parts of the policy
-    has_budget = sampler.limits.thinking_budget is not None
+    scorer = PolicyScorer(
+        trainer.accelerator.unwrap_model(trainer.model),
+        Scorer(trainer.model, trainer.temperature, tokenizer.pad_token_id),
+        parallel,
+        beta=trainer.beta,
+        reference=option(args, "reference"),
+        reference_model=trainer.ref_model,
+        checkpointing=args.gradient_checkpointing_kwargs,
+    )
+    has_budget = limits.thinking_budget is not None
     return RLOOStep(
         settings,
         sampler,
         Rewarder(trainer, parallel, tells_forced=has_budget),
-        build_scorer(trainer, parallel),
+        scorer,
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,
         FailureCount(option(args, "max_skipped_steps")),
@@ -108,9 +118,9 @@ def refuse_idle(trainer: Any) -> None:
         raise ConfigError(f"nothing would be trained, because {problem}")
 
 
-def choose_settings(trainer: trl.RLOOTrainer, parallel: Parallel, sampler: Sampler) -> StepSettings:
+def choose_settings(trainer: trl.RLOOTrainer, engine: Engine) -> StepSettings:
     """The step's settings from the trainer's arguments, and what follows from them."""
-    args = trainer.args
+    args, filters = trainer.args, read_filters(trainer.args)
     on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     is_cpu = trainer.accelerator.device.type == "cpu"
     advantage = _read(AdvantageSettings, args)
@@ -119,15 +129,18 @@ def choose_settings(trainer: trl.RLOOTrainer, parallel: Parallel, sampler: Sampl
     config = trainer.model.config.get_text_config()  # of a mixture's dense sibling too (Granite, Jamba): no routers
     experts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     is_dense = max([count for count in experts if isinstance(count, int)], default=2) < 2
+    correction = option(args, "sampler_correction")
+    if correction == "auto":  # another program samples, or from a truncated distribution
+        correction = "token" if engine.name in FOREIGN or filters.active else "none"
     return _read(
         StepSettings,
         args,
         num_generations_eval=trainer.num_generations_eval,
         on_policy=on_policy,
-        filters=read_filters(args),
+        filters=filters,
         scores_first=_why_scores_first(trainer, on_policy),
         advantage=advantage,
-        sampler_correction=_choose_correction(args, sampler),
+        sampler_correction=correction,
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
         aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled and not is_dense else 0.0,
@@ -138,15 +151,6 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
     """A dataclass of options, each read from the arguments under its field's name, except those in `chosen`."""
     names = [one.name for one in fields(settings) if one.name not in chosen]  # type: ignore[arg-type]
     return settings(**{name: option(args, name) for name in names}, **chosen)
-
-
-def _choose_correction(args: Any, sampler: Sampler) -> str:
-    """The form of `sampler_correction`: auto corrects each token if a program other than the trainer samples, or if the
-    sampled distribution is truncated."""
-    form = str(option(args, "sampler_correction"))
-    if form != "auto":
-        return form
-    return "token" if sampler.engine.name in FOREIGN or read_filters(args).active else "none"
 
 
 def read_filters(args: Any) -> Filters:
@@ -169,14 +173,6 @@ def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:
     if rows % trainer.num_generations:
         return f"a process has {rows} completions, which do not divide into groups of {trainer.num_generations}"
     return None if memory == "fast" else f"rloo.memory is {memory}"
-
-
-def build_sampler(trainer: trl.RLOOTrainer, tags: ThinkTags, parallel: Parallel) -> Sampler:
-    """The engine that `rollout_engine` names, and the limits of completions."""
-    args, tokenizer = trainer.args, trainer._tokenizer
-    budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
-    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
-    return Sampler(trainer, _build_engine(trainer), limits, parallel)
 
 
 def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
@@ -228,20 +224,6 @@ def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over, run, vocabulary)
-
-
-def build_scorer(trainer: trl.RLOOTrainer, parallel: Parallel) -> PolicyScorer:
-    """The scorer of the policy and its reference."""
-    args, policy = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    return PolicyScorer(
-        policy,
-        Scorer(trainer.model, trainer.temperature, trainer._tokenizer.pad_token_id),
-        parallel,
-        beta=trainer.beta,
-        reference=option(args, "reference"),
-        reference_model=trainer.ref_model,
-        checkpointing=args.gradient_checkpointing_kwargs,
-    )
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -53,11 +53,9 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     Raises:
         ConfigError: an argument no longer has a meaning, or asks for something that the loop does not do.
-        RewardError: a reward cannot be called; or, from `train()`, rewards failed for more than
-            `max_reward_failure_share` of the samples in `reward_failure_steps` generation batches in a row; a
-            checkpoint is saved first.
-        NonFiniteError: from `train()`, when `max_skipped_steps` steps in a row had to be skipped because of a NaN or
-            an infinity; a checkpoint is saved first.
+        RewardError: a reward cannot be called; or, from `train()`, rewards failed too often (`reward_failure_steps`).
+        NonFiniteError: from `train()`, `max_skipped_steps` steps in a row had a NaN or an infinity. Before this error
+            and the one before it a checkpoint is saved.
     """
 
     rloo: RLOOStep
@@ -298,6 +296,5 @@ class _LoopCallback(TrainerCallback):
             self.trainer._place = place.move(micro_steps, is_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        close = getattr(self.trainer.rloo.sampler.engine, "close", None)  # stand-ins have none
-        if close is not None:  # a server unloads the adapter
-            close()
+        if hasattr(engine := self.trainer.rloo.sampler.engine, "close"):  # a server unloads the adapter
+            engine.close()
