@@ -94,7 +94,8 @@ def off(found, expected):
 
 
 # What of the step is compared: the reward and the options.
-GRPO = {"baseline": "group_mean", "scale_rewards": "group", "mask_truncated_completions": True}
+GRPO = {"baseline": "group_mean", "scale_rewards": "group"}
+MASKED = {"mask_truncated_completions": True}
 METHODS = {
     "some unscored": (unless_72, {}),
     "length-normalized KL": (unless_72, {"kl_form": "length_normalized"}),
@@ -103,9 +104,9 @@ METHODS = {
     "no baseline": (unless_72, {"baseline": "none"}),
     "a tied group": (tied, {}),
     "KL per token, no baseline": (by_length, {"kl_form": "per_token", "baseline": "none"}),
-    "Dr. GRPO": (unless_72, GRPO | {"token_mean": "none"}),
-    "GRPO": (tied, GRPO | {"token_mean": "completion", "kl_form": "length_normalized"}),
-    "DAPO": (by_length, GRPO | {"token_mean": "batch", "kl_form": "per_token"}),
+    "Dr. GRPO": (unless_72, GRPO | MASKED | {"token_mean": "none"}),
+    "GRPO": (tied, GRPO | MASKED | {"token_mean": "completion", "kl_form": "length_normalized"}),
+    "DAPO": (by_length, GRPO | MASKED | {"token_mean": "batch", "kl_form": "per_token"}),
 }
 # How it is computed: memory mode, batch x accumulation, tokens of a pass.
 WAYS = [
