@@ -154,10 +154,13 @@ def subtract_baseline(rewards: torch.Tensor, num_generations: int, baseline: str
     """
     if baseline == "none":
         return rewards
+    grouped = rewards.view(-1, num_generations)  # (prompts, K)
     if baseline == "group_mean":
-        grouped = rewards.view(-1, num_generations)  # (prompts, K)
         return (grouped - grouped.nanmean(dim=1, keepdim=True)).view(-1)
-    return leave_one_out(rewards, num_generations)
+    scored = (~grouped.isnan()).sum(dim=1, keepdim=True)  # (prompts, 1)
+    siblings = (scored - 1).clamp(min=1)
+    means = (grouped.nansum(dim=1, keepdim=True) - grouped) / siblings  # (prompts, K)
+    return (grouped - means).masked_fill(scored < 2, torch.nan).view(-1)
 
 
 def scale_by_group(values: torch.Tensor, rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
@@ -250,15 +253,6 @@ class RunningMoments:
         found = cls()
         found._moments = torch.tensor([state[name] for name in ("count", "mean", "squares")], dtype=torch.float64)
         return found
-
-
-def leave_one_out(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Reward minus the mean of the scored siblings: (B,) -> (B,). NaN where there is no reward or no scored sibling."""
-    grouped = rewards.view(-1, num_generations)  # (prompts, K)
-    scored = (~grouped.isnan()).sum(dim=1, keepdim=True)  # (prompts, 1)
-    siblings = (scored - 1).clamp(min=1)
-    baseline = (grouped.nansum(dim=1, keepdim=True) - grouped) / siblings  # (prompts, K)
-    return (grouped - baseline).masked_fill(scored < 2, torch.nan).view(-1)
 
 
 def tied_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

@@ -8,9 +8,7 @@ Shapes: S sequences (prompt + completion), T tokens of the layout, N scored toke
 
 import functools
 import inspect
-import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +29,6 @@ NAME = "rloo_packed"
 PLAIN = "sdpa"  # used by calls without a plan, and the only setting that `install` replaces
 KERNEL_OPTIONS = {"scale", "window_size"}  # of torch's variable-length attention; its first releases lack them
 KERNEL_GPU = (8, 0)  # lowest compute capability that it runs on (Ampere)
-KERNEL_TOLERANCE = 0.05  # relative difference from the buckets, of values and gradients; both are in 16 bits
 
 
 @dataclass(frozen=True)
@@ -299,20 +296,10 @@ def attend_by_plan(
     scaling: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention within each sequence of the plan: (T, A, D), (T, G, D), (T, G, D) in, (T, A, D) out."""
-    if dropout == 0.0 and _takes_one_call(query) and kernel_fault(query, key) is None:
+    """Causal attention within each sequence of the plan: (T, A, D), (T, G, D), (T, G, D) in, (T, A, D) out. In one call
+    of the variable-length kernel, or bucket by bucket."""
+    if dropout == 0.0 and _takes_one_call(query):
         return _attend_in_one_call(query, key, value, plan, scaling)
-    return _attend_in_buckets(query, key, value, plan, scaling, dropout)
-
-
-def _attend_in_buckets(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: AttentionPlan,
-    scaling: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
     out = []
     for bucket in plan.buckets:
         parts = [
@@ -343,57 +330,10 @@ def _options(kernel: Any) -> frozenset[str]:
 def _attend_in_one_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scaling: float | None
 ) -> torch.Tensor:
-    """The same with the sequences end to end, without padding. Not measured: it needs a GPU."""
+    """The same with the sequences end to end, without padding; `Scorer` checks it with the layout."""
     parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # a window of (-1, 0) is causal
     if "enable_gqa" in _options(_varlen_attention):  # torch 2.11 lacks this option; the kernel is the same
         options["enable_gqa"] = query.size(1) != key.size(1)
     return _varlen_attention(*parts, *bounds, **options).index_select(0, plan.flat_inverse)
-
-
-def kernel_fault(query: torch.Tensor, key: torch.Tensor) -> str | None:
-    """Why the variable-length kernel is not used for heads like these, (T, A, D) and (T, G, D); None if it works. The
-    first call tests it and warns about a failure."""
-    return _try_kernel(_varlen_attention, query.size(1), key.size(1), query.size(2), query.dtype, query.device)
-
-
-@functools.cache
-def _try_kernel(
-    _kernel: Any, heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    # in a thread, because the hooks and modes of a surrounding checkpoint are thread-local
-    with ThreadPoolExecutor(1) as thread:
-        fault = thread.submit(_compare_with_buckets, heads, key_heads, size, dtype, device).result()
-    if fault is not None:
-        warnings.warn(
-            f"packed rows attend in buckets: torch's attention for varying lengths fails with {heads} query heads, "
-            f"{key_heads} key heads of {size} in {dtype} on {device}: {fault}",
-            stacklevel=2,
-        )
-    return fault
-
-
-def _compare_with_buckets(
-    heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """What is wrong with the kernel's values or gradients on a tiny random row; None if nothing is."""
-    ids = torch.zeros(5, dtype=torch.long, device=device)
-    plan = plan_attention(lay_out([Group(ids, [ids, ids[:2]])], "shared"))  # T = 12
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = states = [
-        torch.randn(12, count, size, generator=generator).to(device, dtype).requires_grad_()
-        for count in (heads, key_heads, key_heads)
-    ]
-    weights = torch.randn(12, heads, size, generator=generator).to(device, dtype)
-    try:
-        outs = [attend(query, key, value, plan, None) for attend in (_attend_in_one_call, _attend_in_buckets)]
-        found, expected = ([out.detach(), *torch.autograd.grad((out * weights).sum(), states)] for out in outs)
-    except Exception as error:  # whatever torch or the GPU raises, fall back to buckets
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    names = ("values", "gradients of queries", "gradients of keys", "gradients of values")
-    for name, mine, other in zip(names, found, expected, strict=True):
-        off = ((mine.float() - other.float()).norm() / other.float().norm()).item()
-        if not off <= KERNEL_TOLERANCE:
-            return f"{name} off by {off:.2g} of their size"
-    return None

@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import trl
 from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
+from rloo_kit.config.checks import find_prompt_problem
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
-from rloo_kit.gradient.policy_scorer import PolicyScorer
-from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.gradient.scorer import PolicyScorer, Scorer
+from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler
 from rloo_kit.loop.metrics import Recorder
 from rloo_kit.loop.options import name_settings, option
-from rloo_kit.loop.resample import PromptReservoir
-from rloo_kit.loop.rewarder import Rewarder
-from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
@@ -27,53 +26,54 @@ from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import FOREIGN, Engine, Filters
-from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
 PROMPT_TOKENS = 2048  # room for the prompt in vLLM, unless vllm_max_model_length says otherwise
 
+# Methods of TRL that the step stands in for: a subclass's override of them is not called.
+BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
+
 Settings = TypeVar("Settings")
 
 if TYPE_CHECKING:
-    from trl import RLOOTrainer as StockTrainer
-
     from rloo_kit.rollout.server import ServerSettings
 
 
-def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
+def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
     """The step of a trainer that TRL has built; raises ConfigError or BackendError for options that cannot work."""
-    args = trainer.args
-    parallel = Parallel(trainer.accelerator)
-    sampler = build_sampler(trainer, tags, parallel)
-    settings = choose_settings(trainer, parallel, sampler)
+    args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
+    budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
+    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
+    sampler = Sampler(trainer, _build_engine(trainer), limits, parallel)
+    settings = choose_settings(trainer, sampler.engine)
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
             disable_dropout(model)  # with dropout, the ratio would compare two random parts of the policy
-    has_budget = sampler.limits.thinking_budget is not None
-
-    rewarder = Rewarder(
-        trainer,
+    scorer = PolicyScorer(
+        trainer.accelerator.unwrap_model(trainer.model),
+        Scorer(trainer.model, trainer.temperature, tokenizer.pad_token_id),
         parallel,
-        FailureWatch(option(args, "max_reward_failure_share"), option(args, "reward_failure_steps")),
-        missing_eos_penalty=option(args, "missing_eos_penalty"),
-        normalize=option(args, "normalize_rewards"),
-        clip=trainer.reward_clip_range,
-        tells_forced=has_budget,
+        beta=trainer.beta,
+        reference=option(args, "reference"),
+        reference_model=trainer.ref_model,
+        checkpointing=args.gradient_checkpointing_kwargs,
     )
+    has_budget = limits.thinking_budget is not None
     return RLOOStep(
         settings,
         sampler,
-        rewarder,
-        build_scorer(trainer, parallel),
-        Recorder(trainer, parallel, tags, set(trainer.eos_token_ids), settings.advantage, has_budget),
+        Rewarder(trainer, parallel, tells_forced=has_budget),
+        scorer,
+        Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,
-        FiniteWatch(option(args, "max_skipped_steps")),
+        FailureCount(option(args, "max_skipped_steps")),
         PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,
     )
 
 
-def describe(step: RLOOStep) -> str:
-    """One line each for the engine, the scoring, the memory mode (each with its reason) and the processes."""
+def describe(trainer: Any) -> str:
+    """One line each for the engine, the scoring, the memory mode, the processes, and warnings."""
+    step: RLOOStep = trainer.rloo
     engine, settings = step.sampler.engine, step.settings
     memory = settings.memory
     if memory == "fast" and settings.advantage.beta and settings.scores_first is not None:
@@ -83,12 +83,41 @@ def describe(step: RLOOStep) -> str:
         lines.append(f"truncated sampling: {settings.filters}; sampler_correction {settings.sampler_correction}")
     if step.parallel.kind != "single":
         lines.append(f"processes: {step.parallel.describe()}")
+    lines += [
+        f"WARNING: {type(trainer).__name__}.{name} is not called in training here: override _generate_single_turn "
+        "(what samples) or _compute_loss (what is trained)"
+        for name in BYPASSED
+        if getattr(type(trainer), name) is not getattr(trl.RLOOTrainer, name)
+    ]
+    if trainer.args.learning_rate == 0:
+        lines.append("WARNING: learning_rate is 0, so no weight will move")
     return "\n".join(lines)
 
 
-def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sampler) -> StepSettings:
+def check_prompts(trainer: trl.RLOOTrainer, prompts: int) -> None:
+    """Raise ConfigError if the training set does not fill one rollout."""
+    if problem := find_prompt_problem(prompts, vars(trainer.args)):
+        raise ConfigError(problem)
+
+
+def refuse_idle(trainer: Any) -> None:
+    """Raise ConfigError if training would change nothing."""
+    trained = {id(parameter) for parameter in trainer.model.parameters() if parameter.requires_grad}
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    problem = ""
+    if not trained:
+        problem = "no parameter requires a gradient: load an adapter with is_trainable=True"
+    elif trainer.rloo.parallel.kind != "shards" and not trained & held:
+        problem = "the optimizer has none of the trained parameters: leave optimizers out"
+    elif trainer.state.max_steps <= 0:
+        problem = "there is no step to take: raise max_steps or num_train_epochs"
+    if problem:
+        raise ConfigError(f"nothing would be trained, because {problem}")
+
+
+def choose_settings(trainer: trl.RLOOTrainer, engine: Engine) -> StepSettings:
     """The step's settings from the trainer's arguments, and what follows from them."""
-    args = trainer.args
+    args, filters = trainer.args, read_filters(trainer.args)
     on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     is_cpu = trainer.accelerator.device.type == "cpu"
     advantage = _read(AdvantageSettings, args)
@@ -97,15 +126,18 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
     config = trainer.model.config.get_text_config()  # of a mixture's dense sibling too (Granite, Jamba): no routers
     experts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     is_dense = max([count for count in experts if isinstance(count, int)], default=2) < 2
+    correction = option(args, "sampler_correction")
+    if correction == "auto":  # another program samples, or from a truncated distribution
+        correction = "token" if engine.name in FOREIGN or filters.active else "none"
     return _read(
         StepSettings,
         args,
         num_generations_eval=trainer.num_generations_eval,
         on_policy=on_policy,
-        filters=read_filters(args),
+        filters=filters,
         scores_first=_why_scores_first(trainer, on_policy),
         advantage=advantage,
-        sampler_correction=_choose_correction(args, sampler),
+        sampler_correction=correction,
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
         aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled and not is_dense else 0.0,
@@ -118,15 +150,6 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
     return settings(**{name: option(args, name) for name in names}, **chosen)
 
 
-def _choose_correction(args: Any, sampler: Sampler) -> str:
-    """The form of `sampler_correction`: auto corrects each token if a program other than the trainer samples, or if the
-    sampled distribution is truncated."""
-    form = str(option(args, "sampler_correction"))
-    if form != "auto":
-        return form
-    return "token" if sampler.engine.name in FOREIGN or read_filters(args).active else "none"
-
-
 def read_filters(args: Any) -> Filters:
     """The sampling filters of an `RLOOConfig`; -1 and None mean none, as in vLLM and TRL."""
     penalty = 1.0 if args.repetition_penalty is None else args.repetition_penalty
@@ -134,7 +157,7 @@ def read_filters(args: Any) -> Filters:
     return Filters(top_p, max(args.top_k or 0, 0), args.min_p or 0.0, penalty)
 
 
-def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
+def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:
     """Why advantages cannot be computed in the pass that scores the policy; None if they can."""
     memory = option(trainer.args, "memory")
     if not on_policy:
@@ -149,16 +172,7 @@ def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
     return None if memory == "fast" else f"rloo.memory is {memory}"
 
 
-def build_sampler(trainer: "StockTrainer", tags: ThinkTags, parallel: Parallel) -> Sampler:
-    """The engine that `rollout_engine` names, and the limits of completions."""
-    args, tokenizer = trainer.args, trainer._tokenizer
-    budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
-    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
-    ends = {*trainer.eos_token_ids, tokenizer.pad_token_id}
-    return Sampler(trainer, _build_engine(trainer), limits, parallel, ends)
-
-
-def _build_engine(trainer: "StockTrainer") -> Engine:
+def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
     args = trainer.args
     wanted = option(args, "rollout_engine")
     if trainer.use_transformers_continuous_batching:
@@ -181,7 +195,7 @@ def _build_engine(trainer: "StockTrainer") -> Engine:
     )
 
 
-def _vllm_settings(trainer: "StockTrainer") -> VllmSettings:
+def _vllm_settings(trainer: trl.RLOOTrainer) -> VllmSettings:
     """Settings to start vLLM with if the model was not loaded with it."""
     args, config = trainer.args, trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
     longest = args.vllm_max_model_length or trainer.max_completion_length + PROMPT_TOKENS
@@ -192,7 +206,7 @@ def _vllm_settings(trainer: "StockTrainer") -> VllmSettings:
     )
 
 
-def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
+def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
     """Where the engine "server" samples, and how the policy's adapter gets there."""
     from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
 
@@ -207,20 +221,6 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over, run, vocabulary)
-
-
-def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
-    """The scorer of the policy and its reference."""
-    args, policy = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    return PolicyScorer(
-        policy,
-        Scorer(trainer.model, trainer.temperature, trainer._tokenizer.pad_token_id),
-        parallel,
-        beta=trainer.beta,
-        reference=option(args, "reference"),
-        reference_model=trainer.ref_model,
-        checkpointing=args.gradient_checkpointing_kwargs,
-    )
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -174,15 +174,19 @@ class ProgressLine(TrainerCallback):
 
     def _print(self, state: Any) -> None:
         now, step = time.monotonic(), state.global_step
-        evaluated_s, held_out, left_s = 0.0, None, self.after_s
+        evaluated_s, left_s = 0.0, self.after_s
         if self.evaluations is not None:
-            evaluated_s, held_out = self.evaluations.seconds, self.evaluations.history.value
+            evaluated_s = self.evaluations.seconds
             left_s += self.evaluations.seconds_left(step, state.max_steps)
         done = max(step - self._first_step, 1)
         left_s += (now - self._begun - evaluated_s) / done * (state.max_steps - step)
-        per_second = tokens_per_second(self.writer.rows, after=self._printed_step or self._first_step)
-        say(progress_line(step, state.max_steps, self._logs, per_second, left_s, held_out))
+        say(self._line(state, left_s, now - self._printed_at))
         self._printed_at, self._printed_step = now, step
+
+    def _line(self, state: Any, left_s: float, _since_s: float) -> str:
+        held_out = None if self.evaluations is None else self.evaluations.history.value
+        per_second = tokens_per_second(self.writer.rows, after=self._printed_step or self._first_step)
+        return progress_line(state.global_step, state.max_steps, self._logs, per_second, left_s, held_out)
 
 
 def progress_line(

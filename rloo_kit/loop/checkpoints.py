@@ -1,5 +1,6 @@
 """Checkpoints of the trainer: transformers' files and the loop's own state, sealed and published atomically."""
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -42,12 +43,23 @@ class StreamPlace:
         return StreamPlace(self.passes, self.batches + micro_steps - self.micro_steps, micro_steps)
 
 
-def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -> None:
+def find_micro_step(args: Any, state: Any, pass_length: int) -> int:
+    """The micro-steps before the optimizer step of `state`; the last step of a pass may have fewer than the others.
+
+    Args:
+        pass_length: micro-steps of a pass over the prompts.
+    """
+    steps_a_pass = max(math.ceil(pass_length / args.gradient_accumulation_steps), 1)
+    passes, rest = divmod(state.global_step, steps_a_pass)
+    return passes * pass_length + rest * args.gradient_accumulation_steps
+
+
+def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> None:
     """Save `trainer` as `folder/checkpoint-N`, N its step, and delete checkpoints beyond `save_total_limit`.
 
     Args:
         trainer: an `RLOOTrainer`; all processes call this at once.
-        write: saves transformers' part into the given folder, in `checkpoint-N`.
+        write: saves transformers' part, in `checkpoint-N` of the trainer's `_staging`.
     """
     step, record = trainer.state.global_step, trainer.checkpoint_record
     target, staged = folder / f"{STEM}{step}", folder / UNFINISHED / f"{STEM}{step}"
@@ -60,7 +72,8 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
             if writes:
                 shutil.rmtree(staged.parent, ignore_errors=True)  # left by a save that was killed
             wait_for_all()
-            write(staged.parent)
+            trainer._staging = staged.parent
+            write()
             _place_best(trainer.state, folder)
             if writes:
                 trainer.state.save_to_json(str(staged / TRAINER_STATE_NAME))
@@ -77,6 +90,8 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
             if writes:  # frees the space again if the disk is full
                 shutil.rmtree(staged.parent, ignore_errors=True)
             raise
+        finally:
+            trainer._staging = None
         wait_for_all()
 
 

@@ -19,11 +19,267 @@ from rloo_kit.loop.records import RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.think_tags import ThinkTags, answer_offset, span_offsets
 
+# The columns of `Recorder._describe`, one row of numbers for each completion.
 COLUMNS = (
     "tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "forced", "repeated", "print", "kl", "kl_tokens",
     "penalty",
 )  # fmt: skip
+OLD_NAMES = {  # of TRL's older trainer, for numbers that are logged under today's name too
+    "policy/entropy_avg": "entropy",
+    "policy/clipfrac_avg": "clip_ratio/region_mean",
+    "lr": "learning_rate",
+}
 REPEATED_TOKENS = 8  # length of the token runs that are counted as repeated within a completion
+
+
+class Recorder:
+    """Writes a step's metrics to the log of TRL's trainer, which averages them, and calls the listeners.
+
+    Args:
+        trainer: TRL's, with the records that its `log` reads. tags: of the model's thinking.
+        settings: of the penalty. has_budget: whether thinking may be closed by force.
+
+    Attributes:
+        listeners: called once a generation batch with one dict for each completion of this process.
+        episodes: completions so far, of all processes.
+    """
+
+    def __init__(
+        self, trainer: Any, parallel: Parallel, tags: ThinkTags, settings: AdvantageSettings, has_budget: bool
+    ):
+        self.trainer, self.parallel, self.settings = trainer, parallel, settings
+        self.tags, self.end_ids, self.has_budget = tags, set(trainer.eos_token_ids), has_budget
+        self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
+        self.episodes = 0
+        self._begun: tuple[float, int] | None = None  # start time, and episodes before it (resumed run)
+
+    @property
+    def _is_training(self) -> bool:
+        return bool(self.trainer.model.training)
+
+    @property
+    def _metrics(self) -> Any:
+        return self.trainer._metrics["train" if self._is_training else "eval"]
+
+    def begin(self) -> None:
+        """Start the clock of completions per second at the first rollout."""
+        if self._begun is None:
+            self._begun = time.monotonic(), self.episodes
+
+    def leave_out(self, seconds: float) -> None:
+        """Exclude the last `seconds`, which were not training, from completions per second."""
+        if self._begun is not None:
+            self._begun = self._begun[0] + seconds, self._begun[1]
+
+    def count(self, name: str, value: float) -> None:
+        """Record one number of a step."""
+        self._metrics[name].append(float(value))
+
+    # ------------------------------------------------------------------------------------------------ a rollout
+
+    def rollout(self, batch: RolloutBatch) -> None:
+        """Metrics, TRL's table of completions, and the rows for the listeners."""
+        assert batch.advantages is not None
+        described = self._describe(batch)
+        everywhere = self.parallel.gather(described)  # (A, columns)
+        for name, value in self._measure(batch, batch.advantages, everywhere).items():
+            # an evaluation's last batch may be smaller: a value for each completion
+            self._metrics[name] += [value] * (1 if self._is_training else len(everywhere))
+        self._fill_table(batch, batch.advantages)
+        if self._is_training:
+            self.episodes += len(everywhere)
+            if self.listeners:
+                rows = self._make_rows(batch, batch.advantages, described)
+                for listener in self.listeners:
+                    listener(rows)
+
+    def _describe(self, batch: RolloutBatch) -> torch.Tensor:
+        """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
+
+        `thinking_tokens` are those before the first `</think>`, or all tokens of a completion that never closes, so
+        that truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to think.
+        `penalty` is the KL charge of the whole completion, before beta; `print` is equal for equal completions.
+        """
+        found, tags, columns = batch.judged.completions, self.tags, []
+        for prompt, ids, span in zip(found.prompt_ids, found.completion_ids, found.forced, strict=True):
+            closed = tags.end_id in ids
+            opened = tags.start_id is not None and (
+                tags.start_id in prompt[-3:] or tags.start_id in ids  # templates may end in "<think>\n"
+            )
+            thinks = closed or (tags.end_id is not None and opened)
+            thinking = ids.index(tags.end_id) if tags.end_id is not None and closed else len(ids)
+            ends = sum(token in self.end_ids for token in ids)
+            fingerprint = hash(tuple(ids)) % 2**24  # exact in float32; the same in every process
+            forced = span is not None
+            columns.append([len(ids), ends, thinks, closed, thinking, forced, repeated_share(ids), fingerprint])
+        rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
+        if batch.kl is None:
+            return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
+        kl, mask, lengths = pick(batch.kl), pick(batch.mask), batch.lengths
+        penalty = kl_charge(kl, mask, lengths, self.settings.kl_form)
+        charged = [sum_rows(kl, lengths), sum_rows(mask.float(), lengths), penalty]
+        return torch.cat([rows, torch.stack([column.float() for column in charged], dim=1)], dim=1)
+
+    def _measure(self, batch: RolloutBatch, advantages: Advantages, described: torch.Tensor) -> dict[str, float]:
+        """Metrics by name of one generation batch, over all processes; `described` is (A, len(COLUMNS))."""
+        column = dict(zip(COLUMNS, described.T, strict=True))
+        judged, rewards, scores = batch.judged, advantages.rewards, batch.scores
+        names = self.trainer.reward_func_names
+        metrics = {}
+        for index, name in enumerate(names):
+            metrics[f"rewards/{name}/mean"] = mean(judged.rewards_per_func[:, index])
+            metrics[f"rewards/{name}/std"] = std(judged.rewards_per_func[:, index])
+        metrics |= {
+            "reward": mean(judged.raw_scores),
+            "reward_std": std(judged.raw_scores),
+            "frac_reward_zero_std": tied_groups(rewards, batch.group_size).float().mean().item(),
+            # before the KL penalty, which by itself makes the rewards of a group differ
+            "frac_score_zero_std": tied_groups(scores, batch.group_size).float().mean().item(),
+            "rewards/unscored_ratio": judged.raw_scores.isnan().float().mean().item(),
+            "objective/scores": mean(scores),
+            "objective/rlhf_reward": mean(rewards),
+            "objective/non_score_reward": mean(rewards - scores),
+            "val/num_eos_tokens": column["eos_tokens"].sum().item(),
+            "completions/repeated_ratio": column["repeated"].mean().item(),
+        }
+        if len(described) > batch.group_size:  # if there is one prompt and it is solved, all completions may be equal
+            most = column["print"].unique(return_counts=True)[1].max().item()
+            metrics["completions/most_common_ratio"] = most / len(described)
+        if (beta := self.settings.beta) != 0.0:
+            if self.settings.scale_rewards == "group":  # the scale the penalty is compared with
+                scores = scale_by_group(scores, scores, batch.group_size)
+            metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
+            metrics["objective/kl"] = column["kl"].mean().item()
+            metrics["kl/share_of_reward"] = kl_share(column["penalty"], scores, beta)
+            ratio = kl_spread_ratio(column["penalty"], scores, beta, batch.group_size)
+            metrics |= {} if ratio is None else {"kl/spread_ratio": ratio}
+        thinks = column["thinks"].bool()
+        if thinks.any():
+            metrics["thinking/mean_length"] = column["thinking_tokens"][thinks].mean().item()
+            metrics["thinking/closed_ratio"] = (column["closed"] * (1 - column["forced"]))[thinks].mean().item()
+        if self.has_budget:
+            metrics |= thinking_metrics(column["forced"], find_answer_column(judged.rewards_per_func, names))
+        return metrics
+
+    def _make_rows(self, batch: RolloutBatch, advantages: Advantages, described: torch.Tensor) -> list[dict[str, Any]]:
+        """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
+
+        `step` is the number of optimizer steps done when they were sampled; `group` numbers the prompts of the step,
+        from 1; `answer_start` and `forced_chars` (where `forced`) are offsets into the text, found by the ids, so that
+        a reader of the row needs no tokenizer.
+        """
+        found, rows, tokenizer = batch.judged.completions, [], self.trainer.processing_class
+        for index, numbers in enumerate(described.tolist()):
+            column = dict(zip(COLUMNS, numbers, strict=True))
+            closed, among_all = bool(column["closed"]), batch.first + index
+            rewards = zip(
+                self.trainer.reward_func_names, batch.judged.rewards_per_func[among_all].tolist(), strict=True
+            )
+            ids, text, span = found.completion_ids[index], found.texts[index], found.forced[index]
+            plain = text if isinstance(text, str) else str(text[-1]["content"])  # a message, if the prompt is one
+            rows.append(
+                {
+                    "step": self.trainer.state.global_step,
+                    "group": among_all // batch.group_size + 1,
+                    "prompt": found.prompts[index],
+                    "completion": text,
+                    "completion_ids": ids,
+                    "answer_start": answer_offset(plain, ids, tokenizer, self.tags),
+                    "prompt_tokens": len(found.prompt_ids[index]),
+                    "completion_tokens": int(column["tokens"]),
+                    "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
+                    "closed": closed,
+                    "truncated": found.truncated[index],
+                    "forced": bool(column["forced"]),
+                    **({} if span is None else {"forced_chars": span_offsets(span, ids, tokenizer)}),
+                    "kl": column["kl"],
+                    "rewards": {name: _or_none(value) for name, value in rewards},
+                    "reward": _or_none(batch.judged.raw_scores[among_all].item()),
+                    "advantage": advantages.per_row[among_all].item(),
+                    "columns": {name: value for name, value in found.rows[index].items() if name != "prompt"},
+                }
+            )
+        return rows
+
+    def _fill_table(self, batch: RolloutBatch, advantages: Advantages) -> None:
+        """Fill TRL's table of completions and flush what rewards logged, in the same order on all processes."""
+        trainer, found, gather_list = self.trainer, batch.judged.completions, self.parallel.gather_list
+        logs = trainer._logs
+        logs["prompt"].extend(gather_list(found.prompts))
+        logs["completion"].extend(gather_list(found.texts))
+        for index, name in enumerate(trainer.reward_func_names):
+            logs["rewards"][name].extend(batch.judged.rewards_per_func[:, index].tolist())
+        logs["advantages"].extend(advantages.per_row.tolist())
+        for column in sorted(set(gather_list(list(trainer._pending_extra_logs)))):
+            mine = trainer._pending_extra_logs.get(column, [None] * len(found.rows))
+            logs["extra"][column].extend(gather_list(mine))
+        trainer._pending_extra_logs.clear()
+        for name in sorted(set(gather_list(list(trainer._pending_metrics)))):
+            values = gather_list(trainer._pending_metrics.get(name, []))
+            self._metrics[name].append(sum(values) / len(values))
+        trainer._pending_metrics.clear()
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    def step(self, stats: StepStats, on_policy: bool) -> None:
+        """Record loss, entropy, ratios, clip shares and the gap to the sampler of one step, over all processes; nothing
+        for what was not computed. `on_policy`: a ratio that was not computed is 1 by definition."""
+        accelerator = self.parallel.accelerator
+        own = accelerator.pad_across_processes(stats.per_row[stats.rows], dim=0, pad_index=torch.nan)
+        sums = [stats.policy_loss, stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight, stats.aux_loss]
+        loss, *pairs = accelerator.reduce(torch.cat(sums), reduction="sum").tolist()
+        entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens, aux, balanced = pairs
+        largest_gap, rows = self.parallel.gather(stats.gap[2:]).max().item(), self.parallel.gather(own)
+        computed, surprise = rows[~rows[:, 0].isnan()], rows[~rows[:, 4].isnan(), 4]
+        metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
+        metrics["loss/policy_avg"] = loss / max(len(rows), 1)
+        if on_policy and not len(computed):
+            computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
+        if len(computed):
+            ratios, lows, highs, bounded, _ = computed.unbind(dim=1)
+            metrics |= {
+                "clip_ratio/low_mean": lows.mean().item(),
+                "clip_ratio/low_min": lows.min().item(),
+                "clip_ratio/high_mean": highs.mean().item(),
+                "clip_ratio/high_max": highs.max().item(),
+                "clip_ratio/region_mean": (lows + highs).mean().item(),
+                "clip_ratio/delta_mean": bounded.mean().item(),
+                "policy/approxkl_avg": approx_kl / max(compared, 1),
+                "val/ratio": ratios.mean().item(),
+                "val/ratio_var": ratios.var(unbiased=False).item(),
+            }
+        if tokens:
+            metrics |= {"entropy": entropy / tokens, "objective/entropy": surprise.mean().item()}
+        if gap_tokens:
+            metrics["sampling/logp_difference_mean"] = gap / gap_tokens
+            metrics["sampling/logp_difference_max"] = largest_gap
+        if weight_tokens:
+            metrics["sampling/importance_weight_mean"] = weight / weight_tokens
+        if balanced:
+            metrics["aux_loss"] = aux / balanced
+        for name, value in metrics.items():
+            self._metrics[name].append(value)
+
+    def log(self, logs: dict[str, float]) -> dict[str, float]:
+        """TRL's logs plus episodes, episodes per second and the names of the older trainer.
+
+        A non-finite gradient norm is left out (the step was skipped)."""
+        if self._is_training and self._begun is not None and self._metrics:
+            elapsed = max(time.monotonic() - self._begun[0], 1e-9)
+            self._metrics["eps"] = [(self.episodes - self._begun[1]) / elapsed]
+            self._metrics["episode"] = [float(self.episodes)]
+        norm = logs.get("grad_norm")
+        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            logs = {name: value for name, value in logs.items() if name != "grad_norm"}
+        for old, today in OLD_NAMES.items():
+            if today in self._metrics:
+                self._metrics[old] = self._metrics[today]
+            elif today in logs:
+                logs = logs | {old: logs[today]}
+        return logs
+
+
+# ------------------------------------------------------------------------------------------------ single metrics
 
 
 def mean(values: torch.Tensor) -> float:
@@ -39,31 +295,6 @@ def std(values: torch.Tensor) -> float:
     return present.std().item() if present.numel() > 1 else 0.0
 
 
-def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], kl_form: str) -> torch.Tensor:
-    """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
-
-    `thinking_tokens` are those before the first `</think>`, or all tokens of a completion that never closes, so that
-    truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to think. `penalty` is
-    the KL charge of the whole completion, before beta; `print` is equal for equal completions.
-    """
-    found = batch.judged.completions
-    columns = []
-    for prompt, ids, span in zip(found.prompt_ids, found.completion_ids, found.forced, strict=True):
-        closed = tags.end_id in ids
-        asked = tags.start_id is not None and tags.start_id in prompt[-3:]  # templates may end in "<think>\n"
-        thinks = closed or (tags.end_id is not None and (asked or (tags.start_id is not None and tags.start_id in ids)))
-        thinking = ids.index(tags.end_id) if tags.end_id is not None and closed else len(ids)
-        ends = sum(token in end_ids for token in ids)
-        fingerprint = hash(tuple(ids)) % 2**24  # exact in float32; the same in every process
-        columns.append([len(ids), ends, thinks, closed, thinking, span is not None, repeated_share(ids), fingerprint])
-    rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
-    if batch.kl is None:
-        return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
-    kl, mask, lengths = pick(batch.kl), pick(batch.mask), batch.lengths
-    charged = [sum_rows(kl, lengths), sum_rows(mask.float(), lengths), kl_charge(kl, mask, lengths, kl_form)]
-    return torch.cat([rows, torch.stack([column.float() for column in charged], dim=1)], dim=1)
-
-
 def repeated_share(ids: Sequence[int]) -> float:
     """Share of a completion's runs of REPEATED_TOKENS tokens that occurred in it before; 0 for a shorter one.
 
@@ -75,158 +306,6 @@ def repeated_share(ids: Sequence[int]) -> float:
         return 0.0
     ids = list(ids)
     return 1 - len(set(zip(*(ids[first : first + runs] for first in range(REPEATED_TOKENS)), strict=True))) / runs
-
-
-def rollout_metrics(
-    batch: RolloutBatch,
-    advantages: Advantages,
-    statistics: torch.Tensor,
-    names: Sequence[str],
-    settings: AdvantageSettings,
-) -> dict[str, float]:
-    """Metrics by name of one generation batch, over all processes.
-
-    Args:
-        statistics: gathered, (A, len(COLUMNS)). names: of the F reward functions. settings: with the KL coefficient.
-    """
-    column = dict(zip(COLUMNS, statistics.T, strict=True))
-    judged, rewards = batch.judged, advantages.rewards
-    metrics = {}
-    for index, name in enumerate(names):
-        metrics[f"rewards/{name}/mean"] = mean(judged.rewards_per_func[:, index])
-        metrics[f"rewards/{name}/std"] = std(judged.rewards_per_func[:, index])
-    metrics |= {
-        "reward": mean(judged.raw_scores),
-        "reward_std": std(judged.raw_scores),
-        "frac_reward_zero_std": tied_groups(rewards, batch.group_size).float().mean().item(),
-        # before the KL penalty, which by itself makes the rewards of a group differ
-        "frac_score_zero_std": tied_groups(batch.scores, batch.group_size).float().mean().item(),
-        "rewards/unscored_ratio": judged.raw_scores.isnan().float().mean().item(),
-        "objective/scores": mean(batch.scores),
-        "objective/rlhf_reward": mean(rewards),
-        "objective/non_score_reward": mean(rewards - batch.scores),
-        "val/num_eos_tokens": column["eos_tokens"].sum().item(),
-        "completions/repeated_ratio": column["repeated"].mean().item(),
-    }
-    if len(statistics) > batch.group_size:  # if there is one prompt and it is solved, all completions may be equal
-        most = column["print"].unique(return_counts=True)[1].max().item()
-        metrics["completions/most_common_ratio"] = most / len(statistics)
-    if (beta := settings.beta) != 0.0:
-        scores = batch.scores
-        if settings.scale_rewards == "group":  # the scale the penalty is compared with
-            scores = scale_by_group(scores, scores, batch.group_size)
-        metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
-        metrics["objective/kl"] = column["kl"].mean().item()
-        metrics["kl/share_of_reward"] = kl_share(column["penalty"], scores, beta)
-        ratio = kl_spread_ratio(column["penalty"], scores, beta, batch.group_size)
-        metrics |= {} if ratio is None else {"kl/spread_ratio": ratio}
-    thinks = column["thinks"].bool()
-    if thinks.any():
-        metrics["thinking/mean_length"] = column["thinking_tokens"][thinks].mean().item()
-        metrics["thinking/closed_ratio"] = (column["closed"] * (1 - column["forced"]))[thinks].mean().item()
-    return metrics
-
-
-def step_metrics(
-    rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tensor, on_policy: bool
-) -> dict[str, float]:
-    """Loss, entropy, ratio, clip shares and the gap to the sampler of one step, over all processes.
-
-    Args:
-        rows: (A, 5), `StepStats.per_row` of each completion; NaN for one that was not computed (its advantage is 0).
-        sums: (11,), the loss, and sum and number of the entropies, the squared log-ratios, the gaps to the sampler, the
-            importance weights and the auxiliary losses. largest_gap: of one token.
-        on_policy: then a ratio that was not computed is 1 by definition.
-
-    Returns:
-        metrics by name, without those that nothing was computed for.
-    """
-    loss, entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens, aux, balanced = sums.tolist()
-    computed = rows[~rows[:, 0].isnan()]
-    surprise = rows[~rows[:, 4].isnan(), 4]
-    metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
-    metrics["loss/policy_avg"] = loss / max(len(rows), 1)
-    if on_policy and not len(computed):
-        computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
-    if len(computed):
-        ratios, lows, highs, bounded, _ = computed.unbind(dim=1)
-        metrics |= {
-            "clip_ratio/low_mean": lows.mean().item(),
-            "clip_ratio/low_min": lows.min().item(),
-            "clip_ratio/high_mean": highs.mean().item(),
-            "clip_ratio/high_max": highs.max().item(),
-            "clip_ratio/region_mean": (lows + highs).mean().item(),
-            "clip_ratio/delta_mean": bounded.mean().item(),
-            "policy/clipfrac_avg": (lows + highs).mean().item(),
-            "policy/approxkl_avg": approx_kl / max(compared, 1),
-            "val/ratio": ratios.mean().item(),
-            "val/ratio_var": ratios.var(unbiased=False).item(),
-        }
-    if tokens:
-        metrics["entropy"] = metrics["policy/entropy_avg"] = entropy / tokens
-        metrics["objective/entropy"] = surprise.mean().item()
-    if gap_tokens:
-        metrics["sampling/logp_difference_mean"] = gap / gap_tokens
-        metrics["sampling/logp_difference_max"] = largest_gap.item()
-    if weight_tokens:
-        metrics["sampling/importance_weight_mean"] = weight / weight_tokens
-    if balanced:
-        metrics["aux_loss"] = aux / balanced
-    return metrics
-
-
-def rollout_rows(
-    batch: RolloutBatch,
-    advantages: Advantages,
-    statistics: torch.Tensor,
-    names: Sequence[str],
-    step: int,
-    tokenizer: Any,
-    tags: ThinkTags,
-) -> list[dict[str, Any]]:
-    """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
-
-    `group` numbers the prompts of the step, from 1; `answer_start` and `forced_chars` (where `forced`) are
-    offsets into the text, found by the ids, so that a reader of the row needs no tokenizer.
-
-    Args:
-        statistics: of this process, (B, len(COLUMNS)). names: of the F reward functions.
-        step: optimizer steps done when they were sampled.
-    """
-    found, rows = batch.judged.completions, []
-    for index, numbers in enumerate(statistics.tolist()):
-        column = dict(zip(COLUMNS, numbers, strict=True))
-        closed, among_all = bool(column["closed"]), batch.first + index
-        rewards = batch.judged.rewards_per_func[among_all].tolist()
-        ids, text, span = found.completion_ids[index], _plain(found.texts[index]), found.forced[index]
-        rows.append(
-            {
-                "step": step,
-                "group": among_all // batch.group_size + 1,
-                "prompt": found.prompts[index],
-                "completion": found.texts[index],
-                "completion_ids": ids,
-                "answer_start": answer_offset(text, ids, tokenizer, tags),
-                "prompt_tokens": len(found.prompt_ids[index]),
-                "completion_tokens": int(column["tokens"]),
-                "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
-                "closed": closed,
-                "truncated": found.truncated[index],
-                "forced": bool(column["forced"]),
-                **({} if span is None else {"forced_chars": span_offsets(span, ids, tokenizer)}),
-                "kl": column["kl"],
-                "rewards": {name: _or_none(value) for name, value in zip(names, rewards, strict=True)},
-                "reward": _or_none(batch.judged.raw_scores[among_all].item()),
-                "advantage": advantages.per_row[among_all].item(),
-                "columns": {name: value for name, value in found.rows[index].items() if name != "prompt"},
-            }
-        )
-    return rows
-
-
-def _plain(text: Any) -> str:
-    """A completion's text; TRL stores it as a message if the prompt is one."""
-    return text if isinstance(text, str) else str(text[-1]["content"])
 
 
 def _or_none(value: float) -> float | None:
@@ -314,117 +393,3 @@ def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict
         metrics["thinking/forced_accuracy"] = right[forced & judged].mean().item()
         metrics["thinking/unforced_accuracy"] = right[~forced & judged].mean().item()
     return metrics
-
-
-class Recorder:
-    """Writes a step's metrics to the log of TRL's trainer, which averages them, and calls the listeners.
-
-    Args:
-        trainer: TRL's, with the records that its `log` reads. tags: of the model's thinking. end_ids: of a completion.
-        settings: of the penalty. has_budget: whether thinking may be closed by force.
-
-    Attributes:
-        listeners: called once a generation batch with one dict for each completion of this process.
-        episodes: completions so far, of all processes.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        parallel: Parallel,
-        tags: ThinkTags,
-        end_ids: set[int],
-        settings: AdvantageSettings,
-        has_budget: bool,
-    ):
-        self.trainer, self.parallel, self.settings = trainer, parallel, settings
-        self.tags, self.end_ids, self.has_budget = tags, end_ids, has_budget
-        self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
-        self.episodes = 0
-        self._begun: tuple[float, int] | None = None  # start time, and episodes before it (resumed run)
-
-    @property
-    def _is_training(self) -> bool:
-        return bool(self.trainer.model.training)
-
-    @property
-    def _metrics(self) -> Any:
-        return self.trainer._metrics["train" if self._is_training else "eval"]
-
-    def begin(self) -> None:
-        """Start the clock of completions per second at the first rollout."""
-        if self._begun is None:
-            self._begun = time.monotonic(), self.episodes
-
-    def leave_out(self, seconds: float) -> None:
-        """Exclude the last `seconds`, which were not training, from completions per second."""
-        if self._begun is not None:
-            self._begun = self._begun[0] + seconds, self._begun[1]
-
-    def count(self, name: str, value: float) -> None:
-        """Record one number of a step."""
-        self._metrics[name].append(float(value))
-
-    def rollout(self, batch: RolloutBatch) -> None:
-        """Metrics, TRL's table of completions, and the rows for the listeners."""
-        assert batch.advantages is not None
-        names = self.trainer.reward_func_names
-        statistics = sample_statistics(batch, self.tags, self.end_ids, self.settings.kl_form)
-        gathered = self.parallel.gather(statistics)  # (A, columns)
-        metrics = rollout_metrics(batch, batch.advantages, gathered, names, self.settings)
-        if self.has_budget:
-            answers = find_answer_column(batch.judged.rewards_per_func, names)
-            metrics |= thinking_metrics(gathered[:, COLUMNS.index("forced")], answers)
-        for name, value in metrics.items():  # an evaluation's last batch may be smaller: a value for each completion
-            self._metrics[name] += [value] * (1 if self._is_training else len(gathered))
-        self._table(batch, batch.advantages)
-        if self._is_training:
-            self.episodes += len(gathered)
-            if self.listeners:
-                step = self.trainer.state.global_step
-                rows = rollout_rows(
-                    batch, batch.advantages, statistics, names, step, self.trainer.processing_class, self.tags
-                )
-                for listener in self.listeners:
-                    listener(rows)
-
-    def _table(self, batch: RolloutBatch, advantages: Advantages) -> None:
-        """Fill TRL's table of completions and flush what rewards logged, in the same order on all processes."""
-        trainer, found, gather_list = self.trainer, batch.judged.completions, self.parallel.gather_list
-        logs = trainer._logs
-        logs["prompt"].extend(gather_list(found.prompts))
-        logs["completion"].extend(gather_list(found.texts))
-        for index, name in enumerate(trainer.reward_func_names):
-            logs["rewards"][name].extend(batch.judged.rewards_per_func[:, index].tolist())
-        logs["advantages"].extend(advantages.per_row.tolist())
-        for column in sorted(set(gather_list(list(trainer._pending_extra_logs)))):
-            mine = trainer._pending_extra_logs.get(column, [None] * len(found.rows))
-            logs["extra"][column].extend(gather_list(mine))
-        trainer._pending_extra_logs.clear()
-        for name in sorted(set(gather_list(list(trainer._pending_metrics)))):
-            values = gather_list(trainer._pending_metrics.get(name, []))
-            self._metrics[name].append(sum(values) / len(values))
-        trainer._pending_metrics.clear()
-
-    def step(self, stats: StepStats, on_policy: bool) -> None:
-        """Loss, entropy, ratios, clip shares and the gap to the sampler of one step's passes, over all processes."""
-        accelerator = self.parallel.accelerator
-        rows = accelerator.pad_across_processes(stats.per_row[stats.rows], dim=0, pad_index=torch.nan)
-        sums = [stats.policy_loss, stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight, stats.aux_loss]
-        summed = accelerator.reduce(torch.cat(sums), reduction="sum")
-        largest = self.parallel.gather(stats.gap[2:]).max()
-        for name, value in step_metrics(self.parallel.gather(rows), summed, largest, on_policy).items():
-            self._metrics[name].append(value)
-
-    def log(self, logs: dict[str, float]) -> dict[str, float]:
-        """TRL's logs plus episodes, episodes per second and the names of the older trainer.
-
-        A non-finite gradient norm is left out (the step was skipped)."""
-        if self._is_training and self._begun is not None and self._metrics:
-            elapsed = max(time.monotonic() - self._begun[0], 1e-9)
-            self._metrics["eps"] = [(self.episodes - self._begun[1]) / elapsed]
-            self._metrics["episode"] = [float(self.episodes)]
-        norm = logs.get("grad_norm")
-        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
-            logs = {name: value for name, value in logs.items() if name != "grad_norm"}
-        return logs | {"lr": logs["learning_rate"]} if "learning_rate" in logs else logs

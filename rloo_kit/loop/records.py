@@ -6,8 +6,9 @@ Shapes: B completions of this process, A of all processes, P_i and C_i tokens of
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +18,8 @@ from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scores
 
 
-@dataclass(frozen=True)
-class Completions:
-    """Completions of some prompts, one entry each.
+class Completions(NamedTuple):
+    """Completions of some prompts: lists with one entry each.
 
     Attributes:
         rows: the dataset's rows. prompts: their prompts, as TRL has them. texts: completions as rewards get them.
@@ -35,12 +35,7 @@ class Completions:
     texts: list[Any]
     truncated: list[bool]
     forced: list[tuple[int, int] | None]
-    sampler_logps: list[list[float]] | None
-
-    def map(self, change: Callable[[list[Any]], list[Any]]) -> "Completions":
-        """A copy with `change` applied to every list (to gather all processes, to select rows)."""
-        lists = {one.name: getattr(self, one.name) for one in fields(self)}
-        return replace(self, **{name: change(value) for name, value in lists.items() if value is not None})
+    sampler_logps: list[list[float] | None]
 
 
 @dataclass(frozen=True)
@@ -105,15 +100,7 @@ class RolloutBatch:
 
     def by_group(self, rows: Iterable[int]) -> list[list[int]]:
         """The rows, neighbours of one group together."""
-        parts: list[list[int]] = []
-        for row in rows:
-            if not parts or self._group(row) != self._group(parts[-1][-1]):
-                parts.append([])
-            parts[-1].append(row)
-        return parts
-
-    def _group(self, row: int) -> int:
-        return (self.first + row) // self.group_size
+        return [list(part) for _, part in groupby(rows, key=lambda row: (self.first + row) // self.group_size)]
 
     def groups(self, rows: Iterable[int]) -> list[Group]:
         """The rows as prompts with their completions."""

@@ -5,7 +5,6 @@ needs Triton, and the scorer's is the same on every machine.
 """
 
 import shlex
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import MISSING, dataclass, fields
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -29,7 +27,7 @@ from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.arguments import mixed_precision
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, is_step_row, use_text_progress
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
 from rloo_kit.models.policy import Policy, keep_settings, keep_values, save_adapter
 from rloo_kit.models.transformers import keep_4bit_weights
@@ -107,10 +105,10 @@ def fine_tune(
     for note in worked.notes:
         say(f"sft: {note}")
     if has_equal_tags(policy):
-        tags = (
-            f"WARNING: sft: the embedding's rows of {THINK_START} and {THINK_END} are equal, that is untrained, and an"
+        say(
+            f"WARNING: sft: the embedding's rows of {THINK_START} and {THINK_END} are equal, that is untrained, and an "
+            "adapter does not train them: set them from trained tokens first, or set model.lora=null"
         )
-        say(f"{tags} adapter does not train them: set them from trained tokens first, or set model.lora=null")
     opened = run_dir or open_folder(run, overwrite)
     with opened if run_dir is None else nullcontext():
         return _train(run, policy, worked, opened)
@@ -184,7 +182,7 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
     trainer = build_trainer(run, policy, worked, unused)
     before = Evaluation.read(run_dir / "before.json")
     after_s = 0.0 if before is None else before.seconds  # the one after takes about as long
-    for callback in (writer, _ProgressLine(trainer, run.run.progress_every_s, after_s), interrupts):
+    for callback in (writer, _ProgressLine(trainer, writer, run.run.progress_every_s, after_s), interrupts):
         trainer.add_callback(callback)
     say(f"sft: {worked}; {trainer.scorer.reason}")
     try:
@@ -238,12 +236,12 @@ def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder
 
 def _make_config(values: dict[str, Any]) -> Any:
     """`SFTConfig` with TRL's defaults, even if Unsloth generated the class."""
-    known = {field.name: field for field in fields(_STOCK) if field.init}
-    missing = {name: field for name, field in known.items() if name not in values}
-    whole = values | {
-        name: field.default if field.default_factory is MISSING else field.default_factory()
-        for name, field in missing.items()
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(_STOCK)
+        if field.init
     }
+    whole = defaults | values
     config = trl.SFTConfig(**whole)
     keep_values(config, _STOCK, whole)
     return config
@@ -323,23 +321,15 @@ def _group(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Group
     return Group(ids[:prompt], [ids[prompt:length]])
 
 
-class _ProgressLine(TrainerCallback):
-    """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step."""
+class _ProgressLine(ProgressLine):
+    """The progress line of supervised training."""
 
-    def __init__(self, trainer: SftTrainer, every_s: float, after_s: float):
-        self.trainer, self.every_s, self.after_s = trainer, every_s, after_s
-        self._begun = self._printed_at = 0.0
-        self._tokens = 0
+    def __init__(self, trainer: SftTrainer, writer: MetricsWriter, every_s: float, after_s: float):
+        super().__init__(writer, every_s, after_s)
+        self.trainer, self._tokens = trainer, 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._begun = self._printed_at = time.monotonic()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        now, step = time.monotonic(), state.global_step
-        is_edge = step in (1, state.max_steps)
-        if not is_step_row(logs) or not (is_edge or now - self._printed_at >= self.every_s):
-            return
-        speed = (self.trainer.tokens - self._tokens) / max(now - self._printed_at, 1e-9)
-        left = format_seconds((now - self._begun) / step * (state.max_steps - step) + self.after_s)
-        say(f"sft step {step}/{state.max_steps} | loss {logs['loss']:.3f} | {speed:.0f} tok/s | eta {left}")
-        self._printed_at, self._tokens = now, self.trainer.tokens
+    def _line(self, state: Any, left_s: float, since_s: float) -> str:
+        speed = (self.trainer.tokens - self._tokens) / max(since_s, 1e-9)
+        self._tokens = self.trainer.tokens
+        loss, eta = self._logs["loss"], format_seconds(left_s)
+        return f"sft step {state.global_step}/{state.max_steps} | loss {loss:.3f} | {speed:.0f} tok/s | eta {eta}"

@@ -11,25 +11,21 @@ not. With a KL penalty the advantages come from the same pass (`memory: fast`). 
 Shapes: B completions of this process, A of all processes, K a group, R of a pass, N their tokens end to end.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
-from rloo_kit.gradient.objective import Objective, all_finite, policy_loss, spread
-from rloo_kit.gradient.policy_scorer import PolicyScorer
-from rloo_kit.gradient.sampler_correction import correction_weights
+from rloo_kit.gradient.objective import Objective, all_finite, correction_weights, policy_loss, spread
+from rloo_kit.gradient.scorer import PolicyScorer
+from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler, replace_tied_groups
 from rloo_kit.loop.metrics import Recorder
-from rloo_kit.loop.records import Completions, Judged, RolloutBatch, StepStats, pick, put
-from rloo_kit.loop.resample import PromptReservoir, find_tied_groups, replace_tied_groups
-from rloo_kit.loop.rewarder import Rewarder
-from rloo_kit.loop.sampler import Sampler
+from rloo_kit.loop.records import Judged, RolloutBatch, StepStats, pick, put
 from rloo_kit.models.parallel import Parallel, local_parts
 from rloo_kit.rollout.types import Filters
-from rloo_kit.runs.watch import FiniteWatch
+from rloo_kit.system.processes import say
 
 Backward = Callable[[torch.Tensor], None]
 
@@ -65,7 +61,11 @@ class StepSettings:
 
 
 class RLOOStep:
-    """The step. Its collaborators are typed attributes; `broken` names what was NaN or infinite in this step."""
+    """The step. Its collaborators are typed attributes.
+
+    Attributes:
+        broken: what was NaN or infinite in this step. skipped: counts the steps that were dropped for it.
+    """
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class RLOOStep:
         scorer: PolicyScorer,
         recorder: Recorder,
         parallel: Parallel,
-        finite: FiniteWatch,
+        skipped: FailureCount,
         reservoir: PromptReservoir | None = None,
     ):
         self.settings, self.sampler, self.rewarder = settings, sampler, rewarder
         self.scorer, self.recorder, self.parallel = scorer, recorder, parallel
-        self.finite, self.reservoir = finite, reservoir
+        self.skipped, self.reservoir = skipped, reservoir
         self.broken: str | None = None
 
     # ------------------------------------------------------------------------------------------------ the rollout
@@ -94,8 +94,10 @@ class RLOOStep:
         """
         self.recorder.begin()
         judged = self.judge(rows)
-        if model.training and self.settings.resample_rounds:
-            judged = self.replace_tied(judged)
+        if model.training and self.reservoir is not None:
+            rounds = self.settings.resample_rounds, self.settings.num_generations
+            judged, replaced = replace_tied_groups(judged, self.judge, self.reservoir, *rounds, self.parallel)
+            self.recorder.count("rollout/resampled_groups", replaced)
         failed_share = judged.failed.any(dim=1).float().mean().item()
         self.recorder.count("rewards/failed_ratio", failed_share)
         if model.training:
@@ -112,40 +114,11 @@ class RLOOStep:
         """Sample a completion for each row and score it."""
         return self.rewarder.judge(self.sampler.sample(rows))
 
-    def replace_tied(self, judged: Judged) -> Judged:
-        """Dynamic sampling: replace groups with equal scores, which have no signal, by groups of fresh prompts."""
-        size, replaced = self.settings.num_generations, 0
-        mine = self.parallel.rows(len(judged.completions.rows))
-        for _ in range(self.settings.resample_rounds):
-            tied = find_tied_groups(judged.scores, size)
-            rows = self._draw_fresh(len(tied), judged.completions) if tied else []
-            if not rows:
-                break
-            everywhere, fresh = self._of_all(judged), self._of_all(self.judge(rows))
-            everywhere, groups = replace_tied_groups(everywhere, fresh, size)
-            judged = replace(everywhere, completions=everywhere.completions.map(lambda values: values[mine]))
-            replaced += len(groups)
-        self.recorder.count("rollout/resampled_groups", replaced)
-        return judged
-
-    def _of_all(self, judged: Judged) -> Judged:
-        return replace(judged, completions=judged.completions.map(self.parallel.gather_list))
-
-    def _draw_fresh(self, groups: int, in_use: Completions) -> list[dict[str, Any]]:
-        """This process's share of fresh prompts for `groups` groups, K times each; every process draws the same."""
-        assert self.reservoir is not None  # there is one wherever there are rounds
-        processes = self.parallel.accelerator.num_processes
-        prompts = [{"prompt": prompt} for prompt in self.parallel.gather_list(in_use.prompts)]
-        drawn = self.reservoir.draw(math.ceil(groups / processes) * processes, prompts)
-        mine = self.parallel.rows(len(drawn) // processes)
-        return [row for row in drawn[mine] for _ in range(self.settings.num_generations)]
-
     def lay_out(self, judged: Judged, training: bool) -> RolloutBatch:
         """Token ids and masks on the device, and the scores to compare."""
         found, device = judged.completions, self.parallel.accelerator.device
 
-        def ragged(rows: Iterable[list[Any]], dtype: torch.dtype) -> list[torch.Tensor]:
-            rows = list(rows)
+        def ragged(rows: list[list[Any]], dtype: torch.dtype) -> list[torch.Tensor]:
             flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
             return list(flat.to(device).split([len(row) for row in rows]))
 
@@ -160,7 +133,7 @@ class RLOOStep:
         if not self.settings.baseline_includes_masked:
             is_masked = torch.tensor([not any(mask) for mask in masks], device=device)
             scores = scores.masked_fill(self.parallel.gather(is_masked), torch.nan)
-        logps = None if found.sampler_logps is None else ragged(found.sampler_logps, torch.float32)
+        logps = [row for row in found.sampler_logps if row is not None]
         return RolloutBatch(
             judged=judged,
             group_size=self.settings.num_generations if training else self.settings.num_generations_eval,
@@ -169,7 +142,7 @@ class RLOOStep:
             completions=ragged(found.completion_ids, torch.long),
             mask=ragged(masks, torch.bool),
             scores=scores,
-            sampler_logps=logps,
+            sampler_logps=ragged(logps, torch.float32) if len(logps) == len(masks) else None,
         )
 
     def score(self, model: torch.nn.Module, batch: RolloutBatch) -> None:
@@ -257,7 +230,7 @@ class RLOOStep:
         return batch.passes(rows if whole_groups else self._sort(batch, rows), self.scorer.tokens, limit, whole_groups)
 
     def _sort(self, batch: RolloutBatch, rows: Iterable[int]) -> Iterable[int]:
-        """The rows in the order of their passes: padded rows by length, so that those of a pass need little padding."""
+        """Padded rows by length, so that those of a pass need little padding; others as they are."""
         if self.scorer.layout != "padded":
             return rows
         return sorted(rows, key=lambda row: len(batch.prompts[row]) + len(batch.completions[row]))
@@ -361,11 +334,14 @@ class RLOOStep:
         if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):
             self.broken = self.broken or "the gradient"
         is_broken = self.parallel.any(self.broken is not None)
-        self.finite.observe(number, (self.broken or "another process") if is_broken else None)
+        reason = (self.broken or "another process") if is_broken else None
+        if self.skipped.add(reason):
+            how_often = f"{self.skipped.in_a_row} in a row; {self.skipped.patience} stop the run"
+            say(f"WARNING: step {number} is skipped: NaN or infinity in {reason} ({how_often})")
         self.broken = None
         for parameter in parameters:
             if is_broken:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.recorder.count("steps/skipped", self.finite.skipped)
+        self.recorder.count("steps/skipped", self.skipped.total)

@@ -2,11 +2,9 @@
 
 It has the hooks that TRL calls; the step is in `step`, and `build` assembles it. `tests/contracts/test_upstream.py`
 fingerprints the methods it replaces.
-
-Shapes: B completions of this process, P prompt, C completion tokens.
 """
 
-import math
+import functools
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -18,17 +16,15 @@ import trl
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from transformers import TrainerCallback
-from trl.trainer.utils import pad
 
-from rloo_kit.config.checks import find_eval_problem, find_prompt_problem
-from rloo_kit.errors import ConfigError
+from rloo_kit.config.checks import find_eval_problem
+from rloo_kit.errors import ConfigError, NonFiniteError
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
-from rloo_kit.loop.build import build_step, describe
+from rloo_kit.loop.build import build_step, check_prompts, describe, refuse_idle
 from rloo_kit.loop.callbacks import use_text_progress
-from rloo_kit.loop.checkpoints import StreamPlace, load_loop_state, read_place, save_checkpoint
+from rloo_kit.loop.checkpoints import StreamPlace, find_micro_step, load_loop_state, read_place, save_checkpoint
 from rloo_kit.loop.options import name_settings, naming_settings, option
 from rloo_kit.loop.records import RolloutBatch
-from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models import adapters
 from rloo_kit.models.policy import keep_settings
@@ -36,9 +32,6 @@ from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import saving
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
-
-# Methods of TRL that this loop replaces: a subclass's override of them is not called.
-BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
 
 
 class RLOOTrainer(trl.RLOOTrainer):
@@ -60,11 +53,9 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     Raises:
         ConfigError: an argument no longer has a meaning, or asks for something that the loop does not do.
-        RewardError: a reward cannot be called; or, from `train()`, rewards failed for more than
-            `max_reward_failure_share` of the samples in `reward_failure_steps` generation batches in a row; a
-            checkpoint is saved first.
-        NonFiniteError: from `train()`, when `max_skipped_steps` steps in a row had to be skipped because of a NaN or
-            an infinity; a checkpoint is saved first.
+        RewardError: a reward cannot be called; or, from `train()`, rewards failed too often (`reward_failure_steps`).
+        NonFiniteError: from `train()`, `max_skipped_steps` steps in a row had a NaN or an infinity. Before this error
+            and the one before it a checkpoint is saved.
     """
 
     rloo: RLOOStep
@@ -114,15 +105,7 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     def describe(self) -> str:
         """One line each for the engine, the scoring, the memory mode (each with its reason) and the processes."""
-        bypassed = [name for name in BYPASSED if getattr(type(self), name) is not getattr(RLOOTrainer, name)]
-        lines = [
-            f"WARNING: {type(self).__name__}.{name} is not called in training here: override _generate_single_turn "
-            "(what samples) or _compute_loss (what is trained)"
-            for name in bypassed
-        ]
-        if self.args.learning_rate == 0:
-            lines.append("WARNING: learning_rate is 0, so no weight will move")
-        return "\n".join([name_settings(describe(self.rloo), self.args), *lines])
+        return name_settings(describe(self), self.args)
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """TRL's."""
@@ -158,23 +141,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         unit = self.num_generations if step % self.num_generations == rows % self.num_generations == 0 else 1
         return [first * unit + row for first in torch.randperm(rows // unit).tolist() for row in range(unit)]
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's contract: prompts padded on the left, completions on the right, and their advantages."""
-        batch = self.rloo.roll_out(self.model, inputs)
-        padded: dict[str, Any] = {"rollout": batch}
-        for name, rows, side in (("prompt", batch.prompts, "left"), ("completion", batch.completions, "right")):
-            padded[f"{name}_ids"] = pad(rows, padding_value=self._tokenizer.pad_token_id, padding_side=side)
-            padded[f"{name}_mask"] = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side=side)
-        assert batch.advantages is not None
-        padded["advantages"] = batch.advantages.trained
-        if batch.advantages.per_token:
-            parts = batch.advantages.trained.split(batch.lengths)
-            padded["advantages"] = pad(list(parts), padding_value=0.0, padding_side="right")
-        return padded
-
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """Completions from the engine."""
-        check_prompts(prompt_ids)
+        """TRL's; the ids of the completions, from the engine (`Sampler`)."""
         return self.rloo.sampler.complete(prompt_ids)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -206,27 +174,18 @@ class RLOOTrainer(trl.RLOOTrainer):
     def _trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _refuse_idle(self) -> None:
-        """Raise ConfigError if training would change nothing."""
-        trained = {id(parameter) for parameter in self._trained_parameters()}
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        problem = ""
-        if not trained:
-            problem = "no parameter requires a gradient: load an adapter with is_trainable=True"
-        elif self.rloo.parallel.kind != "shards" and not trained & held:
-            problem = "the optimizer has none of the trained parameters: leave optimizers out"
-        elif self.state.max_steps <= 0:
-            problem = "there is no step to take: raise max_steps or num_train_epochs"
-        if problem:
-            raise ConfigError(f"nothing would be trained, because {problem}")
-
     def _close_step(self) -> None:
         """Before the optimizer's step; too many broken steps in a row end the run after a checkpoint."""
-        finite = self.rloo.finite
+        skipped = self.rloo.skipped
         self.rloo.close(self._trained_parameters(), self.state.global_step + 1)
-        if finite.exceeded:
+        if skipped.exceeded:
             self._save_checkpoint(self.model, trial=None)
-            raise finite.make_error(self.args.output_dir)
+            raise NonFiniteError(
+                f"NaN or infinity in {skipped.reason}, {skipped.patience} steps in a row (max_skipped_steps), so "
+                f"training stopped; none of them moved a weight. The state is saved in {self.args.output_dir}. Lower "
+                "learning_rate, raise beta, set delta if num_iterations is above 1, and prefer bf16 to fp16; then "
+                "start from an earlier checkpoint"
+            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with what the recorder adds."""
@@ -235,26 +194,22 @@ class RLOOTrainer(trl.RLOOTrainer):
     # ------------------------------------------------------------------------------------------------ the datasets
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """TRL's, with a check of the batch size; TRL checks it only if evaluations are part of training."""
+        """TRL's, which checks the batch size only if evaluations are part of training."""
         if problem := find_eval_problem(self.args.per_device_eval_batch_size, self.num_generations_eval):
             raise ConfigError(problem)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_train_dataloader(self) -> Any:
-        """TRL's, with a check of the prompt count; of a stream it reads only as many rows as a rollout needs."""
+        """TRL's, after a check of the prompt count; of a stream as many rows are read as a rollout needs."""
         if isinstance(self.train_dataset, IterableDataset):
             needed = self.args.generation_batch_size // self.num_generations
-            self._check_prompt_count(sum(1 for _ in self.train_dataset.take(needed)))
+            check_prompts(self, sum(1 for _ in self.train_dataset.take(needed)))
         return super().get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._check_prompt_count(len(self.train_dataset if dataset is None else dataset))
+        check_prompts(self, len(self.train_dataset if dataset is None else dataset))
         self._drawn = super()._get_train_sampler(dataset)
         return self._drawn
-
-    def _check_prompt_count(self, prompts: int) -> None:
-        if problem := find_prompt_problem(prompts, vars(self.args)):
-            raise ConfigError(problem)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -288,16 +243,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         self.rloo.scorer.copy = policy.peft_config.get("ref")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        write = super()._save_checkpoint
-
-        def write_into(folder: Path) -> None:
-            self._staging = folder
-            try:
-                write(model, trial)
-            finally:
-                self._staging = None
-
-        save_checkpoint(self, Path(self._get_output_dir(trial)), write_into)
+        write = functools.partial(super()._save_checkpoint, model, trial)
+        save_checkpoint(self, Path(self._get_output_dir(trial)), write)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging or super()._get_output_dir(trial))
@@ -320,20 +267,16 @@ class _LoopCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
-        self.trainer._refuse_idle()
-        self.trainer._window, self.trainer._due = None, []  # in use when training was interrupted
-        self.trainer.rloo.broken = None
+        trainer = self.trainer
+        refuse_idle(trainer)
+        trainer._window, trainer._due = None, []  # in use when training was interrupted
+        trainer.rloo.broken = None
         state.compute_steps(args, state.max_steps)  # the checkpoint's state has those of before
-        if self.trainer._place is not None:
-            self.trainer._step = self.trainer._place.micro_steps
+        if trainer._place is not None:
+            trainer._step = trainer._place.micro_steps
             return
-        accumulation, steps = args.gradient_accumulation_steps, state.global_step
-        pass_length = len(train_dataloader)  # micro-steps
-        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may have fewer micro-steps
-        passes, rest = divmod(steps, steps_a_pass)
-        self.trainer._step = passes * pass_length + rest * accumulation
-        sampler = self.trainer._drawn
-        if sampler is not None and sampler.shuffle:
+        trainer._step = find_micro_step(args, state, len(train_dataloader))
+        if (sampler := trainer._drawn) is not None and sampler.shuffle:
             for _ in range(int(state.epoch or 0)):  # completed passes
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
 
@@ -353,6 +296,5 @@ class _LoopCallback(TrainerCallback):
             self.trainer._place = place.move(micro_steps, is_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        close = getattr(self.trainer.rloo.sampler.engine, "close", None)
-        if close is not None:  # a server unloads the adapter
-            close()
+        if hasattr(engine := self.trainer.rloo.sampler.engine, "close"):  # a server unloads the adapter
+            engine.close()

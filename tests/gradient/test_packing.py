@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,17 +112,9 @@ def refuses_groups(query, key, *rest, **options):
 
 
 @functools.wraps(kernel_2_11)
-def groups_wrongly(query, key, value, *rest, **options):
-    """The key heads in another order than grouped heads have them."""
-    key, value = (states.repeat(1, query.size(1) // key.size(1), 1) for states in (key, value))
-    return kernel_2_11(query, key, value, *rest, **options)
-
-
-@functools.wraps(kernel_2_11)
 def loses_gradient(query, key, *rest, **options):
-    """Right values, and half of the keys' gradient where heads are grouped."""
-    key = key if query.size(1) == key.size(1) else (key + key.detach()) / 2
-    return kernel_2_11(query, key, *rest, **options)
+    """Right values, and half of the keys' gradient."""
+    return kernel_2_11(query, (key + key.detach()) / 2, *rest, **options)
 
 
 def use_kernel(monkeypatch: Any, kernel: Any) -> list[tuple[int, int]]:
@@ -170,32 +161,14 @@ def test_one_call_equals_the_buckets_with_every_torch(kernel, heads, checkpointe
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", [refuses_groups, groups_wrongly, loses_gradient])
-def test_a_kernel_that_fails_on_grouped_heads_gives_way_to_the_buckets(kernel, monkeypatch):
-    """Its error ended a run whose layout was given, and padded every row of another; the reason is a warning."""
-    laid, plan = make_plan()
-    states = random_states(laid.input_ids.numel(), 4, 2)
-    expected = attend(states, plan)
-    calls = use_kernel(monkeypatch, kernel)
-    with pytest.warns(UserWarning, match="4 query heads, 2 key heads") as warned:
-        found = attend(states, plan, checkpointed=True)
-    assert "buckets" in str(warned[0].message) and len(warned) == 1
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    tried = len(calls)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attend(states, plan)
-        assert len(calls) == tried, "the kernel is tested once"
-        attend(random_states(laid.input_ids.numel(), 4, 4), plan)
-    assert calls[-1] == (4, 4), "heads that it takes still go through it"
-
-
-def test_a_scorer_keeps_shared_rows_where_the_kernel_fails(tiny_model, monkeypatch):
-    """The self-check met the kernel's error and padded the rows; the buckets were there all the time."""
-    use_kernel(monkeypatch, refuses_groups)
-    with pytest.warns(UserWarning, match="buckets"):
-        scorer = Scorer(tiny_model, 1.0, pad_id=256)
-    assert scorer.layout == "shared", scorer.reason
+@pytest.mark.parametrize(
+    ("kernel", "reason"), [(refuses_groups, "RuntimeError: Number of heads"), (loses_gradient, "gradients are off")]
+)
+def test_a_kernel_that_fails_is_not_used(kernel, reason, tiny_model, monkeypatch):
+    """The scorer compares every layout, and with it the kernel, with single sequences; the reason is printed."""
+    use_kernel(monkeypatch, kernel)
+    scorer = Scorer(tiny_model, 1.0, pad_id=256)
+    assert scorer.layout == "padded" and reason in scorer.reason
 
 
 def test_the_kernel_is_used_where_torch_and_the_gpu_have_it(monkeypatch):

@@ -93,28 +93,48 @@ def off(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize(
-    ("reward", "baseline", "form"),
-    [(unless_72, "leave_one_out", form) for form in ("sum", "length_normalized", "per_token")]
-    + [(unless_72, baseline, "sum") for baseline in ("group_mean", "none")]
-    + [(tied, "leave_one_out", "sum"), (by_length, "none", "per_token")],
-)
-def test_memory_modes_make_one_gradient(form, baseline, reward, step):
-    """What is scored first, and how many rows at once, is a matter of memory; the small GPUs that need `low` cannot run
-    the other modes to compare."""
-    options = {"kl_form": form, "baseline": baseline, "tokens_per_pass": 40}
-    expected, trainer = step(reward, memory="balanced", **options)
+# What of the step is compared: the reward and the options.
+GRPO = {"baseline": "group_mean", "scale_rewards": "group"}
+MASKED = {"mask_truncated_completions": True}
+METHODS = {
+    "some unscored": (unless_72, {}),
+    "length-normalized KL": (unless_72, {"kl_form": "length_normalized"}),
+    "KL per token": (unless_72, {"kl_form": "per_token"}),
+    "group mean": (unless_72, {"baseline": "group_mean"}),
+    "no baseline": (unless_72, {"baseline": "none"}),
+    "a tied group": (tied, {}),
+    "KL per token, no baseline": (by_length, {"kl_form": "per_token", "baseline": "none"}),
+    "Dr. GRPO": (unless_72, GRPO | MASKED | {"token_mean": "none"}),
+    "GRPO": (tied, GRPO | MASKED | {"token_mean": "completion", "kl_form": "length_normalized"}),
+    "DAPO": (by_length, GRPO | MASKED | {"token_mean": "batch", "kl_form": "per_token"}),
+}
+# How it is computed: memory mode, batch x accumulation, tokens of a pass.
+WAYS = [
+    ("fast", 8, 40), ("fast", 8, 1), ("fast", 4, 10_000), ("fast", 2, 10_000), ("low", 8, 40), ("low", 1, 40),
+    ("balanced", 1, 1), ("balanced", 2, 10_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_way_of_computing_makes_one_gradient(method, step):
+    """What is scored first, how many rows at once and how a batch is split is a matter of memory; the small GPUs that
+    need `low` cannot run the other modes to compare. A deviation or a count of tokens of one pass, or of one
+    micro-step, trains too, and is another method."""
+    reward, options = METHODS[method]
+    expected, trainer = step(reward, memory="balanced", tokens_per_pass=40, **options)
     rows = trainer.state.log_history[0]
-    for memory in ("fast", "low"):
-        found, other = step(reward, memory=memory, **options)
-        assert off(found, expected) < TOLERANCE, memory
-        logs = other.state.log_history[0]
-        for name in ("loss", "kl", "objective/rlhf_reward", "val/ratio", "kl/spread_ratio"):
-            assert logs[name] == pytest.approx(rows[name], abs=1e-5), f"{memory}: {name}"
     assert any(not graph for _, graph in trainer.passes_seen), "balanced scores the policy before its training passes"
-    assert max(rows for rows, graph in other.passes_seen if graph) == 1, "low: one sequence at a time"
-    without_graph = [rows for rows, graph in other.passes_seen if not graph]
-    assert sum(without_graph) == 8 and len(without_graph) < 8, "short ones are scored together first"
+    for memory, batch, tokens in WAYS:
+        split = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 8 // batch}
+        found, other = step(reward, memory=memory, tokens_per_pass=tokens, **options | split)
+        assert off(found, expected) < TOLERANCE, (memory, batch, tokens)
+        logs = other.state.log_history[0]
+        for name in ("loss", "loss/policy_avg", "kl", "objective/rlhf_reward", "val/ratio", "kl/spread_ratio"):
+            assert logs.get(name) == pytest.approx(rows.get(name), abs=1e-5), (memory, batch, tokens, name)
+        if memory == "low":
+            assert max(rows for rows, graph in other.passes_seen if graph) == 1, "one sequence at a time"
+            without_graph = [rows for rows, graph in other.passes_seen if not graph]
+            assert sum(without_graph) == 8 and len(without_graph) < 8, "short ones are scored together first"
 
 
 @pytest.mark.parametrize(("attention", "layout"), [("sdpa", "shared"), ("eager", "padded")])
@@ -188,27 +208,9 @@ def test_a_ratio_for_each_token_on_policy_is_the_ratio_of_all(form, step):
 
 def test_fast_scores_the_policy_once(step):
     """A second policy pass on-policy is a quarter of the step for nothing."""
-    _, trainer = step(memory="fast", tokens_per_pass=30)
-    assert trainer.passes_seen == [(4, True), (4, True)], "whole groups, with their graph, once"
-
-
-@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
-@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-def test_a_split_of_the_batch_changes_nothing(memory, batch, accumulation, step):
-    """Batch x accumulation says how many completions make a step; the step itself must not depend on the split."""
-    expected, _ = step(memory=memory, steps=2)
-    found, _ = step(memory=memory, steps=2, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
-    assert off(found[0], expected[0]) < TOLERANCE
-    assert off(found[1], expected[1]) < TOLERANCE
-
-
-@pytest.mark.parametrize("tokens", [1, 25, 10_000])
-def test_the_size_of_a_pass_changes_nothing(tokens, step):
-    """Memory is spared by cutting passes, never by another gradient."""
-    expected, _ = step(memory="fast", tokens_per_pass=10_000)
-    found, trainer = step(memory="fast", tokens_per_pass=tokens)
-    assert off(found, expected) < TOLERANCE
-    assert len(trainer.passes_seen) == (1 if tokens == 10_000 else 2), "a group is never cut in fast"
+    for tokens, passes in ((1, [4, 4]), (30, [4, 4]), (10_000, [8])):
+        _, trainer = step(memory="fast", tokens_per_pass=tokens)
+        assert trainer.passes_seen == [(rows, True) for rows in passes], "whole groups, with their graph, once"
 
 
 def test_without_a_penalty_tied_groups_are_not_computed(step):
@@ -262,33 +264,6 @@ def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
         ratios = [logs["val/ratio"] for logs in trainer.state.log_history if "val/ratio" in logs]
         assert ratios[0] == 1.0
         assert ratios[-1] != 1.0
-
-
-GRPO = {"baseline": "group_mean", "scale_rewards": "group"}
-GRPO_REWARDS = [(unless_72, "sum"), (tied, "length_normalized"), (by_length, "per_token")]
-TOKEN_MEANS = ["none", "completion", "batch"]
-
-
-@pytest.mark.parametrize(
-    ("mean", "reward", "form"),
-    [  # every mean and every reward once without the slow tests
-        pytest.param(mean, *case, marks=() if number == place else pytest.mark.slow)
-        for number, mean in enumerate(TOKEN_MEANS)
-        for place, case in enumerate(GRPO_REWARDS)
-    ],
-)
-def test_memory_modes_and_splits_make_one_gradient_of_grpo(mean, reward, form, step):
-    """A deviation or a count of tokens of one pass, or of one micro-step, trains too, and is another method."""
-    options = GRPO | {"token_mean": mean, "kl_form": form, "mask_truncated_completions": True}
-    expected, trainer = step(reward, memory="balanced", **options)
-    rows = trainer.state.log_history[0]
-    for memory, batch, tokens in (("fast", 8, 40), ("fast", 2, 10_000), ("low", 8, 40), ("balanced", 1, 1)):
-        split = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 8 // batch}
-        found, other = step(reward, memory=memory, tokens_per_pass=tokens, **options | split)
-        assert off(found, expected) < TOLERANCE, (memory, batch)
-        logs = other.state.log_history[0]
-        for name in ("loss", "loss/policy_avg"):
-            assert logs[name] == pytest.approx(rows[name], abs=1e-5), f"{memory}, {batch}: {name}"
 
 
 def test_a_mean_over_tokens_counts_groups_that_are_skipped(step):

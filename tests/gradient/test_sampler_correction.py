@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rloo_kit.gradient.sampler_correction import correction_weights
+from rloo_kit.gradient.objective import correction_weights
 
 NAN, INF = math.nan, math.inf
 FORMS = ("sequence", "token", "sequence_mask", "token_mask")

@@ -89,24 +89,6 @@ def test_an_adapter_scores_as_its_logits_say(layout, make_adapter, groups):
     assert scores.entropies is None and scorer.score(policy, groups).entropies.shape == scores.logps.shape
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_recomputes_with_the_same_packing(use_reentrant, make_adapter, groups):
-    """The backward pass runs the layers again: without the plan they would silently attend across sequences."""
-    policy = make_adapter().train()
-    scorer = Scorer(policy, 1.0, pad_id=256)
-    expected = gradients_of(policy, by_logits(policy, groups))
-    policy.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
-        policy.enable_input_require_grads()
-    calls = []
-    plain = packing.attend_by_plan
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "attend_by_plan", lambda *some: calls.append(1) or plain(*some))
-        found = gradients_of(policy, scorer.score(policy, groups).logps)
-    assert len(calls) == 4  # two layers, forward and recomputed
-    assert (found - expected).norm() < 2e-6 * expected.norm()
-
-
 def test_four_bits(make_tiny_model, make_adapter, groups, tmp_path):
     """The base that most runs have; its layers are called with one long row where they saw a batch of short ones."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -223,6 +205,29 @@ def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model, gro
         scorer = Scorer(model, 1.0, pad_id=256)
         assert scorer.layout == "padded" and reason in scorer.reason, scorer.reason
         compare(model, scorer, groups)
+
+
+SCALED = {
+    "Cohere": {"logit_scale": 0.25},
+    "Cohere2": {"logit_scale": 0.25},
+    "Granite": {"logits_scaling": 4.0},
+    "HyperCLOVAX": {"logits_scaling": 4.0},
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_logits_are_scored_as_the_model_makes_them(name, groups):
+    """Cohere multiplies its logits, Granite divides them, and HyperCLOVA X multiplies under Granite's name."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[name.lower()](
+        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, **SCALED[name],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20.0)  # far from uniform, so that a scale shows
+    compare(model, Scorer(model, 0.7, pad_id=256), groups, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -67,14 +67,13 @@ def start(write_config):
 
 @pytest.fixture
 def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
-    """`make_trainer(rewards, completions=..., **options)`: our trainer on some prompts, with given completions or its
-    own."""
+    """`make_trainer(rewards, completions=..., **options)`: our trainer on some prompts, with given completions (again
+    from the first) or its own; `arguments` are the trainer's, in place of those here."""
 
-    def build(rewards, completions=None, model=None, lora=True, prompts=8, **options):
+    def build(rewards, completions=None, model=None, lora=True, prompts=8, arguments=None, **options):
         from peft import LoraConfig
 
-        from rloo_kit.loop.options import RLOOConfig
-        from rloo_kit.loop.trainer import RLOOTrainer
+        from rloo_kit import RLOOConfig, RLOOTrainer
 
         settings = {
             "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
@@ -82,17 +81,17 @@ def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
             "save_strategy": "no",
         } | options  # fmt: skip
         data = Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(prompts)]})
-        trainer = RLOOTrainer(
-            model=model or make_tiny_model(),
-            reward_funcs=rewards,
-            args=RLOOConfig(**settings),
-            train_dataset=data,
-            eval_dataset=data.select(range(2)) if "eval_strategy" in options else None,
-            processing_class=tiny_tokenizer,
-            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
-        )
+        given = {"reward_funcs": rewards, "train_dataset": data, "processing_class": tiny_tokenizer}
+        given["eval_dataset"] = data.select(range(2)) if "eval_strategy" in options else None
+        given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None
+        given |= arguments or {}
+        if "model" not in given:
+            given["model"] = model or make_tiny_model()
+        trainer = RLOOTrainer(**{"args": RLOOConfig(**settings)} | given)
         if completions is not None:
-            trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions[: len(prompt_ids)]]
+            trainer._generate_single_turn = lambda ids, *_: [
+                list(completions[row % len(completions)]) for row in range(len(ids))
+            ]
         return trainer
 
     return build
@@ -115,24 +114,17 @@ class Trained:
 
 
 @pytest.fixture
-def trl_train(tiny_folder, tiny_tokenizer, tmp_path):
+def trl_train(make_trainer, tiny_folder):
     """`trl_train(reward, completions=..., arguments={"peft_config": ...}, max_steps=1, ...)`: the call of TRL's own
     examples, from a model's folder and with every parameter trained; it may be given other arguments and options."""
 
     def run(reward=by_ids, completions=None, arguments=None, before=None, **options):
-        from rloo_kit import RLOOConfig, RLOOTrainer
-
         settings = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
-            "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "learning_rate": 0.1, "max_steps": 2,
-            "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6,
+            "learning_rate": 0.1, "max_steps": 2, "per_device_train_batch_size": 4, "max_completion_length": 6,
         } | options  # fmt: skip
-        given = {"model": str(tiny_folder), "processing_class": tiny_tokenizer, "reward_funcs": reward}
+        given = {"model": str(tiny_folder), "eval_dataset": None}
         given |= {"train_dataset": Dataset.from_dict({"prompt": [f"{n}+1=" for n in range(6)]})} | (arguments or {})
-        trainer = RLOOTrainer(**{"args": RLOOConfig(**settings)} | given)
-        if completions is not None:
-            rounds = [list(ids) for ids in completions]
-            trainer._generate_single_turn = lambda ids, *_: [rounds[row % len(rounds)] for row in range(len(ids))]
+        trainer = make_trainer(reward, completions, lora=False, arguments=given, **settings)
         rows = []
         trainer.rollout_listeners.append(rows.extend)
         if before is not None:

@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rloo_kit.errors import NonFiniteError, RlooKitError
 from rloo_kit.loop import callbacks
 from rloo_kit.loop.callbacks import MetricsWriter, ProgressLine, RolloutLog, SampleTable
+from rloo_kit.loop.collaborators import FailureCount
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.runs.watch import FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
 TAGS = ThinkTags(start_id=259, end_id=260)
@@ -122,19 +121,11 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
     assert max(map(len, printed.splitlines())) <= 100, "a wider table wraps in the middle of its frame"
 
 
-def test_it_stops_after_so_many_in_a_row(capsys):
+def test_it_stops_after_so_many_in_a_row():
     """One float16 overflow is weather; a policy that has blown up skips every step to the end, at full cost."""
-    watch = FiniteWatch(patience=3)
-    for step, broken in enumerate(["the KL", "the KL", None, "the loss", "the loss"], 1):
-        watch.observe(step, broken)
-        assert not watch.exceeded
-    watch.observe(6, "the gradient")
-    assert watch.exceeded and (watch.skipped, watch.in_a_row) == (5, 3)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "WARNING: step 1 is skipped: NaN or infinity in the KL (1 in a row; 3 stop the run)"
-    assert [line.split()[2] for line in lines] == ["1", "2", "5", "6"], "the 1st, 2nd and 4th, and the one that stops"
-    error = watch.make_error("outputs/x")  # "loss is NaN" after a night does not say where to resume
-    assert isinstance(error, NonFiniteError) and isinstance(error, RlooKitError)
-    assert isinstance(error, FloatingPointError)
-    for words in ("NaN or infinity in the gradient", "max_skipped_steps = 3", "outputs/x", "learning_rate", "delta"):
-        assert words in str(error)
+    count = FailureCount(patience=3)
+    said = [step for step, broken in enumerate(["KL", "KL", None, "loss", "loss"], 1) if count.add(broken)]
+    assert said == [1, 2, 5] and not count.exceeded
+    assert count.add("the gradient") and count.exceeded, "the one that stops is reported, the 5th"
+    assert (count.total, count.in_a_row, count.reason) == (5, 3, "the gradient")
+    assert count.add("a reward", counts=False) is False and count.in_a_row == 0

@@ -88,12 +88,6 @@ def test_a_run_on_the_cpu_is_measured_by_what_it_added(
     assert "measured peak" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_without_a_rollout_says_nothing(tmp_path: Path, run_dir: SimpleNamespace) -> None:
-    """A resumed run that was finished already has no peak to report."""
-    watch_of(Machine("the CPU", 16.0, 0.3, False)).report(run_dir)
-    assert not (tmp_path / "memory.json").exists()
-
-
 def test_training_writes_the_figures_into_its_folder(start, capsys: pytest.CaptureFixture[str]) -> None:
     """A run ends with its measured peak next to the planned one."""
     result = start("rloo.max_steps=1")

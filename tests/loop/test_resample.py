@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rloo_kit.errors import DataError
-from rloo_kit.loop.resample import PromptReservoir
+from rloo_kit.loop.collaborators import PromptReservoir
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -30,8 +30,8 @@ def test_every_prompt_comes_once_a_pass():
 def test_what_is_in_the_batch_is_passed_over_and_small_data_ends():
     """With 4 prompts and 3 of them in the batch one is left: a loop until there are enough would never end."""
     reservoir = PromptReservoir(rows(4), seed=0)
-    assert names(reservoir.draw(3, rows(3))) == ["p3"]
-    assert reservoir.draw(3, rows(4)) == []
+    assert names(reservoir.draw(3, names(rows(3)))) == ["p3"]
+    assert reservoir.draw(3, names(rows(4))) == []
     repeated = PromptReservoir([{"prompt": "same"}] * 5, seed=0)
     assert len(repeated.draw(3, [])) == 1, "groups of one prompt are one group's worth of news"
 
@@ -40,7 +40,7 @@ def test_a_resumed_reservoir_goes_on_where_it_was():
     """A resume that starts the order over trains other prompts than the run that was never cut."""
     whole, cut = PromptReservoir(rows(7), seed=1), PromptReservoir(rows(7), seed=1)
     for reservoir in (whole, cut):
-        reservoir.draw(5, rows(2))
+        reservoir.draw(5, names(rows(2)))
     resumed = PromptReservoir(rows(7), seed=99)
     resumed.load_state_dict(cut.state_dict())
     for _ in range(4):

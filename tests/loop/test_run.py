@@ -29,7 +29,6 @@ from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.rollouts import read_rollouts
-from rloo_kit.runs.rows import to_lines
 from rloo_kit.runs.run_dir import RunDir, open_runs
 from rloo_kit.system import environment
 from tests.loop.conftest import by_ids
@@ -400,20 +399,6 @@ def test_a_run_that_trains_on_drops_its_last_results(start):
     assert start("rloo.max_steps=2", resume=True).steps == 2 and (folder / "after.json").exists()
     assert start("rloo.max_steps=3", resume=True).steps == 3
     assert not (folder / "after.json").exists() and not (folder / "report.html").exists()
-
-
-def test_the_rollouts_of_an_earlier_version_are_resumed(start):
-    """They were in one file that was appended to."""
-    words = ("rloo.save_steps=1", "rloo.save_total_limit=null")
-    folder = start(*words).folder
-    whole = list(read_rollouts(folder))
-    (folder / "rollouts.jsonl").write_bytes(to_lines(whole))
-    shutil.rmtree(folder / "rollouts")
-    for step in (2, 3, 4):
-        (folder / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt").unlink()
-    again = start(*words, resume=True)
-    assert again.steps == 4 and list(read_rollouts(folder)) == whole and not (folder / "rollouts.jsonl").exists()
-    assert [row["step"] for row in again.metrics] == [1, 2, 3, 4]
 
 
 def test_resume_of_a_finished_run_loads_it_and_trains_no_step(start, capsys):

@@ -207,13 +207,6 @@ def test_a_broken_loss_ends_it(load, press):
     assert not (run.folder.parent / "tiny-sft" / "adapter").exists()
 
 
-def test_one_process(load, monkeypatch):
-    run, policy, data = load()
-    monkeypatch.setattr(sft, "count_processes", lambda: 2)
-    with pytest.raises(ConfigError, match="without a launcher"):
-        fine_tune(run, policy, data)
-
-
 @pytest.mark.parametrize("keys", [[], ["model.lora=null"], ["model.load_in_4bit=true"]], ids=" ".join)
 def test_rloo_starts_from_it_and_keeps_it_as_the_reference(load, keys, tmp_path):
     """A KL against the base without the adapter would pull the policy back to where it solved nothing: at step 1 the KL

@@ -117,9 +117,10 @@ def test_rollout_rows_tell_what_happened(make_trainer):
 
 
 def _judged(trainer):
+    """The advantages of four completions of one prompt."""
     inputs = [{"prompt": trainer.train_dataset[0]["prompt"]} for _ in range(4)]
     trainer.model.train()
-    return trainer._generate_and_score_completions(inputs)["advantages"]
+    return trainer.rloo.roll_out(trainer.model, inputs).advantages
 
 
 def test_missing_eos_penalty_is_subtracted_from_what_does_not_end(make_trainer):
@@ -128,7 +129,7 @@ def test_missing_eos_penalty_is_subtracted_from_what_does_not_end(make_trainer):
     trainer = make_trainer(
         lambda completion_ids, **_: [1.0] * len(completion_ids), completions, missing_eos_penalty=0.9
     )
-    assert _judged(trainer).tolist() == pytest.approx([0.6, 0.6, -0.6, -0.6], abs=1e-6)
+    assert _judged(trainer).trained.tolist() == pytest.approx([0.6, 0.6, -0.6, -0.6], abs=1e-6)
 
 
 def test_rewards_are_normalised_then_clipped(make_trainer):
@@ -141,7 +142,7 @@ def test_rewards_are_normalised_then_clipped(make_trainer):
     z = 15 / (sum((x - 15) ** 2 for x in (0, 10, 20, 30)) / 3) ** 0.5  # the highest score, in standard deviations
     scores = [-1.0, -z / 3, z / 3, 1.0]
     expected = [score - (sum(scores) - score) / 3 for score in scores]
-    assert _judged(trainer).tolist() == pytest.approx(expected, abs=1e-5)
+    assert _judged(trainer).trained.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("form", ["sum", "length_normalized", "per_token"])
@@ -159,14 +160,14 @@ def test_kl_forms_reach_the_advantages(form, make_trainer):
     kl = [row["kl"] for row in rows]
     assert max(abs(value) for value in kl) > 1e-3
     if form == "per_token":
-        assert advantages.shape == (4, 6)
-        assert advantages[:, 0].tolist() == pytest.approx([-0.5 * value for value in kl], abs=1e-5)
-        assert advantages[1, 2:].abs().sum() == 0
+        assert advantages.trained.shape == (13,)
+        firsts = [advantages.of([row])[0].item() for row in range(4)]
+        assert firsts == pytest.approx([-0.5 * value for value in kl], abs=1e-5)
         return
     if form == "length_normalized":
         kl = [value / len(ids) for value, ids in zip(kl, completions, strict=True)]
     expected = [-0.5 * (value - (sum(kl) - value) / 3) for value in kl]
-    assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
+    assert advantages.trained.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_tokens_pay_by_themselves_is_in_the_log_too(make_trainer):
@@ -192,7 +193,7 @@ def test_failing_reward_unscores_the_sample_and_spares_the_rest(make_trainer):
     base = by_length([[70, EOS]])[0]
     assert rows[1]["reward"] is None
     assert [row["reward"] for row in rows if row is not rows[1]] == pytest.approx([1 + base, 3 + base, 5 + base])
-    assert advantages.tolist() == pytest.approx([-3.0, 0.0, 0.0, 3.0], abs=1e-5)
+    assert advantages.trained.tolist() == pytest.approx([-3.0, 0.0, 0.0, 3.0], abs=1e-5)
     assert trainer._metrics["train"]["rewards/failed_ratio"] == [0.25]
 
 
@@ -386,14 +387,14 @@ def test_a_prompt_without_tokens_is_refused(engine, make_trainer):
     """The engine met it as an index that is out of range, with nothing about the dataset."""
     trainer = make_trainer(rollout_engine=engine)
     with pytest.raises(DataError, match="prompt 1 .* no tokens"):
-        trainer._generate_and_score_completions([{"prompt": "1+1"}, {"prompt": ""}] * 4)
+        trainer.rloo.roll_out(trainer.model, [{"prompt": "1+1"}, {"prompt": ""}] * 4)
 
 
 def test_images_are_refused(make_trainer):
     """The loop scores text only; an image column would be dropped on the way and the run would train blind."""
     trainer = make_trainer()
     with pytest.raises(DataError, match="image column"):
-        trainer._generate_and_score_completions([{"prompt": "x", "image": object()}])
+        trainer.rloo.roll_out(trainer.model, [{"prompt": "x", "image": object()}])
 
 
 def test_trls_continuous_batching_is_refused(make_trainer):

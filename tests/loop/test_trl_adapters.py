@@ -51,13 +51,6 @@ def test_from_a_folder_with_its_own_tokenizer(trl_train, tiny_folder):
     assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6) and run.steps[1]["kl"] != 0.0
 
 
-def test_without_kl_there_is_no_reference(trl_train):
-    """beta=0.0 is set to save the second model; one that is loaded all the same is half of the memory."""
-    run = trl_train(beta=0.0)
-    assert run.kept == set() and run.trainer.ref_model is None
-    assert not [name for step in run.steps for name in step if name.startswith(("kl", "objective/kl"))]
-
-
 def test_every_end_token_of_the_model_ends_a_completion(trl_train, make_tiny_model):
     """Qwen3 declares two; a completion that ended with the second counted as cut off, and was masked or charged."""
     model = make_tiny_model()

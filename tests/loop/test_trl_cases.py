@@ -98,19 +98,6 @@ def test_columns_and_the_state_reach_a_reward_in_the_order_of_its_samples(trl_tr
     assert seen == [(0, 2, ["log_extra", "log_metric"]), (1, 2, ["log_extra", "log_metric"])]
 
 
-def test_unused_columns_are_removed_where_asked(trl_train):
-    """TRL keeps them by default because rewards need them; a user who removes them has heavy ones."""
-    seen = set()
-
-    def reward(completion_ids, **columns):
-        seen.update(columns)
-        return by_ids(completion_ids)
-
-    data = Dataset.from_dict({"prompt": list("012345"), "heavy": ["x"] * 6})
-    run = trl_train(reward, arguments={"train_dataset": data}, remove_unused_columns=True)
-    assert run.kept == set() and "heavy" not in seen and "completions" in seen
-
-
 def test_what_rewards_log_themselves(trl_train, capsys):
     """A figure of one micro-batch must be averaged over the step, and a column stay with its completions."""
     calls = []
@@ -148,29 +135,6 @@ def test_a_reward_model_scores_what_was_written(chat, trl_train, tiny_tokenizer)
         assert row["rewards"]["judge"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_reward_model_by_its_folder_next_to_a_function(trl_train, tiny_tokenizer, tmp_path):
-    """A folder's name in the list is a checkpoint, with the tokenizer that lies in it, and not a function's name."""
-    classifier().save_pretrained(tmp_path / "judge")
-    tiny_tokenizer.save_pretrained(tmp_path / "judge")
-    run = trl_train([str(tmp_path / "judge"), distinct], reward_weights=[2.0, 0.5])
-    assert run.kept == set() and run.trainer.reward_func_names == ["judge", "distinct"]
-    assert len({row["rewards"]["judge"] for row in run.rows}) == len(run.rows)
-    for row in run.rows:
-        assert row["reward"] == pytest.approx(2 * row["rewards"]["judge"] + row["rewards"]["distinct"] / 2, abs=1e-5)
-
-
-def test_a_tokenizer_for_each_reward_model(trl_train, tiny_tokenizer):
-    """With one tokenizer for two models the second scores the first one's token ids."""
-    judges = [classifier(0, "a/first"), classifier(1, "a/second")]
-    with pytest.raises(ValueError, match=r"\(1\) must match the number of reward functions \(2\)"):
-        trl_train(judges, arguments={"reward_processing_classes": tiny_tokenizer})
-    run = trl_train(judges, arguments={"reward_processing_classes": [copy.deepcopy(tiny_tokenizer), tiny_tokenizer]})
-    assert run.kept == set() and run.trainer.reward_func_names == ["first", "second"]
-    assert run.trainer.reward_processing_classes[1] is tiny_tokenizer
-    alone = trl_train(classifier(), arguments={"reward_processing_classes": tiny_tokenizer})
-    assert alone.kept == set() and alone.trainer.reward_processing_classes == [tiny_tokenizer]
-
-
 # ------------------------------------------------------------------------------------------------------------- datasets
 
 
@@ -188,26 +152,6 @@ def test_conversations_come_back_as_messages(trl_train):
     for prompt, completion in seen:
         assert [message["role"] for message in (*prompt, *completion)] == ["user", "assistant"]
     assert sorted({row["reward"] for row in run.rows}) == [1.0, 2.0, 3.0, 4.0]
-
-
-@pytest.mark.parametrize("thinks", [True, False])
-def test_chat_template_kwargs_reach_the_prompt(thinks, trl_train, tiny_tokenizer):
-    """`enable_thinking=False` that is not passed on trains a model to think where it is asked not to."""
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.chat_template += "{% if enable_thinking is false %}</think>{% endif %}"
-    asked = []
-
-    def watch(trainer):
-        plain = trainer._generate_single_turn
-        trainer._generate_single_turn = lambda ids, *rest: (asked.extend(ids), plain(ids, *rest))[1]
-
-    arguments = {"train_dataset": conversations(), "processing_class": tokenizer}
-    run = trl_train(
-        arguments=arguments, before=watch, chat_template_kwargs={} if thinks else {"enable_thinking": False}
-    )
-    assert run.kept == set()
-    ends = {tokenizer.decode(ids).rpartition("<think>")[2].strip() for ids in asked}
-    assert ends == {"" if thinks else "</think>"}
 
 
 # ----------------------------------------------------------------------------------------------- evaluation and the log

@@ -19,7 +19,7 @@ from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.checks.result import Measures
 from rloo_kit.cli import app
 from rloo_kit.errors import RlooKitError
-from rloo_kit.gradient.policy_scorer import PolicyScorer
+from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_logp_faults
