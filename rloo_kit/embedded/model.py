@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_file, is_family_file, split_model_name
-from rloo_kit.data.byte_tokens import check_names
 from rloo_kit.data.families import addition
+from rloo_kit.data.light_tokenizer import check_names
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.embedded import smollm2
 from rloo_kit.embedded.cache import RECORD, build_once

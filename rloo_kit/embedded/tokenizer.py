@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer; vocabulary and templates are in `data.byte_tokens`."""
+"""The embedded model's tokenizer; vocabulary and templates are in `data.light_tokenizer`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
 from rloo_kit.config.embedded import split_model_name
-from rloo_kit.data.byte_tokens import (
+from rloo_kit.data.light_tokenizer import (
     CHAT_TOKENS,
     END_OF_TEXT,
     SPECIAL_TOKENS,

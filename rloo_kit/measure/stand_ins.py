@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.byte_tokens import ROWS
+from rloo_kit.data.light_tokenizer import ROWS
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import write_shards

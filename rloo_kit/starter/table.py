@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_kit.config.messages import suggest
-from rloo_kit.data.answers import comparable_text
 from rloo_kit.data.chat import as_messages
-from rloo_kit.data.columns import Columns, DataSource
-from rloo_kit.data.sources import csv_lines, explained, find_file, json_lines, read_file
-from rloo_kit.data.tables import open_parquet
+from rloo_kit.data.load import comparable_text
+from rloo_kit.data.sources import (
+    Columns,
+    DataSource,
+    csv_lines,
+    explained,
+    find_file,
+    json_lines,
+    open_parquet,
+    read_file,
+)
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
 

@@ -9,8 +9,7 @@ import pytest
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.data import gym
 from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
-from rloo_kit.data.load import load_data, prepare_data
-from rloo_kit.data.reading import needs_stack
+from rloo_kit.data.load import load_data, needs_stack, prepare_data
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from tests.data.conftest import jsonl, plain
 
@@ -324,8 +323,7 @@ def test_reading_is_light(run_fresh):
 import sys
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.light_tokenizer import embedded_tokenizer
-from rloo_kit.data.load import prepare_data
-from rloo_kit.data.reading import needs_stack
+from rloo_kit.data.load import needs_stack, prepare_data
 data = dict(source="reasoning_gym/chain_sum", num_prompts=20, test_source="reasoning_gym/number_sorting")
 rewards = [dict(name="reasoning_gym_score")]
 run = RunConfig(model=dict(name="mine"), data=data, rewards=rewards, rloo=dict(max_steps=1))

@@ -5,8 +5,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
-from rloo_kit.data.load import load_data, prepare_data
-from rloo_kit.data.reading import needs_stack, share_out
+from rloo_kit.data.load import load_data, needs_stack, prepare_data, share_out
 from rloo_kit.errors import ConfigError, DataError
 from tests.data.conftest import BOTH, jsonl, plain
 

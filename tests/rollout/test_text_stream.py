@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rloo_kit.data.byte_tokens import byte_symbols
+from rloo_kit.data.light_tokenizer import byte_symbols
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.llama import LlamaEngine
 from rloo_kit.rollout.text_stream import TextStream
