@@ -51,25 +51,11 @@ class LightTokenizer:
     chat_template: str | None
     special: dict[str, str | None]
 
-    @property
-    def bos_token(self) -> str | None:
-        return self.special.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.special.get("eos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return None if self.bos_token is None else self.tokenizer.token_to_id(self.bos_token)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.tokenizer.token_to_id(self.eos_token)
-
-    @cached_property
-    def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        return dict(self.tokenizer.get_added_tokens_decoder())
+    def __post_init__(self) -> None:
+        self.bos_token, self.eos_token = self.special.get("bos_token"), self.special.get("eos_token")
+        self.bos_token_id = None if self.bos_token is None else self.tokenizer.token_to_id(self.bos_token)
+        self.eos_token_id = None if self.eos_token is None else self.tokenizer.token_to_id(self.eos_token)
+        self.added_tokens_decoder: dict[int, AddedToken] = dict(self.tokenizer.get_added_tokens_decoder())
 
     @cached_property
     def _vocab(self) -> dict[str, int]:
@@ -100,26 +86,22 @@ class LightTokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return compile_template(self.chat_template or "")
+        """Compiled as transformers does, but for the tag `generation`, which marks tokens of the assistant; raises
+        `jinja2.TemplateSyntaxError` for a template that uses it."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
 
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
 
-def compile_template(text: str) -> jinja2.Template:
-    """A chat template as transformers compiles it, without the tag `generation`, which marks tokens of the assistant;
-    raises `jinja2.TemplateSyntaxError` for one that uses it."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+        def write_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def write_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment.filters["tojson"] = write_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(text)
+        environment.filters["tojson"] = write_json
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        return environment.from_string(self.chat_template or "")
 
 
 def read_tokenizer(folder: Path) -> LightTokenizer | None:

@@ -48,7 +48,8 @@ class Data:
 
     Attributes:
         train: datasets.Dataset with `prompt` (rendered text), `answer` (if the source has answers; None for a row
-            without one; see `decide_answers`), `question` (the user's last message), other columns.
+            without one; see `decide_answers`), `question` (the user's last message), other columns. Of `prepare_data`:
+            a `Side`.
         test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
@@ -78,16 +79,6 @@ class Side:
         return self.source.row(row) | {"prompt": self.texts[row]}
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The prompts of a run before they become datasets; `dropped` and `notes` as in `Data`."""
-
-    train: Side
-    test: Side
-    dropped: int
-    notes: list[str]
-
-
 def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """The training and test prompts of a run.
 
@@ -105,30 +96,31 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
     with main_first():  # downloads and conversions are then cached for the other processes
-        prepared = prepare_data(run, tokenizer, rows)
-    train, test = prepared.train, prepared.test
-    tables = [_whole_table(train)]
-    tables.append(tables[0] if train.source is test.source else _whole_table(test))
-    for note in prepared.notes:
+        found = prepare_data(run, tokenizer, rows)
+    train, test = found.train, found.test
+    whole = _whole_table(train)
+    tables = whole, whole if test.source is train.source else _whole_table(test)
+    for note in found.notes:
         say(f"data: {note}")
-    chosen = [_take(table, side.rows) for table, side in zip(tables, (train, test), strict=True)]
-    return Data(train=chosen[0], test=chosen[1], dropped=prepared.dropped, notes=prepared.notes)
+    return replace(found, train=_take(tables[0], train.rows), test=_take(tables[1], test.rows))
 
 
-def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
-    """`load_data` without building the datasets, with the same arguments and errors. Runs in one process only, and
-    without the stack if `needs_stack` is False."""
+def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
+    """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
+    Runs in one process only, and without the stack if `needs_stack` is False."""
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    train = _read_training(run, rows, thinks(family, run.model.enable_thinking))
-    sources = [one for one in (train, _read_test(run)) if one is not None]
-    sides, notes = [], list[str]()
+    sources = [_read_training(run, rows, thinks(family, run.model.enable_thinking))]
+    if run.data.separate_test:
+        sources.append(_read_test(run))
+    sides: list[Side] = []
+    notes: list[str] = []
     for source in sources:
         notes += source.notes
         texts = [render_row(run, tokenizer, family, source, row) for row in range(len(source))]
         sides.append(Side(source, texts, _fitting_rows(run, tokenizer, source, texts, notes)))
     train_rows, test_rows = _split(sides, run.data, notes)
     dropped = sum(len(side.texts) - len(side.rows) for side in sides)
-    return Prepared(replace(sides[0], rows=train_rows), replace(sides[-1], rows=test_rows), dropped, notes)
+    return Data(replace(sides[0], rows=train_rows), replace(sides[-1], rows=test_rows), dropped, notes)
 
 
 # ---- the sources of a run
@@ -230,16 +222,12 @@ def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     part = _part(run, str(section.source)) if rows is None else replace(_part(run, ""), key="rows")
     source = read_part(run, part, thinking) if rows is None else read_rows(rows, part.columns)
     require_verifier(run, source, part.key)
-    source = decide_answers(run, draw(source, section.num_prompts, section.seed), part)
-    require_one_answer(run, source)
-    return source
+    return require_one_answer(run, decide_answers(run, draw(source, section.num_prompts, section.seed), part))
 
 
-def _read_test(run: RunConfig) -> DataSource | None:
-    """The rows of the test source or split, in the source's order; None if the test set is split off."""
+def _read_test(run: RunConfig) -> DataSource:
+    """The rows of the test source or split, in the source's order."""
     section = run.data
-    if not section.separate_test:
-        return None
     part = _part(run, str(section.test_source or section.source))
     is_counted, key = section.test_size >= 1, "data.source" if section.test_source is None else "data.test_source"
     part = replace(
@@ -253,9 +241,7 @@ def _read_test(run: RunConfig) -> DataSource | None:
     )
     if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # of another task
         part = replace(part, options=None, level=None, options_key=key)
-    source = decide_answers(run, read_part(run, part, True), part)
-    require_one_answer(run, source)
-    return source
+    return require_one_answer(run, decide_answers(run, read_part(run, part, True), part))
 
 
 def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> DataSource:
@@ -282,8 +268,7 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
         elif section.all_sources.count(part.source) > 1:
             details = [part.subset, part.split]
         labels.append(" ".join(filter(None, (part.source, *details))))
-    mixed = _as_one_type(combine(drawn, labels), "answer_column of data.sources")
-    require_one_answer(run, mixed)
+    mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))
     require_verifier(run, mixed, "data.sources")
     each = ", ".join(
         f"{count} of the {len(source)} rows of {label}"
@@ -469,13 +454,14 @@ def _text(value: Any, where: str, column: str) -> str:
     return text
 
 
-def require_one_answer(run: RunConfig, source: DataSource) -> None:
-    """Raise DataError if a reward compares with answers but no row has one."""
+def require_one_answer(run: RunConfig, source: DataSource) -> DataSource:
+    """`source`; raises DataError if a reward compares with answers but no row has one."""
     if compares_with_answers(run) and source.answers is not None and all(map(has_no_answer, source.answers)):
         raise DataError(
             f"{source.name}: no row has an answer, and a reward compares with one. Name the right column in "
             "data.answer_column, or remove the rewards that compare with an answer"
         )
+    return source
 
 
 def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool = True) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2C
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.light_tokenizer import ROWS
-from rloo_kit.embedded.tokenizer import build_tokenizer
+from rloo_kit.embedded.model import build_tokenizer
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import write_shards
 from rloo_kit.plan.shapes import DELTA_KEYS, ModelShape, find_shape
