@@ -42,6 +42,9 @@ TEMPLATES = {
     "nvidia/Nemotron-Nano-9B-v2": (
         f"{TURNS}{START}{{% if '/no_think' in messages[0].content %}}<think></think>{{% else %}}<think>\n{{% endif %}}"
     ),
+    "a hybrid/Thinking": f"{TURNS}{START}{OFF}{EMPTY}{{% endif %}}",
+    "an opening/Instruct": f"{TURNS}{START}<think>\n",
+    "a/Model-Thinking": TURNS + START,
 }
 # (family, whether the prompt opens the thinking); all think but the instruct ones.
 FOUND = {
@@ -56,6 +59,9 @@ FOUND = {
     "ibm-granite/granite-3.3-2b": ("instruct", False),
     "openai/gpt-oss-20b": ("instruct", False),
     "nvidia/Nemotron-Nano-9B-v2": ("thinking", True),
+    "a hybrid/Thinking": ("hybrid", False),
+    "an opening/Instruct": ("thinking", True),
+    "a/Model-Thinking": ("thinking", False),
 }
 
 
