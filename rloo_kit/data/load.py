@@ -217,10 +217,14 @@ def _names_answers(section: DataSection | SourceSection) -> bool:
 def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     """The rows to train on, or `rows`; `thinking` is for the embedded task."""
     section = run.data
-    if rows is None and section.sources is not None:
+    if rows is not None:
+        part = replace(_part(run, ""), key="rows")
+        source = read_rows(rows, part.columns)
+    elif section.sources is not None:
         return _read_mix(run, section.sources, thinking)
-    part = _part(run, str(section.source)) if rows is None else replace(_part(run, ""), key="rows")
-    source = read_part(run, part, thinking) if rows is None else read_rows(rows, part.columns)
+    else:
+        part = _part(run, str(section.source))
+        source = read_part(run, part, thinking)
     require_verifier(run, source, part.key)
     return require_one_answer(run, decide_answers(run, draw(source, section.num_prompts, section.seed), part))
 

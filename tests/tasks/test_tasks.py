@@ -53,7 +53,7 @@ def test_every_figure_of_a_task_is_true_on_a_real_model(
 
 
 CHANGES = {
-    "printed": " [0", "show": " [0", "report": " [0", "versus": "[0", "page": "[0", "batch": "[0", "batch_page": "[0",
+    "printed": " [0", "show": " [0", "report": " [0", "versus": "[0", "page": "[0",
     "evaluation": " [0", "comparison": "[+0",
 }  # fmt: skip
 
