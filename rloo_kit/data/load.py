@@ -99,10 +99,10 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         found = prepare_data(run, tokenizer, rows)
     train, test = found.train, found.test
     whole = _whole_table(train)
-    tables = whole, whole if test.source is train.source else _whole_table(test)
+    tested = whole if test.source is train.source else _whole_table(test)
     for note in found.notes:
         say(f"data: {note}")
-    return replace(found, train=_take(tables[0], train.rows), test=_take(tables[1], test.rows))
+    return replace(found, train=_take(whole, train.rows), test=_take(tested, test.rows))
 
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
