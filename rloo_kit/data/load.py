@@ -98,11 +98,10 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     with main_first():  # downloads and conversions are then cached for the other processes
         found = prepare_data(run, tokenizer, rows)
     train, test = found.train, found.test
-    whole = _whole_table(train)
-    tested = whole if test.source is train.source else _whole_table(test)
+    tables = _datasets(train, test) if train.source is test.source else [*_datasets(train), *_datasets(test)]
     for note in found.notes:
         say(f"data: {note}")
-    return replace(found, train=_take(whole, train.rows), test=_take(tested, test.rows))
+    return replace(found, train=tables[0], test=tables[1])
 
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
@@ -575,14 +574,17 @@ def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[l
     return sorted(row for key in keys[wanted:] for row in groups[key]), [groups[key][0] for key in held_out]
 
 
-def _whole_table(side: Side) -> Any:
-    """A `datasets.Dataset` of all rows of a side's source."""
-    source = side.source
-    columns: dict[str, Any] = {"prompt": side.texts} | ({} if source.answers is None else {"answer": source.answers})
+def _datasets(*sides: Side) -> list[Any]:
+    """A `datasets.Dataset` of each side of one source; a column has one type on all of them."""
+    source = sides[0].source
+    columns: dict[str, Any] = {"prompt": sides[0].texts} | (
+        {} if source.answers is None else {"answer": source.answers}
+    )
     if QUESTION not in source.other_names:
         columns[QUESTION] = source.column(QUESTION)
     tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]
-    return _stack.load_stack().datasets.concatenate_datasets(tables, axis=1)
+    concatenate = _stack.load_stack().datasets.concatenate_datasets
+    return [concatenate([_take(table, side.rows) for table in tables], axis=1) for side in sides]
 
 
 def _take(table: Any, rows: list[int]) -> Any:
