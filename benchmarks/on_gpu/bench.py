@@ -230,8 +230,8 @@ def _save_random_model(shape: Any, folder: Path, **values: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from rloo_kit.data.byte_tokens import ROWS
-    from rloo_kit.embedded.tokenizer import build_tokenizer
+    from rloo_kit.data.light_tokenizer import ROWS
+    from rloo_kit.embedded.model import build_tokenizer
 
     usual = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
     usual |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

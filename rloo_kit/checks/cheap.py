@@ -15,8 +15,7 @@ from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_nam
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, resolve_family, thinks
 from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
-from rloo_kit.data.load import prepare_data
-from rloo_kit.data.reading import needs_stack
+from rloo_kit.data.load import needs_stack, prepare_data
 from rloo_kit.data.tasks import find_family
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, RlooKitError

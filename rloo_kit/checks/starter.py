@@ -19,11 +19,18 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LORA_LEARNING_RATE
 from rloo_kit.config.section import explain_errors, suggest
 from rloo_kit.config.yaml_files import read_yaml
-from rloo_kit.data.answers import comparable_text
 from rloo_kit.data.chat import as_messages
-from rloo_kit.data.columns import Columns, DataSource
-from rloo_kit.data.sources import csv_lines, explained, find_file, json_lines, read_file
-from rloo_kit.data.tables import open_parquet
+from rloo_kit.data.load import comparable_text
+from rloo_kit.data.sources import (
+    Columns,
+    DataSource,
+    csv_lines,
+    explained,
+    find_file,
+    json_lines,
+    open_parquet,
+    read_file,
+)
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram, read_workload

@@ -136,7 +136,17 @@ def render_prompt(
             its messages switches the thinking on or off against the run.
     """
     if family == "plain":
-        return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
+        if system_prompt:
+            raise ConfigError(
+                "data.system_prompt is set, but model.family is 'plain', which applies no chat template. Write it into "
+                "the prompts, or use a model with a chat template."
+            )
+        if not isinstance(prompt, str):
+            raise DataError(
+                f"the prompt is a {type(prompt).__name__}, but model.family is 'plain', which applies no chat "
+                "template: give the prompt as text, or use a model with a chat template"
+            )
+        return _without_bos(tokenizer, _non_empty(prompt, "the prompt"))
     messages = as_messages(prompt, system_prompt)
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -188,35 +198,38 @@ def _closes(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINK_END)
 
 
-def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:
-    if system_prompt:
-        raise ConfigError(
-            "data.system_prompt is set, but model.family is 'plain', which applies no chat template. Write it into "
-            "the prompts, or use a model with a chat template."
-        )
-    if not isinstance(prompt, str):
-        raise DataError(
-            f"the prompt is a {type(prompt).__name__}, but model.family is 'plain', which applies no chat template: "
-            "give the prompt as text, or use a model with a chat template"
-        )
-    return _non_empty(prompt, "the prompt")
-
-
 def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
-    if isinstance(prompt, str) and _TALK.fullmatch(prompt.strip()):
-        raise DataError(
-            "the prompt is a conversation as text that is neither JSON nor Python; write that column with json.dumps"
-        )
     if isinstance(prompt, str):
-        messages = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
-    elif isinstance(prompt, list) and prompt:
-        messages = [_message(message, number) for number, message in enumerate(prompt, 1)]
-    else:
+        if _TALK.fullmatch(prompt.strip()):
+            raise DataError(
+                "the prompt is a conversation as text that is neither JSON nor Python; write that column with "
+                "json.dumps"
+            )
+        prompt = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
+    if not isinstance(prompt, list) or not prompt:
         raise DataError(
             f"the prompt is {'an empty list' if prompt == [] else f'of type {type(prompt).__name__}'}; it must be "
             'text or a list of messages like {"role": "user", "content": "..."}'
         )
+    messages = []
+    for number, message in enumerate(prompt, 1):
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            raise DataError(
+                f'message {number} of the prompt must be {{"role": ..., "content": ...}}, found {excerpt(message)}'
+            )
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or role not in ROLES:
+            raise DataError(f"message {number} has the role {excerpt(role)}; it must be one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise DataError(
+                f"message {number} of the prompt has a content of type {type(content).__name__}; it must be text"
+            )
+        _non_empty(content, f"message {number} of the prompt")
+        for key, value in message.items():  # a template may use any of them
+            if isinstance(value, str):
+                refuse_surrogates(value, f"{key!r} in message {number} of the prompt")
+        messages.append({key: value for key, value in message.items() if value is not None})  # Arrow fills absent keys
     if messages[-1]["role"] == "assistant":
         raise DataError(
             "the conversation ends with the assistant's own message; the model must write that one. Remove it "
@@ -226,26 +239,6 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
         refuse_surrogates(system_prompt, "data.system_prompt")
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages
-
-
-def _message(message: Any, number: int) -> Message:
-    if not isinstance(message, dict) or "role" not in message or "content" not in message:
-        raise DataError(
-            f'message {number} of the prompt must be {{"role": ..., "content": ...}}, found {excerpt(message)}'
-        )
-    if not isinstance(message["role"], str) or message["role"] not in ROLES:
-        raise DataError(
-            f"message {number} has the role {excerpt(message['role'])}; it must be one of {', '.join(ROLES)}"
-        )
-    if not isinstance(message["content"], str):
-        raise DataError(
-            f"message {number} of the prompt has a content of type {type(message['content']).__name__}; it must be text"
-        )
-    _non_empty(message["content"], f"message {number} of the prompt")
-    for key, value in message.items():  # a template may use any of them
-        if isinstance(value, str):
-            refuse_surrogates(value, f"{key!r} in message {number} of the prompt")
-    return {key: value for key, value in message.items() if value is not None}  # Arrow fills absent keys with None
 
 
 def _non_empty(text: str, what: str) -> str:

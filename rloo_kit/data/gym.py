@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.checks import GYM_PREFIX
-from rloo_kit.data.columns import DataSource
+from rloo_kit.data.sources import DataSource
 from rloo_kit.errors import DataError, RewardError, SetupError, excerpt
 from rloo_kit.system.versions import is_importable
 from rloo_kit.system.worker import LateError, Worker, worker_environment

@@ -1,4 +1,4 @@
-"""A tokenizer without transformers: what rendering a prompt and calling a reward need, from a folder's files.
+"""A tokenizer without transformers, for what renders a prompt or calls a reward: a folder's, or the embedded model's.
 
 `tokenizers` reads tokenizer.json, jinja2 renders the chat template in the sandbox that transformers uses.
 """
@@ -14,18 +14,28 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from rloo_kit.config.model_names import split_model_name
-from rloo_kit.data.byte_tokens import (
-    CHAT_TOKENS,
-    END_OF_TEXT,
-    SPECIAL_TOKENS,
-    TEMPLATES,
-    TURN_END,
-    check_names,
-    token_ids,
-)
+from rloo_kit.config.model_names import find_embedded_problem, split_model_name
+from rloo_kit.errors import ConfigError
+from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
 
-TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+NUM_BYTES = 256
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
+SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
+ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, for the kernels
+
+_TURNS = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+)
+TEMPLATES = {
+    "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion has only </think>, as with Thinking-2507
+    "instruct": _TURNS + "{%- endif %}",
+}
+TEMPLATES["untaught"] = TEMPLATES["thinking"]
 
 
 @dataclass
@@ -41,25 +51,11 @@ class LightTokenizer:
     chat_template: str | None
     special: dict[str, str | None]
 
-    @property
-    def bos_token(self) -> str | None:
-        return self.special.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.special.get("eos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return None if self.bos_token is None else self.tokenizer.token_to_id(self.bos_token)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.tokenizer.token_to_id(self.eos_token)
-
-    @cached_property
-    def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        return dict(self.tokenizer.get_added_tokens_decoder())
+    def __post_init__(self) -> None:
+        self.bos_token, self.eos_token = self.special.get("bos_token"), self.special.get("eos_token")
+        self.bos_token_id = None if self.bos_token is None else self.tokenizer.token_to_id(self.bos_token)
+        self.eos_token_id = None if self.eos_token is None else self.tokenizer.token_to_id(self.eos_token)
+        self.added_tokens_decoder: dict[int, AddedToken] = dict(self.tokenizer.get_added_tokens_decoder())
 
     @cached_property
     def _vocab(self) -> dict[str, int]:
@@ -90,35 +86,38 @@ class LightTokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return compile_template(self.chat_template or "")
+        """Compiled as transformers does, but for the tag `generation`, which marks tokens of the assistant; raises
+        `jinja2.TemplateSyntaxError` for a template that uses it."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
 
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
 
-def compile_template(text: str) -> jinja2.Template:
-    """A chat template as transformers compiles it, without the tag `generation`, which marks tokens of the assistant;
-    raises `jinja2.TemplateSyntaxError` for one that uses it."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+        def write_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def write_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment.filters["tojson"] = write_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(text)
+        environment.filters["tojson"] = write_json
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        return environment.from_string(self.chat_template or "")
 
 
 def read_tokenizer(folder: Path) -> LightTokenizer | None:
     """The tokenizer in a folder; None if only transformers can load it, or there is none."""
     try:
-        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        template = _read_template(folder, settings)
-        found = LightTokenizer(tokenizer, template, {name: _text_of(settings.get(name)) for name in _SPECIAL})
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        template, file = settings.get("chat_template"), folder / "chat_template.jinja"
+        if file.is_file():
+            template = file.read_text(encoding="utf-8")
+        elif isinstance(template, list):  # several, by name
+            template = next((one["template"] for one in template if one.get("name") == "default"), None)
+        special = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        # Text, or a mapping with its flags.
+        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in special.items()}
+        found = LightTokenizer(tokenizer, template, texts)
         if template is not None:
             _ = found._template
     except Exception:  # tokenizers raises a bare Exception; transformers then explains the fault
@@ -128,22 +127,32 @@ def read_tokenizer(folder: Path) -> LightTokenizer | None:
     return found
 
 
-_SPECIAL = ("bos_token", "eos_token", "pad_token")
+# ---- of the embedded model
 
 
-def _read_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    file = folder / TEMPLATE_FILE
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = next((one["template"] for one in found if one.get("name") == "default"), None)
-    return found
+def byte_symbols() -> list[str]:
+    """The 256 printable characters that stand for bytes in a byte-level BPE, sorted; the index is the id in Qwen3."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
 
 
-def _text_of(token: Any) -> str | None:
-    """A special token as tokenizer_config.json writes it: text, or a mapping with its flags."""
-    return token.get("content") if isinstance(token, dict) else token
+def check_names(name: str, vocabulary: str) -> None:
+    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
+    if problem := find_embedded_problem(name):
+        raise ConfigError(problem)
+    if vocabulary not in ROWS:
+        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
+
+
+def token_ids(vocabulary: str) -> dict[str, int]:
+    """Text of every token -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens (`qwen3`: at Qwen3's ids,
+    `</think>` at 151668, after placeholders that no text encodes to); there are no merges."""
+    ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
+    if vocabulary == "compact":
+        return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
+    taken = set(QWEN3_IDS.values())
+    gaps = (index for index in range(NUM_BYTES, max(taken)) if index not in taken)
+    return ids | {f"<|unused_{index}|>": index for index in gaps} | QWEN3_IDS
 
 
 def embedded_tokenizer(name: str, vocabulary: str) -> LightTokenizer:

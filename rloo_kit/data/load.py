@@ -1,19 +1,45 @@
-"""Turns a data source into a run's two datasets: read, draw, render, check, split by distinct prompts."""
+"""From a run's `data` to its two datasets: read and draw each source, decide its answers, render, check, split."""
 
+import json
+import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.collective import main_first
+from rloo_kit.config.model_names import DEFAULT_FAMILY, EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import DataSection
-from rloo_kit.data.chat import prompt_identity, render_prompt, resolve_family, thinks
-from rloo_kit.data.columns import QUESTION, DataSource
-from rloo_kit.data.reading import read_test, read_training
-from rloo_kit.data.tables import to_dataset
-from rloo_kit.errors import DataError
+from rloo_kit.config.schema import DataSection, SourceSection
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
+from rloo_kit.data.chat import prompt_identity, refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.data.families import addition
+from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
+from rloo_kit.data.sources import (
+    QUESTION,
+    Columns,
+    DataSource,
+    arrow_column,
+    exact_array,
+    find_file,
+    is_plain,
+    read_file,
+    read_folder,
+    read_hub,
+    read_rows,
+    refuse_deep,
+    to_dataset,
+)
+from rloo_kit.data.tasks import Family, find_family, make_rows
+from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say
+
+EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
+SOURCE_COLUMN = "source"  # names each row's source in a mix
 
 
 @dataclass
@@ -21,8 +47,9 @@ class Data:
     """The prompts of a run.
 
     Attributes:
-        train: datasets.Dataset with `prompt` (rendered text), `answer` (as in the source, if it has answers; None for a
-            row without one; see `with_answers`), `question` (the user's last message), other columns.
+        train: datasets.Dataset with `prompt` (rendered text), `answer` (if the source has answers; None for a row
+            without one; see `decide_answers`), `question` (the user's last message), other columns. Of `prepare_data`:
+            a `Side`.
         test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
@@ -52,16 +79,6 @@ class Side:
         return self.source.row(row) | {"prompt": self.texts[row]}
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The prompts of a run before they become datasets; `dropped` and `notes` as in `Data`."""
-
-    train: Side
-    test: Side
-    dropped: int
-    notes: list[str]
-
-
 def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """The training and test prompts of a run.
 
@@ -79,49 +96,406 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
     with main_first():  # downloads and conversions are then cached for the other processes
-        prepared = prepare_data(run, tokenizer, rows)
-    train, test = prepared.train, prepared.test
-    if train.source is test.source:
-        tables = _datasets(train.source, train.texts, train.rows, test.rows)
-    else:
-        tables = [*_datasets(train.source, train.texts, train.rows), *_datasets(test.source, test.texts, test.rows)]
-    for note in prepared.notes:
+        found = prepare_data(run, tokenizer, rows)
+    train, test = found.train, found.test
+    tables = _datasets(train, test) if train.source is test.source else [*_datasets(train), *_datasets(test)]
+    for note in found.notes:
         say(f"data: {note}")
-    return Data(train=tables[0], test=tables[1], dropped=prepared.dropped, notes=prepared.notes)
+    return replace(found, train=tables[0], test=tables[1])
 
 
-def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
-    """`load_data` without building the datasets, with the same arguments and errors. Runs in one process only, and
-    without the stack if `needs_stack` is False."""
+def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
+    """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
+    Runs in one process only, and without the stack if `needs_stack` is False."""
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    source = read_training(run, rows, thinks(family, run.model.enable_thinking))
-    held_out = read_test(run)
-    notes = list(source.notes)
-    texts = [render_row(run, tokenizer, family, source, row) for row in range(len(source))]
-    fitting = _fitting_rows(run, tokenizer, source, texts, notes)
-    dropped = len(texts) - len(fitting)
-    if held_out is None:
-        train_rows, test_rows = _split(Side(source, texts, fitting), run.data, notes)
-        return Prepared(Side(source, texts, train_rows), Side(source, texts, test_rows), dropped, notes)
-    notes += held_out.notes
-    test_texts = [render_row(run, tokenizer, family, held_out, row) for row in range(len(held_out))]
-    test_fitting = _fitting_rows(run, tokenizer, held_out, test_texts, notes)
-    dropped += len(test_texts) - len(test_fitting)
-    sides = Side(source, texts, fitting), Side(held_out, test_texts, test_fitting)
-    train_rows, test_rows = _hold_out(*sides, run.data, notes)
-    return Prepared(Side(source, texts, train_rows), Side(held_out, test_texts, test_rows), dropped, notes)
+    sources = [_read_training(run, rows, thinks(family, run.model.enable_thinking))]
+    if run.data.separate_test:
+        sources.append(_read_test(run))
+    sides: list[Side] = []
+    notes: list[str] = []
+    for source in sources:
+        notes += source.notes
+        texts = [render_row(run, tokenizer, family, source, row) for row in range(len(source))]
+        sides.append(Side(source, texts, _fitting_rows(run, tokenizer, source, texts, notes)))
+    train_rows, test_rows = _split(sides, run.data, notes)
+    dropped = sum(len(side.texts) - len(side.rows) for side in sides)
+    return Data(replace(sides[0], rows=train_rows), replace(sides[-1], rows=test_rows), dropped, notes)
 
 
-def render_row(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:
+# ---- the sources of a run
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of a run with its settings from `data`; `key` and `split_key` name it in errors.
+
+    Attributes:
+        split: None for test. options, level: of a reasoning-gym task; `options_key` is the key of the options. count:
+            its rows to draw; fewer are an error if `count_key` is set, the key that asks for them. number: of the
+            source in the run, 0 for the test source.
+    """
+
+    source: str
+    columns: Columns
+    subset: str | None = None
+    split: str | None = None
+    answer_after: str | None = None
+    key: str = "data.source"
+    split_key: str = "data.split"
+    options: dict[str, Any] | None = None
+    level: int | None = None
+    options_key: str = "data.options"
+    count: int = GYM_PROMPTS
+    count_key: str = ""
+    number: int = 1
+
+    @property
+    def answer_key(self) -> str:
+        """Key and name of the answer's column, for errors."""
+        return f"{self.columns.prefix}answer_column: {self.columns.answer}"
+
+
+def needs_stack(run: RunConfig) -> bool:
+    """Whether only the stack can read a source of the run: Parquet, a folder of save_to_disk, a hub id."""
+    wanted = [*run.data.all_sources, *([run.data.test_source] if run.data.test_source else [])]
+    return any(is_for_stack(source, run) for source in wanted)
+
+
+def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
+    """Whether only the stack can read a source, which `key` names."""
+    if source.startswith(EMBEDDED_PREFIX) or is_gym(source):
+        return False
+    try:
+        path = find_file(source, run.source, key)
+    except DataError:  # the reader raises the error
+        return False
+    return path is None or path.is_dir() or path.suffix.lower() == ".parquet"
+
+
+def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
+    """A source with the settings of `data`, or of an entry of `data.sources`; what that omits comes from `data`. If a
+    reward scores rows without an answer, a source of a mix may lack the column unless its entry names it."""
+    section = run.data
+    own: DataSection | SourceSection = section if entry is None else (section.sources or [])[entry]
+    prefix, share = "data.", Fraction(1)
+    if entry is not None:
+        prefix = f"data.sources.{entry}."
+        weights = [Fraction(str(each.weight)) for each in section.sources or []]
+        share = weights[entry] / sum(weights)
+    needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
+    has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
+    asked = section if (own.options, own.curriculum_level) == (None, None) else own
+    return Part(
+        source=source,
+        columns=Columns(
+            prompt=own.prompt_column or section.prompt_column,
+            answer=own.answer_column or section.answer_column,
+            answer_required=needed or _names_answers(own),
+            prefix=prefix,
+        ),
+        subset=own.subset or section.subset,
+        split=own.split or section.split,
+        answer_after=None if has_no_marker else own.answer_after or section.answer_after,
+        key=f"{prefix}source",
+        split_key=f"{prefix}split",
+        options=asked.options,
+        level=asked.curriculum_level,
+        options_key="data.options" if asked is section else f"{prefix}options",
+        count=GYM_PROMPTS if section.num_prompts is None else math.ceil(section.num_prompts * share),
+        count_key="data.num_prompts" if section.num_prompts and entry is None else "",
+        number=1 if entry is None else entry + 1,
+    )
+
+
+def _names_answers(section: DataSection | SourceSection) -> bool:
+    """Whether the section names its answers, so that a source has to have them."""
+    default = type(section).model_fields["answer_column"].default
+    return section.answer_column != default or section.answer_after is not None
+
+
+def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
+    """The rows to train on, or `rows`; `thinking` is for the embedded task."""
+    section = run.data
+    if rows is not None:
+        part = replace(_part(run, ""), key="rows")
+        source = read_rows(rows, part.columns)
+    elif section.sources is not None:
+        return _read_mix(run, section.sources, thinking)
+    else:
+        part = _part(run, str(section.source))
+        source = read_part(run, part, thinking)
+    require_verifier(run, source, part.key)
+    return require_one_answer(run, decide_answers(run, draw(source, section.num_prompts, section.seed), part))
+
+
+def _read_test(run: RunConfig) -> DataSource:
+    """The rows of the test source or split, in the source's order."""
+    section = run.data
+    part = _part(run, str(section.test_source or section.source))
+    is_counted, key = section.test_size >= 1, "data.source" if section.test_source is None else "data.test_source"
+    part = replace(
+        part,
+        split=section.test_split,
+        key=key,
+        split_key="data.test_split",
+        count=int(section.test_size) if is_counted else GYM_TEST_PROMPTS,
+        count_key="data.test_size" if is_counted else "",
+        number=0,
+    )
+    if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # of another task
+        part = replace(part, options=None, level=None, options_key=key)
+    return require_one_answer(run, decide_answers(run, read_part(run, part, True), part))
+
+
+def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> DataSource:
+    section = run.data
+    parts = [_part(run, entry.source, number) for number, entry in enumerate(entries)]
+    sources = [read_part(run, part, thinking) for part in parts]
+    for part, source in zip(parts, sources, strict=True):
+        require_verifier(run, source, part.key, alone=False)
+    wanted = _names_answers(section) or compares_with_answers(run)
+    if wanted and all(source.answers is None for source in sources):
+        raise DataError(
+            f"data.sources: no source has an answer column ({', '.join(part.answer_key for part in parts)}). Name the "
+            "right ones, or remove the rewards that compare with an answer"
+        )
+    counts = share_out([len(source) for source in sources], [entry.weight for entry in entries], section.num_prompts)
+    drawn, labels = [], []
+    for part, source, count, entry in zip(parts, sources, counts, entries, strict=True):
+        chosen = draw(source, count, f"{section.seed}-{part.number - 1}")
+        drawn.append(decide_answers(run, chosen, part))
+        details: list[str | None] = []
+        if section.all_sources.count(part.source) > 1 and is_gym(part.source):
+            level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
+            details = [level, json.dumps(entry.options) if entry.options else None]
+        elif section.all_sources.count(part.source) > 1:
+            details = [part.subset, part.split]
+        labels.append(" ".join(filter(None, (part.source, *details))))
+    mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))
+    require_verifier(run, mixed, "data.sources")
+    each = ", ".join(
+        f"{count} of the {len(source)} rows of {label}"
+        for label, source, count in zip(labels, sources, counts, strict=True)
+    )
+    limited = section.num_prompts is not None and sum(counts) == section.num_prompts
+    return replace(mixed, notes=(*mixed.notes, f"the mix has {each}"), rows_left=limited)
+
+
+def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
+    """The rows of one source."""
+    if part.source.startswith(EMBEDDED_PREFIX):
+        name, family = find_embedded_family(run, part, thinking)
+        wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
+        # For a mix at most max_rows, since the other sources supply the rest.
+        count = min(wanted, family.max_rows) if run.data.sources else wanted
+        made = read_rows(make_rows(family, count, run.data.seed, name), Columns())
+        return replace(made, name=part.source, rows_left=wanted < family.max_rows)
+    if is_gym(part.source):
+        start = first_seed(run.data.seed, part.number)
+        asked = part.options, part.level, part.count, start
+        return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
+    path = find_file(part.source, run.source, part.key)
+    if path is None:
+        return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
+    if path.is_dir():
+        return read_folder(path, part.split, part.split_key, part.columns)
+    return read_file(path, part.columns)
+
+
+def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[str, Family]:
+    """The name and family of a source `embedded/...`; a model that answers at once gets smaller numbers."""
+    name = part.source.removeprefix(EMBEDDED_PREFIX)
+    if name == DEFAULT_FAMILY and not thinking:
+        return name, addition.IN_THE_HEAD
+    try:
+        return name, find_family(name, run.source)
+    except ConfigError as error:
+        raise DataError(f"{part.key}: {error}") from None
+
+
+def draw(source: DataSource, wanted: int | None, seed: int | str) -> DataSource:
+    """`wanted` rows, drawn without replacement, in the source's order; None for all."""
+    if wanted is None or wanted >= len(source):
+        return source
+    rows = sorted(random.Random(f"draw-{seed}").sample(range(len(source)), wanted))
+    return replace(source.select(rows), rows_left=True)
+
+
+def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[int]:
+    """How many rows to take of each source: in proportion to the weights, until one is exhausted or there are `most`.
+
+    >>> share_out([600, 100], [1.0, 1.0], None), share_out([600, 100], [3.0, 1.0], 50)
+    ([100, 100], [38, 12])
+    """
+    written = [Fraction(str(weight)) for weight in weights]  # 0.1 exactly, as written in the file
+    exact = [weight / sum(written) for weight in written]
+    total = int(min(size / share for size, share in zip(sizes, exact, strict=True)))
+    total = total if most is None else min(total, most)
+    counts = [int(total * share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda place: counts[place] - total * exact[place])  # the largest first
+    for place in by_rest[: total - sum(counts)]:
+        counts[place] += 1
+    return counts
+
+
+def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
+    """All rows of the sources, evenly interleaved: any stretch of them has the sources in proportion.
+
+    A column missing from a source is None in its rows. `labels` become the column `source`, unless there is one.
+
+    Raises:
+        DataError: a column with different types in two sources.
+    """
+    order = sorted(
+        (Fraction(2 * row + 1, 2 * len(source)), place, row)
+        for place, source in enumerate(sources)
+        for row in range(len(source))
+    )
+    rows = [(place, row) for _, place, row in order]
+    places = [sources[place].where(row) for place, row in rows]
+    others: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for source in sources for name in source.other_names):
+        columns = [list(source.column(name)) for source in sources]
+        others[name] = arrow_column(name, [columns[place][row] for place, row in rows], places.__getitem__)
+    others.setdefault(SOURCE_COLUMN, [labels[place] for place, _ in rows])
+    has_answers = any(source.answers is not None for source in sources)
+    answers = [source.answers or [None] * len(source) for source in sources]
+    return DataSource(
+        name="data.sources",
+        prompts=[sources[place].prompts[row] for place, row in rows],
+        answers=[answers[place][row] for place, row in rows] if has_answers else None,
+        others=others,
+        places=places,
+        notes=tuple(note for source in sources for note in source.notes),
+        is_mix=True,
+    )
+
+
+# ---- answers: which rows may go without one, and in which form they are passed on
+
+
+def compares_with_answers(run: RunConfig) -> bool:
+    """Whether a reward of the run compares completions with the `answer` column."""
+    return any(reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards)
+
+
+def needs_all_answers(run: RunConfig) -> bool:
+    """Whether a row without an answer gets no reward, because every reward with a weight compares with answers."""
+    names = {reward.name for reward in run.rewards if reward.weight}
+    return names <= {*REWARDS_WITH_ANSWERS, GYM_REWARD} and names != {GYM_REWARD}
+
+
+def decide_answers(run: RunConfig, source: DataSource, part: Part) -> DataSource:
+    """The source with its answers as rewards get them: as they are, or the text after the marker of `part`; None for a
+    row without one if a reward scores such rows; all as text if they are of several types.
+
+    Raises:
+        DataError: an answer without the marker, or, if a reward of the run compares it, that is no text or number; a
+            row without an answer it needs.
+    """
+    if source.answers is None:
+        return source
+    answers, missing = list(source.answers), []
+    for row, value in enumerate(answers):
+        if has_no_answer(value):
+            if needs_all_answers(run):
+                raise DataError(
+                    f"{source.where(row)}: no answer, and each reward with a weight compares with one; give the row a "
+                    f"text or a number ({part.answer_key}), or add a reward for rows without an answer"
+                )
+            answers[row] = None
+            missing.append(row)
+        elif part.answer_after is not None or compares_with_answers(run):
+            text = comparable_text(value, source.where(row), part.answer_key, part.answer_after)
+            answers[row] = value if part.answer_after is None else text
+    notes = source.notes
+    if missing:
+        notes += (
+            f"{len(missing)} of {len(answers)} rows of {source.name} have no answer (the first: "
+            f"{source.places[missing[0]]}); rewards that compare with one skip them",
+        )
+    return _as_one_type(replace(source, answers=answers, notes=notes), part.answer_key)
+
+
+def _as_one_type(source: DataSource, column: str) -> DataSource:
+    """The source with all answers as text, and a note, if they are numbers and text, or numbers of no type of Arrow."""
+    answers = source.answers
+    if answers is None or is_plain(answers):
+        return source
+    refuse_deep(column, answers, source.where)
+    if not all(isinstance(value, str | Real | Decimal | None) for value in answers) or exact_array(answers) is not None:
+        return source
+    note = f"the answers of {source.name} are not of one type; all are passed on as text ({column})"
+    texts = [value if value is None else _text(value, source.where(row), column) for row, value in enumerate(answers)]
+    return replace(source, answers=texts, notes=(*source.notes, note))
+
+
+def comparable_text(value: Any, where: str, column: str, after: str | None = None) -> str:
+    """The text of an answer that rewards compare, behind the marker `after`; raises DataError, with the place and the
+    column, if there is none."""
+    if not is_comparable(value):
+        what = f"an answer of type {type(value).__name__} ({excerpt(value, 40)})"
+        raise DataError(f"{where}: {what}; it must be text or a number where a reward compares it ({column})")
+    text = _text(value, where, column)
+    if after is None:
+        return text
+    _, found, text = text.rpartition(after)
+    if not found:
+        key = column.split("answer_column")[0] + "answer_after"
+        raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
+    if not text.strip():
+        raise DataError(f"{where}: the answer is empty ({column})")
+    return text.strip()
+
+
+def _text(value: Any, where: str, column: str) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # Python converts no number of more than 4300 digits to text
+        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
+    refuse_surrogates(text, f"{where}: the answer")
+    return text
+
+
+def require_one_answer(run: RunConfig, source: DataSource) -> DataSource:
+    """`source`; raises DataError if a reward compares with answers but no row has one."""
+    if compares_with_answers(run) and source.answers is not None and all(map(has_no_answer, source.answers)):
+        raise DataError(
+            f"{source.name}: no row has an answer, and a reward compares with one. Name the right column in "
+            "data.answer_column, or remove the rewards that compare with an answer"
+        )
+    return source
+
+
+def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool = True) -> None:
+    """Raise DataError if `reasoning_gym_score` is a reward of the run but scores no row of the source; in a mix
+    (`alone` is False), only if no other reward scores its rows. `key` names the source."""
+    names = {reward.name for reward in run.rewards if reward.weight or alone}
+    if GYM_REWARD not in names or (names != {GYM_REWARD} and not alone):
+        return
+    if all(map(has_no_answer, source.column("reasoning_gym"))):
+        way_out = f"use a reward other than {GYM_REWARD}" if alone else "add a reward that scores its rows"
+        raise DataError(
+            f"{key}: {source.name} has no rows of a task of reasoning-gym, and {GYM_REWARD} scores no others: name "
+            f"reasoning_gym/TASK as the source, or {way_out}, such as {REWARDS_WITH_ANSWERS[0]}"
+        )
+
+
+# ---- rendered prompts
+
+
+def render_row(
+    run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int, key: str | None = None
+) -> str:
     """The text that the model reads for one row; raises DataError with file and line if it cannot be rendered.
 
-    `family` is that of `resolve_family`.
+    `family` is that of `resolve_family`; `key` names the prompt column in errors.
     """
     try:
         return render_prompt(tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt)
     except DataError as error:
-        key = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
-        raise DataError(f"{source.where(row)}: {error} ({key})") from error
+        own = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
+        raise DataError(f"{source.where(row)}: {error} ({key or own})") from error
 
 
 def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: list[str], notes: list[str]) -> list[int]:
@@ -150,88 +524,67 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
     return fitting
 
 
-def _split(found: Side, section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
-    """Training rows in order, test rows shuffled; no prompt is on both sides."""
-    groups, source, rows = _group(found), found.source, found.rows
-    size = section.test_size
+# ---- two datasets
+
+
+def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
+    """Training rows in order, and shuffled, distinct test rows, of the training source or of the test source behind it;
+    no prompt is on both sides."""
+    found, tested, size = sides[0], sides[-1], section.test_size
+    groups: dict[str, list[int]] = {}  # the rows of each different prompt, in order
+    for row in tested.rows:
+        groups.setdefault(prompt_identity(tested.texts[row]), []).append(row)
+    repeats, keys = len(tested.rows) - len(groups), list(groups)
+    random.Random(f"split-{section.seed}").shuffle(keys)
+    if tested is not found:
+        held_out = keys[: int(size)] if size >= 1 else keys
+        if repeats:
+            notes.append(f"{repeats} repeats of held-out prompts are left out of {tested.source.name}")
+        known = set(held_out)
+        train = [row for row in found.rows if prompt_identity(found.texts[row]) not in known]
+        both = len(found.rows) - len(train)
+        if not train:
+            raise DataError(
+                f"all {both} training prompts of {found.source.name} are held-out prompts of {tested.source.name} too: "
+                "none is left to train on. Name another file or split in data.test_source or data.test_split"
+            )
+        if both:
+            notes.append(f"{both} rows of {found.source.name} are left out of training: their prompts are held out too")
+        return train, [groups[key][0] for key in held_out]
     wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
+        ways = [f"lower data.test_size to at most {len(groups) - 1}"] if len(groups) > 1 else []
+        ways.append("set data.test_source to hold out prompts of another file")
+        if found.source.rows_left:
+            ways.append("raise data.num_prompts, which left rows out")
+        if dropped := len(found.texts) - len(found.rows):
+            ways.append(f"raise data.max_prompt_length, which dropped {dropped}")
+        fix = " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
         raise DataError(
-            f"{source.name} has {len(groups)} different prompts, and data.test_size={size} holds out {wanted} of them: "
-            f"none is left to train on. {_ways_out(source, len(groups), len(source) - len(rows))}"
+            f"{found.source.name} has {len(groups)} different prompts, and data.test_size={size} holds out {wanted} of "
+            f"them: none is left to train on. {fix[0].upper()}{fix[1:]}"
         )
-    keys = _shuffled(groups, section.seed)
     held_out = keys[:wanted]
-    test = [groups[key][0] for key in held_out]
-    train = sorted(row for key in keys[wanted:] for row in groups[key])
-    if len(groups) < len(rows):
+    if repeats:
         left_out = sum(len(groups[key]) - 1 for key in held_out)
         notes.append(
-            f"{len(rows) - len(groups)} rows repeat an earlier prompt; the split keeps equal prompts together"
+            f"{repeats} rows repeat an earlier prompt; the split keeps equal prompts together"
             + (f", and {left_out} repeats of held-out prompts are left out" if left_out else "")
         )
-    return train, test
+    return sorted(row for key in keys[wanted:] for row in groups[key]), [groups[key][0] for key in held_out]
 
 
-def _ways_out(source: DataSource, prompts: int, dropped: int) -> str:
-    """Fixes that leave a run prompts to train on; only those that apply to this source."""
-    ways = ["set data.test_source to hold out prompts of another file"]
-    if prompts > 1:
-        ways.insert(0, f"lower data.test_size to at most {prompts - 1}")
-    if source.rows_left:
-        ways.append("raise data.num_prompts, which left rows out")
-    if dropped:
-        ways.append(f"raise data.max_prompt_length, which dropped {dropped}")
-    text = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
-    return text[0].upper() + text[1:]
-
-
-def _hold_out(found: Side, held_out: Side, section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
-    """Training rows of the source, and shuffled, distinct rows of the test source (`data.test_size` of them if it is a
-    count); no prompt is on both sides."""
-    groups = _group(held_out)
-    keys = _shuffled(groups, section.seed)
-    if section.test_size >= 1:
-        keys = keys[: int(section.test_size)]
-    if left_out := len(held_out.rows) - len(groups):
-        notes.append(f"{left_out} repeats of held-out prompts are left out of {held_out.source.name}")
-    known = set(keys)
-    train = [row for row in found.rows if prompt_identity(found.texts[row]) not in known]
-    both = len(found.rows) - len(train)
-    if not train:
-        raise DataError(
-            f"all {both} training prompts of {found.source.name} are held-out prompts of {held_out.source.name} too: "
-            "none is left to train on. Name another file or split in data.test_source or data.test_split"
-        )
-    if both:
-        notes.append(f"{both} rows of {found.source.name} are left out of training: their prompts are held out too")
-    return train, [groups[key][0] for key in keys]
-
-
-def _group(side: Side) -> dict[str, list[int]]:
-    """The rows of each different prompt, in order."""
-    groups: dict[str, list[int]] = {}
-    for row in side.rows:
-        groups.setdefault(prompt_identity(side.texts[row]), []).append(row)
-    return groups
-
-
-def _shuffled(groups: dict[str, list[int]], seed: int) -> list[str]:
-    keys = list(groups)
-    random.Random(f"split-{seed}").shuffle(keys)
-    return keys
-
-
-def _datasets(source: DataSource, texts: list[str], *sides: list[int]) -> list[Any]:
-    """A dataset of the rows of each side; a column has one type on all sides."""
-    columns = {"prompt": texts} | ({} if source.answers is None else {"answer": source.answers})
+def _datasets(*sides: Side) -> list[Any]:
+    """A `datasets.Dataset` of each side of one source; a column has one type on all of them."""
+    source = sides[0].source
+    columns: dict[str, Any] = {"prompt": sides[0].texts} | (
+        {} if source.answers is None else {"answer": source.answers}
+    )
     if QUESTION not in source.other_names:
         columns[QUESTION] = source.column(QUESTION)
     tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]
-    return [
-        _stack.load_stack().datasets.concatenate_datasets([_take(table, rows) for table in tables], axis=1)
-        for rows in sides
-    ]
+    concatenate = _stack.load_stack().datasets.concatenate_datasets
+    return [concatenate([_take(table, side.rows) for table in tables], axis=1) for side in sides]
 
 
 def _take(table: Any, rows: list[int]) -> Any:

@@ -1,20 +1,111 @@
-"""Reads rows from JSONL, CSV or a list in Python, without torch and `datasets`; `tables.py` has what needs them."""
+"""Rows as they are read: from JSONL, CSV or a list in Python without the stack; from Parquet, folders and the hub with
+it. Each row keeps its line for error messages."""
 
 import csv
 import json
+import math
 import re
 import stat
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from rloo_kit import _stack
 from rloo_kit.config.checks import FILE_KINDS
-from rloo_kit.data import tables
 from rloo_kit.data.chat import parse_conversation, refuse_surrogates
-from rloo_kit.data.columns import Columns, DataSource, arrow_column, plain, require_columns, taken_columns
 from rloo_kit.errors import DataError, excerpt
-from rloo_kit.system.input_files import looked_for, places_of
+from rloo_kit.system.input_files import DEEPEST, looked_for, places_of
+
+# Names that the trainer itself passes to a reward; columns may not use them.
+TAKEN_COLUMNS = (
+    "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "thinking_forced",
+)  # fmt: skip
+QUESTION = "question"  # the user's last message; `prompt` is the rendered template
+IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the prompt and answer columns, and whether the answer is required; `prefix` is that of their keys."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    answer_required: bool = False
+    prefix: str = "data."
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """N rows: `prompts` and `answers` (None without such a column) as Python values, and the other columns.
+
+    Attributes:
+        others: lists of N values by column; or a datasets.Dataset of N rows, if one was read; None if there are none.
+        places: "line 12", "row 12". notes: sentences on what was changed or left out.
+        rows_left: whether data.num_prompts left rows out. is_mix: from `data.sources`.
+    """
+
+    name: str
+    prompts: list[Any]
+    answers: list[Any] | None
+    others: Any
+    places: list[str]
+    notes: tuple[str, ...] = ()
+    rows_left: bool = False
+    is_mix: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def where(self, row: int) -> str:
+        """The place of a row, for errors."""
+        return f"{self.name}, {self.places[row]}"
+
+    def row(self, row: int) -> dict[str, Any]:
+        """One row: `prompt`, `answer` (if there is such a column), and the columns that are passed on to rewards."""
+        found = {"prompt": self.prompts[row]} | ({} if self.answers is None else {"answer": self.answers[row]})
+        return found | {name: self.column(name)[row] for name in (QUESTION, *self.other_names)}
+
+    @property
+    def other_names(self) -> list[str]:
+        """The columns that are passed on to rewards."""
+        if self.others is None:
+            return []
+        return list(self.others) if isinstance(self.others, dict) else list(self.others.column_names)
+
+    def column(self, name: str) -> Any:
+        """The values of one of `other_names`, or of `question`, which every source has; None for each row of others."""
+        if name in self.other_names:
+            return self.others[name]
+        return list(map(_last_question, self.prompts)) if name == QUESTION else [None] * len(self)
+
+    def select(self, rows: list[int]) -> "DataSource":
+        """Some of the rows, in the given order."""
+        others = self.others
+        if isinstance(others, dict):
+            others = {name: [values[row] for row in rows] for name, values in others.items()}
+        elif others is not None:
+            others = others.select(rows)
+        return replace(
+            self,
+            prompts=[self.prompts[row] for row in rows],
+            answers=None if self.answers is None else [self.answers[row] for row in rows],
+            others=others,
+            places=[self.places[row] for row in rows],
+        )
+
+
+def _last_question(prompt: Any) -> str | None:
+    """The user's last message of a prompt (text or messages); None without one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = [one for one in messages if isinstance(one, dict) and one.get("role") == "user"]
+    return asked[-1].get("content") if asked else None
+
+
+# ---- files and lists, without the stack
 
 
 def find_file(source: str, config_file: Path | None = None, key: str = "data.source") -> Path | None:
@@ -29,7 +120,9 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
         except (OSError, ValueError) as error:  # name too long, NUL in it, no access
             raise DataError(f"{key}: {excerpt(source)} cannot be looked up as a file: {error}") from None
         if stat.S_ISDIR(mode):
-            if tables.is_saved_folder(candidate):
+            files = ("dataset_dict.json", "state.json", "dataset_info.json")
+            of_splits, *of_one = ((candidate / name).is_file() for name in files)
+            if of_splits or all(of_one):
                 return candidate
             raise DataError(
                 f"{key}: {candidate} is a folder; name a file in it ({', '.join(FILE_KINDS)}), or a folder that "
@@ -54,7 +147,7 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
 def read_file(path: Path, columns: Columns) -> DataSource:
     """The rows of a JSONL, CSV or Parquet file. Raises DataError, with file and line, for a broken or empty file, a
     malformed row or a missing column."""
-    reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": tables.read_arrow}[path.suffix.lower()]
+    reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_arrow}[path.suffix.lower()]
     with explained(path):
         return reader(path, columns)
 
@@ -70,23 +163,6 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path}, line {line}: not UTF-8 text ({error.reason}). Save the file as UTF-8.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def read_rows(rows: Any, columns: Columns) -> DataSource:
-    """Rows given in Python: a `datasets.Dataset`, a `pyarrow.Table`, or a list of dicts or of bare prompts (text or
-    messages). Raises DataError for no rows, a row of another type or a missing column."""
-    is_arrow = hasattr(rows, "to_pylist")
-    if hasattr(rows, "column_names") and hasattr(rows, "select"):
-        return tables.read_arrow(rows, columns) if is_arrow else tables.from_dataset(rows, "the dataset", columns)
-    rows = rows.to_pylist(maps_as_pydicts="lossy") if is_arrow else rows
-    if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
-        raise DataError(
-            f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
-            "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
-        )
-    named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
-    bare = [{key: plain(item, is_arrow or key == columns.prompt) for key, item in row.items()} for row in named]
-    return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
 def _read_jsonl(path: Path, columns: Columns) -> DataSource:
@@ -116,7 +192,7 @@ def json_lines(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
 def _read_csv(path: Path, columns: Columns) -> DataSource:
     rows, places = [], []
     with path.open(encoding="utf-8-sig", newline="") as file:
-        is_european, lines = _mark(file) == ";", csv_lines(file, path)
+        is_european, lines = _separator(file) == ";", csv_lines(file, path)
         _, header = next(lines, (0, []))
         if len(set(header)) < len(header):
             raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(header)}")
@@ -132,7 +208,7 @@ def _read_csv(path: Path, columns: Columns) -> DataSource:
 
 def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
     """Non-blank records, each with its first line (a quoted field may span several)."""
-    reader, start = csv.reader(file, delimiter=_mark(file), strict=True), 1
+    reader, start = csv.reader(file, delimiter=_separator(file), strict=True), 1
     try:
         for fields in reader:
             if fields:
@@ -142,12 +218,29 @@ def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
 
 
-def _mark(file: TextIO) -> str:
-    """What separates all fields: of comma, semicolon and tab, the one that gives the header most fields."""
+def _separator(file: TextIO) -> str:
+    """Of comma, semicolon and tab the one that gives the header most fields."""
     csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
     head = next((line for line in file if line.strip()), "")
     file.seek(0)
     return max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
+
+
+def read_rows(rows: Any, columns: Columns) -> DataSource:
+    """Rows given in Python: a `datasets.Dataset`, a `pyarrow.Table`, or a list of dicts or of bare prompts (text or
+    messages). Raises DataError for no rows, a row of another type or a missing column."""
+    is_arrow = hasattr(rows, "to_pylist")
+    if hasattr(rows, "column_names") and hasattr(rows, "select"):
+        return _read_arrow(rows, columns) if is_arrow else _from_dataset(rows, "the dataset", columns)
+    rows = rows.to_pylist(maps_as_pydicts="lossy") if is_arrow else rows
+    if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
+        raise DataError(
+            f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
+            "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
+        )
+    named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
+    bare = [{key: plain(item, is_arrow or key == columns.prompt) for key, item in row.items()} for row in named]
+    return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
 def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, columns: Columns) -> DataSource:
@@ -160,9 +253,9 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
                     f"{name}, {place}: the column name {excerpt(key)} is a {type(key).__name__}; write it as text"
                 )
             refuse_surrogates(key, f"{name}, {place}: the column name")
-        require_columns(name, place, list(row), columns)
+        _require_columns(name, place, list(row), columns)
     names = list(dict.fromkeys(key for row in rows for key in row))
-    taken, notes = taken_columns(name, names, columns)
+    taken, notes = _taken_columns(name, names, columns)
     others = {}
     for key in names:
         if key not in taken:
@@ -176,3 +269,269 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         places=places,
         notes=notes,
     )
+
+
+def _require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:
+    """Raise DataError if the prompt column or a required answer column is missing."""
+    for column, key, way_out in (
+        (columns.prompt, "prompt_column", ""),
+        (columns.answer, "answer_column", ", or remove the rewards that compare with an answer"),
+    ):
+        if column not in found and (columns.answer_required or key == "prompt_column"):
+            raise DataError(
+                f"{name}, {place}: no column '{column}'; columns found: {', '.join(found) or 'none'}. Name the right "
+                f"one in {columns.prefix}{key}{way_out}"
+            )
+
+
+def _taken_columns(
+    name: str, found: list[str], columns: Columns, images: tuple[str, ...] = ()
+) -> tuple[list[str], tuple[str, ...]]:
+    """Columns that are not passed on, and notes on those that were replaced or left out.
+
+    The prompt and the answer column are passed on under their own names too; in a mix each source has others.
+
+    Raises DataError for columns that TRL reads as images because of their name, and for `images`, those with an image
+    type.
+    """
+    moved = [column for column in (columns.prompt, columns.answer) if column in found]
+    for column in found:
+        if column in images or (column in IMAGE_COLUMNS and column not in moved):
+            how = "type" if column in images else "name"
+            raise DataError(
+                f"{name}: column '{column}' contains images or other media, by its {how}; rloo-kit trains on text. "
+                "Remove the column from the data, or rename it if it contains something else"
+            )
+    hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
+    refused = [column for column in TAKEN_COLUMNS if column in found and column not in moved]
+    notes = [
+        f"{name}: column '{column}' is replaced by the column that {columns.prefix}{column}_column names"
+        for column in hidden
+    ]
+    notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
+    own = ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS) if columns.prefix == "data." else moved
+    return [*(column for column in moved if column in own), *hidden, *refused], tuple(notes)
+
+
+# ---- what only the stack can read
+
+
+def open_parquet(path: Path, schema_only: bool = False) -> Any:
+    """The table of a Parquet file, or its schema alone; raises DataError if it is none."""
+    _stack.load_stack()  # before pyarrow, since these libraries ship their own
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return (pyarrow.parquet.read_schema if schema_only else pyarrow.parquet.read_table)(path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a Parquet file that can be read: {str(error).splitlines()[0]}") from error
+
+
+def _read_arrow(source: Any, columns: Columns) -> DataSource:
+    """The rows of a Parquet file or a `pyarrow.Table`."""
+    datasets = _stack.load_stack().datasets
+    import pyarrow
+
+    name = str(source) if (is_file := isinstance(source, Path)) else "the dataset"
+    table = open_parquet(source) if is_file else pyarrow.table(source)
+    if len(set(table.column_names)) < table.num_columns:
+        raise DataError(f"{name} has two columns of one name: {', '.join(table.column_names)}")
+    for number, field in enumerate(table.schema):
+        try:
+            datasets.features.features.generate_from_arrow_type(field.type)
+        except ValueError:
+            values = table.column(number).to_pylist(maps_as_pydicts="lossy")  # of a type that `datasets` has not
+            table = table.set_column(number, field.name, _to_arrow(list(map(plain, values))))
+    return _from_dataset(datasets.Dataset(table), name, columns)
+
+
+def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
+    """The rows of a folder of `save_to_disk`: of the split that the key `split_key` names (None: test), if it has
+    splits. Raises DataError for a split that is not there, or a damaged folder."""
+    datasets = _stack.load_stack().datasets
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the libraries that read it share no base class of errors
+        raise DataError(
+            f"{folder} is a folder of save_to_disk that cannot be read: {type(error).__name__}: {error}. Save it again"
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        if split_key == "data.test_split" and split is not None:
+            raise DataError(f"{split_key} is {split!r}, but {folder} was saved without splits; remove {split_key}")
+        return _from_dataset(found, str(folder), columns)
+    split = split or "test"
+    if split not in found:
+        raise DataError(f"{folder} has no split {split!r}; set {split_key} to one of {', '.join(found) or 'none'}")
+    return _from_dataset(found[split], f"{folder} ({split})", columns)
+
+
+def read_hub(
+    source: str, subset: str | None, split: str | None, columns: Columns, key: str, split_key: str
+) -> DataSource:
+    """One split of a dataset on the hub or in the local cache of `datasets`; `key` and `split_key` name it
+    (split None: test). Raises DataError if it is unreachable, or dataset, subset, split or column does not exist."""
+    datasets = _stack.load_stack().datasets
+    split = split or "test"
+    try:
+        table = datasets.load_dataset(source, name=subset, split=split)
+    except Exception as error:  # the hub's libraries share no base class of errors
+        text = " ".join(str(error).split())
+        found = (
+            f"{key}: '{source}' (subset {subset}, split {split}) could not be loaded: {type(error).__name__}: {text}"
+        )
+        if re.search("config name is missing|builderconfig", text, re.IGNORECASE):
+            raise DataError(f"{found} Set {columns.prefix}subset to one of those named.") from error
+        if "split" in text.lower() and not isinstance(error, OSError):
+            raise DataError(f"{found} Set {split_key} to one of those named.") from error
+        raise DataError(
+            f"{found} If the id is right, the hub cannot be reached from here (or asks for a token: HF_TOKEN in .env). "
+            "Load it once on a connected machine and copy the cache folder (HF_HOME), or save the split as a file "
+            f"(dataset.to_parquet('data.parquet')) and set {key} to it."
+        ) from error
+    return _from_dataset(table, f"{source} ({split})", columns)
+
+
+def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
+    """A `DataSource` from a `datasets.Dataset`; its other columns keep their types."""
+    if not len(table):
+        raise DataError(f"{name} has no rows")
+    table = table.with_format(None)
+    places = [f"row {number}" for number in range(1, len(table) + 1)]
+    _require_columns(name, places[0], table.column_names, columns)
+    images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
+    taken, notes = _taken_columns(name, table.column_names, columns, images)
+    kept = [column for column in table.column_names if column not in taken]
+    answers = list(table[columns.answer]) if columns.answer in table.column_names else None
+    if answers and getattr(table.features[columns.answer], "dtype", "") == "float32":  # 0.1, as written
+        answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
+    return DataSource(
+        name=name,
+        prompts=[parse_conversation(prompt) for prompt in table[columns.prompt]],
+        answers=answers,
+        others=table.select_columns(kept) if kept else None,
+        places=places,
+        notes=notes,
+    )
+
+
+def _holds_images(feature: Any) -> bool:
+    """Whether values of this type are or contain images, or other media."""
+    if isinstance(feature, dict):
+        return any(map(_holds_images, feature.values()))
+    inner = getattr(feature, "feature", None)  # of a list
+    return type(feature).__name__ in ("Image", "Audio", "Video", "Pdf") or (inner is not None and _holds_images(inner))
+
+
+# ---- what Arrow can store
+
+
+def to_dataset(columns: Any, name: str) -> Any:
+    """Columns of the source `name` as a `datasets.Dataset`, unless they are one; DataError if one has no type."""
+    if not isinstance(columns, dict):
+        return columns
+    datasets = _stack.load_stack().datasets
+    import pyarrow
+
+    try:
+        return datasets.Dataset(pyarrow.table({key: _to_arrow(values) for key, values in columns.items()}))
+    except Exception as error:  # pyarrow's, json's, of datasets
+        raise DataError(f"{name}: Arrow cannot store the columns {', '.join(columns)}: {error}") from error
+
+
+def _to_arrow(values: list[Any]) -> Any:
+    """Values as one Arrow array, the exact one if there is one; raises pyarrow's errors for what it cannot store."""
+    import pyarrow
+
+    exact = exact_array(values)
+    return pyarrow.array(values) if exact is None else exact
+
+
+def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
+    """`values`, if Arrow can store them in one column; else raises DataError with the place of the first that fails."""
+    kinds = {type(value) for value in values}
+    if float in kinds and not kinds <= {float, int, type(None)}:  # pandas writes NaN where a text is missing
+        values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
+    if is_plain(values):
+        return values
+    refuse_deep(key, values, where)
+    error, is_nested = _store(values), all(isinstance(value, list | dict | None) for value in values)
+    if not isinstance(error, Exception) or (is_nested and exact_array(values) is not None):
+        return values
+    first_bad = bisect_left(range(len(values)), True, key=lambda row: isinstance(_store(values[: row + 1]), Exception))
+    what = f"column '{key}' has a value that Arrow cannot store with those before it ({error})"
+    raise DataError(f"{where(first_bad)}: {what}; a column has one type: convert, rename or remove it") from error
+
+
+def exact_array(values: list[Any]) -> Any:
+    """The Arrow array that gives back these values; None if there is none. Lists and objects are JSON if Arrow would
+    change them: it gives all objects the keys of all rows, and makes floats of integers among floats."""
+    import pyarrow
+
+    array, is_nested = _store(values), any(isinstance(value, list | dict) for value in values)
+    same = repr if is_nested else list  # a column of integers and floats may be floats
+    if not isinstance(array, Exception) and same(array.to_pylist()) == same(values):
+        return array
+    with suppress(Exception):  # of what JSON has not
+        from pandas.io.json import ujson_loads  # by which `datasets` reads JSON; it changes the last bit of most floats
+
+        texts = [json.dumps(value, ensure_ascii=False) for value in values if is_nested]
+        if texts and repr(list(map(ujson_loads, texts))) == repr(values):
+            return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
+    return None
+
+
+def _store(values: list[Any]) -> Any:
+    """The values as an Arrow array, or the error."""
+    import pyarrow
+
+    try:
+        return pyarrow.array(values)
+    except Exception as error:  # pyarrow's, or of an object that it looks into
+        return error
+
+
+def is_plain(values: list[Any]) -> bool:
+    """Whether all values are text, or numbers of one type, which Arrow can store: no need to load it (0.5 s)."""
+    kinds = {type(value) for value in values} - {type(None)}
+    found = [value for value in values if value is not None]
+    if kinds == {str} and (text := "".join(found)).encode(errors="replace").decode() != text:
+        return False  # half of a UTF-16 pair
+    if kinds == {int}:
+        return -(2**63) <= min(found) <= max(found) < 2**63
+    return len(kinds) < 2 and kinds <= {str, float, bool}
+
+
+def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> None:
+    """Raise DataError if a value is nested so deeply that Arrow would overflow the C stack."""
+    for row, value in enumerate(values):
+        if _is_deep(value):
+            raise DataError(
+                f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself"
+            )
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
+    left = [(value, 1)]
+    while left:
+        found, level = left.pop()
+        if isinstance(found, (list, tuple, dict)):
+            if level > DEEPEST:
+                return True
+            left += [(item, level + 1) for item in (found.values() if isinstance(found, dict) else found)]
+    return False
+
+
+def plain(value: Any, maps: bool = True) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None, and
+    with `maps` lists of pairs as mappings."""
+    value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
+    for name in ("as_py", "tolist"):
+        value = getattr(value, name)() if hasattr(value, name) else value
+    if not isinstance(value, (list, tuple, dict)) or _is_deep(value):
+        return None if type(value).__name__ in ("NAType", "NaTType") else value
+    pairs = value.items() if isinstance(value, dict) else value if maps else ()
+    if pairs and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in pairs):
+        return {key: plain(item, maps) for key, item in pairs}
+    return value if isinstance(value, dict) and not (value and maps) else [plain(item, maps) for item in pairs or value]

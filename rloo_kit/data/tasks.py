@@ -88,10 +88,7 @@ def find_family(name: str, config_file: Path | None = None) -> Family:
         if problem := find_family_problem(name):
             raise ConfigError(problem)
         return importlib.import_module(f"rloo_kit.data.families.{name}").FAMILY
-    return _load_family(find_family_file(name, config_file))
-
-
-def _load_family(file: Path) -> Family:
+    file = find_family_file(name, config_file)
     try:
         family = runpy.run_path(str(file), run_name=f"family_{file.stem}").get("FAMILY")
         if not isinstance(family, Family):

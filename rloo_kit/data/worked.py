@@ -2,24 +2,16 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import (
-    parse_conversation,
-    prompt_identity,
-    refuse_surrogates,
-    render_prompt,
-    resolve_family,
-    thinks,
-)
-from rloo_kit.data.columns import Columns, DataSource, select_rows
+from rloo_kit.data.chat import parse_conversation, prompt_identity, refuse_surrogates, resolve_family, thinks
 from rloo_kit.data.gym import is_gym
-from rloo_kit.data.reading import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part
-from rloo_kit.data.sources import read_rows
+from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
+from rloo_kit.data.sources import Columns, DataSource, read_rows
 from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
@@ -79,7 +71,15 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             f"model.enable_thinking {run.model.enable_thinking}): set sft.thinking_column=null"
         )
     source = _read(run, rows, thinking)
-    thoughts = _thoughts(run, source)
+    thoughts = None
+    if (column := run.sft.thinking_column) is not None:
+        if column not in source.other_names:
+            found = ", ".join([run.sft.completion_column, *source.other_names])
+            raise DataError(
+                f"{source.name} has no column '{column}'; columns found: {found}. Name the right one in "
+                "sft.thinking_column"
+            )
+        thoughts = list(source.column(column))
     known = {prompt_identity(text) for text in held_out}
     left_out: Counter[str] = Counter()
     examples, unclosed = [], []
@@ -87,14 +87,14 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     for row, value in enumerate(source.answers or []):
         where = source.where(row)
         answer = _text(value, f"{where}: {run.sft.completion_column}").strip().removesuffix(end).rstrip()
-        thought = None if thoughts is None else _text(thoughts[row], f"{where}: {run.sft.thinking_column}")
+        thought = None if thoughts is None else _text(thoughts[row], f"{where}: {column}")
         if not answer.rpartition(THINK_END)[2]:
             left_out[f"whose column '{run.sft.completion_column}' is empty (sft.completion_column)"] += 1
             continue
         if thought is not None and not thought.strip():
-            left_out[f"whose column '{run.sft.thinking_column}' is empty (sft.thinking_column)"] += 1
+            left_out[f"whose column '{column}' is empty (sft.thinking_column)"] += 1
             continue
-        prompt = _render(run, tokenizer, family, source, row)
+        prompt = render_row(run, tokenizer, family, source, row, "sft.prompt_column")
         if prompt_identity(prompt) in known:
             left_out["whose prompts are held out for the evaluation"] += 1
             continue
@@ -102,7 +102,8 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
         if completion is None:
             unclosed.append(row)
             continue
-        example = Example(tokenizer(prompt)["input_ids"], _ids(tokenizer, completion))
+        ids = [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        example = Example(tokenizer(prompt)["input_ids"], ids)
         if len(example.prompt_ids) + len(example.completion_ids) > limit:
             left_out[f"of more than {limit} tokens (sft.max_length)"] += 1
             continue
@@ -135,15 +136,19 @@ def _render_completion(
     text = answer
     if thought is not None:
         text = f"{thought.strip()}\n{THINK_END}\n\n{text}"  # as the Qwen3 models write it
-    _refuse_control_tokens(tokenizer, text, where)
-    opened = THINK_START + "\n"
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):
+            raise DataError(
+                f"{where}: the demonstration contains the control token {token}; give only its text, without the "
+                "chat template"
+            )
     if thinking:
         text = text.removeprefix(THINK_START).lstrip("\n")
         if THINK_START in text or text.count(THINK_END) > 1:
             raise DataError(f"{where}: the demonstration opens or closes its thinking more than once")
         if THINK_END not in text:
             return None
-        return text if opens_thinking(prompt) else opened + text
+        return text if opens_thinking(prompt) else f"{THINK_START}\n{text}"
     if THINK_START in text or THINK_END in text:
         raise DataError(
             f"{where}: the demonstration contains thinking, but this model does not think: remove it, or set "
@@ -168,13 +173,14 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         )
     elif name.startswith(EMBEDDED_PREFIX):
         key = "data.source" if section.source is None else "sft.source"
-        task, family = find_embedded_family(run, Part(name, columns, None, None, None, key), thinking)
+        task, family = find_embedded_family(run, Part(name, columns, key=key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         made = worked_rows(family, wanted, data.seed, thinking, task)
         source = replace(read_rows(made, Columns(answer="completion")), name=name)
     else:
         subset, split = (data.subset, data.split) if section.source is None else (None, "train")
-        part = Part(name, columns, section.subset or subset, section.split or split, None, "sft.source", "sft.split")
+        subset, split = section.subset or subset, section.split or split
+        part = Part(name, columns, subset, split, key="sft.source", split_key="sft.split")
         source = read_part(run, part, thinking)
     if source.answers is None:
         found = [columns.prompt, *source.other_names]
@@ -185,19 +191,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     if section.num_prompts is None or section.num_prompts >= len(source):
         return source
     drawn = random.Random(f"sft-{data.seed}").sample(range(len(source)), section.num_prompts)
-    return select_rows(source, sorted(drawn))
-
-
-def _thoughts(run: RunConfig, source: DataSource) -> Sequence[Any] | None:
-    name = run.sft.thinking_column
-    if name is None:
-        return None
-    if name not in source.other_names:
-        found = ", ".join([run.sft.completion_column, *source.other_names])
-        raise DataError(
-            f"{source.name} has no column '{name}'; columns found: {found}. Name the right one in sft.thinking_column"
-        )
-    return list(source.column(name))
+    return source.select(sorted(drawn))
 
 
 def _text(value: Any, what: str) -> str:
@@ -211,23 +205,3 @@ def _text(value: Any, what: str) -> str:
         raise DataError(f"{what} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
     refuse_surrogates(value, what)
     return value
-
-
-def _render(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:
-    try:
-        return render_prompt(tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt)
-    except DataError as error:
-        raise DataError(f"{source.where(row)}: {error} (sft.prompt_column)") from error
-
-
-def _refuse_control_tokens(tokenizer: Any, text: str, where: str) -> None:
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):
-            raise DataError(
-                f"{where}: the demonstration contains the control token {token}; give only its text, without the "
-                "chat template"
-            )
-
-
-def _ids(tokenizer: Any, completion: str) -> list[int]:
-    return [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

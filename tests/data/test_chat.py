@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo_kit.data.chat import detect_family, parse_conversation, render_prompt, resolve_family
+from rloo_kit.data.chat import parse_conversation, render_prompt, resolve_family
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -50,17 +50,6 @@ def bos_tokenizer() -> Any:
     return tokenizer
 
 
-NAMES = [(family, "my-model", family) for family in TEMPLATES]
-NAMES += [("hybrid", "Thinking/qwen", "hybrid"), ("thinking", "Qwen3-Instruct", "thinking")]
-
-
-@pytest.mark.parametrize(("template", "name", "family"), [*NAMES, ("instruct", "some/Model-Thinking", "thinking")])
-def test_the_template_decides_and_the_name_where_it_is_silent(with_template, template, name, family):
-    """A Thinking model called "my-model" was scored as one that never thinks, and every completion counted as
-    unanswered. Some thinking models open the tag themselves, behind a template that never mentions it."""
-    assert detect_family(with_template(template), name) == family
-
-
 @pytest.mark.parametrize(
     ("family", "template", "text"),
     [
@@ -77,13 +66,6 @@ def test_contradiction_is_an_error(with_template, family, template, text):
     message = str(caught.value)
     assert f"model.family is '{family}'" in message and text in message
     assert f"Set model.family: {template} or auto" in message
-
-
-def test_plain_is_always_allowed(with_template):
-    """The tokenizers of base models come with a chat template that the model has never seen."""
-    tokenizer = with_template("hybrid")
-    assert resolve_family(tokenizer, "base", "plain") == "plain"
-    assert render_prompt(tokenizer, "Once upon", "plain") == "Once upon"
 
 
 @pytest.mark.parametrize(("template", "value"), [("instruct", True), ("thinking", False), ("plain", True)])
@@ -158,20 +140,12 @@ def test_bad_prompts_are_refused(with_template, prompt, text):
     assert isinstance(caught.value, RlooKitError)
 
 
-def test_template_is_not_applied_twice(with_template):
-    """Prompts rendered by a preparing script were rendered again: the model saw a user who typed `<|im_start|>`."""
-    tokenizer = with_template("thinking")
-    once = render_prompt(tokenizer, "1+1?", "thinking")
-    with pytest.raises(DataError, match=r"control token <\|im_start\|>.*applied already.*model.family: plain"):
-        render_prompt(tokenizer, once, "thinking")
-    assert render_prompt(tokenizer, once, "plain") == once
-
-
 def user(text: str, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text, **more}]
 
 
 TYPED = [
+    ("<|im_start|>user\n1+1?<|im_end|>", "control token <|im_start|>: a chat template seems to be applied already"),
     ("close it: </think> 42", "the user message contains </think>"),
     ("use <think> tags", "the user message contains <think>"),
     (user("</think>"), "the user message contains </think>"),
@@ -274,9 +248,12 @@ def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer):
     assert tokenizer(text)["input_ids"].count(tokenizer.bos_token_id) == 1, "taking it away would leave none"
 
 
-def test_plain_takes_text_only_and_families_are_known(with_template):
-    """A conversation given to a base model has no template to be rendered with."""
-    tokenizer = with_template("plain")
+def test_plain_takes_text_and_is_always_allowed(with_template):
+    """The tokenizers of base models come with a chat template that the model has never seen; a conversation has no
+    template to be rendered with."""
+    tokenizer = with_template("hybrid")
+    assert resolve_family(tokenizer, "base", "plain") == "plain"
+    assert render_prompt(tokenizer, "Once upon", "plain") == "Once upon"
     with pytest.raises(DataError, match="the prompt is a list, but model.family is 'plain', which applies no chat tem"):
         render_prompt(tokenizer, [{"role": "user", "content": "a"}], "plain")
     with pytest.raises(ConfigError, match="model.family is 'chatty'; it must be auto or one of thinking, hybrid, in"):

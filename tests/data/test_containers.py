@@ -72,6 +72,9 @@ FILES: dict[str, tuple[Any, Any, str]] = {
         {"prompt": rendered("a, b\nc"), "answer": "007", "id": "1"}, "",
     ),
     "spaces.csv": ("prompt,answer\na, 007\n", {"answer": " 007"}, ""),
+    "byte order mark.jsonl": (
+        "\ufeff" + jsonl({"prompt": "é", "answer": 2}) + "\n", {"prompt": rendered("é"), "answer": 2}, "",
+    ),
     "integers.jsonl": (jsonl({"prompt": "a", "answer": 5}), {"answer": 5}, ""),
     "floats.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": 1}), {"answer": 0.7}, ""),
     "mixed.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": "x"}), {"answer": "0.7"}, ""),

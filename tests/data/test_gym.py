@@ -9,8 +9,7 @@ import pytest
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.data import gym
 from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
-from rloo_kit.data.load import load_data, prepare_data
-from rloo_kit.data.reading import needs_stack
+from rloo_kit.data.load import load_data, needs_stack, prepare_data
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from tests.data.conftest import jsonl, plain
 
@@ -315,26 +314,6 @@ def test_without_the_library_the_command_is_named(prepare, monkeypatch):
     monkeypatch.setattr(gym, "is_importable", lambda name: False)
     with pytest.raises(SetupError, match=r"^data\.source: .*make reasoning-gym, or pip install"):
         prepare(num_prompts=5)
-
-
-def test_reading_is_light(run_fresh):
-    """The library brings sympy, numpy and matplotlib, 1.2 s and 112 MiB: a check before the model must not load them,
-    nor torch."""
-    code = """
-import sys
-from rloo_kit.config.run import RunConfig
-from rloo_kit.data.light_tokenizer import embedded_tokenizer
-from rloo_kit.data.load import prepare_data
-from rloo_kit.data.reading import needs_stack
-data = dict(source="reasoning_gym/chain_sum", num_prompts=20, test_source="reasoning_gym/number_sorting")
-rewards = [dict(name="reasoning_gym_score")]
-run = RunConfig(model=dict(name="mine"), data=data, rewards=rewards, rloo=dict(max_steps=1))
-assert not needs_stack(run)
-assert len(prepare_data(run, embedded_tokenizer("thinking", "qwen3")).train.rows) == 20
-print(sorted({"torch", "datasets", "transformers", "reasoning_gym", "sympy", "numpy"} & sys.modules.keys()))
-"""
-    done = run_fresh(code)
-    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stdout + done.stderr
 
 
 def test_a_task_is_no_hub_id_and_has_no_demonstrations(make_run, tiny_tokenizer):

@@ -6,10 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from rloo_kit.config.model_names import KINDS
-from rloo_kit.data.byte_tokens import ROWS
 from rloo_kit.data.chat import detect_family, render_prompt
-from rloo_kit.data.light_tokenizer import embedded_tokenizer, read_tokenizer
-from rloo_kit.embedded.tokenizer import build_tokenizer
+from rloo_kit.data.light_tokenizer import ROWS, embedded_tokenizer, read_tokenizer
+from rloo_kit.embedded.model import build_tokenizer
 
 TEXTS = ["12+34=", "", "ü ∑ 🙂", "a\u0301", "<think>\n7+5=12</think>\n\n46<|im_end|>", "  two  spaces\r\n", "\x00\x7f"]
 # Uses a filter, a global and loop controls of the environment that transformers compiles templates in.

@@ -11,26 +11,10 @@ from tokenizers import processors
 
 from rloo_kit.data.chat import prompt_identity
 from rloo_kit.data.load import Data, load_data
-from rloo_kit.errors import ConfigError, DataError
-from tests.data.conftest import jsonl, plain, rendered
+from rloo_kit.errors import DataError
+from tests.data.conftest import BOTH, jsonl, plain, rendered
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
-
-
-def test_jsonl(make_run, write, tiny_tokenizer):
-    """Blank lines, a byte order mark and numbers as answers are what real files have."""
-    path = write(
-        "rows.jsonl", "\ufeff" + jsonl({"prompt": "1+1=", "answer": 2}) + "\n" + jsonl({"prompt": "é", "answer": "x"})
-    )
-    data = load_data(make_run(path), tiny_tokenizer)
-    assert data.train.to_list() == [
-        {"prompt": rendered("1+1="), "answer": "2", "question": "1+1="},
-        {"prompt": rendered("é"), "answer": "x", "question": "é"},
-    ]
-    assert len(data.test) == 0 and data.dropped == 0
-    assert data.notes == [
-        f"the answers of {path} are not of one type; all are passed on as text (data.answer_column: answer)"
-    ]
 
 
 def test_embedded_task(make_run, tiny_tokenizer):
@@ -259,28 +243,22 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
 def test_image_columns_are_refused(make_run, write, tiny_tokenizer, column):
     """Image columns were dropped with a note, and the run trained on questions about pictures that were not there."""
     text = f"column '{column}' contains images or other media, by its name; rloo-kit trains on text. Remove the column"
-    for path in (
-        write("rows.jsonl", jsonl({"prompt": "a", column: None})),
-        write("rows.csv", f"prompt,{column}\na,b\n"),
-    ):
-        with pytest.raises(DataError, match=text):
-            load_data(make_run(path), tiny_tokenizer)
+    with pytest.raises(DataError, match=text):
+        load_data(make_run(write("rows.csv", f"prompt,{column}\na,b\n")), tiny_tokenizer)
     with pytest.raises(DataError, match=text):
         load_data(make_run(), tiny_tokenizer, rows=datasets.Dataset.from_dict({"prompt": ["a"], column: [1]}))
     data = load_data(make_run(prompt_column=column), tiny_tokenizer, rows=[{column: "a"}])
     assert data.train["prompt"][:] == [rendered("a")], "named by data.prompt_column it is a text"
 
 
-@pytest.mark.parametrize("feature", [datasets.Image(), datasets.List(datasets.Image()), {"a": datasets.Image()}])
+@pytest.mark.parametrize("feature", [datasets.List(datasets.Image()), {"a": datasets.Image()}])
 def test_columns_of_images_under_another_name_are_refused(make_run, tmp_path, tiny_tokenizer, feature):
     """`picture` is no name that TRL knows; the column went to the rewards, decoded, in every step."""
     features = datasets.Features({"prompt": datasets.Value("string"), "picture": feature})
     table = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [None]}, features=features)
     table.to_parquet(tmp_path / "rows.parquet")
     for rows, source in ((table, "unused.jsonl"), (None, tmp_path / "rows.parquet")):
-        with pytest.raises(
-            DataError, match="column 'picture' contains images or other media, by its type.* Remove the column"
-        ):
+        with pytest.raises(DataError, match="column 'picture' contains images or other media, by its type.* Remove"):
             load_data(make_run(source), tiny_tokenizer, rows=rows)
 
 
@@ -349,7 +327,7 @@ def test_split_by_what_the_model_reads(make_run, write, tiny_tokenizer):
     talks = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in asked]
     data = load_data(make_run(test_size=8, system_prompt=system), tiny_tokenizer, rows=[*asked, *talks])
     assert (len(data.train), len(data.test)) == (24, 8) and not {*data.train["prompt"]} & {*data.test["prompt"]}
-    with pytest.raises(DataError, match="all 20 training prompts"):
+    with pytest.raises(DataError, match=r"all 20 training prompts of .*data\.test_source or data\.test_split"):
         held_out = write("test.jsonl", jsonl(*({"prompt": talk} for talk in talks)))
         load_data(make_run(test_source=str(held_out), system_prompt=system), tiny_tokenizer, rows=asked)
     other = load_data(make_run(test_size=20), tiny_tokenizer, rows=[*asked, *talks])
@@ -417,21 +395,6 @@ def test_nothing_left_to_train_on(make_run, tiny_tokenizer, settings, long, help
     assert long or "data.test_size to at most 19" in advice
 
 
-def test_family_and_options_reach_the_template(make_run, tiny_tokenizer):
-    """`load_data` and `load_policy` decide the family alike; a contradiction stops the run before it starts."""
-    run = make_run()
-    run.model.family = "instruct"
-    with pytest.raises(
-        ConfigError, match="model.family is 'instruct', but the tokenizer's chat template opens <think>"
-    ):
-        load_data(run, tiny_tokenizer, rows=["a"])
-    run = make_run(system_prompt="Add.")
-    assert load_data(run, tiny_tokenizer, rows=["a"]).train["prompt"][0].startswith("<|im_start|>system\nAdd.")
-    run = make_run()
-    run.model.family = "plain"
-    assert load_data(run, tiny_tokenizer, rows=["Once upon"]).train["prompt"][0] == "Once upon"
-
-
 def test_the_file_s_own_names_and_the_question_reach_the_rewards(make_run, write, tiny_tokenizer):
     """A published reward asks for `problem` and `solution`; named in `data`, they were gone, and the question was only
     inside the rendered prompt. Values that Arrow cannot store in one column must not refuse what was accepted."""
@@ -451,3 +414,56 @@ def test_the_file_s_own_names_and_the_question_reach_the_rewards(make_run, write
     sources = [{"source": str(path), "prompt_column": "problem"}, {"source": str(other)}]
     mixed = load_data(make_run(None, sources=sources), tiny_tokenizer).train
     assert mixed["question"][:] == ["a", "its own"] and "problem" not in mixed.column_names
+
+
+# rows without an answer: several tasks in one file
+
+NULLS = {"null.jsonl": None, "blank.jsonl": " ", "nan.jsonl": float("nan")}
+
+
+@pytest.mark.parametrize("name", [*NULLS, "rows.csv", "rows.parquet"])
+def test_rows_without_an_answer(make_run, write, tmp_path, tiny_tokenizer, capsys, name):
+    """A file of sums and of free texts was refused for the answers of the texts, which no reward needs. A null is
+    empty in CSV, null or NaN in JSON and Parquet."""
+    if name == "rows.csv":
+        path = write(name, "prompt,answer\na,1\nb,\n")
+    elif name == "rows.parquet":
+        path = tmp_path / name
+        datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": [1.0, None]}).to_parquet(path)
+    else:
+        path = write(name, jsonl({"prompt": "a", "answer": 1}, {"prompt": "b", "answer": NULLS[name]}))
+    data = load_data(make_run(path, reward=BOTH), tiny_tokenizer)
+    assert data.train["answer"][:] == ["1" if name == "rows.csv" else 1, None]
+    place = {"rows.csv": "line 3", "rows.parquet": "row 2"}.get(name, "line 2")
+    assert f"1 of 2 rows of {path} have no answer (the first: {place})" in capsys.readouterr().out
+    for reward in ("answer_reward", "math_answer_reward", ("answer_reward", "math_answer_reward")):
+        with pytest.raises(DataError) as caught:
+            load_data(make_run(path, reward=reward), tiny_tokenizer)
+        message = str(caught.value)
+        assert f"{path}, {place}: no answer" in message and "(data.answer_column: answer)" in message
+        assert "add a reward for rows without an answer" in message
+
+
+def test_a_reward_without_weight_gives_no_row_a_reward(make_run, tiny_tokenizer):
+    """A reward of weight 0 is only a metric: with it alone, rows without an answer would earn nothing at all."""
+    run = make_run(reward=BOTH)
+    run.rewards[1].weight = 0.0
+    with pytest.raises(DataError, match="the list of rows, row 2: no answer, and each reward with a weight compares"):
+        load_data(run, tiny_tokenizer, rows=[{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}])
+
+
+def test_a_marker_is_asked_of_answers_only(make_run, tiny_tokenizer):
+    """Null has no marker; an answer that lacks it is a broken one, whatever the rewards are."""
+    rows = [{"prompt": "a", "answer": "#### 1"}, {"prompt": "b", "answer": None}]
+    run = make_run(reward=BOTH, answer_after="####")
+    assert load_data(run, tiny_tokenizer, rows=rows).train["answer"][:] == ["1", None]
+    with pytest.raises(DataError, match="row 2: the answer has no '####' in it"):
+        load_data(run, tiny_tokenizer, rows=[rows[0], {"prompt": "b", "answer": "2"}])
+
+
+def test_a_column_without_one_answer_is_no_column_of_answers(make_run, tiny_tokenizer):
+    """Every row of a wrong column passed as a row without an answer, and the answer reward never scored one."""
+    rows = [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": ""}]
+    with pytest.raises(DataError, match=r"no row has an answer.*data\.answer_column"):
+        load_data(make_run(reward=BOTH), tiny_tokenizer, rows=rows)
+    assert load_data(make_run(), tiny_tokenizer, rows=rows).train["answer"][:] == [None, None]

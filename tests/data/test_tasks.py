@@ -122,30 +122,18 @@ def test_more_rows_than_problems_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("problem", "work", "answer"),
+    ("family", "problem", "work", "answer"),
     [
-        ((47, 385), "7+5=12\n4+8+1=13\n0+3+1=4", "432"),
-        ((99, 99), "9+9=18\n9+9+1=19", "198"),
-        ((10, 20), "0+0=0\n1+2=3", "30"),
-        ((999, 1), "9+1=10\n9+0+1=10\n9+0+1=10", "1000"),
+        ("addition", (99, 99), "9+9=18\n9+9+1=19", "198"),
+        ("addition", (999, 1), "9+1=10\n9+0+1=10\n9+0+1=10", "1000"),
+        ("subtraction", (385, 347), "5-7=-8\n8-4-1=3\n3-3=0", "38"),
+        ("subtraction", (500, 1), "0-1=-9\n0-0-1=-9\n5-0-1=4", "499"),
+        ("subtraction", (47, 47), "7-7=0\n4-4=0", "0"),
     ],
 )
-def test_columns_without_mistakes(problem, work, answer):
-    """Carries and numbers of unequal length are where column addition goes wrong."""
-    assert addition.FAMILY.work(problem, random.Random(0)) == (work, answer)
-
-
-@pytest.mark.parametrize(
-    ("problem", "work", "answer"),
-    [
-        ((385, 347), "5-7=-8\n8-4-1=3\n3-3=0", "38"),
-        ((500, 1), "0-1=-9\n0-0-1=-9\n5-0-1=4", "499"),
-        ((47, 47), "7-7=0\n4-4=0", "0"),
-    ],
-)
-def test_borrows_and_leading_zeros(problem, work, answer):
-    """A borrow that runs through zeros, and a difference shorter than its numbers."""
-    assert find_family("subtraction").work(problem, random.Random(0)) == (work, answer)
+def test_columns_without_mistakes(family, problem, work, answer):
+    """Carries, numbers of unequal length, a borrow that runs through zeros, leading zeros of a difference."""
+    assert find_family(family).work(problem, random.Random(0)) == (work, answer)
     assert find_family("subtraction").work((385, 47), random.Random(0), slip=1.0) == ("5-7=2\n8-4=4\n3-0=3", "342")
 
 
@@ -239,26 +227,19 @@ def of_problems(*problems: str) -> str:
 
 
 def test_a_family_without_problems_in_one_half_is_refused(tmp_path):
-    """Every draw was of the other half, and the program drew for ever."""
+    """Every draw was of the other half, and the program drew for ever. Six problems are a task too."""
     (tmp_path / "own.py").write_text(of_problems("abcd"))
     with pytest.raises(ConfigError, match=r"own.py: .* draws gave no problem of (a run's|the cold start's) half"):
         find_family(str(tmp_path / "own.py"))
     one = addition.Addition(10, 10, max_rows=5)
-    here = is_reserved(one, (10, 10))
     with pytest.raises(DataError, match=r"draws gave no problem of .* half: draw\(\)"):
-        draw_problem(one, random.Random(0), reserved=not here)
-    assert draw_problem(one, random.Random(0), reserved=here) == (10, 10)
-    with pytest.raises(DataError, match=r"5 addition problems .* has about [01]: lower data.num_prompts"):
-        make_rows(one, 5)
-
-
-def test_a_family_of_few_problems_is_one(tmp_path):
-    """Six problems are a task too; what is refused is a half without any."""
-    (tmp_path / "own.py").write_text(of_problems("abcd", "bcda", "cdab", "dabc", "abdc", "badc"))
+        draw_problem(one, random.Random(0), reserved=not is_reserved(one, (10, 10)))
+    six = ("abcd", "bcda", "cdab", "dabc", "abdc", "badc")
+    (tmp_path / "own.py").write_text(of_problems(*six))
     family = find_family(str(tmp_path / "own.py"))
-    halves = [is_reserved(family, problem) for problem in ("abcd", "bcda", "cdab", "dabc", "abdc", "badc")]
-    assert len(make_rows(family, halves.count(False), 0, "own.py")) == halves.count(False)
-    with pytest.raises(DataError, match=rf"7 own.py problems .* has about {halves.count(False)}:"):
+    left = [is_reserved(family, problem) for problem in six].count(False)
+    assert len(make_rows(family, left, 0, "own.py")) == left
+    with pytest.raises(DataError, match=rf"7 own.py problems .* has about {left}: lower data.num_prompts"):
         make_rows(family, 7, 0, "own.py")
 
 

@@ -5,15 +5,12 @@ a real tokenizer.
 """
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, render_prompt, resolve_family, thinks
-from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.think_tags import opens_thinking
 
@@ -45,6 +42,9 @@ TEMPLATES = {
     "nvidia/Nemotron-Nano-9B-v2": (
         f"{TURNS}{START}{{% if '/no_think' in messages[0].content %}}<think></think>{{% else %}}<think>\n{{% endif %}}"
     ),
+    "a hybrid/Thinking": f"{TURNS}{START}{OFF}{EMPTY}{{% endif %}}",
+    "an opening/Instruct": f"{TURNS}{START}<think>\n",
+    "a/Model-Thinking": TURNS + START,
 }
 # (family, whether the prompt opens the thinking); all think but the instruct ones.
 FOUND = {
@@ -59,6 +59,9 @@ FOUND = {
     "ibm-granite/granite-3.3-2b": ("instruct", False),
     "openai/gpt-oss-20b": ("instruct", False),
     "nvidia/Nemotron-Nano-9B-v2": ("thinking", True),
+    "a hybrid/Thinking": ("hybrid", False),
+    "an opening/Instruct": ("thinking", True),
+    "a/Model-Thinking": ("thinking", False),
 }
 
 
@@ -153,25 +156,3 @@ def test_a_system_prompt_does_not_switch_the_thinking(
     if family == "hybrid":  # said twice is no contradiction
         both = render_prompt(of(name), "1+1?", family, mode == "/think", system_prompt=f"Be brief. {mode}")
         assert "Be brief." in both
-
-
-@pytest.mark.parametrize("name", [name for name, (family, _) in FOUND.items() if family != "instruct"])
-def test_demonstrations_open_their_thinking_once(of: Any, name: str, tmp_path: Path) -> None:
-    """SFT on a hybrid model whose prompt opens the tag must not learn a second one; behind other templates the model
-    has to write it."""
-    file = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"{n}+1=", "completion": f"so\n</think>\n\n{n + 1}"} for n in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = RunConfig.model_validate(
-        {
-            "model": {"name": name},
-            "data": {"source": str(file), "test_size": 0},
-            "rewards": [{"name": "length_reward"}],
-            "rloo": {"max_steps": 1},
-            "run": {"evaluate": False},
-        }
-    )
-    tokenizer = of(name)
-    for example in load_worked(run, tokenizer, ()).examples:
-        turn = tokenizer.decode(example.prompt_ids + example.completion_ids).rpartition(START)[2]
-        assert turn.startswith("<think>\nso\n</think>") and turn.count("<think>") == 1

@@ -11,7 +11,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import SourceSection
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
-from rloo_kit.embedded.tokenizer import build_tokenizer
+from rloo_kit.embedded.model import build_tokenizer
 from rloo_kit.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": f"so\n</think>\n\n{n + 1}"} for n in range(10)]
@@ -64,8 +64,11 @@ def test_a_thinking_models_completion_follows_the_open_tag(make_run):
 
 
 def test_other_families(make_run):
-    """A hybrid model opens its thinking itself; one that does not think learns the answer alone."""
+    """A hybrid model opens its thinking itself, unless its prompt does (Qwen3.5-4B), and must not learn a second tag.
+    One that does not think learns the answer alone."""
     hybrid = build_tokenizer("instruct")
+    hybrid.chat_template = HYBRID.replace("{% endif %}", "{% else %}<think>\n{% endif %}")
+    assert texts(make_run(), hybrid)[0] == f"{PROMPT}<think>\n|so\n</think>\n\n1<|im_end|>"
     hybrid.chat_template = HYBRID
     run = make_run()
     assert texts(run, hybrid)[0] == f"{PROMPT}|<think>\nso\n</think>\n\n1<|im_end|>"

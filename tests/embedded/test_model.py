@@ -15,13 +15,12 @@ import torch
 from torch.nn import functional
 
 from rloo_kit.config.model_names import FAMILIES, KINDS
-from rloo_kit.data.byte_tokens import ROWS
 from rloo_kit.data.families import addition
+from rloo_kit.data.light_tokenizer import ROWS
 from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.embedded import cold_start
 from rloo_kit.embedded.cold_start import PLANS, find_plan, joint_logits
-from rloo_kit.embedded.model import RECIPES, RECORD, build
-from rloo_kit.embedded.tokenizer import build_tokenizer
+from rloo_kit.embedded.model import RECIPES, RECORD, build, build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags
 

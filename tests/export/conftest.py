@@ -90,7 +90,7 @@ def make_merging_tokenizer() -> Any:
     from tokenizers import AddedToken, Tokenizer, models, trainers
     from transformers import Qwen2Tokenizer
 
-    from rloo_kit.data.byte_tokens import CHAT_TOKENS, SPECIAL_TOKENS, TEMPLATES, TURN_END, byte_symbols, token_ids
+    from rloo_kit.data.light_tokenizer import CHAT_TOKENS, SPECIAL_TOKENS, TEMPLATES, TURN_END, byte_symbols, token_ids
 
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = Qwen2Tokenizer(vocab=token_ids("compact"), merges=[]).backend_tokenizer.pre_tokenizer

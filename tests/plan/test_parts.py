@@ -33,7 +33,7 @@ def test_the_published_sizes_are_those_of_the_reports() -> None:
 
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
-    from rloo_kit.data import byte_tokens as tokenizer
+    from rloo_kit.data import light_tokenizer as tokenizer
     from rloo_kit.embedded import cold_start
 
     assert EMBEDDED_ROWS == tokenizer.ROWS

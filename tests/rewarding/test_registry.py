@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rloo_kit import build_rewards, load_config
-from rloo_kit.embedded.tokenizer import build_tokenizer
+from rloo_kit.embedded.model import build_tokenizer
 from rloo_kit.errors import ConfigError, TokenizerError
 from rloo_kit.rewarding.registry import REGISTRY
 

@@ -220,8 +220,7 @@ class Checks:
         verdict, on, known = self.run.status["verdict"], self.on, self.estimates()
         report, page = _text(on.report.partition('<section id="details"')[0]), _text(on.page)
         texts = {"progress": on.printed, "show": on.show, "report": report, "comparison": on.versus,
-                 "comparison page": page.partition("What differs")[0], "batch": on.batch,
-                 "batch page": _text(on.batch_page), "evaluation": on.evaluation,
+                 "comparison page": page.partition("What differs")[0], "evaluation": on.evaluation,
                  "compare": on.comparison}  # fmt: skip
         for where, text in texts.items():
             text = " ".join(html.unescape(text).replace("│", " ").split())

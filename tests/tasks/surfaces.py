@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.notebooks.batch_notebooks import write_notebook
 from tests.tasks.tasks import Task, write_task
 
-TRAINS = "# Parameters\nseed = 0\nrun_name = ''\noutput_dir = 'outputs'\nresume = False\noverwrite = False\n"
 WIDTH = "400"  # columns, so that nothing wraps
 
 
@@ -23,7 +21,7 @@ class Surfaces:
     Attributes:
         folder: of the run. twin: its copy in which `after.json` is `before.json`, as if it had not been trained.
         printed: by `rloo-kit train`. show, versus: `rloo-kit show` of the run, and of twin and run. report, page:
-            `report.html`, `comparison.html` of both. batch: the table of a batch of both.
+            `report.html`, `comparison.html` of both.
         plot, evaluation, comparison: what a notebook shows, as text.
     """
 
@@ -35,8 +33,6 @@ class Surfaces:
     versus_json: dict[str, Any]
     report: str
     page: str
-    batch: str
-    batch_page: str
     plot: str
     evaluation: str
     comparison: str
@@ -54,13 +50,11 @@ def run_task(task: Task, model: str, folder: Path) -> Surfaces:
 
 
 def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
-    """The surfaces of a run that is there; `folder` takes the twin, the batch and the pages."""
+    """The surfaces of a run that is there; `folder` takes the twin and the pages."""
     import rloo_kit as kit
-    from rloo_kit.batch.comparison import make_text_table, write_comparison
     from rloo_kit.cli import app
     from rloo_kit.results.result import load_evaluation, load_result
     from rloo_kit.runs.find import find_run
-    from rloo_kit.system.console import render_text
 
     os.environ["COLUMNS"] = WIDTH
     twin = run.parent / "untrained"
@@ -68,10 +62,6 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
     shutil.copy(twin / "before.json", twin / "after.json")
     page = folder / "comparison.html"
     _call(app, "report", twin, run, "--output", page)
-    place = _make_batch(folder, run, twin)
-    with place:
-        batch_page, _ = write_comparison(place)
-        batch = render_text(make_text_table(place))
     found = find_run(run)
     before, after = load_evaluation(found, "before"), load_evaluation(found, "after")
     with contextlib.redirect_stdout(io.StringIO()):  # outside a notebook they print themselves
@@ -85,8 +75,6 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
         versus_json=json.loads(_call(app, "show", twin, run, "--json")),
         report=(run / "report.html").read_text(encoding="utf-8"),
         page=page.read_text(encoding="utf-8"),
-        batch=batch,
-        batch_page=batch_page.read_text(encoding="utf-8"),
         plot=repr(plot),
         evaluation=f"{before}\n{after}",
         comparison=str(kit.compare(before, after)),
@@ -103,21 +91,3 @@ def _call(app: Any, *words: Any) -> str:
     if result.exit_code not in allowed:
         raise RuntimeError(f"rloo-kit {' '.join(map(str, words))} ended with {result.exit_code}:\n{result.output}")
     return result.stdout
-
-
-def _make_batch(folder: Path, *runs: Path) -> Any:
-    """A batch whose runs are done and have these runs' folders."""
-    from rloo_kit.batch.file import load_batch
-    from rloo_kit.batch.status import BatchDir
-
-    (folder / "configs").mkdir()
-    write_notebook(folder / "trains.ipynb", "print(seed)", parameters=TRAINS)
-    file = folder / "configs" / "b.yaml"
-    values = {"notebook": str(folder / "trains.ipynb"), "output_dir": str(folder / "batch"),
-              "grid": {"seed": list(range(len(runs)))}}  # fmt: skip
-    file.write_text(json.dumps(values), encoding="utf-8")
-    place = BatchDir.create(load_batch(file))
-    for status, run in zip(place.statuses.values(), runs, strict=True):
-        status.state, status.seconds, status.attempts = "done", 75.0, 1
-        shutil.copytree(run, place.training(status.name).folder)
-    return place
