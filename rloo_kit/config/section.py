@@ -179,13 +179,16 @@ def explain_errors(
 def _explain(entry: Any, model: Any, prefix: str) -> str:
     keys: list[str | int] = []
     parent, below = model, model  # the sections of the last key and of the next one
+    annotation: Any = None
     for part in entry["loc"]:
-        if isinstance(part, int):
-            keys.append(part)
-        elif below is not None:  # else pydantic's name of a union's branch
-            keys.append(part)
-            parent, field = below, below.model_fields.get(part)
-            below = _section_below(field.annotation) if field is not None else None
+        if below is not None and isinstance(part, str):
+            parent, annotation = below, getattr(below.model_fields.get(part), "annotation", None)
+            below = _section_below(annotation)
+        elif isinstance(part, str):
+            if not any(get_origin(kind) is dict for kind in (annotation, *get_args(annotation))):
+                break  # pydantic's name of a union's branch
+            annotation = None
+        keys.append(part)
     kind, rule = entry["type"], entry["msg"]
     if kind == "missing" and isinstance(keys[-1], int):  # in a list of fixed length
         rule = f"item {keys.pop()} is missing"
