@@ -157,11 +157,8 @@ RLOOConfig.__signature__ = inspect.Signature(list(_PARAMETERS.values()))  # what
 
 def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """Positional arguments under the names that TRL's own class gives them."""
-    if len(positional) > len(_STOCK_FIELDS):
-        raise TypeError(f"RLOOConfig() takes {len(_STOCK_FIELDS)} positional arguments, {len(positional)} were given")
-    named = dict(zip(_STOCK_FIELDS, positional, strict=False))
-    twice = [name for name in named if name in keywords]
-    if twice:
+    named = inspect.signature(_STOCK).bind_partial(*positional).arguments
+    if twice := [name for name in named if name in keywords]:
         raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
     return named | keywords
 
