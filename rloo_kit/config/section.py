@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -90,29 +90,6 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigError(explain_errors(error, type(self), self.prefix)) from None
         super().__setattr__(name, getattr(checked, name))
-
-
-class Option(NamedTuple):
-    """A key that is an argument of `RLOOConfig`: `key` of `section`."""
-
-    section: type[Section]
-    key: str
-
-    @property
-    def field(self) -> FieldInfo:
-        """The declaration: annotation with bounds, default, description."""
-        return self.section.model_fields[self.key]
-
-    @property
-    def type(self) -> Any:
-        """The annotation without bounds: `int | None`."""
-        return get_type_hints(self.section)[self.key]
-
-    @property
-    def default(self) -> Any:
-        """The default in `RLOOConfig`: TRL's, if it differs from the kit's."""
-        trl = declared(self.field, "trl")
-        return self.field.default if trl is None else trl.value
 
 
 # ------------------------------------------------------------------------------------------------ a key in words
