@@ -89,8 +89,7 @@ _HARMLESS = (
 _INSTEAD = {
     "temperature": "temperature", "seed": "seed", "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length", "n": "num_generations", "num_return_sequences": "num_generations",
-    "eos_token_id": "tokenizer.eos_token", "stop_strings": "tokenizer.eos_token",
-    "stop_token_ids": "tokenizer.eos_token",
+    **dict.fromkeys(("eos_token_id", "stop", "stop_strings", "stop_token_ids"), "tokenizer.eos_token"),
 }  # fmt: skip
 
 
