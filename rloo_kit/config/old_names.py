@@ -10,6 +10,7 @@ from typing import Any
 
 from rloo_kit.config.checks import usual_batch
 from rloo_kit.errors import ConfigError, excerpt
+from rloo_kit.system.processes import count_processes
 
 
 @dataclass(frozen=True)
@@ -218,31 +219,36 @@ def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str)
     values[name] = value
 
 
-def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
-    """Translate the old names in a run's file, in place; a message for each. Raises as `translate_config`."""
-    messages = _move_reward_model(values)
+def translate_file(values: dict[str, Any]) -> list[str]:
+    """Translate the old names in a run's file, in place; a message for each; null counts as not given.
+
+    Raises:
+        ConfigError: as `translate_config`; or a KV cache that no longer exists."""
+    messages = []
+    for place, where in ((values, ""), (values.get("rloo"), "rloo.")):
+        for old in ("reward_model", "reward_model_path", "reward_funcs"):
+            if isinstance(place, dict) and place.get(old) is not None:
+                items = [{"name": "reward_model", "params": {"model": name}} for name in _listed(place.pop(old))]
+                values["rewards"] = [*_listed(values.get("rewards") or []), *items]
+                messages.append(f"{where}{old} is an item of rewards today; read as rewards: {items}")
     for old, new in _MOVED.items():
         (above, key), (other, target) = old.split("."), new.split(".")
         place = values.get(above)
-        if not isinstance(place, dict) or key not in place:
-            continue
-        if place[key] is None and above == "run":
-            del place[key]
+        value = place.pop(key, None) if isinstance(place, dict) else None
+        if value is None:
             continue
         there = values[other] = {} if values.get(other) is None else values[other]  # an empty section is None
-        if place[key] is None or not isinstance(there, dict):
-            continue  # refused with the rest of the file
-        value = place.pop(key)
-        if old == "run.stop_when_no_signal" and isinstance(value, bool):
+        if old == "run.stop_when_no_signal" and isinstance(value, bool) and isinstance(there, dict):
             value = "stop" if value else there.get(target) or "warn"
-        _set_once(there, target, value, old, new)
-        messages.append(f"{old} belongs to {new}; read as {new}={value}")
+        if isinstance(there, dict):  # anything else is refused with the rest of the file
+            _set_once(there, target, value, old, new)
+            messages.append(f"{old} belongs to {new}; read as {new}={value}")
     rollout = values.get("rollout")
-    if isinstance(rollout, dict) and "cache" in rollout:
-        if rollout["cache"] != "plain":
+    if isinstance(rollout, dict) and (cache := rollout.get("cache")) is not None:
+        if cache != "plain":
             raise ConfigError(
-                f"rollout.cache is {excerpt(rollout['cache'])}, but 8-bit and offloaded KV caches were removed: remove "
-                "the key, and set a lower rollout.rows, or rollout.vllm.float8_kv_cache=true with rollout.engine=vllm"
+                f"rollout.cache is {excerpt(cache)}, but 8-bit and offloaded KV caches were removed: remove the key, "
+                "and set a lower rollout.rows, or rollout.vllm.float8_kv_cache=true with rollout.engine=vllm"
             )
         del rollout["cache"]
         messages.append("rollout.cache was removed: the KV cache is always plain; remove the key")
@@ -262,30 +268,8 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
     if "total_episodes" in given:
         name = "num_generations" if given.get("num_generations") else "rloo_k"
         usual = {"per_device_train_batch_size": usual_batch(_check_count(f"rloo.{name}", given.get(name) or 0))}
-    values["rloo"], translated = translate_config(given, processes, "rloo.", usual)
+    values["rloo"], translated = translate_config(given, count_processes(), "rloo.", usual)
     return messages + translated
-
-
-def forget_overruled(section: dict[str, Any], changed: set[str]) -> None:
-    """Drop today's name from the file's `rloo:` if an override uses its old name, so that the override wins."""
-    for old in changed & set(CONFIG_NAMES):
-        new = CONFIG_NAMES[old].new
-        if new is not None and new not in changed:
-            section.pop(new, None)
-
-
-def _move_reward_model(values: dict[str, Any]) -> list[str]:
-    """`reward_model: NAME` is an item of `rewards:` today."""
-    messages = []
-    for place, where in ((values, ""), (values.get("rloo"), "rloo.")):
-        for old in ("reward_model", "reward_model_path", "reward_funcs"):
-            if not isinstance(place, dict) or place.get(old) is None:
-                continue
-            names = place.pop(old)
-            items = [{"name": "reward_model", "params": {"model": name}} for name in _listed(names)]
-            values["rewards"] = [*_listed(values.get("rewards") or []), *items]
-            messages.append(f"{where}{old} is an item of rewards today; read as rewards: {items}")
-    return messages
 
 
 def _listed(value: Any) -> list[Any]:

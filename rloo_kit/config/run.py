@@ -60,15 +60,15 @@ THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of 
 class RunConfig(Section):
     """The whole configuration of a run; equality compares keys, not files."""
 
-    run: RunSection = Field(default_factory=lambda: RunSection(), description="files, printing, stopping")
+    run: RunSection = Field(default_factory=RunSection, description="files, printing, stopping")
     model: ModelSection = Field(description="the policy")
     data: DataSection = Field(description="the prompts")
     rewards: list[RewardSection] = Field(min_length=1, description="the rewards, summed by weight")
     rloo: RLOOSection = Field(description="the loop")
-    rollout: RolloutSection = Field(default_factory=lambda: RolloutSection(), description="the sampling")
-    eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the evaluation")
-    sft: SftSection = Field(default_factory=lambda: SftSection(), description="the supervised start")
-    health: HealthSection = Field(default_factory=lambda: HealthSection(), description="what a finding leads to")
+    rollout: RolloutSection = Field(default_factory=RolloutSection, description="the sampling")
+    eval: EvalSection = Field(default_factory=EvalSection, description="the evaluation")
+    sft: SftSection = Field(default_factory=SftSection, description="the supervised start")
+    health: HealthSection = Field(default_factory=HealthSection, description="what a finding leads to")
     _source: Path | None = PrivateAttr(None)
     _checked: str = PrivateAttr("")  # the state that last passed preflight.refuse_faults
 
@@ -282,7 +282,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     values, lines = read_file(path)
     if values.keys() & {"grid", "runs"} and not values.keys() & {"model", "rloo"}:
         raise ConfigError(f"{path} describes a batch of runs, not one run; use: rloo-kit batch {path}")
-    messages = translate_file(values, count_processes())
+    messages = translate_file(values)
     for section, changes in sections.items():
         merge(values, section, changes)
     changed = {apply_override(values, override): override for override in overrides}
@@ -296,7 +296,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
             values["rloo"].pop(old.new, None)  # what is given by its old name wins over the file's new one, too
             if override is not None:
                 changed["rloo", old.new] = override
-    for message in messages + translate_file(values, count_processes()):
+    for message in messages + translate_file(values):
         warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
     values["run"] = {} if values.get("run") is None else values["run"]
     if isinstance(values["run"], dict) and values["run"].get("name") is None:

@@ -1,7 +1,6 @@
 """The sections of a run's configuration: strict pydantic models, each key with type, default, bounds and description.
 
-A key is declared only here. `RLOOConfig` gets the fields, defaults, bounds and help of the loop's keys (`OPTIONS`) from
-this module. `fill_defaults` in `config/run.py` computes the defaults that follow other keys.
+A key is declared only here. `RLOOConfig` gets the fields, defaults, bounds and help of the loop's options from here.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,7 +16,7 @@ from rloo_kit.config.checks import (
     find_test_problem,
 )
 from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2, SMOLLM2_PREFIX, find_embedded_problem
-from rloo_kit.config.section import Option, Section, TrlDefault, key
+from rloo_kit.config.section import Section, TrlDefault, key
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
@@ -113,9 +112,7 @@ class ModelSection(Section):
     gradient_checkpointing: bool | Literal["unsloth"] = key(
         False, "recompute activations to save memory; 'unsloth' also offloads them"
     )
-    lora: LoraSection | None = Field(
-        default_factory=lambda: LoraSection(), description="adapter; null trains every parameter"
-    )
+    lora: LoraSection | None = Field(default_factory=LoraSection, description="adapter; null trains every parameter")
     vocabulary: Literal["compact", "qwen3"] = key("compact", "embedded models only: rows of the embedding")
     build_seed: int = key(0, "embedded models only: seed of the cold start", ge=0, lt=2**32)
 
@@ -418,10 +415,7 @@ class RLOOSection(Section):
         if self.max_steps is None and self.num_train_epochs is None:
             raise ValueError("the length of training is not set; set rloo.max_steps or rloo.num_train_epochs")
         if not self.disable_dropout:
-            raise ValueError(
-                "disable_dropout is false, but dropout is always off while completions are scored; otherwise the "
-                "ratio would compare two random subnetworks. Set rloo.disable_dropout=true"
-            )
+            raise ValueError("disable_dropout is false, but the ratio needs dropout off; set rloo.disable_dropout=true")
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; set one of them to null or false")
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
@@ -465,6 +459,7 @@ class VllmSection(Section):
     """vLLM in the trainer's process (`rollout.engine: vllm`); the memory plan fills in nulls."""
 
     prefix: ClassVar[str] = "rollout.vllm."
+    free_on_resume: ClassVar[bool] = True
     gpu_memory_utilization: float | None = key(
         None, "share of GPU memory that vLLM takes while it samples, weights included", gt=0, lt=1
     )
@@ -491,7 +486,7 @@ class RolloutSection(Section):
         None, "folder that trainer and server both see, with engine: server; null: one in the run's folder",
         argument="rollout_server_adapters", resume="free",
     )  # fmt: skip
-    vllm: VllmSection = Field(default_factory=lambda: VllmSection(), description="vLLM in the trainer's process")
+    vllm: VllmSection = Field(default_factory=VllmSection, description="vLLM in the trainer's process")
     resample_rounds: int = key(
         0, "rounds in which a rollout's groups without signal get fresh prompts; 0: none", ge=0,
         argument="resample_rounds",
@@ -505,10 +500,8 @@ class RolloutSection(Section):
         if problems := find_option_problems(self.to_arguments()):
             raise ValueError("\n".join(problems))
         if self.min_pass_rate >= self.max_pass_rate:
-            raise ValueError(
-                f"min_pass_rate ({self.min_pass_rate}) is not below max_pass_rate ({self.max_pass_rate}), so every "
-                "prompt would be skipped; lower rollout.min_pass_rate"
-            )
+            rates = f"min_pass_rate ({self.min_pass_rate}) is not below max_pass_rate ({self.max_pass_rate})"
+            raise ValueError(f"{rates}, so every prompt would be skipped; lower rollout.min_pass_rate")
         if self.difficulty_samples == 0 and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
             raise ValueError(
                 f"min_pass_rate ({self.min_pass_rate}) and max_pass_rate ({self.max_pass_rate}) select prompts by a "
@@ -546,10 +539,7 @@ class EvalSection(Section):
     @model_validator(mode="after")
     def _check_consistency(self) -> "EvalSection":
         if self.patience is not None and not self.every_steps:
-            raise ValueError(
-                f"patience is {self.patience}, but nothing is measured during training: set eval.every_steps above 0, "
-                "or eval.patience=null"
-            )
+            raise ValueError(f"patience is {self.patience}, but eval.every_steps is 0; raise it, or eval.patience=null")
         if self.pass_at_k and max(self.pass_at_k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k asks for {max(self.pass_at_k)} completions of a prompt, num_samples gives "
@@ -605,11 +595,3 @@ class SftSection(Section):
                 "sft.thinking_column=null if one column has both"
             )
         return self
-
-
-# Keyed by the name in `RLOOConfig`.
-OPTIONS = {
-    name: Option(section, key)
-    for section in (RLOOSection, RolloutSection, RunSection)
-    for name, key in section.arguments().items()
-}

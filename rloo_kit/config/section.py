@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -92,29 +92,6 @@ class Section(BaseModel):
         super().__setattr__(name, getattr(checked, name))
 
 
-class Option(NamedTuple):
-    """A key that is an argument of `RLOOConfig`: `key` of `section`."""
-
-    section: type[Section]
-    key: str
-
-    @property
-    def field(self) -> FieldInfo:
-        """The declaration: annotation with bounds, default, description."""
-        return self.section.model_fields[self.key]
-
-    @property
-    def type(self) -> Any:
-        """The annotation without bounds: `int | None`."""
-        return get_type_hints(self.section)[self.key]
-
-    @property
-    def default(self) -> Any:
-        """The default in `RLOOConfig`: TRL's, if it differs from the kit's."""
-        trl = declared(self.field, "trl")
-        return self.field.default if trl is None else trl.value
-
-
 # ------------------------------------------------------------------------------------------------ a key in words
 
 
@@ -179,13 +156,16 @@ def explain_errors(
 def _explain(entry: Any, model: Any, prefix: str) -> str:
     keys: list[str | int] = []
     parent, below = model, model  # the sections of the last key and of the next one
+    annotation: Any = None
     for part in entry["loc"]:
-        if isinstance(part, int):
-            keys.append(part)
-        elif below is not None:  # else pydantic's name of a union's branch
-            keys.append(part)
-            parent, field = below, below.model_fields.get(part)
-            below = _section_below(field.annotation) if field is not None else None
+        if below is not None and isinstance(part, str):
+            parent, annotation = below, getattr(below.model_fields.get(part), "annotation", None)
+            below = _section_below(annotation)
+        elif isinstance(part, str):
+            if not any(get_origin(kind) is dict for kind in (annotation, *get_args(annotation))):
+                break  # pydantic's name of a union's branch
+            annotation = None
+        keys.append(part)
     kind, rule = entry["type"], entry["msg"]
     if kind == "missing" and isinstance(keys[-1], int):  # in a list of fixed length
         rule = f"item {keys.pop()} is missing"

@@ -13,20 +13,51 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 import trl
 from pydantic import ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
-from rloo_kit.config.schema import OPTIONS, RLOOSection, RolloutSection, RunSection
-from rloo_kit.config.section import Option, Section, describe_field, explain_errors, suggest
+from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
+from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.policy import keep_values
 from rloo_kit.system.processes import count_processes
 
+
+class Option(NamedTuple):
+    """A key that is an argument of `RLOOConfig`: `key` of `section`."""
+
+    section: type[Section]
+    key: str
+
+    @property
+    def field(self) -> FieldInfo:
+        """The declaration: annotation with bounds, default, description."""
+        return self.section.model_fields[self.key]
+
+    @property
+    def type(self) -> Any:
+        """The annotation without bounds: `int | None`."""
+        return get_type_hints(self.section)[self.key]
+
+    @property
+    def default(self) -> Any:
+        """The default in `RLOOConfig`: TRL's, if it differs from the kit's."""
+        trl = declared(self.field, "trl")
+        return self.field.default if trl is None else trl.value
+
+
+# Keyed by the name in `RLOOConfig`.
+OPTIONS = {
+    name: Option(section, key)
+    for section in (RLOOSection, RolloutSection, RunSection)
+    for name, key in section.arguments().items()
+}
 # TRL's own class, below the one that Unsloth generates (and may call RLOOConfig too).
 _STOCK = next(c for c in reversed(trl.RLOOConfig.__mro__) if c.__name__ == "RLOOConfig")
 _STOCK_FIELDS = {f.name: f for f in dataclasses.fields(_STOCK) if f.init}
@@ -58,8 +89,7 @@ _HARMLESS = (
 _INSTEAD = {
     "temperature": "temperature", "seed": "seed", "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length", "n": "num_generations", "num_return_sequences": "num_generations",
-    "eos_token_id": "tokenizer.eos_token", "stop_strings": "tokenizer.eos_token",
-    "stop_token_ids": "tokenizer.eos_token",
+    **dict.fromkeys(("eos_token_id", "stop", "stop_strings", "stop_token_ids"), "tokenizer.eos_token"),
 }  # fmt: skip
 
 
@@ -157,11 +187,8 @@ RLOOConfig.__signature__ = inspect.Signature(list(_PARAMETERS.values()))  # what
 
 def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """Positional arguments under the names that TRL's own class gives them."""
-    if len(positional) > len(_STOCK_FIELDS):
-        raise TypeError(f"RLOOConfig() takes {len(_STOCK_FIELDS)} positional arguments, {len(positional)} were given")
-    named = dict(zip(_STOCK_FIELDS, positional, strict=False))
-    twice = [name for name in named if name in keywords]
-    if twice:
+    named = inspect.signature(_STOCK).bind_partial(*positional).arguments
+    if twice := [name for name in named if name in keywords]:
         raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
     return named | keywords
 

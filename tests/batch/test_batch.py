@@ -135,7 +135,7 @@ def one(notebook: str = "plain.ipynb", **parameters: object) -> dict[str, object
         (one(seed={1: 2}), "runs.0.parameters.seed: is {1: 2}; it takes text"),
         ({}, "give a grid or runs"),
         ({"grid": {f"p{n}": list(range(9)) for n in range(9)}}, "387,420,489 runs; a batch has at most 1,000"),
-        ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
+        ({"runs": [{}], "jobs": 0}, "jobs: is 0; input should be greater than or equal to 1"),
         ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no file nowhere.ipynb; looked for"),
         ({"notebook": "configs/b.yaml", "runs": [{}]}, "b.yaml is not a notebook of format 4 (.ipynb)"),
         (one("tags.ipynb"), "tags.ipynb is not a notebook of format 4 (.ipynb): cells.0.metadata.tags: "),

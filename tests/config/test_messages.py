@@ -32,13 +32,10 @@ WRONG = {
     # wrong types
     "rloo.max_steps=many": "rloo.max_steps: is 'many'|valid integer",
     "rloo.max_steps=true": "rloo.max_steps: is true|number",
-    "model.lora=3": "model.lora: is 3|valid dictionary",
-    "rewards=answer_reward": "rewards: is 'answer_reward'|valid list",
     "rloo=null": "rloo: is null|valid dictionary",
     "rloo.reward_clip_range=[1]": "rloo.reward_clip_range: is [1]|item 1 is missing",
     "eval.thinking_budgets=[8, a]": "eval.thinking_budgets.1: is 'a'|valid integer",
     "model.gradient_checkpointing=maybe": "model.gradient_checkpointing: is 'maybe'|valid boolean|'unsloth'",
-    "rloo.report_to=tensorbord": "rloo.report_to.0: is 'tensorbord'|'tensorboard', 'trackio', 'wandb'",
     "data.split=5": "data.split: is 5|put it in quotes",
     "rollout.engine=fast": "rollout.engine: is 'fast'|'auto', 'native', 'generate', 'vllm' or 'server'",
     # bounds
@@ -48,24 +45,17 @@ WRONG = {
     "rloo={max_steps: 1, token_mean: batch, steps_per_generation: 2, gradient_accumulation_steps: 4}": "not a multiple "
     "of rloo.gradient_accumulation_steps (4)|set rloo.steps_per_generation=null",
     "rloo.baseline=none|rollout.resample_rounds=1": "rollout.resample_rounds=0, or rloo.baseline=group_mean",
-    "rloo.num_generations=1": "rloo.num_generations: is 1|greater than or equal to 2",
-    "rloo.max_steps=99999999999": "rloo.max_steps: is 99999999999|less than 2147483648",
     "rloo.kl_coef=-0.1": "override rloo.kl_coef=-0.1: rloo.beta: is -0.1|greater than or equal to 0",
     "rloo.beta=.nan": "rloo.beta: is nan|finite",
-    "rloo.delta=1": "rloo.delta: is 1|greater than 1",
     "rewards=[]": "rewards: is []|at least 1 item",
     # sampled from one distribution, scored under another
     "rloo.top_p=0.9": "rloo.top_p is 0.9|Set rloo.top_p=1.0|rloo.temperature",
-    "rloo.top_k=20": "rloo.top_k is 20|Set rloo.top_k=0;",
-    "rloo.min_p=0.05": "rloo.min_p is 0.05|Set rloo.min_p=null;",
     "rloo.repetition_penalty=1.1": "rloo.repetition_penalty is 1.1|Set rloo.repetition_penalty=1.0;",
     # what has to hold together
     "rollout.engine=server": "rollout.server_url is null|set rollout.server_url=http://host:port",
     "rollout.server_url=localhost:8000": "rollout.server_url is 'localhost:8000'|http://host:port|no /v1",
-    "rollout.server_url=http://[::1": "http://host:port",
     "rollout.server_url=http://h:99999": "http://host:port",
     "rollout.server_url=http://h:8000/v1": "no /v1",
-    "rollout.server_url=ftp://h": "http://host:port",
     # vLLM: what it cannot sample
     "rollout.engine=vllm|model.lora=null": "model.lora is null|rollout.engine=auto|set model.lora={r: 16}",
     "rollout={engine: server, server_url: 'http://h:1'}|model.lora=null": "model.lora is null|set model.lora={r: 16}",
@@ -80,13 +70,9 @@ WRONG = {
     "set rollout.engine=server or rollout.server_url=null",
     "rollout.engine=vllm|rollout.rows=8|rollout.vllm.max_num_seqs=4": "rollout.rows is 8|"
     "rollout.vllm.max_num_seqs is 4|rollout.vllm.max_num_seqs=null",
-    "rollout.vllm.gpu_memory_utilization=1": "rollout.vllm.gpu_memory_utilization: is 1|less than 1",
-    "rollout.vllm.max_num_seqs=0": "rollout.vllm.max_num_seqs: is 0|greater than or equal to 1",
-    "rollout.vllm.gpu_memory_utilisation=0.5": "unknown|did you mean rollout.vllm.gpu_memory_utilization?",
     "rloo={max_steps: 1, delta: 1.2}": "rloo.delta is 1.2|above 1 + rloo.epsilon = 1.2",
     "rloo={max_steps: 1, delta: 1.3, epsilon_high: 0.4}": "above 1 + rloo.epsilon_high = 1.4",
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum|set rloo.ratio_form=per_token",
-    "rloo.sampler_correction_floor=1": "rloo.sampler_correction_floor: is 1|less than 1",
     "rloo={max_steps: 1, sampler_correction: token, sampler_correction_floor: 0.5}": "sampler_correction_floor is 0.5|"
     "rloo.sampler_correction is token|rloo.sampler_correction=token_mask or rloo.sampler_correction_floor=0",
     "rloo.answer_budget=8": "rloo.answer_budget is 8|rloo.thinking_budget is null|rloo.answer_budget=null",
@@ -108,19 +94,13 @@ WRONG = {
     "rloo={max_steps: 1, bf16: true, fp16: true}": "bf16 and fp16 are both true",
     "rloo.disable_dropout=false": "disable_dropout is false|rloo.disable_dropout=true",
     "eval.pass_at_k=[1, 8]": "8 completions|set eval.num_samples=8",
-    # supervised training
-    "sft.max_step=3": "sft.max_step: unknown|did you mean sft.max_steps?",
-    "sft.max_steps=0": "sft.max_steps: is 0|greater than or equal to 1",
-    "sft.learning_rate=0": "sft.learning_rate: is 0|greater than 0",
     "sft.thinking_column=completion": "sft.thinking_column=null",
-    "sft=null": "sft: is null|valid dictionary",
     "data.source=some/set": "model.name is embedded/thinking|data.source is some/set|set data.source=embedded/addition",
     "model.name=embedded/x": "embedded/thinking, embedded/instruct",
     "model={name: a/b, family: instruct, enable_thinking: true}": "set model.family=hybrid|model.enable_thinking=null",
     "rewards=[{name: a}, {name: missing_eos_penalty}]|rloo.missing_eos_penalty=1": "rloo.missing_eos_penalty and the "
     "reward missing_eos_penalty are both set|twice",
     "run.name=a/b": "name is 'a/b'|no slash",
-    "run.name=..": "name is '..'",
 }
 
 

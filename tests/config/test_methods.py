@@ -34,13 +34,9 @@ def test_a_row_of_the_page_makes_the_method(method):
     assert describe_method(dict(run.rloo)).startswith(f"{method} (")
 
 
-def test_the_page_has_no_other_methods():
-    """A row without an entry in the table is tested by nothing."""
+def test_the_page_has_no_other_methods_and_rloo_is_the_default():
+    """A row without an entry in the table is tested by nothing; RLOO is what a file without these keys trains."""
     assert list(rows_of_the_page()) == list(METHODS)
-
-
-def test_defaults_are_those_of_the_keys():
-    """RLOO is what a file without these keys trains."""
     assert {name: RLOOSection.model_fields[name].default for name in METHOD_DEFAULTS} == METHOD_DEFAULTS
 
 

@@ -7,7 +7,7 @@ import pytest
 from pytest import MonkeyPatch
 
 from rloo_kit import plan_vram
-from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.run import load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Batches are in test_batch.py.
@@ -78,10 +78,3 @@ def test_models_that_think_have_room_for_it(path: Path) -> None:
     assert run.model.family == {"4B-T": "thinking", "4B-I": "instruct"}.get(run.model.name[14:18], "hybrid")
     assert run.model.enable_thinking is (True if run.model.family == "hybrid" else None)
     assert run.model.name.startswith("unsloth/Qwen3-") and run.model.name.endswith("-unsloth-bnb-4bit")
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_what_is_sampled_is_what_is_scored(path: Path) -> None:
-    """top_p, top_k, min_p and a repetition penalty sample from one distribution and score another: a silent bias."""
-    run: RunConfig = load_config(path)
-    assert (run.rloo.top_p, run.rloo.top_k, run.rloo.min_p, run.rloo.repetition_penalty) == (1.0, 0, None, 1.0)

@@ -16,7 +16,7 @@ import pytest
 
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import load_config
-from rloo_kit.config.schema import OPTIONS, RLOOSection
+from rloo_kit.config.schema import RLOOSection
 from rloo_kit.errors import ConfigError, RlooKitError
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.
@@ -138,6 +138,8 @@ def test_old_and_new_name_together(config_class: type, tmp_path: Path) -> None:
 def test_current_keywords_mean_what_they_mean_in_trl(config_class: type, tmp_path: Path) -> None:
     """A drop-in whose defaults differ is another experiment after a changed import."""
     import trl
+
+    from rloo_kit.loop.options import OPTIONS
 
     stock = trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False)
     ours, messages = build(config_class, tmp_path)

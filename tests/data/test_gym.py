@@ -208,8 +208,8 @@ def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"options": {"min_terms": float("nan")}}, r"options\.min_terms is nan"),
-        ({"options": {"min_terms": {1, 2}}}, r"options\.min_terms is \{1, 2\}"),
+        ({"options": {"min_terms": float("nan")}}, r"data\.options\.min_terms: is nan"),
+        ({"options": {"min_terms": {1, 2}}}, r"data\.options\.min_terms: is \{1, 2\}"),
         ({"options": [1]}, r"data\.options"),
         ({"curriculum_level": -1}, r"data\.curriculum_level"),
         ({"source": "rows.csv", "options": {"a": 2}}, r"data: options is set, but rows\.csv is not a reasoning_gym"),

@@ -62,18 +62,24 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"reward_weights": [0.0]}, "reward_weights"),
     ({"max_steps": 0}, "raise max_steps"),
     ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=False"),
-    ({"per_device_train_batch_size": 6}, "num_generations=3 or .*per_device_train_batch_size=4"),
-    ({"num_generations": 1}, "at least 2"),
+    (
+        {"per_device_train_batch_size": 6},
+        r"6 completions a pass \(per_device_train_batch_size\) .* whole groups of \d \(num_generations\)",
+    ),
+    ({"num_generations": 1}, "num_generations is 1; set it to 2 or more"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size=False and lower per_device_train_batch_size"),
     ({"generation_batch_size": 8, "steps_per_generation": 2}, "generation_batch_size.*steps_per_generation"),
-    ({"generation_batch_size": 12, "num_generations": 8}, "num_generations=6"),
-    ({"per_device_eval_batch_size": 6, "eval_strategy": "steps"}, "per_device_eval_batch_size=(4|8)"),
+    ({"generation_batch_size": 12, "num_generations": 8}, "generation_batch_size is 12; .* of 8 .num_generations"),
+    (
+        {"per_device_eval_batch_size": 6, "eval_strategy": "steps"},
+        r"batches of 6 completions \(per_device_eval_batch_size\)",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("options", "fix"), OPTIONS, ids=str)
 def test_options_that_cannot_work(options: dict[str, Any], fix: str, trl_train: Any) -> None:
-    """Half a group has a baseline of strangers; the error must name the numbers that work."""
+    """Half a group has a baseline of strangers; the error must name the numbers found."""
     with pytest.raises(ValueError, match=fix):
         trl_train(arguments={"eval_dataset": ONE_PROMPT}, **options)
 

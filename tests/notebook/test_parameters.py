@@ -158,12 +158,12 @@ def test_switches_are_understood(given: Any, meant: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "wanted"),
     [
-        ("max_steps", True, "it takes a whole number or null"),
-        ("max_steps", "many", "is 'many'; it takes a whole number or null"),
-        ("max_steps", 0, "is 0; it must be at least 1"),
-        ("learning_rate", "fast", "is 'fast'; it takes a number"),
-        ("learning_rate", ".nan", "is '.nan'; it must be a finite number"),
-        pytest.param("learning_rate", 10**400, "...; it takes a number", id="huge"),
+        ("max_steps", True, "is True; input should be a number"),
+        ("max_steps", "many", "is 'many'; input should be a valid integer"),
+        ("max_steps", 0, "is 0; input should be greater than or equal to 1"),
+        ("learning_rate", "fast", "is 'fast'; input should be a valid number"),
+        ("learning_rate", ".nan", "is '.nan'; input should be a finite number"),
+        pytest.param("learning_rate", 10**400, "...; input should be a", id="huge"),
         ("run_name", False, "is False; it takes text (in quotes"),
         ("config", RunConfig, "RunConfig'>; it takes text"),
         ("output_dir", "", "is ''; it takes the folder that runs are written into"),
