@@ -379,6 +379,12 @@ def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
     assert look([behind | {"frac_score_zero_std": 0.9}] * 4) == []
 
 
+def test_keys_of_removed_rules_are_read() -> None:
+    """The config.yaml of an older run's folder has them all."""
+    with pytest.warns(FutureWarning, match="health.zero_gradient, health.ratio: these rules were removed"):
+        load_config(ROOT / "configs" / "arithmetic_thinking.yaml", "health.ratio=off", "health.zero_gradient=stop")
+
+
 def test_the_page_of_runs_has_every_rule() -> None:
     """A warning that no page explains has to be looked up in the source."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")

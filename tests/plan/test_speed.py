@@ -69,11 +69,6 @@ def test_the_plan_prints_it_where_it_knows_the_gpu() -> None:
     """Two days were found out about on the second day."""
     run = load_config(ROOT / "configs" / "qwen3_4b_thinking_12gb.yaml")
     plan = plan_vram(run, 12e9 / 2**30)
-    assert plan.step is not None and plan.step.gpu == "RTX 3060" and plan.step.max_steps == 200
-    printed = " ".join(str(plan).split())
-    assert f"{plan.step.seconds / 60:.0f} min, 200 steps {plan.step.hours(200):.1f} h" in printed
-    assert "computed, not measured" in printed and plan.to_dict()["step"]["gpu"] == "RTX 3060"
-    assert plan.step.seconds == pytest.approx(plan.step.rollout_s + plan.step.training_s)
-    assert plan_vram(run, 140).step is None and plan_vram(run, 140).to_dict()["step"] is None
-    run = load_config(ROOT / "configs" / "arithmetic_thinking.yaml")
-    assert plan_vram(run).step is None, "a CPU's speed is not known"
+    assert plan.step is not None and plan.step.gpu == "RTX 3060" and "computed, not measured" in str(plan.step)
+    assert f"{plan.step.seconds / 60:.0f} min, 200 steps {plan.step.hours(200):.1f} h" in " ".join(str(plan).split())
+    assert plan_vram(run, 140).step is None, "an unknown GPU's speed is not known"

@@ -83,7 +83,7 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
         ((200, 201), "", {}, "no evidence", "", "rloo.max_steps"),
         ((396, 397), "", {}, "no evidence", "", "harder prompts"),
         *(((*sides,), rule, {}, "no signal", "what it saw", "rloo.key") for sides in ((200, 201), ())
-          for rule in ("no_signal", "truncation", "cold_start", "zero_gradient", "all_none")),
+          for rule in ("no_signal", "truncation", "cold_start", "no_movement", "all_none")),
         ((300, 20), "", {}, "broken", "fell from 75 % to 5 %", "rloo.learning_rate"),
         ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.max_steps"),
         ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.max_steps"),
