@@ -86,7 +86,17 @@ def measure_pass_rates(
     samples = run.rollout.difficulty_samples
     judge = AnswerJudge(run, policy.tokenizer, answers)
     try:
-        cache = PassRateCache(_conditions(run, policy, judge))
+        cache = PassRateCache(
+            {
+                "model": run.model.name,
+                "adapter": None if run.model.adapter is None else str(run.model.adapter),
+                "weights": fingerprint(policy.model),
+                "samples": samples,
+                **sampling_of(run),
+                "judge": repr(judge.reward) if judge.gym_reward is None else repr((judge.reward, judge.gym_reward)),
+                "kit": rloo_kit.__version__,
+            }
+        )
         pairs = list(dict.fromkeys(zip(prompts, answers, strict=True)))
         todo = share([pair for pair in pairs if cache.get(*pair) is None])  # each machine has its own cache
         _measure(run, policy, judge, cache, [todo[place] for place in share_of(todo)])
@@ -238,18 +248,6 @@ def sampling_of(run: RunConfig) -> dict[str, Any]:
     return {name: getattr(run.rloo, name) for name in names}
 
 
-def _conditions(run: RunConfig, policy: Policy, judge: AnswerJudge) -> dict[str, Any]:
-    return {
-        "model": run.model.name,
-        "adapter": None if run.model.adapter is None else str(run.model.adapter),
-        "weights": fingerprint(policy.model),
-        "samples": run.rollout.difficulty_samples,
-        **sampling_of(run),
-        "judge": repr(judge.reward) if judge.gym_reward is None else repr((judge.reward, judge.gym_reward)),
-        "kit": rloo_kit.__version__,
-    }
-
-
 def _seed(seed: int, prompt: str) -> int:
     """A seed for each chunk, so that two chunks draw independently; the same in each run."""
     return int.from_bytes(hashlib.sha256(f"{seed} {prompt}".encode()).digest()[:4], "big")
@@ -315,30 +313,30 @@ def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int 
     """The pass rates of the first `num_prompts` training prompts with an answer, from `rloo.num_generations`
     completions each, sampled as RLOO samples; None if no prompt has an answer. Of the first prompts and the rewards if
     no reward compares answers; None if they cannot be called."""
-    if answer_reward_of(one.name for one in run.rewards) is None:
-        return _measure_rewards(run, policy, data.train.select(range(min(num_prompts, len(data.train)))))
-    answers = gold_answers(data.train) or []
-    rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
-    if not rows:
-        return None
-    measured = run.model_copy(deep=True)
     samples = run.rloo.num_generations
-    measured.rollout = run.rollout.model_copy(update={"difficulty_samples": samples})
-    prompts = data.train.select(rows)["prompt"]
-    rates, _ = measure_pass_rates(measured, policy, list(prompts), [answers[row] for row in rows])
-    return Signal(rates, samples)
-
-
-def _measure_rewards(run: RunConfig, policy: Policy, prompts: Any) -> Signal | None:
-    samples, rows = run.rloo.num_generations, run.rollout.rows or run.eval.batch_size
+    if answer_reward_of(one.name for one in run.rewards) is not None:
+        answers = gold_answers(data.train) or []
+        rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
+        if not rows:
+            return None
+        measured = run.model_copy(deep=True)
+        measured.rollout = run.rollout.model_copy(update={"difficulty_samples": samples})
+        prompts = list(data.train.select(rows)["prompt"])
+        return Signal(measure_pass_rates(measured, policy, prompts, [answers[row] for row in rows])[0], samples)
     rewards, built = make_held_out_rewards(run, policy.tokenizer)
     if rewards is None:
         return None
+    dataset = data.train.select(range(min(num_prompts, len(data.train))))
     completions = generate_completions(
-        policy, list(prompts["prompt"]), num_samples=samples, batch_size=rows, seed=run.run.seed, engine=run.rollout,
+        policy,
+        list(dataset["prompt"]),
+        num_samples=samples,
+        batch_size=run.rollout.rows or run.eval.batch_size,
+        seed=run.run.seed,
+        engine=run.rollout,
         **sampling_of(run),
-    )  # fmt: skip
-    total, single = rewards.score(prompts, completions, samples)
+    )
+    total, single = rewards.score(dataset, completions, samples)
     for reward in built:
         close_worker(reward)
     groups = [[value for value in values if value is not None] for values in total]
