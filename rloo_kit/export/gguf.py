@@ -6,6 +6,7 @@ Tensors are written one by one with the `gguf` package, with the names, types an
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from rloo_kit.config.run import RunConfig
@@ -23,17 +24,15 @@ BLOCK = 32  # neighbours that share a scale in q8_0
 ARCHITECTURES = {"qwen3": "qwen2", "llama": "smollm"}
 # llama.cpp refuses a BPE without merges, and a byte-level one may have none. This byte never occurs in UTF-8 text.
 NO_MERGE = ["ÿ ÿ"]
-# Qwen3's model cards, for the models that think and for those that do not.
 _NAMES = ("temperature", "top_p", "top_k", "min_p")
+# Qwen3's model cards, for the models that think and for those that do not.
 SAMPLING = {True: (0.6, 0.95, 20, 0.0), False: (0.7, 0.8, 20, 0.0)}
 _USER, _QUESTION = "<|im_start|>user\n", "1+1?"
 _TURN = "<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n"
 
 
 def check_gguf(config: Any) -> None:
-    """Raise ExportError if GGUF cannot be written: no `gguf` package, or neither a Qwen3 model nor SmolLM2."""
-    if not is_importable("gguf"):
-        raise ExportError("writing GGUF needs the package gguf, which is not installed: pip install gguf")
+    """Raise ExportError if GGUF cannot be written: the model is neither a Qwen3 nor SmolLM2."""
     is_smollm2 = config.model_type == "llama" and config.vocab_size == SMOLLM2_SHAPE.vocab_size
     if config.model_type != "qwen3" and not is_smollm2:
         raise ExportError(
@@ -51,8 +50,6 @@ def write_gguf(
         weights: of the merged model. folder: with its `config.json` and tokenizer. config: the loaded `config.json`.
         kind: f32, f16, bf16 or q8_0; vectors are in float32. name: of the model, for display.
     """
-    import gguf
-
     arch = config.model_type
     writer = gguf.GGUFWriter(file, arch)
     file_type = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[kind]
@@ -63,9 +60,9 @@ def write_gguf(
     _add_shape(writer, config)
     _add_tokenizer(writer, folder, tokenizer, config)
     places = _place(weights, config, kind)
-    for name, weight, tensor_type in places:
+    for stored, weight, tensor_type in places:
         size = int(np.prod(gguf.quant_shape_to_byte_shape(weight.shape, tensor_type)))
-        writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
+        writer.add_tensor_info(stored, weight.shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -77,8 +74,6 @@ def write_gguf(
 def compare_gguf(weights: list[Weight], file: Path, config: Any, kind: str) -> None:
     """Check that the tensors of `file`, read by gguf's own reader, are the merged weights in the type `kind`, byte for
     byte. Raises ExportError with the first that is not."""
-    import gguf
-
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     for name, weight, tensor_type in _place(weights, config, kind):
         tensor = found.pop(name, None)
@@ -92,8 +87,6 @@ def compare_gguf(weights: list[Weight], file: Path, config: Any, kind: str) -> N
 def _place(weights: list[Weight], config: Any, kind: str) -> list[tuple[str, Weight, Any]]:
     """llama.cpp's name of each weight, and the type that its converter uses: float32 for vectors, float16 if a row is
     not a whole number of blocks."""
-    import gguf
-
     arch, placed = config.model_type, []
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for weight in weights:
@@ -107,8 +100,6 @@ def _place(weights: list[Weight], config: Any, kind: str) -> list[tuple[str, Wei
 
 def _encode(weight: Weight, config: Any, tensor_type: Any) -> np.ndarray:
     """A weight as llama.cpp stores it: its llama rotates neighbours within a head, transformers' rotates halves."""
-    import gguf
-
     values, heads = weight.read().numpy(), 0
     if config.model_type == "llama" and ".q_proj." in weight.name:
         heads = config.num_attention_heads
@@ -137,8 +128,6 @@ def _add_shape(writer: Any, config: Any) -> None:
 def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, config: Any) -> None:
     """A byte-level BPE. Rows without a token are marked unused. Added tokens that are not special, such as the
     thinking tags, are marked user-defined, so that readers keep them in the text."""
-    import gguf
-
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
