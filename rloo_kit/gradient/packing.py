@@ -75,10 +75,7 @@ def lay_out(groups: Sequence[Group], layout: str, pad_id: int = 0) -> Layout:
     """
     if layout == "padded":
         return _padded(groups, pad_id)
-    return _packed(groups, shared=layout == "shared")
-
-
-def _packed(groups: Sequence[Group], shared: bool) -> Layout:
+    shared = layout == "shared"
     pieces: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     predictors: list[torch.Tensor] = []

@@ -35,7 +35,7 @@ class Completions(NamedTuple):
     texts: list[Any]
     truncated: list[bool]
     forced: list[tuple[int, int] | None]
-    sampler_logps: list[list[float] | None]
+    sampler_logps: Sequence[list[float] | None]
 
 
 @dataclass(frozen=True)
