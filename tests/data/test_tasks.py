@@ -186,7 +186,6 @@ def with_method(head: str, result: str) -> str:
     ("old", "new", "message"),
     [
         ("FAMILY = Backward()", "", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
-        ("FAMILY = Backward()", "FAMILY = Backward", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
         ("    def draw(self, rng)", "    def drow(self, rng)", r"TypeError: .*abstract.* '?draw"),
         ('xyz>"', 'xyz"', r"add \['>'\] to alphabet"),
         ('alphabet = "', 'letters = "', "alphabet must be text"),
@@ -195,20 +194,15 @@ def with_method(head: str, result: str) -> str:
         ("class Backward(Family)", "class Backward(Family", "SyntaxError"),
         ("FAMILY = Backward()", "raise SystemExit(3)", "SystemExit: 3"),
         ('"\\n".join(reversed(problem)), problem[::-1]', 'problem + ">"', r"work\(\) has to return .*, not '[a-j]+>'"),
-        ('"\\n".join(reversed(problem)), problem[::-1]', '"ab"', r"work\(\) has to return .*, not 'ab'"),
-        ("problem[::-1]", "problem[::-1], 1", r"work\(\) has to return two texts, the thinking and the answer"),
         ("problem[::-1]", "len(problem)", r"work\(\) returns 4, which is not text"),
         ('f"{problem}>"', "7", r"question\(\) returns 7, which is not text"),
-        (WORK, with_method("guess(self, problem, rng, wrong)", "None"), r"guess\(\) returns None, which is not text"),
         (
             WORK,
             with_method("identity(self, problem)", "[problem]"),
             r"identity\(\) returns \['[a-j]+'\], which is not text",
         ),
         ("    habit =", "    steps = 0\n    habit =", r"steps is 0; .* whole number from 1"),
-        ("    habit =", "    max_rows = None\n    habit =", r"max_rows is None; .* whole number from 1"),
         ("skip=0.5", "skip=7.5", r"Habit\(skip=7.5\): .* probability from 0 to 1"),
-        ("Habit(skip=0.5, guess=0.5)", 'Habit("a")', r"Habit\(skip='a'\): .* probability from 0 to 1"),
         ("Habit(skip=0.5, guess=0.5)", "0.5", r"habit is 0.5, not a rloo_kit.data.tasks.Habit"),
     ],
 )
