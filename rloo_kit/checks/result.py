@@ -55,7 +55,7 @@ class Measures:
         logp_gap: mean absolute difference of the trainer's and the sampler's log-probability, nats per token. kl: mean
             log-ratio of policy and reference, nats per token.
         grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
-        rollout_gib, training_gib: of a step at full length. usable_gib: of the machine.
+        rollout_gib: computed. training_gib: of a step at full length. usable_gib: of the machine.
         step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. Estimates.
     """
 
@@ -116,7 +116,7 @@ class Measures:
         if self.moved is not None:
             yield "weights moved", f"{self.moved:.1%} of those with a gradient"
         if self.training_gib:
-            rollout = f"rollout {self.rollout_gib:.2f} GiB, " if self.rollout_gib else ""
+            rollout = f"rollout {self.rollout_gib:.2f} GiB (computed), " if self.rollout_gib else ""
             yield "memory", f"{rollout}training {self.training_gib:.2f} GiB of {self.usable_gib:.2f}"
         if self.step_s is not None and self.hours is not None:
             whole = f"{self.hours:.1f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
