@@ -238,7 +238,7 @@ def take_steps(
     prompts = [{"prompt": "0" * load.prompt_tokens}] * (2 * completions // generations)
     dataset = load_stack().datasets.Dataset.from_list(prompts)
     with make_trainer(policy, run, [_alternate], dataset, callbacks, changed) as trainer:
-        sampler = trainer.rloo.sampler
+        sampler: Any = trainer.rloo.sampler
         sampler.engine = _FullRows(load.row_tokens, partial(before, sampler.engine))
         trainer.train()
 
