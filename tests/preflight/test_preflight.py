@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,13 +16,13 @@ from typer.testing import CliRunner
 import rloo_kit as kit
 from rloo_kit._stack import load_stack
 from rloo_kit.checks.cheap import PreflightError
-from rloo_kit.checks.result import RewardFound
+from rloo_kit.checks.result import Measures, RewardFound
 from rloo_kit.cli import app
 from rloo_kit.errors import RlooKitError
 from rloo_kit.gradient.policy_scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
-from rloo_kit.preflight.probe import draw_rows
+from rloo_kit.preflight.probe import draw_rows, find_logp_faults
 from rloo_kit.preflight.steps import FirstSteps, find_step_faults
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
@@ -285,12 +286,12 @@ def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
     run, policy, data, rewards = prepare(DEMO, "rloo.beta=0.05")
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go and abs(found.measures.kl) < 1e-5 and found.measures.logp_gap < 1e-5
-    plain, gap = NativeEngine.sample, 0.01
+    plain = NativeEngine.sample
 
     def off(self: Any, *arguments: Any, **more: Any) -> Any:
         made = plain(self, *arguments, **more)
         for row in made.sampler_logps:
-            row[:] = [logp - gap for logp in row]
+            row[:] = [logp - 0.01 for logp in row]
         return made
 
     monkeypatch.setattr(NativeEngine, "sample", off)
@@ -299,9 +300,6 @@ def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
     run.rloo.sampler_correction = "token"
     again = kit.check_preflight(run, policy, data, rewards)
     assert again.go and "log-probs" in [fault.name for fault in again.warnings]
-    gap = float("nan")  # above no limit: a comparison written the other way lets it pass
-    (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.name == "log-probs" and fault.key == "model.dtype"
 
 
 def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
@@ -475,3 +473,16 @@ def test_a_launched_run_checks_what_needs_no_model(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert " ".join(done.stdout.split()).count("rloo-kit preflight without --launch") == 1 and "1 steps" in done.stdout
+
+
+def test_a_gap_of_nan_is_a_fault():
+    """NaN is not above any limit; a comparison written the other way lets it pass."""
+
+    model = SimpleNamespace(dtype=torch.float32)
+    settings = SimpleNamespace(sampler_correction="token", filters=SimpleNamespace(active=False))
+    rloo = SimpleNamespace(settings=settings, sampler=SimpleNamespace(engine=SimpleNamespace(name="native")))
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    args = SimpleNamespace(bf16=False, fp16=False)
+    trainer = SimpleNamespace(model=model, rloo=rloo, accelerator=accelerator, args=args)
+    (fault,) = find_logp_faults(trainer, Measures(logp_gap=float("nan")), starts_there=False)
+    assert fault.level == "error" and fault.key == "model.dtype"
