@@ -38,7 +38,8 @@ def loads_on_8gb(bench: Bench) -> None:
 
 def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
     """The shipped config of a GPU: two steps at full length under its cap, and what a step takes."""
-    from rloo_kit.preflight.steps import load_of, measure_steps, rows_of_a_pass
+    from on_gpu.full_rows import measure_steps
+    from rloo_kit.preflight.steps import load_of, rows_of_a_pass
 
     with memory.capped(bench.cuda, gpu_gb) as limit:
         policy = load_policy(bench, *overrides)
@@ -130,7 +131,7 @@ def trains_on_24gb(bench: Bench) -> None:
 @check(3, 150, either=True)
 def longest_thinking(bench: Bench) -> None:
     """The longest completions that fit each GPU, one row at a time: the plan's length, then a quarter more."""
-    from rloo_kit.preflight.steps import measure_steps
+    from on_gpu.full_rows import measure_steps
     from rloo_kit.system.memory import is_out_of_memory
 
     if bench.interpreted:

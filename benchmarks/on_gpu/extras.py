@@ -178,10 +178,12 @@ def profile_training(bench: Bench) -> None:
 @check(0, 120)
 def profile_decoding(bench: Bench) -> None:
     """Where decoding spends its time: 48 tokens of 32 rows after 1,024 tokens."""
+    from on_gpu.full_rows import measure_rollout
+
     run = bench.make_run("4b", f"rollout.engine={ENGINES[bench.backend]}")
     rows, decoded, behind = (2, 4, figures.TINY_BEHIND) if bench.rehearsed else (32, 48, figures.BEHIND)
     policy = bench.policy("4b")
-    decode: Callable[[], Any] = lambda: memory.measure_rollout(policy, run, rows, behind + decoded, decoded)  # noqa: E731
+    decode: Callable[[], Any] = lambda: measure_rollout(policy, run, rows, behind + decoded, decoded)  # noqa: E731
     decode()
     bench.report(rows=rows, decoded=decoded, **profile(bench, decode))
 

@@ -58,6 +58,7 @@ def decodes(bench: Bench) -> None:
 
 def measure_decoding(bench: Bench, policy: Any, run: Any, rows: int, behind: int) -> dict[str, Any]:
     """Milliseconds a step, from two lengths, so that one-off costs cancel; and the peak, in GiB."""
+    from on_gpu.full_rows import measure_rollout
     from rloo_kit.system.memory import is_out_of_memory
 
     few, many = (TINY_FEW, TINY_MANY) if bench.rehearsed else (FEW, MANY)
@@ -65,7 +66,7 @@ def measure_decoding(bench: Bench, policy: Any, run: Any, rows: int, behind: int
     found = []
     try:
         for decoded in (few, few, many):  # the first is discarded
-            found.append(memory.measure_rollout(policy, run, rows, behind + decoded, decoded))
+            found.append(measure_rollout(policy, run, rows, behind + decoded, decoded))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -36,22 +36,6 @@ class TooSmall(ValueError):
     """This GPU is no larger than the simulated one."""
 
 
-def measure_rollout(policy: Any, run: Any, rows: int, tokens: int, decoded: int) -> Any:
-    """The `MemoryPeak` of decoding the last `decoded` of `tokens` tokens of `rows` rows by the run's engine, after full
-    caches, in the number format in which the trainer samples."""
-    import torch
-
-    from rloo_kit.loop.arguments import mixed_precision
-    from rloo_kit.loop.memory import MemoryPeak
-    from rloo_kit.preflight.steps import decode_ends, full_engine
-
-    engine, precision = full_engine(policy, run, rows), mixed_precision(run)
-    dtype = torch.bfloat16 if precision["bf16"] else torch.float16
-    with MemoryPeak() as peak, torch.autocast(policy.model.device.type, dtype, enabled=any(precision.values())):
-        decode_ends(engine, rows, tokens, decoded)
-    return peak
-
-
 @contextmanager
 def capped(cuda: Any, gpu_gb: float) -> Iterator[float]:
     """Simulate a GPU of `gpu_gb` (1e9 bytes each) inside the block; yields torch's share in GiB, without the context.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +12,8 @@ from rloo_kit.system.console import render_text
 from rloo_kit.system.problems import WIDTH, Problem, errors_of, list_problems, warnings_of
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True)
+class Spread:
     """Token counts: the median, the 90th percentile and the largest."""
 
     median: int
@@ -33,7 +34,8 @@ class Spread(NamedTuple):
         return f"median {self.median}, p90 {self.p90}, longest {self.most}"
 
 
-class RewardFound(NamedTuple):
+@dataclass(frozen=True)
+class RewardFound:
     """One reward: its mean, in how many groups it differed, and for how many completions it failed."""
 
     mean: float
@@ -55,7 +57,7 @@ class Measures:
         logp_gap: mean absolute difference of the trainer's and the sampler's log-probability, nats per token. kl: mean
             log-ratio of policy and reference, nats per token.
         grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
-        rollout_gib, training_gib: of a step at full length. usable_gib: of the machine.
+        rollout_gib: computed. training_gib: of a step at full length. usable_gib: of the machine.
         step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. Estimates.
     """
 
@@ -83,14 +85,6 @@ class Measures:
     steps: int | None = None
     hours: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        plain = asdict(self)
-        for name in ("completion_tokens", "thinking_tokens"):
-            plain[name] = plain[name] and plain[name]._asdict()
-        plain["rewards"] = {name: found._asdict() for name, found in self.rewards.items()}
-        return plain
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """The measurements as text: (name, value)."""
         if self.prompts is not None and self.generations is not None:
@@ -116,7 +110,7 @@ class Measures:
         if self.moved is not None:
             yield "weights moved", f"{self.moved:.1%} of those with a gradient"
         if self.training_gib:
-            rollout = f"rollout {self.rollout_gib:.2f} GiB, " if self.rollout_gib else ""
+            rollout = f"rollout {self.rollout_gib:.2f} GiB (computed), " if self.rollout_gib else ""
             yield "memory", f"{rollout}training {self.training_gib:.2f} GiB of {self.usable_gib:.2f}"
         if self.step_s is not None and self.hours is not None:
             whole = f"{self.hours:.1f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
@@ -155,7 +149,7 @@ class Preflight:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         faults = [{"stage": one.name, "message": one.text, "level": one.level, "key": one.key} for one in self.faults]
-        measures = self.measures and self.measures.to_dict()
+        measures = None if self.measures is None else asdict(self.measures)
         found = {"run": self.run, "go": self.go, "faults": faults, "measures": measures}
         return finite(found | {"seconds": round(self.seconds, 1)})
 
@@ -169,7 +163,7 @@ class Preflight:
             for name, value in self.measures.lines():
                 table.add_row(Text(name), Text(value))
             lines.insert(0, render_text(table, WIDTH))
-        count = f"{len(self.errors)} {'problem' if len(self.errors) == 1 else 'problems'}"
+        count = "1 problem" if len(self.errors) == 1 else f"{len(self.errors)} problems"
         verdict = "GO" if self.go else f"NO-GO: {count}; fix as described above"
         if self.measures is None:
             verdict += "; the model was not loaded" if not self.go else "; nothing was measured"

@@ -1,7 +1,6 @@
 """Call the rewards of a run before its model is loaded, on made-up completions of a row of its data."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
@@ -22,8 +21,7 @@ GAPS = ("", "\n", "\n\n")  # between the parts of a completion, as patterns of p
 HOSTILE = f"{THINK_END}{THINK_END}\\boxed{{{{\\frac{{1}}{{0}}${'9' * 400}\x00\ufffd <b>None</b> NaN 🙂 ﷽ %s {{}} \\"
 
 
-@dataclass(frozen=True)
-class MadeUp:
+class MadeUp(NamedTuple):
     """A made-up completion: what it represents, its text without special tokens, and its ids, (C,)."""
 
     kind: str
@@ -31,12 +29,8 @@ class MadeUp:
     ids: list[int]
 
 
-def make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp]:
-    """Completions of one prompt, as the loop would pass them.
-
-    Args:
-        thinking: whether the model thinks before it answers. answer: the gold answer, None without one.
-    """
+def _make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp]:
+    """Completions of one prompt, as the loop would pass them; `answer` is the gold answer, None without one."""
     opening = f"{THOUGHT}{THINK_END}\n\n" if thinking else ""
     ending = tokenizer.eos_token or ""
     right = "the answer" if answer is None else answer
@@ -65,7 +59,7 @@ def find_reward_faults(
         row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None if the data
             cannot be read: then nothing is called.
     """
-    made = [] if row is None or tokenizer is None else make_completions(tokenizer, thinking, row.get("answer"))
+    made = [] if row is None or tokenizer is None else _make_completions(tokenizer, thinking, row.get("answer"))
     faults: list[Problem] = []
     scores: list[list[float | None] | None] = []
     for index, entry in enumerate(run.rewards):
@@ -95,7 +89,7 @@ def find_given_faults(
     run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any], reward_funcs: list[Any]
 ) -> list[Problem]:
     """The same for rewards that are already built, or made in Python."""
-    made = make_completions(tokenizer, thinking, row.get("answer"))
+    made = _make_completions(tokenizer, thinking, row.get("answer"))
     faults: list[Problem] = []
     names = list(map(reward_name, reward_funcs))
     scores = [
@@ -143,10 +137,8 @@ def _try_reward(
         faults.append(Problem("rewards", found, fix))
         return None
     if len(set(values)) == 1 and values[0] is not None and any((value or 0.0) > values[0] for value in opened):
-        found = (
-            f"{name} gives every completion {values[0]:g}, and more to one that begins with {THINK_START}. None does: "
-        )
-        found += "the chat template opens it in the prompt"
+        found = f"{name} gives every completion {values[0]:g}, and more to one that begins with {THINK_START}. "
+        found += "None does: the chat template opens it in the prompt"
         fix = "make it optional in the pattern, or remove it"
         faults.append(Problem("rewards", found, fix, level="warning"))
     return values

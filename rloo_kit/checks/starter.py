@@ -290,43 +290,10 @@ def _candidates(model: str, file: Path, table: Table, gpu_gib: float | None) -> 
             except ValidationError as error:  # for example the model's name
                 raise ConfigError(explain_errors(error, RunConfig)) from None
             plan = plan_vram(run, gpu_gib)
-            yield Fitted(values | {"plan": plan}, run, plan, plan.fits and plan.rows >= min(rows, plan.completions))
+            yield Fitted(values, run, plan, plan.fits and plan.rows >= min(rows, plan.completions))
 
 
 # ------------------------------------------------------------------------------------------------ the files
-
-
-@dataclass(frozen=True)
-class Starter:
-    """The files that `write_starter` wrote, and what they are for. Prints as a summary with the next commands."""
-
-    config: Path
-    reward: Path
-    test: Path
-    table: Table
-    fitted: Fitted
-
-    def __str__(self) -> str:
-        plan, table = self.fitted.plan, self.table
-        lines = [
-            f"{table.source}: {len(table.rows)} rows, prompts in '{table.prompt_column}', answers in "
-            f"'{table.answer_column}'",
-            f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
-            "(computed, not measured)",
-        ]
-        if others := [name for name in table.columns if name not in (table.prompt_column, table.answer_column)]:
-            lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
-        if not plan.machine.on_cuda and not self.fitted.values["is_embedded"]:
-            lines.append(describe_step(self.fitted.run, read_workload(self.fitted.run, plan.machine)))
-        elif plan.step:
-            lines.append(str(plan.step))
-        if plan.no_gpu is not None:
-            lines.append("--gpu-gib 8 writes the file for a GPU with 8 GiB")
-        pytest = "pytest" if is_importable("pytest") else "pip install pytest && pytest"
-        steps = (shlex.join(["rloo-kit", step, str(self.config)]) for step in ("preflight", "train"))
-        commands = [f"{pytest} {shlex.quote(str(self.test))}", *steps]
-        lines += [f"wrote {self.config}, {self.reward} and {self.test}", "next:"]
-        return "\n".join([*lines, *(f"  {command}" for command in commands)])
 
 
 def name_output(output: Path | None, source: str) -> Path:
@@ -343,13 +310,16 @@ def name_output(output: Path | None, source: str) -> Path:
 
 def write_starter(
     model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
-) -> Starter:
+) -> str:
     """Write the config of a run, its reward and the reward's test.
 
     Args:
         model: hub id, folder or embedded model. table: the data (`read_table`).
         output: the config, or a folder for it. gpu_gib: memory of another GPU; None: this machine.
         overwrite: replace existing files.
+
+    Returns:
+        What was found and written, with the next commands.
 
     Raises:
         ConfigError: one of the files exists already; see also `fit`.
@@ -362,18 +332,36 @@ def write_starter(
         raise ConfigError(
             f"{', '.join(there)}: there already; --overwrite replaces, --output OTHER.yaml writes elsewhere"
         )
-    fitted = fit(model, config, table, gpu_gib)
-    gold = table.gold
+    found = fit(model, config, table, gpu_gib)
+    gold, plan = table.gold, found.plan
     if gold.count("{") != gold.count("}") or THINK_END in gold:  # no completion could give such an answer
         gold = "42"
-    answers = dict(zip(("finder", "right", "wrong", "thousand"), FORMS[fitted.values["form"]], strict=True))
-    values = fitted.values | answers | {"gold": gold}
-    texts = {config: "run.yaml", reward: "reward.py", test: "test_reward.py"}
-    texts = {path: _render(template, values) for path, template in texts.items()}
+    answers = dict(zip(("finder", "right", "wrong", "thousand"), FORMS[found.values["form"]], strict=True))
+    values = found.values | answers | {"gold": gold, "plan": plan}
+    templates = {config: "run.yaml", reward: "reward.py", test: "test_reward.py"}
+    texts = {path: _render(template, values) for path, template in templates.items()}
     config.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    return Starter(config, reward, test, table, fitted)
+    lines = [
+        f"{table.source}: {len(table.rows)} rows, prompts in '{table.prompt_column}', answers in "
+        f"'{table.answer_column}'",
+        f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
+        "(computed, not measured)",
+    ]
+    if others := [name for name in table.columns if name not in (table.prompt_column, table.answer_column)]:
+        lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
+    if not plan.machine.on_cuda and not found.values["is_embedded"]:
+        lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))
+    elif plan.step:
+        lines.append(str(plan.step))
+    if plan.no_gpu is not None:
+        lines.append("--gpu-gib 8 writes the file for a GPU with 8 GiB")
+    pytest = "pytest" if is_importable("pytest") else "pip install pytest && pytest"
+    commands = [f"{pytest} {shlex.quote(str(test))}"]
+    commands += [shlex.join(["rloo-kit", step, str(config)]) for step in ("preflight", "train")]
+    lines += [f"wrote {config}, {reward} and {test}", "next:", *(f"  {command}" for command in commands)]
+    return "\n".join(lines)
 
 
 def _render(template: str, values: dict[str, Any]) -> str:

@@ -118,7 +118,7 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     Args:
         run: a `RunConfig`. `run.model.backend` forces a backend; an existing adapter (`run.model.adapter`, or a
             `run.model.name` that is an adapter's folder) is continued.
-        check: check the whole run for faults first (`preflight.find_faults`); pass False if rows or rewards are made in
+        check: check the whole run for faults first (`checks.find_faults`); pass False if rows or rewards are made in
             Python, so that the run's `data` and `rewards` are not used.
 
     Raises:

@@ -153,7 +153,8 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         with catching("rollout", faults):
             check_sampling(hidden, policy)
         if len(faults) == known:
-            probe, found, is_named = None, [], any(fault.name == "rewards" for fault in faults)
+            probe, is_named = None, any(fault.name == "rewards" for fault in faults)
+            found: list[Problem] = []
             with catching("rollout", found):
                 probe = _probe(hidden, policy, data, reward_funcs, found, measures, tell)
             faults += [fault for fault in found if fault.name != "rewards" or not is_named]

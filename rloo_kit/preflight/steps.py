@@ -1,19 +1,17 @@
 """Optimizer steps of a run at full length: their memory, the gradient, and whether the learning rate moves the weights
 in their number format. The steps run the run's own code on made-up completions."""
 
-import gc
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from rloo_kit._stack import load_stack
@@ -29,7 +27,6 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
 from rloo_kit.plan.result import VramPlan
-from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
@@ -37,7 +34,7 @@ from rloo_kit.system.problems import Problem
 Tell = Callable[[str], None]  # shows a line
 # Share of the weights with a gradient that move: below the first an error, below the second a warning.
 MOVED_LEAST, MOVED_MOST = 0.05, 0.5
-DECODED = 16  # tokens to decode after full caches
+DECODED = 16  # tokens of the rollout that is timed
 STEPS, STEPS_FP16 = 2, 12  # in float16 the first steps are skipped while the loss scale falls
 SAMPLED = 2**20  # values per tensor, to find the rate at which it would move
 SMALLER = 0.8  # share of the computed peak that a fix after an out-of-memory error has to reach
@@ -101,10 +98,9 @@ class FirstSteps(TrainerCallback):
             self.needed = torch.cat(sizes).median().item() * torch.finfo(self.dtype).eps / 2
 
 
-@dataclass
-class StepsFound:
-    """What `try_steps` timed: `decode_s` of a token of `rows` full rows (0 without a rollout), and `gradient_s` of a
-    trained token."""
+class StepsFound(NamedTuple):
+    """What `try_steps` timed: `decode_s` of a token of `rows` completions (0 if vLLM or a server samples), and
+    `gradient_s` of a trained token."""
 
     rows: int
     decode_s: float
@@ -119,8 +115,8 @@ def try_steps(
     faults: list[Problem],
     tell: Tell,
 ) -> StepsFound | None:
-    """Take the run's optimizer steps at full length, after the end of a full rollout if the engine is local. Fills
-    `measures` and appends to `faults`.
+    """Take the run's optimizer steps at full length, after a few tokens of as many completions as a rollout has at
+    once. Fills `measures` and appends to `faults`.
 
     Returns:
         None if memory ran out, or would on a CPU.
@@ -128,8 +124,7 @@ def try_steps(
     Raises:
         ConfigError: the model's memory cannot be planned.
     """
-    engine = loaded_engine(run, policy)
-    plan = plan_vram(run, config=policy.model.config.to_dict(), engine=engine)
+    plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
     measures.usable_gib = plan.machine.usable_gib
     machine = f"{plan.machine.usable_gib:.2f} GiB on {plan.machine.name}"
     if not plan.machine.on_cuda and plan.headroom_gib < 0:  # no error on a CPU: the system kills programs
@@ -139,39 +134,32 @@ def try_steps(
     load = load_of(run, policy)
     completions = rows_of_a_pass(load)[1]
     tell(f"steps at full length: {completions} completions of {load.row_tokens} tokens with their prompts")
-    decoded, looked = min(DECODED, load.row_tokens - 1), FirstSteps(weights, tell)
+    looked, rows = FirstSteps(weights, tell), 0 if plan.engine.name in FOREIGN else plan.rows
+    rollout_s = decode_s = 0.0
 
-    def measure(rows: int) -> tuple[MemoryPeak | None, MemoryPeak] | None:
-        """The peaks; None if memory ran out, which is freed."""
-        nonlocal looked
-        looked = FirstSteps(weights, tell)
-        steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
-        try:
-            return measure_steps(policy, run, rows, decoded, [looked], steps)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return None
+    def decode(engine: Any) -> None:
+        nonlocal rollout_s, decode_s
+        if rows:
+            started = time.monotonic()
+            prompts = [[row % 200 + 1] for row in range(rows)]  # different, unlike those of a group
+            found = engine.sample(prompts, Limits(DECODED)).completion_ids
+            rollout_s = time.monotonic() - started
+            decode_s = rollout_s / max(map(len, found))
 
-    rows = 0 if engine in FOREIGN else plan.rows
-    peaks = measure(rows)
-    if peaks is None and rows and (peaks := measure(0)) is not None:
-        text = f"{rows} full completions do not fit: fewer are sampled at once, which takes longer"
-        fix = f"set rollout.rows={max(rows // 2, 1)}, or free memory: {_changes(run, plan, policy)}"
-        faults.append(Problem("memory", text, fix, level="warning"))
-    if peaks is None:
+    try:
+        with MemoryPeak(settled=False) as peak:
+            steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
+            take_steps(policy, run, decode, [looked], steps)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         text = f"an optimizer step at full length ran out of memory, of {machine}"
         faults.append(Problem("memory", text, _changes(run, plan, policy)))
         return None
-    rollout, training = peaks
-    measures.rollout_gib, measures.training_gib = rollout and rollout.gib, training.gib
+    measures.rollout_gib, measures.training_gib = plan.rollout_gib if rows else None, peak.gib
     measures.grad_norm, measures.moved = looked.grad_norm, looked.moved
     faults += find_step_faults(run, looked)
-    rollout_s = rollout.seconds if rollout else 0.0
-    return StepsFound(rows, rollout_s / decoded, (looked.step_s - rollout_s) / (completions * load.row_tokens))
+    return StepsFound(rows, decode_s, (looked.step_s - rollout_s) / (completions * load.row_tokens))
 
 
 def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
@@ -215,48 +203,42 @@ def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Problem]:
 # ------------------------------------------------------------------------------------------------ the steps themselves
 
 
-def measure_steps(
+def take_steps(
     policy: Policy,
     run: RunConfig,
-    rows: int,
-    decoded: int,
+    before: Callable[[Any], None] = lambda engine: None,
     callbacks: Sequence[TrainerCallback] = (),
     steps: int = STEPS,
-) -> tuple[MemoryPeak | None, MemoryPeak]:
-    """Take optimizer steps on completions of full length, in passes as large as the run's largest, each after the last
-    `decoded` tokens of a rollout of `rows` full rows (0: no rollout). Changes the policy's weights.
+) -> None:
+    """Take optimizer steps on made-up completions of full length, in passes as large as the run's largest. Changes the
+    policy's weights.
 
     Warm-up, masks and the sampler correction are off: with them made-up completions would get no gradient.
 
     Args:
-        callbacks: for the trainer. steps: number of steps; the optimizer's state exists from the second on.
-
-    Returns:
-        (peak of the rollouts, None without; peak of the rest); their seconds are those of the last step.
+        before: called with the run's engine in the place of each rollout. callbacks: for the trainer.
+        steps: number of steps; the optimizer's state exists from the second on.
 
     Raises:
         RuntimeError: torch's out-of-memory error.
     """
     load = load_of(run, policy)
     generations, completions = rows_of_a_pass(load)
-    prompts = [{"prompt": "0" * load.prompt_tokens}] * (2 * completions // generations)
+    engine = "auto" if load.engine in FOREIGN else run.rollout.engine
     changed = {
         "max_steps": steps, "per_device_train_batch_size": completions, "gradient_accumulation_steps": 1,
         "steps_per_generation": None, "num_generations": generations, "logging_steps": 1,
-        "rollout_engine": "auto", "rollout_server_url": None,
+        "rollout_engine": engine, "rollout_server_url": None,
         "lr_scheduler_type": "constant", "warmup_steps": 0, "mask_truncated_completions": False,
         "sampler_correction": "none", "sampler_correction_floor": 0.0, "reward_clip_range": None,
         "max_skipped_steps": steps + 1,
     }  # fmt: skip
-    engine = _FullRows(load.row_tokens, full_engine(policy, run, rows) if rows else None, rows, decoded)
+    prompts = [{"prompt": "0" * load.prompt_tokens}] * (2 * completions // generations)
     dataset = load_stack().datasets.Dataset.from_list(prompts)
     with make_trainer(policy, run, [_alternate], dataset, callbacks, changed) as trainer:
-        trainer.rloo.sampler.engine = engine
-        try:
-            trainer.train()
-        finally:
-            engine.finish()
-    return engine.rollout if rows else None, engine.training
+        sampler: Any = trainer.rloo.sampler
+        sampler.engine = _FullRows(load.row_tokens, partial(before, sampler.engine))
+        trainer.train()
 
 
 def load_of(run: RunConfig, policy: Policy) -> Workload:
@@ -283,36 +265,18 @@ def _alternate(completions: Any, **_columns: Any) -> list[float]:
 
 
 class _FullRows:
-    """Stands in for an engine: decodes the end of `count` full rows with the real one, if it is given, and returns
-    made-up completions that fill every row to `tokens`. Keeps the peaks of both halves of a step."""
+    """Stands in for an engine: made-up completions that fill every row to `tokens`, after a call of `before`."""
 
     name, reason = "synthetic", "to measure memory"
     rows: int | None = None
 
-    def __init__(self, tokens: int, engine: Any, count: int, decoded: int) -> None:
-        self._tokens, self._engine, self._count, self._decoded = tokens, engine, count, decoded
-        self.rollout, self.training = MemoryPeak(settled=False), MemoryPeak(settled=False)
-        self._running: tuple[MemoryPeak, MemoryPeak] | None = None  # that of a half, and the largest so far
+    def __init__(self, tokens: int, before: Callable[[], None]) -> None:
+        self._tokens, self._before = tokens, before
 
     def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
-        if self._engine is not None:
-            self._begin(self.rollout)
-            decode_ends(self._engine, self._count, self._tokens, self._decoded)
-        self._begin(self.training)
+        self._before()
         ids = [torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
         return Rollout(ids, [None] * len(ids), [[-1.0] * len(row) for row in ids])
-
-    def _begin(self, largest: MemoryPeak) -> None:
-        self.finish()
-        self._running = MemoryPeak(settled=False).start(), largest
-
-    def finish(self) -> None:
-        """End the half that runs."""
-        if self._running is not None:
-            (peak, largest), self._running = self._running, None
-            peak.finish()
-            largest.gib, largest.reserved_gib = max(largest.gib, peak.gib), max(largest.reserved_gib, peak.reserved_gib)
-            largest.seconds = peak.seconds
 
 
 @contextmanager
@@ -351,69 +315,3 @@ def make_trainer(
             drop_reference(policy.model)
             policy.model.train(was_training)
             del trainer
-
-
-# ------------------------------------------------------------------------------------------------ the end of a rollout
-
-
-def full_engine(policy: Policy, run: RunConfig, rows: int) -> Any:
-    """The run's local engine with its prefill replaced by a full cache, and without halving rows."""
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    engine: Any = build_engine(
-        policy.model,
-        run.rollout.engine,
-        backend=policy.backend,
-        temperature=run.rloo.temperature,
-        end_ids=[vocabulary + 1],  # never drawn: every row reaches its end
-        pad_id=policy.tokenizer.pad_token_id,
-        rows=rows,
-        say=lambda line: None,
-    )
-
-    def refuse(tried: int, _left: int) -> None:
-        raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
-
-    engine._halve = refuse
-    if engine.name == "native":
-        engine._fill = _fill_slots
-    elif engine.name == "generate":
-        engine._cache_options = lambda rows, width: {"past_key_values": _fill_cache(engine._model, rows, width)}
-    return engine
-
-
-def decode_ends(engine: Any, rows: int, tokens: int, decoded: int) -> None:
-    """Decode the last `decoded` of the `tokens` tokens of each of `rows` rows, after full caches."""
-    prompts = [[row % 200 + 1] * (tokens - decoded) for row in range(rows)]  # different, unlike those of a group
-    engine.sample(prompts, Limits(decoded))
-
-
-def _fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
-    """Fill slots of the native engine with one token's keys and values at every position."""
-    states: dict[int, tuple[Any, Any]] = {}  # (G, 1, D) by layer
-
-    def insert(layer: int, _first: int, _count: int, keys: Any, values: Any) -> None:
-        states[layer] = keys, values
-
-    decoder.prefill([[0]], SimpleNamespace(insert=insert), [(0, 1)])
-    for layer, (keys, values) in states.items():
-        for slot, row in enumerate(rows, first):
-            length = row.position
-            cache.insert(layer, slot, 1, keys.expand(-1, length, -1), values.expand(-1, length, -1))
-
-
-def _fill_cache(model: Any, rows: int, width: int) -> Any:
-    """transformers' cache for (B, P) prefixes without their last token: views of one token's keys and values, which the
-    first step materialises layer by layer."""
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    one = model(input_ids=ids, use_cache=True).past_key_values
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    for place, found in enumerate(one.layers if hasattr(one, "layers") else one):
-        if hasattr(found, "recurrent_states"):  # a delta net's, which one token fills
-            found.reorder_cache(torch.zeros(rows, dtype=torch.long))
-            cache.layers[place] = found
-        else:
-            pair, layer = (found.keys, found.values) if hasattr(found, "keys") else found, cache.layers[place]
-            wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
-            layer.lazy_initialization(*wide)
-            layer.keys, layer.values = wide
-    return cache

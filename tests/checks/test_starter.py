@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import random
 import re
 import subprocess
@@ -308,24 +307,3 @@ def test_names_and_places(folder: Path) -> None:
         "rloo-kit train new/class.yaml",
     ]
     assert run_test("new/test_class_rewards.py").returncode == 0
-
-
-@pytest.mark.slow
-def test_from_a_csv_to_a_trained_adapter_by_the_printed_commands(folder: Path) -> None:
-    """The issue's bar: the commands as they are printed, from the folder where init was called."""
-    sums(rows=300)
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-
-    def kit(*words: str) -> str:
-        command = [sys.executable, "-m", "rloo_kit.cli", *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    printed = kit("init", "--data", "sums.csv", "--yes").splitlines()
-    words = next(line.split() for line in printed if line.strip().startswith("rloo-kit train "))
-    kit(*words[1:], "rloo.max_steps=4")
-    result = folder / "outputs" / "sums"
-    assert (result / "adapter" / "adapter_model.safetensors").is_file() and (result / "report.html").is_file()
-    rows = [json.loads(line) for line in (result / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 and all("rewards/score/mean" in row for row in rows) and rows[0]["grad_norm"] > 0

@@ -34,8 +34,6 @@ OWN = {
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
     "loop/options.py: error.args", "loop/run.py: arguments.is_from_file", "loop/arguments.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
-    "preflight/steps.py: engine._halve", "preflight/steps.py: engine._fill",
-    "preflight/steps.py: engine._cache_options",
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "rewarding/worker.py: parent.__path__",
     "system/console.py: module.__spec__",

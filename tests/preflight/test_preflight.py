@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import rloo_kit as kit
 from rloo_kit._stack import load_stack
 from rloo_kit.checks.cheap import PreflightError
-from rloo_kit.checks.result import Measures
+from rloo_kit.checks.result import Measures, RewardFound
 from rloo_kit.cli import app
 from rloo_kit.errors import RlooKitError
 from rloo_kit.gradient.scorer import PolicyScorer
@@ -216,7 +216,7 @@ def test_each_reward_is_reported(prepare):
     found = kit.check_preflight(run, policy, data, [*rewards, constant])
     rows = found.measures.rewards
     assert list(rows) == ["answer_reward", "thinking_budget_reward", "constant"]
-    assert rows["constant"] == (0.5, 0, 0)
+    assert rows["constant"] == RewardFound(0.5, 0, 0)
     assert rows["answer_reward"].differs > 0 and rows["thinking_budget_reward"].differs > 0
     assert "constant" in str(found)
 
@@ -267,26 +267,12 @@ def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):
     assert all(value.equal(before[name]) for name, value in policy.model.named_parameters())
 
 
-def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
-    """A rollout halves its rows and goes on; refusing it would refuse runs that work."""
-    run, policy, data, rewards = prepare(DEMO)
-
-    def full(*_arguments: Any, **_more: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("rloo_kit.preflight.steps.decode_ends", full)
-    found = kit.check_preflight(run, policy, data, rewards)
-    assert found.go and found.measures.moved > 0.9
-    (fault,) = [fault for fault in found.warnings if fault.name == "memory"]
-    assert fault.key == "rollout.rows" and "rollout.rows=64" in fault.text
-
-
 @pytest.mark.slow
 def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
     """A CPU has no allocator that refuses: trying out what does not fit would get other programs killed."""
     run, policy, data, rewards = prepare(DEMO)
     monkeypatch.setattr("rloo_kit.plan.planner.available_gib", lambda: 0.5)
-    monkeypatch.setattr("rloo_kit.preflight.steps.measure_steps", None)
+    monkeypatch.setattr("rloo_kit.preflight.steps.take_steps", None)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
     assert fault.name == "memory" and "was not run" in fault.text and fault.key
 

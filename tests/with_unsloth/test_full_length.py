@@ -1,5 +1,7 @@
-"""The full length of a preflight on Unsloth's own code: its cache is full at the end of a row, without a prefill."""
+"""Full length on Unsloth's own code: its cache is full at the end of a row without a prefill; a preflight's steps."""
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
     """Unsloth copies the cache that it is given into its own buffers at the first step. A prefill of whole rows
     would be measured in their place, and a cache that it did not take would leave the buffers short."""
     from rloo_kit.models import unsloth as backend
-    from rloo_kit.preflight.steps import decode_ends, full_engine
+
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    full_rows = importlib.import_module("on_gpu.full_rows")
 
     run = make_run("rollout.rows=2")
     policy = load(moved=True)
@@ -23,7 +27,7 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
         free(model)
 
     monkeypatch.setattr(backend, "free_caches", noted)
-    decode_ends(full_engine(policy, run, 2), rows=2, tokens=100, decoded=64)
+    full_rows.measure_rollout(policy, run, rows=2, tokens=100, decoded=64)
     filled = 100 - 64 - 1  # the last token of the prefix goes through the first step
     assert kept["paged_attention"].shape == (512 + filled + 1, 2, 2, 1, 32)
     one = kept["paged_attention_K"][:filled]
@@ -33,12 +37,12 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
 
 def test_two_steps_of_full_length(load: Any, make_run: Any) -> None:
     """The trainer that Unsloth generates, on completions that no engine sampled; the policy is left as it was found."""
-    from rloo_kit.preflight.steps import measure_steps
+    from rloo_kit.preflight.steps import take_steps
 
     run = make_run("data.max_prompt_length=8", "rloo.beta=0.0")
     policy = load(moved=True)
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
-    assert measure_steps(policy, run, rows=0, decoded=0)[1].gib > 0
+    take_steps(policy, run)
     now = dict(policy.model.named_parameters())
     assert any(not now[name].equal(value) for name, value in before.items())
     assert all(value.grad is None for value in now.values()) and list(policy.model.peft_config) == ["default"]

@@ -1,0 +1,104 @@
+"""Rows at their full length without hours of decoding: an engine whose prefill is a full cache, and its memory."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from rloo_kit.loop.arguments import mixed_precision
+from rloo_kit.loop.memory import MemoryPeak
+from rloo_kit.preflight.steps import load_of, take_steps
+from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.types import Limits
+
+
+def measure_rollout(policy: Any, run: Any, rows: int, tokens: int, decoded: int) -> MemoryPeak:
+    """Decode the last `decoded` of `tokens` tokens of `rows` rows by the run's engine, in the trainer's precision."""
+    engine, precision = full_engine(policy, run, rows), mixed_precision(run)
+    dtype = torch.bfloat16 if precision["bf16"] else torch.float16
+    with MemoryPeak() as peak, torch.autocast(policy.model.device.type, dtype, enabled=any(precision.values())):
+        decode_ends(engine, rows, tokens, decoded)
+    return peak
+
+
+def measure_steps(policy: Any, run: Any, rows: int, decoded: int) -> tuple[MemoryPeak, MemoryPeak]:
+    """Peaks of the rollouts and of the rest of two optimizer steps at full length, each after the last `decoded` tokens
+    of a rollout of `rows` full rows; their seconds are those of the second step."""
+    engine, tokens = full_engine(policy, run, rows), load_of(run, policy).row_tokens
+    rollouts: list[MemoryPeak] = []
+    trainings: list[MemoryPeak] = []
+
+    def decode(_engine: Any) -> None:
+        if trainings:
+            trainings[-1].finish()
+        with MemoryPeak(settled=False) as peak:
+            decode_ends(engine, rows, tokens, decoded)
+        rollouts.append(peak)
+        trainings.append(MemoryPeak(settled=False).start())
+
+    take_steps(policy, run, decode)
+    trainings[-1].finish()
+    for peaks in (rollouts, trainings):
+        peaks[-1].gib = max(peak.gib for peak in peaks)
+        peaks[-1].reserved_gib = max(peak.reserved_gib for peak in peaks)
+    return rollouts[-1], trainings[-1]
+
+
+def full_engine(policy: Any, run: Any, rows: int) -> Any:
+    """The run's local engine with its prefill replaced by a full cache, and without halving rows."""
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    engine: Any = build_engine(
+        policy.model,
+        run.rollout.engine,
+        backend=policy.backend,
+        temperature=run.rloo.temperature,
+        end_ids=[vocabulary + 1],  # never drawn: every row reaches its end
+        pad_id=policy.tokenizer.pad_token_id,
+        rows=rows,
+        say=lambda line: None,
+    )
+
+    def refuse(tried: int, _left: int) -> None:
+        raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
+
+    engine._halve = refuse
+    if engine.name == "native":
+        engine._fill = _fill_slots
+    elif engine.name == "generate":
+        engine._cache_options = lambda rows, width: {"past_key_values": _fill_cache(engine._model, rows, width)}
+    return engine
+
+
+def decode_ends(engine: Any, rows: int, tokens: int, decoded: int) -> None:
+    """Decode the last `decoded` of the `tokens` tokens of each of `rows` rows, after full caches."""
+    prompts = [[row % 200 + 1] * (tokens - decoded) for row in range(rows)]  # different, unlike those of a group
+    engine.sample(prompts, Limits(decoded))
+
+
+def _fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
+    """Fill slots of the native engine with one token's keys and values at every position."""
+    states: dict[int, tuple[Any, Any]] = {}  # (G, 1, D) by layer
+
+    def insert(layer: int, _first: int, _count: int, keys: Any, values: Any) -> None:
+        states[layer] = keys, values
+
+    decoder.prefill([[0]], SimpleNamespace(insert=insert), [(0, 1)])
+    for layer, (keys, values) in states.items():
+        for slot, row in enumerate(rows, first):
+            length = len(row.prefix)
+            cache.insert(layer, slot, 1, keys.expand(-1, length, -1), values.expand(-1, length, -1))
+
+
+def _fill_cache(model: Any, rows: int, width: int) -> Any:
+    """transformers' cache for (B, P) prefixes without their last token: views of one token's keys and values, which the
+    first step materialises layer by layer."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    one = model(input_ids=ids, use_cache=True).past_key_values
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for layer, found in zip(cache.layers, one.layers if hasattr(one, "layers") else one, strict=True):
+        pair = (found.keys, found.values) if hasattr(found, "keys") else found  # Unsloth has pairs
+        wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
+        layer.lazy_initialization(*wide)
+        layer.keys, layer.values = wide
+    return cache
