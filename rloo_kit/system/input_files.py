@@ -23,6 +23,7 @@ MOST_BYTES = 1_000_000  # of a YAML file; those of the kit have a few hundred
 DEEPEST = 100  # levels of [ and {; for thousands ruamel takes seconds, then overflows Python's stack
 MOST_NODES = 100_000  # values and keys of a YAML text, each counted as often as its aliases repeat it
 HANDED_OVER = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # pipes that the shell has opened: <(command), command |
+is_file = os.path.isfile  # unlike Path.is_file False for an impossible name, too, or in a locked folder
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -130,14 +131,6 @@ def find_input(path: str, key: str, *others: Path | None) -> Path:
     if (found := next(filter(is_file, places), None)) is None:
         raise ConfigError(f"there is no file {path}; {looked_for(places, key)}")
     return found
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is a regular file at `path`; False for an impossible name, too, or in a locked folder."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
