@@ -84,13 +84,13 @@ def find_faults(page: str, text: str) -> list[str]:
         if done.stderr:
             faults.append(f"{block.place}: {done.stderr.strip()}")
             continue
-        for one in split_commands(block):
-            missing = [word for word in one.words if re.match(r"\$RLOO/\w", word)]
+        for words in split_commands(block.code):
+            missing = [word for word in words if re.match(r"\$RLOO/\w", word)]
             found = [f"{word} is not there" for word in missing if not (ROOT / word[6:]).exists()]
-            check = CHECKS.get(Path(one.words[0]).name)
-            if check and not found and len(one.words) > 1:
-                found = check(*one.words[1:])
-            faults += [f"{one.place}: {fault}" for fault in found]
+            check = CHECKS.get(Path(words[0]).name)
+            if check and not found and len(words) > 1:
+                found = check(*words[1:])
+            faults += [f"{block.place}: {fault}" for fault in found]
     return faults
 
 
