@@ -322,3 +322,13 @@ def test_one_ctrl_c_that_comes_twice_counts_once(be):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0)
+
+
+def test_limits_are_the_least_of_all_gpus(monkeypatch):
+    """One GPU with less free memory made fewer, longer passes than the others, and they waited in a collective."""
+    from rloo_kit.loop import run_arguments
+
+    found = [{"rollout_rows": 16}, {"rollout_rows": 8, "tokens_per_pass": 512}]
+    monkeypatch.setattr(run_arguments, "gather_objects", lambda own: found)
+    monkeypatch.setattr(run_arguments, "_own_limits", lambda run, policy: found[0])
+    assert run_arguments.planned_limits(None, None) == {"rollout_rows": 8, "tokens_per_pass": 512}
