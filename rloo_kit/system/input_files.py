@@ -36,8 +36,11 @@ class Constructor(SafeConstructor):
     or terminal can take."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        value = super().construct_object(node, deep)
-        what = None
+        value, what = None, None
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # ruamel does not check a tagged value
+            what = f"{error} ({node.tag})" if isinstance(error, ValueError) else f"the value does not fit {node.tag}"
         if isinstance(value, int) and value.bit_length() > 64:
             what = "a whole number of more than 64 bits; write it as text, in quotes, or with an exponent (1e30)"
         elif isinstance(value, str) and (problem := find_unwritable(value)):
@@ -197,8 +200,8 @@ def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    except (ValueError, LookupError, TypeError, AttributeError, AssertionError):  # ruamel checks none of these
-        line, problem = "", "a value that does not fit its tag (!!name), an escape (\\U...) or a %YAML version"
+    except (ValueError, AssertionError):  # ruamel checks neither
+        line, problem = "", "an escape (\\U...) that is no character, or a %YAML version that is not known"
     raise ConfigError(f"{source}{line}: not readable as YAML: {problem}")
 
 
