@@ -143,10 +143,11 @@ def _refuse_if_late() -> None:
             order.setdefault(name.split(".")[0], place)
     unsloth = order.get("unsloth", sys.maxsize)
     early = [name for name in PATCHED if order.get(name, unsloth) < unsloth]
+    accelerate = sys.modules.get("accelerate.state")
     if early:
         what = f"{' and '.join(early)} {'was' if len(early) == 1 else 'were'} imported"
-    elif "unsloth" not in order and _has_accelerator():
-        what = "torch and an Accelerator (accelerate) were set up"
+    elif "unsloth" not in order and accelerate is not None and accelerate.AcceleratorState._shared_state:
+        what = "torch and an Accelerator (accelerate) were set up"  # which fixes precision and device
     else:
         return
     raise ImportOrderError(
@@ -155,12 +156,6 @@ def _refuse_if_late() -> None:
         "the set-up cell (import rloo_kit; rloo_kit.setup_environment()) first. In a script: put these lines above all "
         f"other imports. To go without Unsloth: {BACKEND_VARIABLE}=transformers"
     )
-
-
-def _has_accelerator() -> bool:
-    """Whether accelerate's state is initialised in this process, which fixes precision and device."""
-    state = sys.modules.get("accelerate.state")
-    return "torch" in sys.modules and state is not None and bool(state.AcceleratorState._shared_state)
 
 
 def _import(name: str) -> Any:

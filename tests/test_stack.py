@@ -75,11 +75,13 @@ def test_each_library_that_is_patched_is_named(with_unsloth: RunFresh, site: Pat
 
 def test_a_real_accelerator_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
     """It has settled device and precision by then. torch alone is harmless; accelerate's own state tells."""
-    code = "import torch, accelerate\nfrom rloo_kit._stack import _has_accelerator\nassert not _has_accelerator()\n"
-    code += "accelerate.Accelerator(cpu=True)\n"
-    code += "for name in [n for n in sys.modules if n.split('.')[0] in ('transformers', 'trl', 'peft')]:\n"
-    code += "    del sys.modules[name]\n"  # whether accelerate loads any of them is its own affair
-    error = refusal(with_unsloth(code + "rloo_kit.setup_environment()"))
+    code = "import torch, accelerate, rloo_kit._stack\ndef forget():\n"
+    code += "    for name in [n for n in sys.modules if n.split('.')[0] in ('transformers', 'trl', 'peft')]:\n"
+    code += "        del sys.modules[name]\n"  # whether accelerate loads any of them is its own affair
+    code += "forget()\nrloo_kit._stack._refuse_if_late()\naccelerate.Accelerator(cpu=True)\nforget()\nprint('so far')\n"
+    done = with_unsloth(code + "rloo_kit.setup_environment()")
+    error = refusal(done)
+    assert done.stdout == "so far\n"
     assert "torch and an Accelerator (accelerate) were set up before Unsloth." in error
     assert "restart the kernel" in error
 

@@ -11,8 +11,7 @@ from rloo_kit.cli.common import (
     Json,
     JsonLine,
     Overrides,
-    app,
-    exit_codes,
+    command,
     find_run,
     prepare,
     print_found,
@@ -23,7 +22,7 @@ from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import say
 
 
-@app.command("eval")
+@command("eval")
 def evaluate(
     file: ConfigFile,
     overrides: Overrides = None,
@@ -33,27 +32,26 @@ def evaluate(
     json: JsonLine = False,
 ) -> None:
     """Evaluate a run's initial model, or a trained adapter, on its held-out prompts."""
-    with exit_codes():
-        from rloo_kit.config.yaml_files import write_value
-        from rloo_kit.runs.find import weights_of
+    from rloo_kit.config.yaml_files import write_value
+    from rloo_kit.runs.find import weights_of
 
-        overrides = list(overrides or [])
-        if adapter is not None:
-            key, folder = weights_of(adapter, "--adapter")
-            overrides.append(f"model.{key}={write_value(str(folder))}")
-        run = read_config(file, overrides)
-        policy, data = prepare(run)
-        from rloo_kit.collective import end_processes
-        from rloo_kit.evals.evaluate import evaluate as measure
+    overrides = list(overrides or [])
+    if adapter is not None:
+        key, folder = weights_of(adapter, "--adapter")
+        overrides.append(f"model.{key}={write_value(str(folder))}")
+    run = read_config(file, overrides)
+    policy, data = prepare(run)
+    from rloo_kit.collective import end_processes
+    from rloo_kit.evals.evaluate import evaluate as measure
 
-        found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
-        say(found)
-        if json:
-            say(dumps(found.to_dict() | {"more_samples": []}))
-        end_processes()
+    found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
+    say(found)
+    if json:
+        say(dumps(found.to_dict() | {"more_samples": []}))
+    end_processes()
 
 
-@app.command()
+@command()
 def report(
     sources: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs; then KEY=VALUE.")
@@ -64,32 +62,31 @@ def report(
     ] = None,
 ) -> None:
     """Rebuild report.html from a run's folder, or write a page that compares several runs."""
-    with exit_codes():
-        runs = [Path(word) for word in sources if "=" not in word or Path(word).exists()]
-        overrides = [word for word in sources if Path(word) not in runs]
-        if len(runs) > 1:
-            if overrides:
-                raise ConfigError(f"{overrides[0]}: a comparison of several runs takes no overrides")
-            from rloo_kit.results.versus import compare_runs
-            from rloo_kit.results.versus_page import write_comparison_page
+    runs = [Path(word) for word in sources if "=" not in word or Path(word).exists()]
+    overrides = [word for word in sources if Path(word) not in runs]
+    if len(runs) > 1:
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: a comparison of several runs takes no overrides")
+        from rloo_kit.results.versus import compare_runs
+        from rloo_kit.results.versus_page import write_comparison_page
 
-            found = compare_runs(runs)
-            page = output or found.runs[0].result.folder.parent / "comparison.html"
-            print(fill_text(found.sentence))
-            print(f"comparison: {write_comparison_page(found, page)}")
-            return
-        if not runs or output is not None:
-            raise ConfigError("--output needs several runs" if runs else "name a run: its folder or its config")
-        run = find_run(runs[0], overrides)
-        from rloo_kit.results.report import write_report
-        from rloo_kit.results.result import load_evaluation, load_result
+        found = compare_runs(runs)
+        page = output or found.runs[0].result.folder.parent / "comparison.html"
+        print(fill_text(found.sentence))
+        print(f"comparison: {write_comparison_page(found, page)}")
+        return
+    if not runs or output is not None:
+        raise ConfigError("--output needs several runs" if runs else "name a run: its folder or its config")
+    run = find_run(runs[0], overrides)
+    from rloo_kit.results.report import write_report
+    from rloo_kit.results.result import load_evaluation, load_result
 
-        result = load_result(run)
-        path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
-        print(f"report: {path}")
+    result = load_result(run)
+    path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
+    print(f"report: {path}")
 
 
-@app.command()
+@command()
 def show(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs.")],
     completions: Annotated[
@@ -102,24 +99,23 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run's outcome, its completions, or several runs. Exit code 1 if the run failed or is alarming."""
-    with exit_codes():
-        found: Any
-        code = 0
-        asks_completions = completions is not None or step is not None
-        if len(runs) > 1:
-            if asks_completions:
-                raise ConfigError(f"--completions and --step take one run; got {len(runs)}")
-            from rloo_kit.results.versus import compare_runs
+    found: Any
+    code = 0
+    asks_completions = completions is not None or step is not None
+    if len(runs) > 1:
+        if asks_completions:
+            raise ConfigError(f"--completions and --step take one run; got {len(runs)}")
+        from rloo_kit.results.versus import compare_runs
 
-            found = compare_runs(runs)
-        elif asks_completions:
-            from rloo_kit.results.completions import pick_completions
+        found = compare_runs(runs)
+    elif asks_completions:
+        from rloo_kit.results.completions import pick_completions
 
-            found = pick_completions(runs[0], step, 4 if completions is None else completions, order, max_chars)
-        else:
-            from rloo_kit.results.overview import describe_run
+        found = pick_completions(runs[0], step, 4 if completions is None else completions, order, max_chars)
+    else:
+        from rloo_kit.results.overview import describe_run
 
-            found = describe_run(runs[0], last)
-            code = int(found.status.get("state") == "failed" or found.level == "alarming")
-        print_found(found, json)
+        found = describe_run(runs[0], last)
+        code = int(found.status.get("state") == "failed" or found.level == "alarming")
+    print_found(found, json)
     raise typer.Exit(code)

@@ -13,6 +13,7 @@ from rloo_kit.cli.common import (
     Json,
     Overrides,
     app,
+    command,
     exit_codes,
     prepare,
     print_found,
@@ -22,14 +23,13 @@ from rloo_kit.cli.common import (
 from rloo_kit.errors import ConfigError
 
 
-@app.command()
+@command()
 def doctor(json: Json = False) -> None:
     """Check this machine: GPU, libraries, cache, environment variables."""
-    with exit_codes():
-        from rloo_kit.system.doctor import check_installation
+    from rloo_kit.system.doctor import check_installation
 
-        found = check_installation()
-        print_found(found, json)
+    found = check_installation()
+    print_found(found, json)
     raise typer.Exit(found.exit_code)
 
 
@@ -89,16 +89,15 @@ def _can_ask() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-@app.command()
+@command()
 def config(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the resolved config with every key, and warnings for what would stop the run on this machine."""
-    with exit_codes():
-        run = read_config(file, overrides)
-        print(run.to_yaml(), end="", flush=True)
-        from rloo_kit.checks.cheap import find_faults
+    run = read_config(file, overrides)
+    print(run.to_yaml(), end="", flush=True)
+    from rloo_kit.checks.cheap import find_faults
 
-        for fault in find_faults(run):
-            print(f"rloo-kit: warning: {fault}", file=sys.stderr)
+    for fault in find_faults(run):
+        print(f"rloo-kit: warning: {fault}", file=sys.stderr)
 
 
 @app.command()

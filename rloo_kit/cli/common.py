@@ -10,11 +10,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from rloo_kit import __version__
 from rloo_kit.errors import RlooKitError, shorten
@@ -48,11 +50,26 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLine = Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")]
 
 
+class Command(TyperCommand):
+    """A command that ends with the kit's messages and exit codes; `refused` is that of a refusal."""
+
+    refused = REFUSED
+
+    def invoke(self, ctx: Any) -> Any:
+        with exit_codes(self.refused):
+            return super().invoke(ctx)
+
+
+command = partial(app.command, cls=Command)
+
+
 @contextmanager
 def exit_codes(refused: int = REFUSED) -> Iterator[None]:
     """Messages instead of tracebacks for the kit's own errors and Ctrl-C; `batch` also has an exit code for bugs."""
     try:
         yield
+    except typer.Exit:
+        raise
     except RlooKitError as error:
         name = "rloo-kit"
         if not is_main_process():  # if the main one exits with the same error, the launcher ends this one: printed once

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from rloo_kit.cli.common import JsonLine, Overrides, Overwrite, app, exit_codes, find_run
+from rloo_kit.cli.common import JsonLine, Overrides, Overwrite, command, find_run
 from rloo_kit.system.processes import say
 
 
-@app.command()
+@command()
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its config.")],
     overrides: Overrides = None,
@@ -30,22 +30,21 @@ def export(
     json: JsonLine = False,
 ) -> None:
     """Export a trained model for other programs, and compare it with the policy in those programs."""
-    with exit_codes():
-        run = find_run(source, overrides)
-        import rloo_kit as kit
+    run = find_run(source, overrides)
+    import rloo_kit as kit
 
-        kit.setup_environment(run.model.backend)
-        found = kit.export_model(
-            source,
-            to,
-            *(overrides or []),
-            quantization=quantization,
-            dtype=dtype,
-            output=output,
-            num_prompts=prompts,
-            push=push,
-            overwrite=overwrite,
-        )
-        say(found)
-        if json:
-            say(dumps(found.to_dict()))
+    kit.setup_environment(run.model.backend)
+    found = kit.export_model(
+        source,
+        to,
+        *(overrides or []),
+        quantization=quantization,
+        dtype=dtype,
+        output=output,
+        num_prompts=prompts,
+        push=push,
+        overwrite=overwrite,
+    )
+    say(found)
+    if json:
+        say(dumps(found.to_dict()))

@@ -14,7 +14,7 @@ from rloo_kit.results.curves import in_order
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.results.pages import render
 from rloo_kit.results.texts import cut_middle
-from rloo_kit.system.console import picture_controls, plain_prompt
+from rloo_kit.system.console import picture_controls, plain_prompt, print_text
 
 PANELS = {  # metric: title, form of its chart (see `Chart`), format of a value in the text
     "reward": ("Reward", "number", ".3f"),
@@ -35,8 +35,7 @@ def _shown(display: _Display) -> _Display:
     """Return the object; print it if no IPython will display it."""
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        print(str(display).encode(encoding, "replace").decode(encoding), flush=True)  # missing characters: ?
+        print_text(str(display))
     return display
 
 

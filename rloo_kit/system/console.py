@@ -146,10 +146,13 @@ def print_table(renderable: Any) -> None:
     if sys.stdout.isatty():
         Console(force_jupyter=False, width=columns(), markup=False, emoji=False).print(renderable)
     else:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        text = render_text(renderable) + "\n"
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))  # a table's frame must not crash a run
-    sys.stdout.flush()
+        print_text(render_text(renderable))
+
+
+def print_text(text: str) -> None:
+    """Print text, with ? for what stdout cannot encode: a table's frame must not crash a run."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
 def format_seconds(seconds: float) -> str:

@@ -73,12 +73,8 @@ class Environment:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def describe(self) -> str:
-        """GPU and precision on one line, then a line for each note; `str` gives the whole table."""
-        gpu = "no GPU" if self.gpu is None else f"{self.gpu.name}, {self.gpu.free_gib:.1f} GiB free"
-        return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
-
-    def __rich__(self) -> Table:
+    def rows(self) -> list[tuple[str, str]]:
+        """The table's rows: name and finding."""
         gpu, rows = self.gpu, [("backend", f"{self.backend}: {self.backend_reason}")]
         if gpu is None:
             rows.append(("GPU", f"none: {self.gpu_reason}"))
@@ -90,7 +86,8 @@ class Environment:
             rows.append(("GPUs", f"{self.num_gpus} visible; this process uses the one above{others}"))
         if is_distributed():
             rows.append(("processes", f"{count_processes()}; this table is of the first"))
-        rows += [
+        return [
+            *rows,
             ("precision", f"{self.precision}: {self.precision_reason}"),
             ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)),
             (".env", self.env_file or f"none in {self.root or 'the working folder or above it'}"),
@@ -100,10 +97,17 @@ class Environment:
             ("telemetry", self.telemetry),
             *(("note", note) for note in self.notes),
         ]
+
+    def describe(self) -> str:
+        """GPU and precision on one line, then a line for each note; `str` gives the whole table."""
+        gpu = "no GPU" if self.gpu is None else f"{self.gpu.name}, {self.gpu.free_gib:.1f} GiB free"
+        return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
+
+    def __rich__(self) -> Table:
         table = Table(title="rloo-kit environment", show_header=False, title_justify="left")
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for name, value in rows:
+        for name, value in self.rows():
             table.add_row(Text(name), Text(value))
         return table
 

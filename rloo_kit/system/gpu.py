@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 GIB = 2**30
 
@@ -30,7 +30,8 @@ class Gpu:
         return f"{self.capability[0]}.{self.capability[1]}"
 
 
-class Gpus(NamedTuple):
+@dataclass(frozen=True)
+class Gpus:
     """The GPU of this process (None: `reason` says why), and how many GPUs it may see."""
 
     gpu: Gpu | None
@@ -38,7 +39,8 @@ class Gpus(NamedTuple):
     reason: str
 
 
-class Holder(NamedTuple):
+@dataclass(frozen=True)
+class Holder:
     """A process that uses memory of a GPU. Its name is the program alone: command lines can contain secrets."""
 
     pid: int

@@ -23,6 +23,7 @@ MOST_BYTES = 1_000_000  # of a YAML file; those of the kit have a few hundred
 DEEPEST = 100  # levels of [ and {; for thousands ruamel takes seconds, then overflows Python's stack
 MOST_NODES = 100_000  # values and keys of a YAML text, each counted as often as its aliases repeat it
 HANDED_OVER = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # pipes that the shell has opened: <(command), command |
+is_file = os.path.isfile  # unlike Path.is_file False for an impossible name, too, or in a locked folder
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -35,8 +36,11 @@ class Constructor(SafeConstructor):
     or terminal can take."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        value = super().construct_object(node, deep)
-        what = None
+        value, what = None, None
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # ruamel does not check a tagged value
+            what = f"{error} ({node.tag})" if isinstance(error, ValueError) else f"the value does not fit {node.tag}"
         if isinstance(value, int) and value.bit_length() > 64:
             what = "a whole number of more than 64 bits; write it as text, in quotes, or with an exponent (1e30)"
         elif isinstance(value, str) and (problem := find_unwritable(value)):
@@ -132,14 +136,6 @@ def find_input(path: str, key: str, *others: Path | None) -> Path:
     return found
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is a regular file at `path`; False for an impossible name, too, or in a locked folder."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`).
 
@@ -204,8 +200,8 @@ def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    except (ValueError, LookupError, TypeError, AttributeError, AssertionError):  # ruamel checks none of these
-        line, problem = "", "a value that does not fit its tag (!!name), an escape (\\U...) or a %YAML version"
+    except (ValueError, AssertionError):  # ruamel checks neither
+        line, problem = "", "an escape (\\U...) that is no character, or a %YAML version that is not known"
     raise ConfigError(f"{source}{line}: not readable as YAML: {problem}")
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", flags=re.M | re.S)
-INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-PROGRAMS = ("rloo-kit", "python", "python3", "papermill", "npx", "make", "pip")
+INLINE = re.compile(r"(?<!`)`((?:rloo-kit|python3?|papermill|npx|make|pip) [^`\n]+)`(?!`)")
 
 
 @dataclass(frozen=True)
@@ -26,21 +25,10 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
-@dataclass(frozen=True)
-class Command:
-    """One simple command: its words, quotes and redirections taken off."""
-
-    place: str
-    words: tuple[str, ...]
-
-
-def list_pages() -> list[Path]:
-    return [ROOT / "SKILL.md", *sorted((ROOT / "references").glob("*.md"))]
-
-
 def read_pages() -> list[tuple[str, str]]:
     """Path from the root and text of each page."""
-    return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in list_pages()]
+    paths = [ROOT / "SKILL.md", *sorted((ROOT / "references").glob("*.md"))]
+    return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 
 
 def find_blocks(page: str, text: str, language: str) -> list[Block]:
@@ -52,45 +40,30 @@ def find_blocks(page: str, text: str, language: str) -> list[Block]:
     ]
 
 
-def find_inline_commands(page: str, text: str) -> list[Block]:
-    """Commands in the sentences and tables of a page."""
+def find_shell(page: str, text: str) -> list[Block]:
+    """The shell blocks, and the commands in sentences and tables."""
     prose = FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)
-    return [
+    return find_blocks(page, text, "bash") + [
         Block(page, prose[: found.start()].count("\n") + 1, found[1].replace("\\|", "|"))
         for found in INLINE.finditer(prose)
-        if found[1].split()[0] in PROGRAMS and len(found[1].split()) > 1
     ]
 
 
-def find_shell(page: str, text: str) -> list[Block]:
-    return find_blocks(page, text, "bash") + find_inline_commands(page, text)
-
-
-def split_commands(block: Block) -> Iterator[Command]:
-    """The simple commands of a block, line by line; words of the shell's own (for, do, done, ...) are dropped."""
-    code = block.code.replace("\\\n", " ")
-    for line in code.splitlines():
+def split_commands(code: str) -> Iterator[list[str]]:
+    """The words of each simple command, line by line, without quotes, keywords of the shell, assignments and
+    redirections; a `for NAME in ...` is nothing to run."""
+    for line in code.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         words: list[str] = []
         for word in [*lexer, ";"]:
-            if word and set(word) <= set(";&|()"):
-                words = drop_shell_words(words)
-                if words:
-                    yield Command(block.place, tuple(words))
-                words = []
-            else:
+            if not word or set(word) - set(";&|()"):
                 words.append(word)
-
-
-def drop_shell_words(words: list[str]) -> list[str]:
-    """Without keywords, assignments and redirections; a `for NAME in ...` is nothing to run."""
-    if words[:1] == ["for"]:
-        return []
-    while words and (words[0] in ("do", "done", "then", "fi", "nohup", "export") or re.match(r"\w+=", words[0])):
-        words = words[1:]
-    for index, word in enumerate(words):
-        if set(word) <= set("<>") and word:
-            words = words[:index]
-            break
-    return [word for word in words if word]
+                continue
+            end = next((index for index, word in enumerate(words) if word and set(word) <= set("<>")), len(words))
+            kept = [word for word in words[:end] if word]
+            while kept and (kept[0] in ("do", "done", "then", "fi", "nohup", "export") or re.match(r"\w+=", kept[0])):
+                kept = kept[1:]
+            if kept and kept[0] != "for":
+                yield kept
+            words = []

@@ -138,6 +138,13 @@ def test_the_table_says_all_and_no_secret(run_fresh: Run, tmp_path: Path) -> Non
     assert SECRET not in found + done.stderr
 
 
+def test_tqdm_notebook_true_leaves_tqdm_alone(run_fresh: Run, tmp_path: Path) -> None:
+    """Set-up writes `false` unless `.env` says otherwise."""
+    (tmp_path / "work" / ".env").write_text("TQDM_NOTEBOOK=True\n")
+    code = "print(rloo_kit.setup_environment().progress, 'tqdm.autonotebook' in sys.modules)"
+    assert printed(run_fresh(code)) == "left to tqdm (TQDM_NOTEBOOK=true) False"
+
+
 # ------------------------------------------------------------------------------------------------ .env
 
 

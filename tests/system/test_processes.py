@@ -1,6 +1,6 @@
-"""Who is who in a run with several processes, what each of them may write and print, and how a run is launched.
+"""Who is who in a run with several processes, what they may be, and how a run is launched.
 
-Here every process is an environment variable; real ones are in test_launch.py.
+Here every process is an environment variable; real ones, what they write and how they end are in loop/test_launch.py.
 """
 
 import json
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import BackendError, ConfigError, RunExistsError, SetupError
+from rloo_kit.errors import BackendError, ConfigError, SetupError
 from rloo_kit.runs.checkpoints import seal
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment, processes
@@ -87,19 +87,6 @@ def test_impossible_ranks_are_refused(variables, message, monkeypatch):
         processes.process_index()
 
 
-def test_every_value_falls_to_one_process(be):
-    """A prompt that two processes measure, or none, shifts every verdict behind it."""
-    from rloo_kit.collective import share_of
-
-    for count, length in ((1, 5), (2, 5), (3, 40), (8, 0), (8, 5)):
-        parts = []
-        for rank in range(count):
-            be(rank, count)
-            parts.append(list(share_of(range(length))))
-        assert [place for part in parts for place in part] == list(range(length))
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
 def test_collectives_of_one_process_return_their_input_without_torch(run_fresh):
     """The helpers are called in every run; with one process they may not even import torch."""
     done = run_fresh(
@@ -112,52 +99,6 @@ def test_collectives_of_one_process_return_their_input_without_torch(run_fresh):
         "assert 'torch' not in sys.modules and 'accelerate' not in sys.modules\n"
     )
     assert done.returncode == 0, done.stderr
-
-
-# ---- one writer
-
-
-def test_only_the_main_process_writes(tmp_path, be):
-    """Two processes appended each step to metrics.jsonl: every step was there twice."""
-    run = run_in(tmp_path)
-    be(1)
-    with RunDir.create(run) as other:
-        other.write_text("config.yaml", "mine")
-        other.write_json("before.json", {})
-        other.append_jsonl("metrics.jsonl", [{"step": 1}])
-        other.set_status("finished")
-    assert not run.folder.exists()
-    be(0)
-    with RunDir.create(run) as main:
-        main.append_jsonl("metrics.jsonl", [{"step": 1}, {"step": 2}])
-        assert main.status()["state"] == "running"
-        be(1)
-        with RunDir.create(run, resume=True) as other:  # no second lock, and it reads what the main one wrote
-            assert other.resumed and len(other.read_jsonl("metrics.jsonl")) == 2
-            other.rewind(1)
-            assert len(main.read_jsonl("metrics.jsonl")) == 2
-        be(0)
-        main.set_status("finished", step=3)
-    be(1)
-    RunDir.create(run).close()  # every process would say that the run exists; the launcher ends the others
-    be(0)
-    with pytest.raises(RunExistsError, match="finished at step 3"):
-        RunDir.create(run)
-
-
-@pytest.mark.parametrize("error", ["the same", None])
-def test_an_error_that_one_process_had_is_recorded_once(tmp_path, be, monkeypatch, error):
-    """The second GPU ran out of memory, the main process hung in a collective: status.json said "running" for ever."""
-    monkeypatch.setattr("rloo_kit.runs.run_dir.SECONDS_FOR_MAIN", 0)
-    run = run_in(tmp_path)
-    with RunDir.create(run) as main:
-        be(1)
-        with pytest.raises(MemoryError), RunDir.create(run, resume=True):
-            if error:
-                main.set_status("failed", error=error)
-            raise MemoryError("on GPU 1")
-        status = main.status()
-        assert (status["state"], status["error"]) == ("failed", error or "process 1 of 2: MemoryError: on GPU 1")
 
 
 @pytest.mark.parametrize(("before", "now", "fix"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
