@@ -67,7 +67,7 @@ FAULTS = (
         write("mine.csv", "prompt,answer\n1+1=,2\n1+2=,\n" + "".join(f"1+{n}=,{n + 1}\n" for n in range(3, 30))),
     ),
     Faulty("prompts that are all too long", ("data.max_prompt_length=8",), ("data.max_prompt_length", "none is left")),
-    Faulty("fewer prompts than a rollout needs", ("data.num_prompts=9",), ("1 prompt", "num_generations=8")),
+    Faulty("fewer prompts than a rollout needs", ("data.num_prompts=9",), ("1 prompt", "per_device_train_batch_size")),
     Faulty(
         "a reward that does not exist", ("rewards.0.name=answer_rewrd",), ("rewards.0.name", "'answer_reward'? Known")
     ),
