@@ -388,7 +388,8 @@ class Part:
 
 def list_parts(work: Workload, rows: int) -> list[Part]:
     """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
-    shape, parts = work.shape, []
+    shape = work.shape
+    parts: list[Part] = []
 
     def add(name: str, rollout: int, training: int, detail: str) -> None:
         parts.append(Part(name, rollout / GIB, training / GIB, detail))

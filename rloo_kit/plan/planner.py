@@ -4,7 +4,7 @@ First the machine and the workload, then the engine that samples, then the plan 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +81,9 @@ def read_workload(
     backend's engine without vLLM."""
     model, rloo = run.model, run.rloo
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
-    rank, targets, is_continued = None, (), False  # every parameter is trained
+    rank: int | None = None  # every parameter is trained
+    targets: Iterable[str] = ()
+    is_continued = False
     if model.lora is not None:
         every = {name.rpartition(".")[2]: None for _, matrices in shape.matrices for name in matrices}
         rank, targets, is_continued = model.lora.r, model.lora.target_modules or every, model.adapter is not None
