@@ -95,4 +95,4 @@ def test_the_thinking_notebook(config: Path, tmp_path: Path, capsys: pytest.Capt
         ids = row["completion_ids"]
         assert len(ids) - ids.index(THINK_END) - 1 <= 4 if THINK_END in ids[:7] else ids[-1] == TURN_END
         assert set(row["rewards"]) == {"answer_reward", "think_format_reward"}
-        assert ids[6] == THINK_END or not row["forced"]
+        assert not row["forced"] or ids[6] == THINK_END
