@@ -1,4 +1,4 @@
-"""Seven kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
+"""Ten kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
 
 import json
 import random
@@ -27,6 +27,14 @@ def number(text):
     found = re.findall(r"-?[0-9]+", str(text).rpartition("</think>")[2])
     return int(found[-1]) if found else None
 '''
+
+
+def right(expected: str) -> str:
+    """The source of a reward `right`: 1.0 if the completion's last number equals the expression `expected`."""
+    return f"""
+def right(completions, answer, **_):
+    return [1.0 if number(text) == {expected} else 0.0 for text, answer in zip(completions, answer)]
+"""
 
 
 @dataclass(frozen=True)
@@ -64,20 +72,14 @@ def literal(a: int, b: int) -> str:
     return str(a + b)
 
 
+RIGHT = ({"name": "rewards.py:right"},)
 TASKS = (
     Task("literal", literal, "", ({"name": "answer_reward"},), 0, 1, leads="accuracy",
          overrides={"toy": {"eval.greedy": True}}),
-    Task(
-        "json",
-        lambda a, b: {"sum": a + b, "terms": [a, b]},
-        """
-def right(completions, answer, **_):
-    return [1.0 if number(text) == gold["sum"] else 0.0 for text, gold in zip(completions, answer)]
-""",
-        ({"name": "rewards.py:right"},),
-        0,
-        1,
-    ),
+    Task("sentence", lambda a, b: f"The sum is {a + b}.", right("number(answer)"), RIGHT, 0, 1),
+    Task("marker", lambda a, b: f"{a} + {b} = {a + b} #### {a + b}", right('number(answer.split("####")[1])'), RIGHT,
+         0, 1),
+    Task("json", lambda a, b: {"sum": a + b, "terms": [a, b]}, right('answer["sum"]'), RIGHT, 0, 1),
     Task(
         "penalty",
         literal,
@@ -115,6 +117,18 @@ def length(completions, **_):
         -0.1,
         1.3,
         leads="accuracy",
+    ),
+    Task(
+        "no_answers",
+        None,
+        """
+def long(completions, **_):
+    return [min(size(text), 40) / 40 for text in completions]
+""",
+        ({"name": "rewards.py:long"},),
+        0,
+        1,
+        overrides={"toy": {"eval.greedy": True}},
     ),
     Task(
         "thinking",
