@@ -259,7 +259,7 @@ def test_an_interrupt_ends_with_130_wherever_it_came(tmp_path):
     """Python notes an interrupt that passed through an `exec` of a text (dataclasses, numpy) and, long after it was
     handled, ends the process by SIGINT: a batch then saw a killed run."""
     code = """
-from rloo_kit.cli.common import exit_codes
+from rloo_kit.cli import exit_codes
 with exit_codes():
     exec("raise KeyboardInterrupt")
 """

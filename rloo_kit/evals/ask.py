@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.embedded.model import RECORD
-from rloo_kit.errors import ConfigError, QuestionTooLongError
+from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.models.policy import Policy, find_vllm
 from rloo_kit.models.trained import load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.runs.exported import origin_of
-from rloo_kit.system.console import picture_controls, plain_prompt
+from rloo_kit.system.console import fill_text, picture_controls, plain_prompt
 from rloo_kit.think_tags import ThinkTags, opens_thinking, split_thinking
 
 OnText = Callable[[str, str], None]
@@ -340,3 +340,79 @@ class TrainedModel:
         if base and self._base is None:  # None: the policy without its adapter
             self._base = load_base(self._source, *self._overrides)
         return ask(self.run, self.policy, question, base=base and (self._base or True), **options)
+
+
+COMMANDS = (
+    "(/base toggles the base model, /budget N closes thinking after N tokens, /reset forgets earlier turns, /quit or "
+    "Ctrl-D ends; Ctrl-C stops an answer)"
+)
+
+
+class Dialogue:
+    """A conversation with a model.
+
+    Args:
+        options: those of `evals.ask.ask`; the commands change them.
+        history: whether earlier turns are in the prompt, with their answers, without their thinking. None: unless the
+            model takes single questions only (`TrainedModel.single`).
+    """
+
+    def __init__(self, asked: TrainedModel, options: dict[str, Any], history: bool | None) -> None:
+        self._asked, self._options = asked, options
+        self._history = not asked.single if history is None else history
+        self._turns: list[dict[str, str]] = []  # question, answer, question, answer
+        if history is None and asked.single:
+            print(fill_text(f"(each question is asked alone: {asked.single}; --history keeps earlier turns)"))
+
+    def hold(self) -> None:
+        """Read and answer lines until Ctrl-D or /quit; Ctrl-C stops an answer."""
+        print(fill_text(COMMANDS))
+        with suppress(ImportError):
+            import readline  # noqa: F401 - gives input() a line editor
+        while True:
+            try:
+                if not self.take(input("> ").strip()):
+                    return
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("(stopped; Ctrl-D ends)")
+            except RlooKitError as error:
+                print(fill_text(f"rloo-kit: {error}"), file=sys.stderr)
+
+    def take(self, line: str) -> bool:
+        """Answer a line or run a command; False if it ends the dialogue."""
+        command, _, value = line.partition(" ")
+        if command in ("/quit", "/exit"):
+            return False
+        if command == "/reset":
+            self._turns.clear()
+        elif command == "/base":
+            self._options["base"] = not self._options["base"]
+            print(f"(the base model is {'asked too' if self._options['base'] else 'no longer asked'})")
+        elif command == "/budget":
+            if value.strip() and not value.strip().isdecimal():
+                raise ConfigError(f"/budget takes a number of tokens, for example /budget 64; got {value.strip()!r}")
+            self._options["budget"] = int(value) if value.strip() else None
+            print(f"(thinking {f'is closed after {int(value)} tokens' if value.strip() else 'has no budget'})")
+        elif line.startswith("/"):
+            print(fill_text(COMMANDS))
+        elif line:
+            self._answer(line)
+        return True
+
+    def _answer(self, question: str) -> None:
+        asked = {"role": "user", "content": question}
+        while True:
+            try:
+                answer = self._asked.ask([*self._turns, asked] if self._turns else question, **self._options)
+                break
+            except QuestionTooLongError:
+                if not self._turns:
+                    raise
+                del self._turns[:2]
+                print("(the turns exceed the model's context: the oldest is dropped)")
+        self._options["seed"] += 1
+        if self._history and answer.answer:  # a template takes no empty turn
+            self._turns += [asked, {"role": "assistant", "content": answer.answer}]

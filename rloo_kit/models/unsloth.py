@@ -65,7 +65,9 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None
     Raises:
         BackendError: the adapter does not fit. OSError, RuntimeError, ValueError: the checkpoint cannot be read.
     """
-    fast, lora, checkpointing = load_stack().unsloth.FastLanguageModel, _lora_of(run), run.model.gradient_checkpointing
+    unsloth = load_stack().unsloth
+    assert unsloth is not None  # the backend was chosen because it is here
+    fast, lora, checkpointing = unsloth.FastLanguageModel, _lora_of(run), run.model.gradient_checkpointing
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     model, tokenizer = fast.from_pretrained(
         model_name=source.base,

@@ -203,7 +203,7 @@ def test_answers_are_numbers_if_the_reward_reads_them_as_numbers(golds: list[str
 
 def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     """People who sit in front of a terminal should not have to know the flags."""
-    monkeypatch.setattr("rloo_kit.cli.before._can_ask", lambda: True)
+    monkeypatch.setattr("rloo_kit.cli._can_ask", lambda: True)
     sums("additions of mine.csv", header=("sum", "value"))
     code, printed, said = call(typed="additions of mine.csv\n\n\n\n")
     assert code == 0, said

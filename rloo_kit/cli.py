@@ -1,0 +1,650 @@
+"""The `rloo-kit` command line: each command parses its arguments, calls the kit's public functions and prints.
+
+Heavy libraries are imported inside the commands. Exit codes: 0 done; 1 doctor found a fault, the planned run does not
+fit, or the preflight says NO-GO; 2 refused; 130 interrupted. `batch` has its own.
+"""
+
+import errno
+import os
+import shlex
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict
+from functools import partial
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperCommand
+
+from rloo_kit import __version__
+from rloo_kit.errors import ConfigError, RlooKitError, shorten
+from rloo_kit.runs.files import is_disk_full
+from rloo_kit.system.console import fill_text, print_table
+from rloo_kit.system.processes import (
+    INTERRUPTED,
+    REFUSED,
+    count_processes,
+    is_main_process,
+    launch_run,
+    process_index,
+    resume_words,
+    say,
+)
+
+if TYPE_CHECKING:  # slow to import
+    from rloo_kit.config.run import RunConfig
+    from rloo_kit.data.load import Data
+    from rloo_kit.models.policy import Policy
+
+SECONDS_FOR_MAIN = 10.0
+BATCH_REFUSED, MOST_COUNTED = 125, 100  # `batch` uses the small exit codes to count runs
+OF_THE_DISK = (  # errors of a file or its disk, not of the program
+    errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    errno.EIO,
+)  # fmt: skip
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RLOO for Qwen3-Thinking models on one GPU, with a built-in small model that trains on a laptop.",
+)
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A run's config, for example configs/x.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete existing output and start over.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLine = Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")]
+
+
+class Command(TyperCommand):
+    """A command that ends with the kit's messages and exit codes; `refused` is that of a refusal."""
+
+    refused = REFUSED
+
+    def invoke(self, ctx: Any) -> Any:
+        with exit_codes(self.refused):
+            return super().invoke(ctx)
+
+
+command = partial(app.command, cls=Command)
+
+
+@contextmanager
+def exit_codes(refused: int = REFUSED) -> Iterator[None]:
+    """Messages instead of tracebacks for the kit's own errors and Ctrl-C; `batch` also has an exit code for bugs."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except RlooKitError as error:
+        name = "rloo-kit"
+        if not is_main_process():  # if the main one exits with the same error, the launcher ends this one: printed once
+            time.sleep(SECONDS_FOR_MAIN)
+            name = f"rloo-kit (process {process_index()} of {count_processes()})"
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(refused) from None
+    except KeyboardInterrupt:
+        exec("")  # otherwise Python exits through SIGINT if an interrupt once passed through its last exec of a string
+        if is_main_process():
+            print("rloo-kit: interrupted", file=sys.stderr, flush=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        why = ""
+        if is_disk_full(error):
+            found = f"{type(error).__name__}: {shorten(str(error))}"
+            why = f"the disk is full, or a quota is used up ({found}): free some space, then repeat the command"
+        elif isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
+            why = f"{error.filename if error.filename2 is None else error.filename2}: {error.strerror}"
+        if not why and refused == REFUSED:
+            raise
+        print(f"rloo-kit: {why}" if why else traceback.format_exc(), file=sys.stderr, flush=True)
+        raise typer.Exit(refused) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rloo-kit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def print_found(found: Any, json: bool) -> None:
+    """Print a result, as a table or as JSON."""
+    if json:
+        print(dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print_table(found)
+
+
+def read_config(file: Path, overrides: list[str] | None) -> "RunConfig":
+    """`load_config`, with its warnings as lines on stderr."""
+    from rloo_kit.config.run import load_config
+
+    return with_warnings_as_lines(load_config, file, *(overrides or []))
+
+
+def with_warnings_as_lines(read: "Callable[..., RunConfig]", *arguments: Any) -> "RunConfig":
+    """Call `read` and print its warnings as lines on stderr. Later calls in the same command do not repeat them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FutureWarning)
+        try:
+            found = read(*arguments)
+        finally:
+            for warning in caught if is_main_process() else []:
+                print(f"rloo-kit: {warning.message}", file=sys.stderr)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"rloo_kit\.")
+    return found
+
+
+def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
+    """`read_config` of a run's config file or of its folder, even if the folder was moved."""
+    from rloo_kit.runs.find import config_file, place_run
+
+    run = read_config(config_file(source), overrides)
+    if source.is_dir():
+        place_run(run, source)
+    return run
+
+
+def say_activation() -> None:
+    """Print how to activate the environment, after printed next commands, if the shell does not find `rloo-kit`."""
+    script = Path(sys.prefix, "bin", "activate")
+    if shutil.which("rloo-kit") is None and script.is_file():
+        nearby = os.path.relpath(script)
+        say(f"  (first, once per shell: source {shlex.quote(nearby if nearby[:2] != '..' else str(script))})")
+
+
+def prepare(run: "RunConfig") -> "tuple[Policy, Data]":
+    """Set up, load policy and data, and print a line for each."""
+    import rloo_kit as kit
+
+    say(kit.setup_environment(run.model.backend).describe())
+    started = time.monotonic()
+    policy = kit.load_policy(run)
+    say(fill_text(f"policy: {policy.describe()}, loaded in {time.monotonic() - started:.0f} s"))
+    data = kit.load_data(run, policy.tokenizer)
+    say(f"data: {data}")
+    return policy, data
+
+
+# --------------------------------------------------------------------------------------------------------- before a run
+
+
+@command()
+def doctor(json: Json = False) -> None:
+    """Check this machine: GPU, libraries, cache, environment variables."""
+    from rloo_kit.system.doctor import check_installation
+
+    found = check_installation()
+    print_found(found, json)
+    raise typer.Exit(found.exit_code)
+
+
+@command()
+def init(
+    model: Annotated[str | None, typer.Option("--model", help="Hub id, local folder or embedded/thinking.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="A .csv, .jsonl or .parquet file.")] = None,
+    prompt_column: Annotated[str | None, typer.Option("--prompt-column", help="Column with the prompts.")] = None,
+    answer_column: Annotated[str | None, typer.Option("--answer-column", help="Column with the answers.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Config file to write, or its folder; default: ./DATA.yaml."),
+    ] = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option("--gpu-gib", help="Fit a GPU with this many GiB instead of this machine.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Accept the proposed value of every missing flag.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+) -> None:
+    """Write a config for your own data that fits this machine, and a reward with its test."""
+    from rloo_kit.checks import starter
+
+    def ask(flag: str, given: str | None, proposed: str | None) -> str:
+        return given if given is not None else _ask(flag, proposed, yes)
+
+    source = ask("--data", data, None)
+    names = starter.read_columns(source)
+    guessed = starter.guess_columns(names)
+    prompts = starter.check_column(ask("--prompt-column", prompt_column, guessed[0]), "--prompt-column", names)
+    answers = starter.check_column(ask("--answer-column", answer_column, guessed[1]), "--answer-column", names)
+    table = starter.read_table(source, prompts, answers)
+    chosen = ask("--model", model, starter.suggest_model(table, gpu_gib) if model is None else None)
+    print(starter.write_starter(chosen, table, output, gpu_gib, overwrite))
+    say_activation()
+
+
+def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
+    """The value of a missing flag: the proposed one with --yes, else typed at the terminal."""
+    if take_it and proposed is not None:
+        return proposed
+    if take_it or not _can_ask():
+        there = f" (for example {flag} {proposed}), or accept the proposed values with --yes" if proposed else ""
+        raise ConfigError(f"{flag} is missing, and there is no terminal to ask at: pass it{there}")
+    answer: str = typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed)
+    return answer
+
+
+def _can_ask() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+@command()
+def config(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved config with every key, and warnings for what would stop the run on this machine."""
+    run = read_config(file, overrides)
+    print(run.to_yaml(), end="", flush=True)
+    from rloo_kit.checks.cheap import find_faults
+
+    for fault in find_faults(run):
+        print(f"rloo-kit: warning: {fault}", file=sys.stderr)
+
+
+@command()
+def plan(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with this many GiB instead of this machine."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compute a run's memory from its config alone. Exit code 1 if it does not fit, with what to change."""
+    from rloo_kit.plan.planner import plan_vram
+
+    planned = plan_vram(read_config(file, overrides), gpu_gib)
+    print(dumps(planned.to_dict(), indent=2) if json else planned)
+    raise typer.Exit(0 if planned.fits else 1)
+
+
+@command()
+def preflight(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")] = False,
+) -> None:
+    """Check whether a run can learn, in about a rollout's time: GO, or NO-GO with every problem and exit code 1."""
+    run = read_config(file, overrides)
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        from rloo_kit.checks.cheap import find_faults
+        from rloo_kit.checks.result import Preflight
+        from rloo_kit.system.problems import errors_of
+
+        faults = find_faults(run)
+        found = Preflight(run.run.name or "", tuple(faults))
+        if not errors_of(faults):  # the checks without the model come first
+            policy, data = prepare(run)
+            import rloo_kit as kit
+
+            found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
+    print(dumps(found.to_dict(), indent=2) if json else found)
+    raise typer.Exit(0 if found.go else 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@command()
+def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Train on demonstrations before RLOO, for a model that solves nothing yet."""
+    from rloo_kit.checks.cheap import refuse_worked_faults
+    from rloo_kit.runs.sft_folder import check_folder, open_folder
+
+    run, words = read_config(file, overrides), overrides or []
+    check_folder(run, overwrite)
+    refuse_worked_faults(run)
+    with open_folder(run, overwrite) as run_dir:
+        run_dir.resume_command = shlex.join(["rloo-kit", "sft", str(file), *words, "--overwrite"])
+        policy, data = prepare(run)
+        from rloo_kit.loop.sft import fine_tune_and_report, next_command
+
+        result = fine_tune_and_report(run, policy, data, run_dir)
+    say(f"next: {next_command(run, words, result)}")
+    say_activation()
+    if result.stopped:
+        raise typer.Exit(INTERRUPTED)
+
+
+@command()
+def train(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest intact checkpoint.")] = False,
+    overwrite: Overwrite = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="With --resume: go on although rows, rewards or weights have changed."),
+    ] = False,
+    launch: Annotated[
+        Path | None,
+        typer.Option(
+            "--launch", metavar="LAUNCH", help="Launch several processes, for example configs/accelerate/ddp.yaml."
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="With --launch: number of processes; default: the file's.")
+    ] = None,
+) -> None:
+    """Evaluate, train, evaluate again and write the report."""
+    if launch is not None:
+        given = {"--resume": resume, "--overwrite": overwrite, "--accept-changes": accept_changes}
+        flags = [flag for flag, is_given in given.items() if is_given]
+        raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
+    if processes is not None:
+        raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
+    from rloo_kit.checks.cheap import FolderUse, refuse_faults
+    from rloo_kit.results.result import is_over, load_evaluation, load_result
+    from rloo_kit.results.verdict import judge_run
+    from rloo_kit.runs.run_dir import RunDir
+
+    run = read_config(file, overrides)
+    if resume and not accept_changes and is_over(run):
+        result = load_result(run)
+        verdict = judge_run(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
+        say(f"the run in {run.folder} is finished already (step {result.steps}); nothing was changed")
+        say(verdict)
+        say_activation()
+        return
+    refuse_faults(run, folder=FolderUse(resume, overwrite))
+    with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
+        words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words()]
+        run_dir.resume_command = shlex.join([*words, "--resume"])
+        run_dir.accepts_changes = accept_changes
+        run_dir.set_status("running", command=shlex.join(words))
+        try:
+            policy, data = prepare(run)
+            from rloo_kit.loop.run import run_and_report
+            from rloo_kit.preflight.preflight import require_go
+            from rloo_kit.rewarding.registry import build_rewards
+
+            rewards = build_rewards(run, policy.tokenizer)
+            if not run_dir.resumed:
+                require_go(run, policy, data, rewards)
+            stopped = run_and_report(run, policy, data, rewards, run_dir)
+            say_activation()
+        except KeyboardInterrupt:  # outside training, which handles its own
+            say(f"interrupted; to go on: {run_dir.resume_command}")
+            raise
+    from rloo_kit.collective import end_processes
+
+    end_processes()
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
+
+
+class BatchCommand(Command):
+    """`batch` with its own exit code for refusals and unknown options: 2 means two runs that are not done."""
+
+    refused = BATCH_REFUSED
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's UsageError, or typer's own copy of it
+            if getattr(error, "exit_code", None) == REFUSED:
+                vars(error)["exit_code"] = BATCH_REFUSED
+            raise
+
+
+@app.command(cls=BatchCommand)
+def batch(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A batch's YAML file, for example configs/batch_arithmetic.yaml.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Concurrent runs; default: the file's, else 1.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Run only what is missing or failed.")] = False,
+    overwrite: Overwrite = False,
+    json: JsonLine = False,
+) -> None:
+    """Run a notebook with many parameters, each run in a separate process, and compare the runs.
+
+    Exit codes: 0 if every run is done, else the number of runs that are not
+    (100: 100 or more); 125 refused, or an error of the batch itself;
+    130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
+    """
+    from rloo_kit.batch.file import load_batch
+    from rloo_kit.batch.runner import run_batch
+
+    words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
+    again = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
+    result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=again)
+    if json:
+        print(dumps(result.to_dict()))
+    raise typer.Exit(INTERRUPTED if result.interrupted else min(result.not_done, MOST_COUNTED))
+
+
+# ---------------------------------------------------------------------------------------------------------- after a run
+
+
+@command("eval")
+def evaluate(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Folder of a trained adapter or of its run.")
+    ] = None,
+    json: JsonLine = False,
+) -> None:
+    """Evaluate a run's initial model, or a trained adapter, on its held-out prompts."""
+    from rloo_kit.config.yaml_files import write_value
+    from rloo_kit.runs.find import weights_of
+
+    overrides = list(overrides or [])
+    if adapter is not None:
+        key, folder = weights_of(adapter, "--adapter")
+        overrides.append(f"model.{key}={write_value(str(folder))}")
+    run = read_config(file, overrides)
+    policy, data = prepare(run)
+    from rloo_kit.collective import end_processes
+    from rloo_kit.evals.evaluate import evaluate as measure
+
+    found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
+    say(found)
+    if json:
+        say(dumps(found.to_dict() | {"more_samples": []}))
+    end_processes()
+
+
+@command()
+def report(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs; then KEY=VALUE.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="With several runs: the page; default: comparison.html."),
+    ] = None,
+) -> None:
+    """Rebuild report.html from a run's folder, or write a page that compares several runs."""
+    runs = [Path(word) for word in sources if "=" not in word or Path(word).exists()]
+    overrides = [word for word in sources if Path(word) not in runs]
+    if len(runs) > 1:
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: a comparison of several runs takes no overrides")
+        from rloo_kit.results.versus import compare_runs
+        from rloo_kit.results.versus_page import write_comparison_page
+
+        found = compare_runs(runs)
+        page = output or found.runs[0].result.folder.parent / "comparison.html"
+        print(fill_text(found.sentence))
+        print(f"comparison: {write_comparison_page(found, page)}")
+        return
+    if not runs or output is not None:
+        raise ConfigError("--output needs several runs" if runs else "name a run: its folder or its config")
+    run = find_run(runs[0], overrides)
+    from rloo_kit.results.report import write_report
+    from rloo_kit.results.result import load_evaluation, load_result
+
+    result = load_result(run)
+    path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
+    print(f"report: {path}")
+
+
+@command()
+def show(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs.")],
+    completions: Annotated[
+        int | None, typer.Option("--completions", min=0, help="Show N completions of one step.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Step of the completions; default: the last.")] = None,
+    order: Annotated[str, typer.Option("--order", help="Which completions: first, best, worst or longest.")] = "first",
+    max_chars: Annotated[int, typer.Option("--max-chars", min=10, help="Maximum characters per text.")] = 1500,
+    last: Annotated[int, typer.Option("--last", min=1, help="Logged steps to average.")] = 10,
+    json: Json = False,
+) -> None:
+    """Show a run's outcome, its completions, or several runs. Exit code 1 if the run failed or is alarming."""
+    found: Any
+    code = 0
+    asks_completions = completions is not None or step is not None
+    if len(runs) > 1:
+        if asks_completions:
+            raise ConfigError(f"--completions and --step take one run; got {len(runs)}")
+        from rloo_kit.results.versus import compare_runs
+
+        found = compare_runs(runs)
+    elif asks_completions:
+        from rloo_kit.results.completions import pick_completions
+
+        found = pick_completions(runs[0], step, 4 if completions is None else completions, order, max_chars)
+    else:
+        from rloo_kit.results.overview import describe_run
+
+        found = describe_run(runs[0], last)
+        code = int(found.status.get("state") == "failed" or found.level == "alarming")
+    print_found(found, json)
+    raise typer.Exit(code)
+
+
+@command()
+def ask(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder or config, or a folder of exported weights.")
+    ],
+    questions: Annotated[
+        list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Questions. Without any: a pipe, or a dialogue.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Ask the base model first, for comparison.")] = False,
+    budget: Annotated[int | None, typer.Option("--budget", min=0, help="Close thinking after N tokens.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0, help="0 is greedy; default: eval.temperature.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Maximum tokens per completion; default: the run's limit.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt; default: data.system_prompt.")] = None,
+    history: Annotated[
+        bool | None,
+        typer.Option(
+            "--history/--no-history",
+            help="Keep earlier turns of the dialogue in the prompt; default: yes, except for embedded models.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Config override; repeat for more.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print only one JSON object per question.")] = False,
+) -> None:
+    """Ask a trained model: thinking is printed dim, the answer plain. Without a question, start a dialogue."""
+    with _stdout_for_answers(json) as out:
+        asked = list(questions or [])
+        if not asked and not (sys.stdin is not None and sys.stdin.isatty()):
+            asked = ["" if sys.stdin is None else sys.stdin.read().strip()]
+            if not asked[0]:
+                raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or pipe one in')
+        if json and not asked:
+            raise ConfigError('--json needs a question: rloo-kit ask RUN "58+67=" --json')
+        from rloo_kit import setup_environment
+        from rloo_kit.runs.exported import origin_of
+
+        run = with_warnings_as_lines(origin_of, source, *(overrides or []))
+        setup_environment(run.model.backend)
+        from rloo_kit.evals.ask import Dialogue, TrainedModel
+
+        model = TrainedModel(source, *(overrides or []))
+        options: dict[str, Any] = {"base": base, "budget": budget, "temperature": temperature, "max_tokens": max_tokens}
+        options |= {"seed": seed, "system": system}
+        if not asked:
+            Dialogue(model, options, history).hold()
+        for question in asked:
+            answer = model.ask(question, stream=not json, **options)
+            if json:
+                print(dumps(asdict(answer)), file=out, flush=True)
+
+
+@contextmanager
+def _stdout_for_answers(json: bool) -> Iterator[TextIO]:
+    """The stream for answers. With `--json` all other output goes to stderr, including what C libraries write."""
+    if not json:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out, redirect_stdout(sys.stderr):
+        os.dup2(2, 1)
+        try:
+            yield out
+        finally:
+            os.dup2(out.fileno(), 1)
+
+
+@command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its config.")],
+    overrides: Overrides = None,
+    to: Annotated[str, typer.Option("--to", help="Format: adapter, merged, gguf or vllm.")] = "merged",
+    quantization: Annotated[
+        str | None, typer.Option("--quantization", help="GGUF: f32, f16, bf16, q8_0 or q4_k_m; default: f16.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Merged weights: bfloat16, float16 or float32.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Folder to create; default: RUN/export/TARGET.")
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts for the check.")] = 20,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Upload to this hub repository.")
+    ] = None,
+    overwrite: Overwrite = False,
+    json: JsonLine = False,
+) -> None:
+    """Export a trained model for other programs, and compare it with the policy in those programs."""
+    run = find_run(source, overrides)
+    import rloo_kit as kit
+
+    kit.setup_environment(run.model.backend)
+    asked: dict[str, Any] = {"quantization": quantization, "dtype": dtype, "output": output, "num_prompts": prompts}
+    found = kit.export_model(source, to, *(overrides or []), push=push, overwrite=overwrite, **asked)
+    say(found)
+    if json:
+        say(dumps(found.to_dict()))
+
+
+def main() -> None:
+    """Entry point of `rloo-kit`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
