@@ -86,7 +86,7 @@ def _fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
     decoder.prefill([[0]], SimpleNamespace(insert=insert), [(0, 1)])
     for layer, (keys, values) in states.items():
         for slot, row in enumerate(rows, first):
-            length = len(row.prefix)
+            length = row.position
             cache.insert(layer, slot, 1, keys.expand(-1, length, -1), values.expand(-1, length, -1))
 
 
