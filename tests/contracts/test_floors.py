@@ -6,7 +6,6 @@ Read from the sources, so that a rare path counts as much as a common one.
 import ast
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,14 +94,6 @@ def read(path: Path, typing: bool = False) -> list[Import]:
 MODULES = [path for path in sorted((ROOT / "rloo_kit").rglob("*.py")) if "rewards" not in path.relative_to(ROOT).parts]
 
 
-def test_rewards_are_standard_library_only() -> None:
-    """A reward that imported torch (or rloo_kit) could not be copied into a bare TRL script."""
-    for path in (ROOT / "rewards").glob("*.py"):
-        allowed = sys.stdlib_module_names | {"rewards"}
-        bad = [(one.module, one.line) for one in read(path) if one.module.split(".")[0] not in allowed]
-        assert not bad, f"{relative(path)} imports {bad}; rewards may import the standard library only"
-
-
 def test_every_package_has_its_place() -> None:
     """A package outside the lists would escape every check of this file; one that is gone would keep its place."""
     found = {path.name.removesuffix(".py") for path in (ROOT / "rloo_kit").iterdir() if path.name[:2] != "__"}
@@ -172,12 +163,6 @@ def test_no_circle_of_modules() -> None:
     while leaves := {name for name, needs in graph.items() if not needs}:
         graph = {name: needs - leaves for name, needs in graph.items() if name not in leaves}
     assert not graph, f"circles among {sorted(graph)}"
-
-
-def test_mypy_reads_every_package() -> None:
-    """A package that mypy does not read would slowly lose its types."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
-    assert settings["packages"] == ["rewards", "rloo_kit"]
 
 
 def test_only_two_files_import_unsloth() -> None:

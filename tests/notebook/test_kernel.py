@@ -51,22 +51,6 @@ def test_garbage_is_collected_and_torch_is_not_imported(monkeypatch: pytest.Monk
     assert "torch" not in sys.modules
 
 
-def test_the_figures_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before and after in GiB, allocator's cache included; the device itself is faked here."""
-    held = [3 * 2**30]
-    cuda = SimpleNamespace(
-        is_initialized=lambda: True,
-        memory_reserved=lambda: held[0],
-        empty_cache=lambda: held.__setitem__(0, 2**29),
-        ipc_collect=lambda: None,
-    )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
-    assert kernel.release_memory() == kernel.Released(3.0, 0.5)
-    assert capsys.readouterr().out == "GPU memory held by this process: 3.00 GiB before, 0.50 after\n"
-    kernel.release_memory(verbose=False)
-    assert capsys.readouterr().out == ""
-
-
 def test_a_process_without_a_cuda_context_opens_none(monkeypatch: Any, capsys: Any) -> None:
     """Asking CUDA for its memory opens a context, which takes a few hundred MiB: worse than nothing."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))  # type: ignore[arg-type]
