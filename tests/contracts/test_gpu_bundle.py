@@ -23,13 +23,6 @@ ALL = "\n".join(found.name for found in ROOTS)  # a machine that has these needs
 
 
 @pytest.fixture
-def bundle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/gpu_bundle.py."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(SCRIPT.parent)])
-    return __import__("gpu_bundle")
-
-
-@pytest.fixture
 def revision() -> str:
     """The commit of this checkout; the bundle is made from one."""
     if not shutil.which("bash"):
@@ -40,8 +33,9 @@ def revision() -> str:
     return done.stdout.strip()
 
 
-def test_the_lock_holds_the_roots_of_the_bundle(bundle: Any) -> None:
+def test_the_lock_holds_the_roots_of_the_bundle(module: Any) -> None:
     """The lock had no version of Unsloth's own requirements; the build of the bundle was the first to need them."""
+    bundle = module("gpu_bundle")
     pins = bundle.read_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     for found in ROOTS:
         assert found.specifier.contains(pins[canonicalize_name(found.name)]), str(found)
