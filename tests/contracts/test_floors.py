@@ -171,16 +171,8 @@ def test_only_two_files_import_unsloth() -> None:
     assert files <= MAY_IMPORT_UNSLOTH, f"{sorted(files - MAY_IMPORT_UNSLOTH)} import unsloth"
 
 
-def test_public_names_exist_and_never_share_a_packages_name() -> None:
+def test_public_names_never_share_a_packages_name() -> None:
     """`rloo_kit.evaluate` as a function and a module at once would be whichever was imported last."""
     import rloo_kit
 
     assert not set(ORDER) & set(rloo_kit._EXPORTS), "public names that are packages too"
-    for name, module in rloo_kit._EXPORTS.items():
-        path = (ROOT / "rloo_kit" / module.replace(".", "/")).with_suffix(".py")
-        assert path.exists(), f"rloo_kit.{name} is announced in rloo_kit.{module}, which does not exist"
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        defined = {getattr(node, "name", None) for node in tree.body} | {
-            alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-        }
-        assert name in defined, f"{relative(path)} does not define {name}"

@@ -242,5 +242,6 @@ def test_one_key_is_not_given_twice() -> None:
 def test_a_config_that_is_nowhere_names_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`No such file: configs/x.yaml` did not say that the working directory was another one."""
     monkeypatch.chdir(tmp_path)
+    assert read(OWN).config == KIT_ROOT / CONFIG, "not here: the kit's own"
     places = f"looked for as {tmp_path}/configs/x.yaml and as {KIT_ROOT}/configs/x.yaml; set config to its path"
     assert refusal(OWN, "# Parameters\nconfig = 'configs/x.yaml'").endswith(places)

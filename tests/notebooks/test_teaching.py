@@ -1,42 +1,26 @@
-"""What the notebooks teach is true: their worked figures, and the keys, metrics and files that their prose names."""
+"""What the notebooks teach is true: their worked example, and the keys, metrics and files that their prose names."""
 
-import contextlib
-import io
 import re
 import statistics
 from types import SimpleNamespace
 
 import pytest
 
-from tests.notebooks.notebook_cells import NAMES, ROOT, cells_of
+from tests.notebooks.notebook_cells import NAMES, ROOT, cells_of, code_of
 from tests.oracles import leave_one_out_advantages
 
 each_notebook = pytest.mark.parametrize("name", NAMES)
 
 
-def printed(piece: str) -> list[str]:
-    """What a code cell of the lesson prints below its title, line by line; the one source makes all notebooks share it.
-    papermill streams the output without the prose: the first line has to say what the numbers are."""
-    cells = [cell for cell in cells_of(NAMES[0]) if cell.kind == "code"]
-    (source,) = [cell.source for cell in cells if piece in cell.source]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(source, {"statistics": statistics})
-    title, *lines = output.getvalue().splitlines()
-    assert title.startswith(("Theory: ", "Worked example: ")) and max(map(len, [title, *lines])) <= 80, title
-    return lines
-
-
-def numbers(line: str) -> list[float]:
-    return [float(text) for text in re.findall(r"[+-]?\d+(?:\.\d+)?", line)]
-
-
-def test_the_worked_example_is_the_oracles() -> None:
-    """A baseline with the completion's own reward in it gives other numbers, and looks as plausible."""
-    expected = leave_one_out_advantages([1.0, 0.0, 0.0, 1.0], 4)
-    lines = printed("rewards = [1.0, 0.0, 0.0")
-    assert [numbers(line)[-1] for line in lines] == [round(advantage, 2) for advantage in expected]
-    assert [numbers(line)[1:3] for line in lines] == [[1, 0.33], [0, 0.67], [0, 0.67], [1, 0.33]]
+def test_the_worked_example_is_the_oracles(capsys: pytest.CaptureFixture) -> None:
+    """A baseline with the completion's own reward in it gives other numbers, and looks as plausible. papermill streams
+    the output without the prose: the first line has to say what the numbers are."""
+    (source,) = [cell.source for cell in code_of(NAMES[0]) if "rewards = [1.0, 0.0, 0.0" in cell.source]
+    exec(source, {"statistics": statistics})
+    title, *lines = capsys.readouterr().out.splitlines()
+    expected = [round(advantage, 2) for advantage in leave_one_out_advantages([1.0, 0.0, 0.0, 1.0], 4)]
+    assert title.startswith("Worked example: ")
+    assert [float(re.findall(r"[+-]?\d+(?:\.\d+)?", line)[-1]) for line in lines] == expected
 
 
 # ------------------------------------------------------------------------------------------------------ the prose

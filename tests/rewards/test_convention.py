@@ -91,11 +91,6 @@ def test_trl_can_name_it_await_it_not_and_pickle_it(reward: Reward) -> None:
     assert pickle.loads(pickle.dumps(reward)) == reward
 
 
-def test_positional_arguments_follow_the_convention() -> None:
-    """Guards against another order than (prompts, completions, completion_ids)."""
-    assert thinking_reward(["p"], ["a</think>b"], [[7, END]]) == [0.3]
-
-
 def test_what_is_missing_is_said() -> None:
     """Guards against a trainer that passes no ids: an AttributeError on None would not say what to do."""
     with pytest.raises(ValueError, match="thinking_reward needs completion_ids, one per completion, as TRL"):
