@@ -148,7 +148,7 @@ def one(notebook: str = "plain.ipynb", **parameters: object) -> dict[str, object
         (one("bare.ipynb", seed=1), "bare.ipynb has no cell tagged parameters, so it takes no parameters"),
         (one("trains.ipynb", output_dir="x"), "output_dir is set by the batch"),
         (one("kit.ipynb", temperature=0.5), 'overrides = "rloo.temperature=..."'),
-        (one("kit.ipynb", num_generations=3), "num_generations=2 or num_generations=4"),
+        (one("kit.ipynb", num_generations=3), "whole groups of 3 (num_generations)"),
         (one("kit.ipynb", overrides="rewards.0.name=answer_rewrd"), "there is no reward 'answer_rewrd'"),
     ],
 )

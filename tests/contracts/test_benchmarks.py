@@ -2,7 +2,6 @@
 through checks that fail, hang and die, which `first_hour_worker.py` plays in the place of a worker.
 """
 
-import doctest
 import json
 import os
 import subprocess
@@ -24,10 +23,6 @@ from tests.rollout.models import PROMPTS, adapted, engine_for
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "argparse.ArgumentParser" in path.read_text("utf-8"))
-DOCTESTS = sorted(
-    ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-    for path in FOLDER.rglob("*.py") if ">>> " in path.read_text("utf-8")
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -35,13 +30,6 @@ def test_every_benchmark_starts(script: str) -> None:
     """A benchmark that does not start is found out a release later, when its figures are wanted."""
     done = subprocess.run([sys.executable, str(FOLDER / script), "--help"], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", DOCTESTS)
-def test_examples_hold(name: str, module: Any) -> None:
-    """The folder is no package, so pytest does not collect its doctests."""
-    failed, tried = doctest.testmod(module(name))
-    assert tried > 0 and failed == 0
 
 
 def test_the_pages_show_what_was_measured(module: Any) -> None:
