@@ -2,8 +2,6 @@
 through checks that fail, hang and die, which `first_hour_worker.py` plays in the place of a worker.
 """
 
-import doctest
-import importlib
 import json
 import os
 import subprocess
@@ -12,25 +10,19 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from rloo_kit import load_config, load_policy
+from rloo_kit.rollout.types import Limits
+from tests.rollout.models import PROMPTS, adapted, engine_for
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "argparse.ArgumentParser" in path.read_text("utf-8"))
-DOCTESTS = sorted(
-    ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-    for path in FOLDER.rglob("*.py") if ">>> " in path.read_text("utf-8")
-)  # fmt: skip
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """`module(name)` imports a file of the folder."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
-    return importlib.import_module
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -38,13 +30,6 @@ def test_every_benchmark_starts(script: str) -> None:
     """A benchmark that does not start is found out a release later, when its figures are wanted."""
     done = subprocess.run([sys.executable, str(FOLDER / script), "--help"], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", DOCTESTS)
-def test_examples_hold(name: str, module: Any) -> None:
-    """The folder is no package, so pytest does not collect its doctests."""
-    failed, tried = doctest.testmod(module(name))
-    assert tried > 0 and failed == 0
 
 
 def test_the_pages_show_what_was_measured(module: Any) -> None:
@@ -91,6 +76,44 @@ def test_both_sides_take_the_same_step(name: str, module: Any, monkeypatch: pyte
             assert canned.generation_s < 0.1 * canned.whole_s and real.generation_s > canned.generation_s
             assert side.completion_lengths == workload.completion_lengths(load)
     assert sides.gradient_error(built[1], built[0]) < 1e-5
+
+
+def test_the_check_of_padding_keeps_its_own_lengths(module: Any, make_tiny_model: Any) -> None:
+    """`generate`, Unsloth's engine, first continues prompts of its own, padded and alone, which have no imposed length:
+    the first GPU stopped here, in every whole step."""
+    engine = engine_for(adapted(make_tiny_model()), "generate")
+    lengths = [2 + row for row in range(len(PROMPTS))]
+    trainer = SimpleNamespace(model=engine._model)
+    with module("step_sides").impose_lengths(trainer, PROMPTS, lengths, engine.sampling.end_ids[0]):
+        rollout = engine.sample(PROMPTS, Limits(20))
+    assert [len(ids) for ids in rollout.completion_ids] == lengths
+
+
+def test_full_rows_are_decoded_at_their_end(module: Any, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement that prefills whole rows measures the prefill; one that decodes from the start takes hours."""
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+    words = [f"model.name={tiny_folder}", "model.family=auto", "rollout.engine=generate", "model.max_seq_length=128"]
+    words += ["data.max_prompt_length=16", "rloo.max_completion_length=112"]
+    words += ["rloo.num_generations=4", "rloo.per_device_train_batch_size=8"]
+    run = load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *words)
+    policy = load_policy(run, check=False)
+    full_rows, seen = module("on_gpu.full_rows"), []
+    backbone = policy.model.get_base_model().model
+    plain = backbone.forward
+
+    def counted(*args: Any, **named: Any) -> Any:
+        seen.append(tuple((args[0] if args else named["input_ids"]).shape))
+        return plain(*args, **named)
+
+    monkeypatch.setattr(backbone, "forward", counted)
+    assert full_rows.measure_rollout(policy, run, rows=3, tokens=100, decoded=64).gib > 0
+    assert all(width <= 4 for _, width in seen) and seen[-64:] == [(3, 1)] * 64, "whole rows were prefilled"
+    seen.clear()
+    rollout, training = full_rows.measure_steps(policy, run, rows=5, decoded=7)
+    assert min(rollout.gib, rollout.seconds, training.gib, training.seconds) > 0
+    kinds = ["decoded" if width == 1 else "scored" for _, width in seen if width == 1 or width > 100]
+    order = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
+    assert order == ["decoded", "scored", "decoded", "scored"]
 
 
 # ---------------------------------------------------------------------------------------- the first hour on a GPU

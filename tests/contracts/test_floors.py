@@ -6,7 +6,6 @@ Read from the sources, so that a rare path counts as much as a common one.
 import ast
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,14 +94,6 @@ def read(path: Path, typing: bool = False) -> list[Import]:
 MODULES = [path for path in sorted((ROOT / "rloo_kit").rglob("*.py")) if "rewards" not in path.relative_to(ROOT).parts]
 
 
-def test_rewards_are_standard_library_only() -> None:
-    """A reward that imported torch (or rloo_kit) could not be copied into a bare TRL script."""
-    for path in (ROOT / "rewards").glob("*.py"):
-        allowed = sys.stdlib_module_names | {"rewards"}
-        bad = [(one.module, one.line) for one in read(path) if one.module.split(".")[0] not in allowed]
-        assert not bad, f"{relative(path)} imports {bad}; rewards may import the standard library only"
-
-
 def test_every_package_has_its_place() -> None:
     """A package outside the lists would escape every check of this file; one that is gone would keep its place."""
     found = {path.name.removesuffix(".py") for path in (ROOT / "rloo_kit").iterdir() if path.name[:2] != "__"}
@@ -174,28 +165,14 @@ def test_no_circle_of_modules() -> None:
     assert not graph, f"circles among {sorted(graph)}"
 
 
-def test_mypy_reads_every_package() -> None:
-    """A package that mypy does not read would slowly lose its types."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
-    assert settings["packages"] == ["rewards", "rloo_kit"]
-
-
 def test_only_two_files_import_unsloth() -> None:
     """A third place that imports Unsloth would be a second import order."""
     files = {relative(path) for path in MODULES for one in read(path) if one.module.split(".")[0][:7] == "unsloth"}
     assert files <= MAY_IMPORT_UNSLOTH, f"{sorted(files - MAY_IMPORT_UNSLOTH)} import unsloth"
 
 
-def test_public_names_exist_and_never_share_a_packages_name() -> None:
+def test_public_names_never_share_a_packages_name() -> None:
     """`rloo_kit.evaluate` as a function and a module at once would be whichever was imported last."""
     import rloo_kit
 
     assert not set(ORDER) & set(rloo_kit._EXPORTS), "public names that are packages too"
-    for name, module in rloo_kit._EXPORTS.items():
-        path = (ROOT / "rloo_kit" / module.replace(".", "/")).with_suffix(".py")
-        assert path.exists(), f"rloo_kit.{name} is announced in rloo_kit.{module}, which does not exist"
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        defined = {getattr(node, "name", None) for node in tree.body} | {
-            alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-        }
-        assert name in defined, f"{relative(path)} does not define {name}"

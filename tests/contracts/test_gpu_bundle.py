@@ -8,7 +8,6 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -23,13 +22,6 @@ ALL = "\n".join(found.name for found in ROOTS)  # a machine that has these needs
 
 
 @pytest.fixture
-def bundle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/gpu_bundle.py."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(SCRIPT.parent)])
-    return __import__("gpu_bundle")
-
-
-@pytest.fixture
 def revision() -> str:
     """The commit of this checkout; the bundle is made from one."""
     if not shutil.which("bash"):
@@ -38,14 +30,6 @@ def revision() -> str:
     if done.returncode:
         pytest.skip(f"not a git checkout: {done.stderr.strip()}")
     return done.stdout.strip()
-
-
-def test_the_lock_holds_the_roots_of_the_bundle(bundle: Any) -> None:
-    """The lock had no version of Unsloth's own requirements; the build of the bundle was the first to need them."""
-    pins = bundle.read_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))
-    for found in ROOTS:
-        assert found.specifier.contains(pins[canonicalize_name(found.name)]), str(found)
-    assert {"sympy", "jinja2", "filelock"} <= bundle.torch_closure(bundle.target_environment("3.12")).keys()
 
 
 def build(dest: Path, have: str, python: str = PYTHON) -> str:

@@ -3,9 +3,6 @@
 The lines are made up; that real ones have these names is shown by the rehearsal (`with_unsloth/test_first_hour.py`).
 """
 
-import importlib
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +37,6 @@ FIGURES: dict[int, dict[str, dict[str, Any]]] = {
         "unsloth/longest_thinking": {"8 GB": {"planned": 6144, "tried": {"6144": True, "7680": False}}},
     },
 }  # fmt: skip
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """`module(name)` imports a file of benchmarks/, which lies last on the path."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 KIT = Path(__file__).resolve().parents[2] / "rloo_kit"
 
 # Attributes that the libraries document as settings, by what they are set on.
@@ -102,20 +100,3 @@ def test_the_list_is_whole() -> None:
     assert found - set(PATCHED_ATTRIBUTES) == set(), "name it in PATCHED_ATTRIBUTES (rloo_kit/loop/patches.py) with why"
     assert set(PATCHED_ATTRIBUTES) - found == set(), "no longer patched: take it out of PATCHED_ATTRIBUTES"
     assert all(reason.strip() for reason in PATCHED_ATTRIBUTES.values())
-
-
-@pytest.mark.parametrize(
-    ("source", "patch"),
-    [
-        ("import trl\ntrl.RLOOTrainer.log = None", "trl.RLOOTrainer.log"),
-        ("from torch import nn\nnn.Linear.grad = None", "nn.Linear.grad"),  # a class, whatever the attribute's name
-        ("def f(model):\n    model.generate = None", "model.generate"),
-        ("def f(model):\n    del model.lm_head.forward", "model.lm_head.forward"),
-        ("import torch\nsetattr(torch, 'compile', None)", "setattr(torch, 'compile')"),
-        ("import sys\nsys.modules['bitsandbytes'] = None", "sys.modules['bitsandbytes']"),
-        ("from transformers import AttentionInterface as A\nA.register('x', None)", "A.register"),
-    ],
-)
-def test_a_patch_is_seen(source: str, patch: str) -> None:
-    """A scan that finds nothing passes on any list."""
-    assert list(patches_of(ast.parse(source), {"grad"})) == [patch]

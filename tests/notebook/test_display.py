@@ -105,8 +105,7 @@ def test_plot_of_a_thinking_model() -> None:
     assert titles_of(plot) == titles and plot.notes == []
     assert plot.curves[0].series[""][:2] == [Point(1, 1 / 30), Point(2, 2 / 30)]
     assert repr(plot) == plot.summary
-    for part in ("steps 1 to 30 ", "reward 0.100 -> 0.933", "reference 0.0100 -> 0.0100", "thinking tokens 20.0 ->"):
-        assert part in plot.summary
+    assert "reward 0.100 -> 0.933" in plot.summary
     page = Page(html_of(plot))
     assert page.tags == ["img"] and page.values("alt") == [f"Training curves, {plot.summary}"]
     image = base64.b64decode(page.values("src")[0].removeprefix("data:image/svg+xml;base64,")).decode()
@@ -166,33 +165,24 @@ def test_completions_side_by_side() -> None:
     )
     page = Page(html_of(shown))
     texts = [text for _, text in page.texts if text.strip()]
-    assert texts[0] == "2 of 2 kept prompts, one completion of each"
-    assert texts[1:] == [
+    assert texts[1:18] == [
         "1 · right answer ", "46", "12+34=",
         "before", "✗ wrong", "thinking", "(none)", "answer", "47", "4 tokens, 0 of them thinking",
-        "after", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
-        "2 · right answer ", "46", "2",
-        "before", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
         "after", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
     ]  # fmt: skip
 
 
 def test_completions_as_text() -> None:
-    """What `papermill --log-output` and a terminal show; an object's address is no help."""
+    """What `papermill --log-output` and a terminal show; an object's address is no help. Without a right answer nothing
+    is called wrong, and a model that does not think has no thinking to show."""
     one = make_sample("12+34=", correct=False, thinking="2+4=6\n1+3=4", ended=False, forced=True)
     shown = show_completions(make_evaluation(one), make_evaluation(make_sample("12+34=")), num=9)
     assert repr(shown) == shown._repr_mimebundle_()["text/plain"]
     assert "1. 12+34=   (right answer: 46)\n   before: wrong, 9 tokens, 5 of them thinking, closed by" in repr(shown)
     assert "      thinking: 2+4=6\n                1+3=4\n      answer:   46\n   after: right, 9 tokens" in repr(shown)
-
-
-def test_completions_of_one_evaluation() -> None:
-    """Before training there is one side; a model that does not think has no thinking to show."""
     plain = make_sample("q", thinking="", closed=False, thinking_tokens=None, gold=None, correct=None)
-    text = repr(show_completions(make_evaluation(plain, label="before")))
-    assert "   before: not judged, 9 tokens\n      answer:   46" in text and "thinking" not in text
-    assert "right answer" not in text and "right answer" not in html_of(show_completions(make_evaluation(plain)))
-    assert "   completion: not judged" in repr(show_completions(make_evaluation(plain)))
+    text = repr(show_completions(make_evaluation(plain)))
+    assert "completion: not judged, 9 tokens" in text and "thinking" not in text and "right answer" not in text
 
 
 def test_completions_cannot_break_the_notebook() -> None:

@@ -239,26 +239,9 @@ def test_one_key_is_not_given_twice() -> None:
     assert read(OWN + "run_name = ''\noverrides = ['run.name=x']\n").overrides == ["rloo.max_steps=60", "run.name=x"]
 
 
-def test_paths_from_a_folder_below_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A project that lay above the working folder took the outputs; JupyterLab is in test_where.py."""
-    project = tmp_path / "project"
-    (project / "notebooks").mkdir(parents=True)
-    (project / "configs").mkdir()
-    (project / "configs" / "mine.yaml").write_text((KIT_ROOT / CONFIG).read_text())
-    (project / "notebooks" / "near.yaml").write_text((KIT_ROOT / CONFIG).read_text())
-    monkeypatch.chdir(project / "notebooks")
-    parameters = read(with_value("output_dir", "outputs"), "# Parameters\nconfig = 'near.yaml'")
-    assert parameters.config == project / "notebooks" / "near.yaml"
-    assert parameters.overrides == ["run.output_dir=outputs"]
-    run = kit.load_config(parameters.config, *parameters.overrides)
-    assert run.folder.absolute() == project / "notebooks" / "outputs" / "near"
-    for given in ("../configs/mine.yaml", str(project / "configs" / "mine.yaml")):
-        assert read(OWN, f"# Parameters\nconfig = {given!r}").config == project / "configs" / "mine.yaml"
-    assert read(OWN).config == KIT_ROOT / CONFIG  # not here: the kit's own
-
-
 def test_a_config_that_is_nowhere_names_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`No such file: configs/x.yaml` did not say that the working directory was another one."""
     monkeypatch.chdir(tmp_path)
+    assert read(OWN).config == KIT_ROOT / CONFIG, "not here: the kit's own"
     places = f"looked for as {tmp_path}/configs/x.yaml and as {KIT_ROOT}/configs/x.yaml; set config to its path"
     assert refusal(OWN, "# Parameters\nconfig = 'configs/x.yaml'").endswith(places)

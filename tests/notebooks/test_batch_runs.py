@@ -12,7 +12,6 @@ import pytest
 
 from rloo_kit.batch.papermill import GIVEN_OUT
 from tests.notebooks.batch_notebooks import (
-    BODY,
     call_batch,
     processes_of,
     read_status,
@@ -224,14 +223,6 @@ def test_a_clean_exit_without_a_finished_training_run_is_not_done(tmp_path):
     assert status["state"] == "failed" and status["exit_code"] == 0
     assert status["error"] == "the notebook ended cleanly, but its training run is 'running' (run/status.json)"
     assert read_status(tmp_path, "quick")["state"] == "done"
-
-
-def test_papermill_does_not_outlive_a_kernel_that_dies_between_cells(tmp_path):
-    """papermill has been seen to wait for ever for a kernel that is gone."""
-    cells = (BODY, "import threading\nthreading.Timer(0.5, os.kill, (os.getpid(), 9)).start()", "time.sleep(1)", "1")
-    write_notebook(tmp_path / "dies.ipynb", *cells)
-    code, printed = call_batch(write_batch(tmp_path, [{"name": "dies", "notebook": "dies.ipynb"}]))
-    assert code == 1 and read_status(tmp_path, "dies")["state"] == "killed", printed
 
 
 def _text(path):

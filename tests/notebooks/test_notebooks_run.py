@@ -197,14 +197,6 @@ def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Pat
     assert "raise rloo.max_completion_length (currently 4)" in said
 
 
-def test_a_misspelt_parameter_ends_it_before_the_model_is_loaded(start: Start, tmp_path: Path) -> None:
-    """papermill only warns of an unknown parameter, and the batch trains with the value that was to be changed."""
-    done = papermill(start, "arithmetic_instruct", tmp_path / "x.ipynb", max_step=3, output_dir=tmp_path / "runs")
-    assert done.exit_code == "1"
-    assert "max_step: unknown parameter" in done.log and "max_steps" in done.log
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_source_runs_as_a_plain_script(start: Start, tmp_path: Path) -> None:
     """Without IPython there is no display, no `In` and no kernel to end: the .py is for a terminal too."""
     text = (FOLDER / "arithmetic_instruct.py").read_text(encoding="utf-8")

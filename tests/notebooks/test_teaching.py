@@ -1,95 +1,26 @@
-"""What the notebooks teach is true: their worked figures, and the keys, metrics and files that their prose names."""
+"""What the notebooks teach is true: their worked example, and the keys, metrics and files that their prose names."""
 
-import contextlib
-import io
-import itertools
 import re
 import statistics
 from types import SimpleNamespace
 
 import pytest
 
-from tests.notebooks.notebook_cells import NAMES, ROOT, cells_of
+from tests.notebooks.notebook_cells import NAMES, ROOT, cells_of, code_of
 from tests.oracles import leave_one_out_advantages
 
 each_notebook = pytest.mark.parametrize("name", NAMES)
 
 
-def printed(piece: str) -> list[str]:
-    """What a code cell of the lesson prints below its title, line by line; the one source makes all notebooks share it.
-    papermill streams the output without the prose: the first line has to say what the numbers are."""
-    cells = [cell for cell in cells_of(NAMES[0]) if cell.kind == "code"]
-    (source,) = [cell.source for cell in cells if piece in cell.source]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(source, {"statistics": statistics})
-    title, *lines = output.getvalue().splitlines()
-    assert title.startswith(("Theory: ", "Worked example: ")) and max(map(len, [title, *lines])) <= 80, title
-    return lines
-
-
-def numbers(line: str) -> list[float]:
-    return [float(text) for text in re.findall(r"[+-]?\d+(?:\.\d+)?", line)]
-
-
-def groups(size: int, chance: float) -> list[tuple[tuple[int, ...], float]]:
-    """Every outcome of a group of right (1) and wrong (0) completions, with its probability."""
-    outcomes = itertools.product((0, 1), repeat=size)
-    return [(group, chance ** sum(group) * (1 - chance) ** (size - sum(group))) for group in outcomes]
-
-
-def test_the_worked_example_is_the_oracles() -> None:
-    """A baseline with the completion's own reward in it gives other numbers, and looks as plausible."""
-    expected = leave_one_out_advantages([1.0, 0.0, 0.0, 1.0], 4)
-    lines = printed("rewards = [1.0, 0.0, 0.0")
-    assert [numbers(line)[-1] for line in lines] == [round(advantage, 2) for advantage in expected]
-    assert [numbers(line)[1:3] for line in lines] == [[1, 0.33], [0, 0.67], [0, 0.67], [1, 0.33]]
-
-
-def test_the_mean_squares_are_right() -> None:
-    """The claim of lower variance stands on these figures: here they are counted over all 256 groups of 8."""
-    for line in printed('print("right   REINFORCE'):
-        if "%" in line:
-            percent, plain, left_out = numbers(line)
-            outcomes = groups(8, percent / 100)
-            assert plain == pytest.approx(sum(p * group[0] ** 2 for group, p in outcomes), abs=5e-4)
-            first = sum(p * leave_one_out_advantages(group, 8)[0] ** 2 for group, p in outcomes)
-            assert left_out == pytest.approx(first, abs=5e-4)
-
-
-def test_the_baseline_is_unbiased_and_the_groups_own_mean_is_not() -> None:
-    """One logit, reward 1 for one of two tokens: the mean over all groups of the advantage times the score is the true
-    gradient p (1 - p); with the completion's own reward in the baseline it is short by the factor (K - 1) / K."""
-    for chance, size in itertools.product((0.1, 0.5, 0.8), (2, 4)):
-        loo = own = 0.0
-        for group, p in groups(size, chance):
-            scores = [token - chance for token in group]
-            advantages = leave_one_out_advantages(group, size)
-            loo += p * sum(a * s for a, s in zip(advantages, scores, strict=True)) / size
-            own += p * sum((r - sum(group) / size) * s for r, s in zip(group, scores, strict=True)) / size
-        assert loo == pytest.approx(chance * (1 - chance))
-        assert own == pytest.approx(chance * (1 - chance) * (size - 1) / size)
-
-
-def test_the_table_of_group_sizes_is_right() -> None:
-    """Figures for K = 2 decide whether a reader with 8 GB believes that it can work."""
-    for line in printed('print("  K ')[1:]:
-        size, hard, even, noise = numbers(line)
-        if size <= 8:
-            for chance, share in ((0.1, hard), (0.5, even)):
-                teaching = sum(p for group, p in groups(int(size), chance) if 0 < sum(group) < size)
-                assert share == pytest.approx(100 * teaching, abs=0.5)
-        assert noise == pytest.approx(size / (size - 1), abs=5e-3)
-
-
-def test_grpo_makes_lopsided_groups_louder() -> None:
-    """1 and 7 of 8 right: GRPO's scale is 1.5 times that of an even group; RLOO's is the same for all."""
-    found = {int(numbers(line)[0]): numbers(line)[2:] for line in printed("for right in")}
-    for right, (rloo, grpo, _) in found.items():
-        group = [1.0] * right + [0.0] * (8 - right)
-        assert rloo == pytest.approx(leave_one_out_advantages(group, 8)[0], abs=5e-3)
-        assert grpo == pytest.approx((1 - statistics.mean(group)) / statistics.stdev(group), abs=5e-3)
-    assert found[1][2] == found[7][2] > 1.4 * found[4][2]
+def test_the_worked_example_is_the_oracles(capsys: pytest.CaptureFixture) -> None:
+    """A baseline with the completion's own reward in it gives other numbers, and looks as plausible. papermill streams
+    the output without the prose: the first line has to say what the numbers are."""
+    (source,) = [cell.source for cell in code_of(NAMES[0]) if "rewards = [1.0, 0.0, 0.0" in cell.source]
+    exec(source, {"statistics": statistics})
+    title, *lines = capsys.readouterr().out.splitlines()
+    expected = [round(advantage, 2) for advantage in leave_one_out_advantages([1.0, 0.0, 0.0, 1.0], 4)]
+    assert title.startswith("Worked example: ")
+    assert [float(re.findall(r"[+-]?\d+(?:\.\d+)?", line)[-1]) for line in lines] == expected
 
 
 # ------------------------------------------------------------------------------------------------------ the prose

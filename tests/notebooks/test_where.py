@@ -98,13 +98,6 @@ def test_a_jupyter_server_is_started_there_too(started: Path) -> None:
     assert "MOVED outputs/mine" in text
 
 
-def test_the_command_line_finds_what_lies_next_to_its_file(started: Path) -> None:
-    """`rloo-kit config` of a file in another folder: model.adapter alone was looked up in the working folder only."""
-    found = yaml.safe_load(call([PYTHON, "-m", "rloo_kit.cli", "config", "task/mine.yaml"], started).text)
-    assert found["model"]["adapter"] == str(started / "task" / "old")
-    assert found["run"]["output_dir"] == "outputs"
-
-
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -90,10 +90,6 @@ def a_text(completions):
     return "1" * len(completions)
 
 
-def a_set(completions):
-    return {float(len(text)) for text in completions}
-
-
 def texts(completions):
     return [0.5 if index == 0 else "1" for index, _ in enumerate(completions)]
 

@@ -21,7 +21,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from rewards import thinking_reward
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names
+from rloo_kit.rewarding.guard import guard, is_async, log_names
 from rloo_kit.rewarding.values import LONGEST_ERROR, overflowing
 
 BATCH: dict[str, Any] = {
@@ -29,13 +29,6 @@ BATCH: dict[str, Any] = {
     "completions": ["4", "x" * 500, "8"],
     "completion_ids": [[1], [2], [3]],
 }
-
-
-def test_a_good_reward_passes_through() -> None:
-    """Guards against a guard that changes values or takes None (does not apply) for a failure."""
-    guarded = guard(lambda **batch: [1, None, True])
-    assert (found := guarded.score(**BATCH)).values == [1.0, None, 1.0]
-    assert found.failed == [False] * 3 and found.failures == []
 
 
 def test_one_bad_sample_does_not_cost_its_siblings() -> None:
@@ -164,19 +157,6 @@ def test_a_sum_beyond_float32_is_named() -> None:
     assert found[1].endswith(": a 3e+38 x 10")
 
 
-def test_a_reward_that_always_raises_fails_every_sample() -> None:
-    """Guards against a failure that is forgotten: each sample is named."""
-
-    def broken(**batch: Any) -> list[float]:
-        raise KeyError("solution")
-
-    guarded = guard(broken)
-    assert (found := guarded.score(**BATCH)).values == [None] * 3
-    assert found.failed == [True] * 3
-    assert ["sample 0" in found.failures[0], "sample 2" in found.failures[2]] == [True, True]
-    assert "reward 'broken' failed" in found.failures[0] and "KeyError: 'solution'" in found.failures[0]
-
-
 def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
     """Guards against a second round that sees other columns, or that logs its metrics once more."""
     logged: list[Any] = []
@@ -301,18 +281,6 @@ def test_models_are_left_to_trl() -> None:
     assert guard(model) is model and guard(guarded) is guarded
     assert guarded(["p"], ["a</think>b"], [[7, 151668]]) == [0.3], "by position too, as other loops call it"
     assert guard("folder/of/a/reward-model") == "folder/of/a/reward-model"
-
-
-def test_an_object_with_get_rewards_becomes_a_reward() -> None:
-    """Guards against reward servers of older recipes, which are no functions."""
-
-    class Server:
-        def get_rewards(self, prompts: list[str], completions: list[str]) -> list[float]:
-            return [float(len(p) + len(c)) for p, c in zip(prompts, completions, strict=True)]
-
-    guarded = guard(Server())
-    assert isinstance(guarded, GuardedReward) and guarded.__name__ == "Server"
-    assert guarded(**BATCH) == [5.0, 504.0, 5.0]
 
 
 def test_what_cannot_be_called_is_refused() -> None:

@@ -155,31 +155,22 @@ def test_a_function_of_ones_own_gets_the_tokenizers_id(
         ({"name": "length_reward", "env": ["PATH"]}, "rewards.0.env .* module:function"),
         ({"name": "m:f", "env": ["NO_SUCH_NAME"]}, "rewards.0.env names 'NO_SUCH_NAME'.* set it in .env"),
         ({"name": "reward_examples:"}, "rewards.0.name is 'reward_examples:'; .* module:function"),
+        ({"name": "reward_examples:by_position"}, "rewards.0.name 'reward_examples:by_position': .*by position"),
+        ({"name": "reward_examples:singular"}, "rewards.0.name .*'completion'.*did you mean 'completions'?"),
+        (
+            {"name": "reward_examples:limited", "params": {"limitt": 3}},
+            r"rewards.0.params.limitt: reward_examples:limited .*'limit'\? It takes limit",
+        ),
     ],
 )
 def test_what_a_config_gets_wrong_is_said_with_its_key(
-    entry: dict, words: str, make_run: Make, tiny_tokenizer: Any
+    entry: dict, words: str, make_run: Make, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Guards against a typing error that trains with defaults, or fails without naming the line to fix."""
-    with pytest.raises(ConfigError, match=words):
-        build_rewards(make_run(entry), tiny_tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("function", "params", "words"),
-    [
-        ("by_position", {}, "rewards.0.name 'reward_examples:by_position': .*by position"),
-        ("singular", {}, "rewards.0.name .*'completion'.*did you mean 'completions'?"),
-        ("limited", {"limitt": 3}, r"rewards.0.params.limitt: reward_examples:limited .*'limit'\? It takes limit"),
-    ],
-)
-def test_a_function_that_can_never_work_is_refused_when_it_is_built(
-    function: str, params: dict, words: str, make_run: Make, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    """Guards against a signature that fails in step 1, and a typing error in `params` that trains with the default."""
+    """Guards against a typing error that trains with defaults, or fails without naming the line to fix; and against a
+    signature that fails in step 1."""
     shutil.copy(Path(__file__).with_name("reward_examples.py"), tmp_path)
     with pytest.raises(ConfigError, match=words):
-        build_rewards(make_run({"name": f"reward_examples:{function}", "params": params}), tiny_tokenizer)
+        build_rewards(make_run(entry), tiny_tokenizer)
 
 
 @pytest.mark.parametrize("next_to_the_config", [True, False])

@@ -126,13 +126,6 @@ def test_columns_and_what_cannot_be_inspected_get_everything() -> None:
     assert seen == [set(BATCH) - {"completions"}, set(BATCH)]
 
 
-def test_asking_again_one_by_one_hands_over_the_same() -> None:
-    """Guards against a second round that passes everything, and fails for another reason than the first."""
-    guarded = guard(lambda completions, answer: [1 / (len(text) - 1) for text in completions])
-    assert (found := guarded.score(**BATCH)).values == [None, 1.0]
-    assert len(found.failures) == 1 and "ZeroDivisionError" in found.failures[0]
-
-
 class Sided:
     def __init__(self, get_rewards: Callable[..., Any]) -> None:
         self.get_rewards = get_rewards

@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,11 +91,6 @@ def test_trl_can_name_it_await_it_not_and_pickle_it(reward: Reward) -> None:
     assert pickle.loads(pickle.dumps(reward)) == reward
 
 
-def test_positional_arguments_follow_the_convention() -> None:
-    """Guards against another order than (prompts, completions, completion_ids)."""
-    assert thinking_reward(["p"], ["a</think>b"], [[7, END]]) == [0.3]
-
-
 def test_what_is_missing_is_said() -> None:
     """Guards against a trainer that passes no ids: an AttributeError on None would not say what to do."""
     with pytest.raises(ValueError, match="thinking_reward needs completion_ids, one per completion, as TRL"):
@@ -124,20 +118,6 @@ def test_only_the_standard_library_is_imported_and_regular_expressions_for_answe
                 roots.add((node.module or "").partition(".")[0])
         patterns = {"fnmatch"} if file.name == "answer.py" else {"re", "fnmatch"}  # answers have no ids
         assert roots <= sys.stdlib_module_names - patterns, f"{file.name} imports {roots}"
-
-
-def test_import_in_a_fresh_process_loads_only_the_standard_library(repository: Path) -> None:
-    """Guards against `import rewards` on a machine that has nothing installed: -S hides every installed package."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules); import rewards; "
-        "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
-        "print(sorted(name for name in new if name != 'rewards' and name not in sys.stdlib_module_names))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, str(repository)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
 
 
 IMPOSSIBLE = [
