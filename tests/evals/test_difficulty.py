@@ -249,12 +249,7 @@ def test_training_takes_the_chosen_prompts(start, tmp_path, sampled):
     rows = tmp_path / "data.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) + "\n" for n in range(8)))
     words = [f"data.source={rows}", "rollout.difficulty_samples=4", "rollout.rows=4", "rloo.num_generations=2"]
-    words += [
-        "data.test_size=0",
-        "rewards=[{name: answer_reward}]",
-        "rloo.per_device_train_batch_size=2",
-        "rloo.max_completion_length=4",
-    ]
+    words += ["data.test_size=0", "rewards=[{name: answer_reward}]", "rloo.per_device_train_batch_size=2"]
     result = start("rloo.max_steps=2", *words)
     assert result.steps == 2
     trained = {row["prompt"] for row in read_rollouts(result.folder)}
