@@ -70,7 +70,7 @@ class HeldOutRewards:
         if failures:
             share = total.count(None) / len(rows)
             say(f"WARNING: {failures[0]} ({share:.0%} of the held-out completions have no reward)")
-        single = {}
+        single: dict[str, Scores] = {}
         for name, column in zip(self.names, zip(*rows, strict=True), strict=True):
             known = [value if value is not None and math.isfinite(value) else None for value in column]
             single[name] = by_prompt(known, size)
