@@ -19,14 +19,15 @@ from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts
-from rloo_kit.evals.rewards import make_held_out_rewards
+from rloo_kit.evals.rewards import by_prompt, make_held_out_rewards
 from rloo_kit.health.ranges import EQUAL_REWARDS, at_ceiling
 from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.intervals import Measured, wilson
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rewards.answer import has_no_answer
-from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.completions import Completion, generate_completions
+from rloo_kit.rollout.types import Progress
 from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.rows import append_rows, read_rows
 from rloo_kit.runs.run_dir import RunDir
@@ -80,10 +81,10 @@ def _read_selection(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def measure_pass_rates(
-    run: RunConfig, policy: Policy, prompts: list[str], answers: list[Any]
+    run: RunConfig, policy: Policy, prompts: list[str], answers: list[Any], samples: int
 ) -> tuple[list[float], int]:
-    """The share of right completions of each rendered prompt, cached or measured, and how many were cached."""
-    samples = run.rollout.difficulty_samples
+    """The share of right ones among `samples` completions of each rendered prompt, cached or measured, and how many
+    were cached."""
     judge = AnswerJudge(run, policy.tokenizer, answers)
     try:
         cache = PassRateCache(
@@ -92,14 +93,14 @@ def measure_pass_rates(
                 "adapter": None if run.model.adapter is None else str(run.model.adapter),
                 "weights": fingerprint(policy.model),
                 "samples": samples,
-                **sampling_of(run),
+                **_sampling_of(run),
                 "judge": repr(judge.reward) if judge.gym_reward is None else repr((judge.reward, judge.gym_reward)),
                 "kit": rloo_kit.__version__,
             }
         )
         pairs = list(dict.fromkeys(zip(prompts, answers, strict=True)))
         todo = share([pair for pair in pairs if cache.get(*pair) is None])  # each machine has its own cache
-        _measure(run, policy, judge, cache, [todo[place] for place in share_of(todo)])
+        _measure(run, policy, judge, cache, [todo[place] for place in share_of(todo)], samples)
         cache.take(gather_lists([(*todo[place], cache.get(*todo[place])) for place in share_of(todo)]))
         judge.unscored = sum(gather_objects(judge.unscored))
     finally:
@@ -185,7 +186,10 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
         )
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
     prompts = list(dataset["prompt"])
-    rates, cached = measure_pass_rates(run, policy, [prompts[row] for row in judged], [answers[row] for row in judged])
+    samples = run.rollout.difficulty_samples
+    rates, cached = measure_pass_rates(
+        run, policy, [prompts[row] for row in judged], [answers[row] for row in judged], samples
+    )
     skipped = {row for row, rate in zip(judged, rates, strict=True) if not low < rate < high}
     kept = [row for row in range(len(prompts)) if row not in skipped]
     hard, easy = (sum(rate <= low for rate in rates), sum(rate >= high for rate in rates))
@@ -194,7 +198,7 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
         f"of {len(rates)} {which}, {hard} have a pass rate of at most {low:g} (rollout.min_pass_rate) and "
         f"{easy} of at least {high:g} (rollout.max_pass_rate)"
     )
-    measured = f"{run.rollout.difficulty_samples} completions each"
+    measured = f"{samples} completions each"
     needed = run.rloo.prompts_per_generation
     if len(kept) < needed:
         raise DataError(
@@ -208,12 +212,10 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
 
 
 def _measure(
-    run: RunConfig, policy: Policy, judge: AnswerJudge, cache: PassRateCache, todo: list[tuple[str, Any]]
+    run: RunConfig, policy: Policy, judge: AnswerJudge, cache: PassRateCache, todo: list[tuple[str, Any]], samples: int
 ) -> None:
     """Sample and judge `todo`, and add it to the cache chunk by chunk."""
-    samples = run.rollout.difficulty_samples
-    rows = run.rollout.rows or run.eval.batch_size
-    prompts_at_once = max(1, BATCHES_AT_ONCE * rows // samples)
+    prompts_at_once = max(1, BATCHES_AT_ONCE * (run.rollout.rows or run.eval.batch_size) // samples)
     printed_at = time.monotonic()
     each = " by each process" if is_distributed() else ""
     for start in range(0, len(todo), prompts_at_once):
@@ -225,32 +227,35 @@ def _measure(
                 say(f"difficulty: {start + done // samples}/{len(todo)} prompts measured{each}")
                 printed_at = time.monotonic()
 
-        prompts = [prompt for prompt, _ in chunk]
-        completions = generate_completions(
-            policy,
-            prompts,
-            num_samples=samples,
-            batch_size=rows,
-            seed=_seed(run.run.seed, prompts[0]),
-            engine=run.rollout,
-            on_batch=report,
-            **sampling_of(run),
-        )
+        # a seed for each chunk, the same in each run, so that two chunks draw independently
+        digest = hashlib.sha256(f"{run.run.seed} {chunk[0][0]}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
+        completions = _sample(run, policy, [prompt for prompt, _ in chunk], samples, seed, report)
         judge.gold = [answer for _, answer in chunk]
         verdicts = judge.judge(completions) or []
-        rights = [sum(map(bool, verdicts[at : at + samples])) for at in range(0, len(verdicts), samples)]
+        rights = [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
         cache.add([(*pair, right) for pair, right in zip(chunk, rights, strict=True)])
 
 
-def sampling_of(run: RunConfig) -> dict[str, Any]:
-    """The run's sampling settings, as arguments of `generate_completions`."""
+def _sample(
+    run: RunConfig, policy: Policy, prompts: list[str], samples: int, seed: int, on_batch: Progress | None = None
+) -> list[Completion]:
+    """Completions of training prompts, sampled as RLOO samples."""
+    return generate_completions(
+        policy,
+        prompts,
+        num_samples=samples,
+        batch_size=run.rollout.rows or run.eval.batch_size,
+        seed=seed,
+        engine=run.rollout,
+        on_batch=on_batch,
+        **_sampling_of(run),
+    )
+
+
+def _sampling_of(run: RunConfig) -> dict[str, Any]:
     names = ("max_completion_length", "temperature", "thinking_budget", "answer_budget", "thinking_close")
     return {name: getattr(run.rloo, name) for name in names}
-
-
-def _seed(seed: int, prompt: str) -> int:
-    """A seed for each chunk, so that two chunks draw independently; the same in each run."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {prompt}".encode()).digest()[:4], "big")
 
 
 @dataclass(frozen=True)
@@ -279,16 +284,11 @@ class Signal:
         return wilson(self.num_mixed / len(self.rates), len(self.rates))
 
     @property
-    def mean_rate(self) -> float:
-        """The mean pass rate."""
-        return sum(self.rates) / len(self.rates)
-
-    @property
     def verdict(self) -> str:
         """ "enough", "too low" (too little is solved) or "too easy" (too little is left to learn)."""
         if self.share.value >= ENOUGH:
             return "enough"
-        return "too easy" if (self.mean_rate > 0.5 if self.unequal is None else self.is_easy) else "too low"
+        return "too easy" if (fmean(self.rates) > 0.5 if self.unequal is None else self.is_easy) else "too low"
 
     def __str__(self) -> str:
         found = f"{self.num_mixed} ({self.share:.0%})"
@@ -300,9 +300,9 @@ class Signal:
             "too easy": "nearly everything is solved, so little is left for RLOO: use harder prompts (data.source) or "
             "fewer steps (sft.max_steps)",
         }[self.verdict]
-        what, mean = "right and wrong among", f"pass rate {self.mean_rate:.0%}"
+        what, mean = "right and wrong among", f"pass rate {fmean(self.rates):.0%}"
         if self.unequal is not None:
-            what, mean = "unequal rewards among", f"reward {self.mean_rate:.3g}"
+            what, mean = "unequal rewards among", f"reward {fmean(self.rates):.3g}"
         return (
             f"signal: of {len(self.rates)} training prompts {found} have {what} {self.num_generations} completions, "
             f"mean {mean}: {meaning}"
@@ -319,23 +319,13 @@ def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int 
         rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
         if not rows:
             return None
-        measured = run.model_copy(deep=True)
-        measured.rollout = run.rollout.model_copy(update={"difficulty_samples": samples})
         prompts = list(data.train.select(rows)["prompt"])
-        return Signal(measure_pass_rates(measured, policy, prompts, [answers[row] for row in rows])[0], samples)
+        return Signal(measure_pass_rates(run, policy, prompts, [answers[row] for row in rows], samples)[0], samples)
     rewards, built = make_held_out_rewards(run, policy.tokenizer)
     if rewards is None:
         return None
     dataset = data.train.select(range(min(num_prompts, len(data.train))))
-    completions = generate_completions(
-        policy,
-        list(dataset["prompt"]),
-        num_samples=samples,
-        batch_size=run.rollout.rows or run.eval.batch_size,
-        seed=run.run.seed,
-        engine=run.rollout,
-        **sampling_of(run),
-    )
+    completions = _sample(run, policy, list(dataset["prompt"]), samples, run.run.seed)
     total, single = rewards.score(dataset, completions, samples)
     for reward in built:
         close_worker(reward)

@@ -63,17 +63,20 @@ class HeldOutRewards:
         """The weighted sum of each completion of each prompt (`size` of them), and each reward by name; None where
         nothing was scored. Each process scores a part."""
         own = share_of(range(len(dataset)))  # whole prompts: a reward may compare siblings
-        found = gather_objects(self._score(dataset, completions[own.start * size : own.stop * size], size))
+        found = gather_objects(self._score_own(dataset, completions[own.start * size : own.stop * size], size))
         rows = [row for part, _ in found for row in part]
         failures = [message for _, part in found for message in part]
         total = [weighted_sum(row, self._weights) for row in rows]
         if failures:
             share = total.count(None) / len(rows)
             say(f"WARNING: {failures[0]} ({share:.0%} of the held-out completions have no reward)")
-        columns = {name: [_readable(row[number]) for row in rows] for number, name in enumerate(self.names)}
-        return by_prompt(total, size), {name: by_prompt(column, size) for name, column in columns.items()}
+        single: dict[str, Scores] = {}
+        for name, column in zip(self.names, zip(*rows, strict=True), strict=True):
+            known = [value if value is not None and math.isfinite(value) else None for value in column]
+            single[name] = by_prompt(known, size)
+        return by_prompt(total, size), single
 
-    def _score(
+    def _score_own(
         self, dataset: Any, completions: list[Completion], num_samples: int
     ) -> tuple[list[list[float | None]], list[str]]:
         """Every reward of each completion (None: does not apply, NaN: failed), and messages."""
@@ -82,7 +85,15 @@ class HeldOutRewards:
         size = max(1, self._size // num_samples) * num_samples
         for start in range(0, len(completions), size):
             chunk = completions[start : start + size]
-            batch = self._batch(dataset, chunk) | self._constant
+            samples = [dataset[done.prompt_index] for done in chunk]
+            batch = {
+                "prompts": [sample["prompt"] for sample in samples],
+                "completions": [done.text for done in chunk],
+                "completion_ids": [done.ids for done in chunk],
+            }
+            batch |= {name: [sample[name] for sample in samples] for name in samples[0] if name not in NOT_COLUMNS}
+            batch |= {"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {}
+            batch |= self._constant
             columns = []
             for reward in self._rewards:
                 found = reward.score(**batch)
@@ -91,16 +102,6 @@ class HeldOutRewards:
                 messages += found.failures[:1]
             rows += [list(row) for row in zip(*columns, strict=True)]
         return rows, messages
-
-    def _batch(self, dataset: Any, chunk: list[Completion]) -> dict[str, Any]:
-        samples = [dataset[completion.prompt_index] for completion in chunk]
-        batch = {
-            "prompts": [sample["prompt"] for sample in samples],
-            "completions": [completion.text for completion in chunk],
-            "completion_ids": [completion.ids for completion in chunk],
-        }
-        batch |= {name: [sample[name] for sample in samples] for name in samples[0] if name not in NOT_COLUMNS}
-        return batch | ({"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {})
 
 
 def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutRewards | None, list[Any]]:
@@ -117,7 +118,3 @@ def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutReward
 def by_prompt(values: Sequence[_Value], size: int) -> list[Sequence[_Value]]:
     """The values of each prompt's completions, `size` of them."""
     return [values[start : start + size] for start in range(0, len(values), size)]
-
-
-def _readable(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

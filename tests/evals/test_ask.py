@@ -294,13 +294,11 @@ def test_a_question_comes_through_a_pipe(run_folder):
 class Terminal:
     """A process with its own terminal."""
 
-    def __init__(self, words, columns=80):
+    def __init__(self, words):
         import fcntl
-        import struct
         import termios
 
         self.end, other = pty.openpty()
-        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {**os.environ, "TERM": "xterm"} | {"PYTHONWARNINGS": "ignore"}
         self.process = subprocess.Popen(
             words, stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,

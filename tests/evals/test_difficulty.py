@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rloo_kit import load_config, load_data, load_policy, train
+from rloo_kit import load_config
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.errors import ConfigError, DataError, SetupError
@@ -25,13 +25,11 @@ from rloo_kit.evals.difficulty import (
     measure_signal,
     select_prompts,
 )
-from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.completions import Completion, generate_completions
+from rloo_kit.rollout.completions import Completion
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.think_tags import bind_think_tags
-from tests.rollout.models import lean
+from tests.rollout.models import make_policy
 
 THINK_END, TURN_END, SEVEN, EIGHT = 260, 258, 22, 23
 
@@ -47,8 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Any:
     """Closes its thinking at once and answers 7 or 8, both about half of the time."""
     bias = dict.fromkeys((SEVEN, EIGHT, THINK_END, TURN_END), 20.0)
-    model = lean(make_tiny_model(tie_word_embeddings=False), bias)
-    return Policy(model, tiny_tokenizer, "transformers", "a test", bind_think_tags(tiny_tokenizer), "thinking", {})
+    return make_policy(make_tiny_model(tie_word_embeddings=False), tiny_tokenizer, bias)
 
 
 def make_run(**rollout: Any) -> RunConfig:
@@ -131,21 +128,6 @@ def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
     assert "of 3 training prompts with an answer, 1 have" in capsys.readouterr().out
 
 
-def test_pass_rates_are_the_runs_own_right_answers(policy):
-    """With another judge than evaluation's, prompts would be skipped that the run would have learnt from."""
-    dataset = make_dataset(["7"] * 3 + ["8", "9"])
-    run = make_run(difficulty_samples=8, rows=1)
-    rates, cached = measure_pass_rates(run, policy, dataset["prompt"][:], dataset["answer"][:])
-    assert cached == 0 and rates[4] == 0.0 and 0 < sum(rates[:3]) < 3
-    for row, wanted in ((0, SEVEN), (1, SEVEN), (3, EIGHT)):
-        prompt = dataset[row]["prompt"]
-        seed = difficulty._seed(0, prompt)  # one row at a time: each prompt is its own chunk
-        found = generate_completions(policy, [prompt], max_completion_length=4, num_samples=8, batch_size=1, seed=seed)
-        closed = [one.ids for one in found if THINK_END in one.ids]
-        answers = [ids[len(ids) - ids[::-1].index(THINK_END) :] for ids in closed]
-        assert rates[row] == sum([token for token in ids if token != TURN_END] == [wanted] for ids in answers) / 8
-
-
 def test_an_interrupted_measuring_goes_on(policy, folder, sampled, cache, monkeypatch):
     """Ctrl-C in the ninth of ten minutes, or a crash in the middle of a line, must cost one chunk and no more."""
     whole = difficulty.generate_completions
@@ -183,21 +165,22 @@ def test_other_conditions_are_measured_anew(change, policy, sampled, tmp_path):
     prompts, answers = dataset["prompt"][:], dataset["answer"][:]
     file = tmp_path / "run.yaml"
     file.write_text(make_run().to_yaml())
-    measure_pass_rates(load_config(file), policy, prompts, answers)
-    assert measure_pass_rates(load_config(file, "run.seed=5", "rloo.beta=0.5"), policy, prompts, answers)[1] == 3
+    measure_pass_rates(load_config(file), policy, prompts, answers, 4)
+    assert measure_pass_rates(load_config(file, "run.seed=5", "rloo.beta=0.5"), policy, prompts, answers, 4)[1] == 3
     overrides = [change] if "=" in change else []
     if change == "weights":
         with torch.no_grad():
             policy.model.model.layers[1].mlp.up_proj.weight += 0.01
     if change == "answer":
         answers = ["8"] * 3
-    assert measure_pass_rates(load_config(file, *overrides), policy, prompts, answers)[1] == 0
+    run = load_config(file, *overrides)
+    assert measure_pass_rates(run, policy, prompts, answers, run.rollout.difficulty_samples)[1] == 0
 
 
 def test_equal_prompts_are_measured_once(policy, sampled):
     """A dataset that repeats its prompts ten times must not be sampled ten times."""
     prompts = make_dataset(["7"] * 3)["prompt"][:]
-    rates, _ = measure_pass_rates(make_run(), policy, prompts * 2, ["7"] * 6)
+    rates, _ = measure_pass_rates(make_run(), policy, prompts * 2, ["7"] * 6, 4)
     assert sampled == [prompts] and rates == [0.0, 0.25, 0.5] * 2
 
 
@@ -261,35 +244,19 @@ def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_mod
     assert fingerprint(trained) != plain
 
 
-def test_training_takes_the_chosen_prompts(tmp_path, tiny_folder, sampled, monkeypatch):
+def test_training_takes_the_chosen_prompts(start, tmp_path, sampled):
     """Through `train`: skipped prompts are never sampled in training, and a resume continues with the same prompts."""
-    rows = [{"prompt": f"{n}+1=", "answer": "7"} for n in range(8)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        f"run: {{output_dir: {tmp_path / 'out'}, evaluate: false}}\n"
-        f"model: {{name: {tiny_folder}, lora: {{r: 2, alpha: 2, target_modules: [q_proj]}}, max_seq_length: 128}}\n"
-        f"data: {{source: {tmp_path / 'data.jsonl'}, test_size: 0, max_prompt_length: 64}}\n"
-        "rewards: [{name: answer_reward}]\n"
-        "rloo: {max_steps: 2, per_device_train_batch_size: 2, num_generations: 2, max_completion_length: 4}\n"
-        "rollout: {difficulty_samples: 4, rows: 4}\n"
-    )
-
-    def lengths(completion_ids: Any, **_: Any) -> list[float]:
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    def start(*overrides: str, **options: Any) -> Any:
-        run = load_config(file, *overrides)
-        policy = load_policy(run)
-        return train(run, policy, load_data(run, policy.tokenizer), [lengths], **options)
-
-    result = start()
+    rows = tmp_path / "data.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) + "\n" for n in range(8)))
+    words = [f"data.source={rows}", "rollout.difficulty_samples=4", "rollout.rows=4", "rloo.num_generations=2"]
+    words += ["data.test_size=0", "rewards=[{name: answer_reward}]", "rloo.per_device_train_batch_size=2"]
+    result = start("rloo.max_steps=2", *words)
     assert result.steps == 2
     trained = {row["prompt"] for row in read_rollouts(result.folder)}
     kept = {prompt for prompt in trained if any(f"\n{number}+1=" in prompt for number in (1, 2, 4))}
     assert trained == kept and len(trained) >= 2
     calls = len(sampled)
-    assert start("rloo.max_steps=3", resume=True).steps == 3 and len(sampled) == calls
+    assert start("rloo.max_steps=3", *words, resume=True).steps == 3 and len(sampled) == calls
 
 
 # ------------------------------------------------------------------------------------------------ the signal

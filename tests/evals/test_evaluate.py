@@ -17,18 +17,14 @@ from rloo_kit.data.load import load_data
 from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.evals.rewards import HeldOutRewards
-from rloo_kit.models.policy import Policy
-from rloo_kit.results.changes import change_of, compare, pair_means
+from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Budget, Evaluation
 from rloo_kit.results.intervals import wilson
-from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import AnswerReward
-from rloo_kit.rollout.completions import Completion, generate_completions
-from rloo_kit.think_tags import bind_think_tags, split_thinking
-from tests.evaluations import mean_of
-from tests.rollout.models import lean
+from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.think_tags import split_thinking
+from tests.rollout import models
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
 NUM_PROMPTS = 12
@@ -39,8 +35,9 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     """`make_policy(family, bias={id: b})`: a random Qwen3 whose head leans towards some ids."""
 
     def build(family: str = "thinking", bias: dict[int, float] | None = None, seed: int = 0, **config: Any) -> Any:
-        model = lean(make_tiny_model(seed, tie_word_embeddings=False, **config), bias or {})
-        return Policy(model, tiny_tokenizer, "transformers", "a test", bind_think_tags(tiny_tokenizer), family, {})
+        return models.make_policy(
+            make_tiny_model(seed, tie_word_embeddings=False, **config), tiny_tokenizer, bias or {}, family
+        )
 
     return build
 
@@ -123,8 +120,6 @@ def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
     for before in (part, whole):
         change = compare(before, part).changes["accuracy"]
         assert change.paired and change.difference.count == len(judged) and change.difference.value == 0
-    nothing = evaluate(make_run(greedy=False), policy, make_dataset([None] * NUM_PROMPTS))
-    assert "accuracy" not in nothing.measures and "no answers" in str(nothing)
 
 
 def test_model_that_never_thinks(make_run, make_policy):
@@ -252,14 +247,6 @@ def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch
     few = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
     assert few.samples == whole.samples and few.more_samples == whole.more_samples[: len(few.more_samples)]
     assert 1 <= len(few.more_samples) < NUM_PROMPTS - 2
-
-
-@pytest.mark.parametrize("engine", ["auto", "native", "generate"])
-def test_a_local_engine_of_training_evaluates(engine, make_run, make_policy):
-    """An engine that only the trainer could reach ended a run at its first evaluation."""
-    run = make_run(greedy=False)
-    run.rollout.engine = engine
-    assert evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS)).measures
 
 
 def test_evaluation_never_swaps_the_engine(make_run, make_policy):
@@ -392,72 +379,6 @@ def test_a_reward_file_that_is_gone_leaves_the_accuracy(make_run, make_policy, c
     assert "the held-out reward is not measured" in capsys.readouterr().out
 
 
-def measured(shares: list[float], digest: str = "x", greedy: list[float] | None = None) -> Evaluation:
-    measures = {"accuracy": mean_of(shares)} | ({"greedy_accuracy": mean_of(greedy)} if greedy else {})
-    return Evaluation("", len(shares), 1, 1.0, 6, measures, prompts_digest=digest)
-
-
-def test_compare_pairs_the_same_prompts():
-    """Paired if possible, and the result says which it was; the demo claims that the intervals do not overlap."""
-    before, after = measured([1.0] * 50 + [0.0] * 50), measured([1.0] * 60 + [0.0] * 40)
-    paired = compare(before, after)
-    change = paired.changes["accuracy"]
-    assert change.paired and change.difference.value == pytest.approx(0.1) and change.rose and paired.apart is False
-    high = measured([1.0] * 80 + [0.0] * 20)
-    assert compare(before, high).apart is compare(high, before).apart is True
-    other = compare(before, measured([1.0] * 60 + [0.0] * 40, digest="y"))
-    change = other.changes["accuracy"]
-    assert not change.paired and change.difference.value == pytest.approx(0.1) and not change.rose
-    assert "on the same 100 prompts" in str(paired) and "on different 100 prompts" in str(other)
-    assert list(paired.changes) == ["accuracy"] and "greedy" not in str(paired)
-
-
-def test_nested_evaluations_are_paired_on_what_they_share(make_run, make_policy):
-    """5 of the same 12 prompts, in another order, were "measured on different prompts", because there was one digest of
-    all of them. Each prompt has its own; an evaluation without, from an older version, pairs as a whole or not."""
-
-    def long(completion_ids, **_):
-        return [len(ids) / 6 for ids in completion_ids]
-
-    policy = digits_policy(make_policy)
-    data = make_dataset([answer or "none" for answer in answers_of(policy)])
-    before = evaluate(make_run(), policy, data, reward_funcs=[long])
-    order = [7, 3, 0, 11, 5]
-    after = evaluate(make_run(temperature=0.7), digits_policy(make_policy), data.select(order), reward_funcs=[long])
-    for name in ("accuracy", "greedy_accuracy", "reward"):
-        old, new = (one.measures[name].per_prompt for one in (before, after))
-        for sides, sign in (((before, after), 1), ((after, before), -1)):
-            found = change_of(name, *sides)
-            assert found.paired and found.difference.count == 5
-            expected = sign * (sum(new) / 5 - sum(old[place] for place in order) / 5)
-            assert found.difference.value == pytest.approx(expected) == found.after.value - found.before.value
-    assert len(set(before.measures["reward"].per_prompt)) > 1, "else the order would not matter"
-    old = [replace(one, prompt_digests=None) for one in (before, after)]  # as of older versions
-    for first, second in (old, (before, old[1])):
-        assert not change_of("accuracy", first, second).paired
-    assert compare(before, old[0]) == compare(before, before) == compare(old[0], old[0])
-    shifted, other = (evaluate(make_run(), policy, data.select(places)) for places in ([11, 0], [1, 2, 7]))
-    assert change_of("accuracy", after, shifted).paired and not change_of("accuracy", other, after).paired
-
-
-def test_of_two_equal_prompts_the_first_is_paired_with_the_first():
-    """By digest alone, both would be paired with the last one."""
-    before, after = measured([1.0, 0.0, 1.0], digest="x"), measured([0.0, 0.0, 1.0, 1.0], digest="y")
-    before.prompt_digests, after.prompt_digests = ["a", "a", "b"], ["b", "a", "c", "a"]
-    assert pair_means(before, after, "accuracy") == {("a", 0): (1.0, 0.0), ("a", 1): (0.0, 1.0), ("b", 0): (1.0, 0.0)}
-
-
-def test_compare_greedy_and_none():
-    """Greedy accuracy is compared separately; without answers there is nothing to compare."""
-    found = compare(measured([0.0, 1.0], greedy=[1.0, 1.0]), measured([1.0, 1.0], greedy=[0.0, 1.0]))
-    assert {name: one.difference.value for name, one in found.changes.items()} == {
-        "accuracy": 0.5, "greedy_accuracy": -0.5
-    }  # fmt: skip
-    assert "greedy -0.500 [" in str(found)
-    nothing = compare(Evaluation("", 2, 1, 1.0, 6), measured([1.0, 0.0]))
-    assert nothing.changes == {} and nothing.apart is None and "neither an accuracy nor a reward" in str(nothing)
-
-
 # ------------------------------------------------------------------------------------------ rewards of ones own
 
 
@@ -485,15 +406,6 @@ def test_an_own_reward_leads_and_exact_match_is_called_that(make_run, make_polic
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     same = evaluate(make_run([{"name": "length_reward"}], temperature=0), policy, rows, reward_funcs=[sentence])
     assert same.value("greedy_reward") == same.value("reward") == measured.value("greedy_reward")
-
-
-def test_a_reward_without_a_weight_does_not_count_where_no_other_applies(make_run):
-    """The held-out reward was a mean over zeros too, where a reward that is only measured applied alone."""
-    logged = NamedReward(lambda completions, **_: [1.0] * len(completions), "logged", 0.0)
-    own = NamedReward(lambda completions, **_: [None if text == "a" else 1.0 for text in completions], "own", 2.0)
-    rewards = HeldOutRewards(make_run([{"name": "length_reward"}]), [logged, own])
-    done = [Completion(index, [1], text, True, None) for index, text in enumerate("ab")]
-    assert rewards.score(make_dataset(["7"] * NUM_PROMPTS).select(range(2)), done, 1)[0] == [[None], [2.0]]
 
 
 def test_an_answer_reward_made_in_python_judges_with_its_own_settings(make_run, make_policy):
@@ -544,21 +456,10 @@ def test_a_reward_file_that_was_edited_in_between_is_not_compared(
         file.write_text(f"def score(completions):\n    return [{pay}] * len(completions)\n")
         found.append(evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS)))
     first, edited, again = found
-    assert (first.value("reward"), edited.value("reward"), first.sources) == (
-        1.0,
-        9.0,
-        again.sources,
-    ) and first.sources != edited.sources
+    assert (first.value("reward"), edited.value("reward")) == (1.0, 9.0)
+    assert first.sources == again.sources != edited.sources
     assert change_of("reward", first, edited) is None and change_of("reward", first, again).difference.value == 0.0
     assert Evaluation.from_dict(json.loads(json.dumps(first.to_dict()))) == first
-
-    functions = []
-    for pay in ("1.0", "9.0"):  # of a notebook, whose cell is run again
-        file = tmp_path / f"cell_{pay}.py"
-        file.write_text(f"def score(completions):\n    return [{pay}] * len(completions)\n")
-        exec(compile(file.read_text(), str(file), "exec"), names := {"__name__": "__main__"})
-        functions.append(evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS), reward_funcs=[names["score"]]))
-    assert change_of("reward", *functions) is None
 
 
 def test_progress_counts_all_passes_and_says_when_it_ends(make_run, make_policy, monkeypatch, capsys):

@@ -6,8 +6,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import Filters
+from rloo_kit.think_tags import bind_think_tags
 
 PAD, END_OF_TEXT, TURN_END, THINK_END = 256, 257, 258, 260
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
@@ -29,6 +31,11 @@ def lean(model: Any, bias: dict[int, float]) -> Any:
         for token, value in bias.items():
             model.lm_head.bias[token] = value
     return model
+
+
+def make_policy(model: Any, tokenizer: Any, bias: dict[int, float], family: str = "thinking") -> Policy:
+    """The model as a policy, with a head that leans towards some ids."""
+    return Policy(lean(model, bias), tokenizer, "transformers", "a test", bind_think_tags(tokenizer), family, {})
 
 
 def shake(model: Any, seed: int = 1, scale: float = 0.2) -> None:

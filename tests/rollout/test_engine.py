@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import Completion, find_end_ids, generate_completions
-from rloo_kit.think_tags import bind_think_tags
-from tests.rollout.models import lean
+from tests.rollout import models
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
 PROMPTS = ["12+13=", "a much longer prompt than the others", "7", "1+1=2?"]
@@ -22,10 +20,9 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     its thinking early, late or never."""
 
     def build(seed: int = 0, bias: dict[int, float] | None = None, **config: Any) -> Any:
-        model = lean(make_tiny_model(seed, tie_word_embeddings=False, **config), bias or {})
+        model = make_tiny_model(seed, tie_word_embeddings=False, **config)
         model.generation_config.eos_token_id = [TURN_END, END_OF_TEXT]
-        tags = bind_think_tags(tiny_tokenizer)
-        return Policy(model, tiny_tokenizer, "transformers", "a test", tags, "thinking", {})
+        return models.make_policy(model, tiny_tokenizer, bias or {})
 
     return build
 

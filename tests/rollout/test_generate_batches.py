@@ -1,43 +1,13 @@
 """Which rows `generate` samples together: prompts of one length, in no more batches than any other order takes."""
 
-import math
-import random
 from typing import Any
 
 import pytest
 import torch
 
-from rloo_kit.rollout.generate import next_batch
 from rloo_kit.rollout.types import Limits
 from tests.models.zoo import make_model
 from tests.rollout.models import adapted, check_logps, engine_for
-
-
-def cut(lengths: list[int], rows: int) -> list[list[int]]:
-    """All batches, as the engine takes them."""
-    order, batches = sorted(range(len(lengths)), key=lambda row: -lengths[row]), []
-    while order:
-        batches.append(next_batch(order, lengths, rows))
-        order = [row for row in order if row not in batches[-1]]
-    return batches
-
-
-def padded(batches: list[list[int]], lengths: list[int]) -> int:
-    return sum(len({lengths[row] for row in batch}) > 1 for batch in batches)
-
-
-def test_no_batch_more_and_no_row_twice():
-    """A batch more costs as much as what it was to spare; a row that is forgotten would be an empty completion."""
-    chance = random.Random(0)
-    for _ in range(500):
-        lengths = [chance.choice((5, 7, 9, 11)) for _ in range(chance.randrange(1, 40))]
-        rows = chance.randrange(1, 20)
-        batches = cut(lengths, rows)
-        assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
-        assert len(batches) == math.ceil(len(lengths) / rows) and max(map(len, batches)) <= rows
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        before = [order[start : start + rows] for start in range(0, len(order), rows)]
-        assert padded(batches, lengths) <= padded(before, lengths)
 
 
 def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):

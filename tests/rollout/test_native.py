@@ -19,10 +19,12 @@ from rloo_kit.rollout.types import Limits
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import (
     END_OF_TEXT,
+    FILTERS,
     MODULES,
     PROMPTS,
     TURN_END,
     adapted,
+    check_kept,
     check_logps,
     engine_for,
     lean,
@@ -53,6 +55,8 @@ VARIANTS = {  # config of the model, whether it has an adapter, the decoder that
     "biases": ({"attention_bias": True}, True, "FusedDecoder"),
     "eager": ({"attn_implementation": "eager"}, True, "FusedDecoder"),
     "another activation": ({"hidden_act": "gelu"}, True, "ModuleDecoder"),
+    "a key for each head": ({"hidden_act": "gelu", "num_key_value_heads": 4}, True, "ModuleDecoder"),
+    "one key for all heads": ({"hidden_act": "gelu", "num_key_value_heads": 1}, True, "ModuleDecoder"),
     "another activation, eager": ({"hidden_act": "gelu", "attn_implementation": "eager"}, True, "ModuleDecoder"),
 }
 
@@ -87,6 +91,15 @@ def test_sampler_logps_are_those_of_scoring(make_model, name, temperature):
     found = engine_for(model, name, temperature, rows=5).sample(prompts, Limits(20))
     assert len({len(ids) for ids in found.completion_ids}) > 3
     check_logps(model, prompts, found, temperature)
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+@pytest.mark.parametrize("case", FILTERS)
+def test_what_is_drawn_is_what_the_filters_leave(case, engine, make_model):
+    """A log-probability of the whole distribution under a filtered draw would hide the gap that is to be corrected."""
+    model, filters, temperature = make_model(initializer_range=0.2), FILTERS[case], 0.8
+    found = engine_for(model, engine, temperature, filters=filters).sample(PROMPTS * 2, Limits(8))
+    check_kept(model, PROMPTS * 2, found, filters, temperature)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -10,7 +10,6 @@ from transformers import GenerationMixin, Qwen3ForCausalLM
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.rollout.types import Limits
-from tests.loop.conftest import by_ids
 from tests.rollout.models import PROMPTS, engine_for
 
 
@@ -92,15 +91,3 @@ def test_a_generate_that_drops_the_logits_processor_is_named(make_tiny_model):
     model.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids[:, :1]], dim=1)
     with pytest.raises(BackendError, match=r"logits_processor.*rollout\.engine=native"):
         engine_for(model, "auto").sample(PROMPTS, Limits(3))
-
-
-def test_a_trainer_says_which_generate_it_calls(make_trainer, make_tiny_model, capsys):
-    """The line that training starts with is where one looks."""
-    calls = []
-    model = patch_instance(make_tiny_model(), calls, None)
-    options = {"max_steps": 1, "per_device_train_batch_size": 8, "max_completion_length": 4}
-    make_trainer([by_ids], model=model, **options).train()
-    assert f"rollout: generate, the model's own generate ({__name__})" in capsys.readouterr().out and calls
-    calls.clear()
-    make_trainer([by_ids], model=model, rollout_engine="native", **options).train()
-    assert f"the model's own generate ({__name__}) is not called" in capsys.readouterr().out and not calls

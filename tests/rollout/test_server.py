@@ -4,11 +4,7 @@ comes back; then a trainer that learns through it."""
 import contextlib
 import copy
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, LoraModel, get_peft_model
+from peft import LoraModel
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
@@ -28,12 +24,14 @@ from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, Sampling
 from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.think_tags import bind_think_tags
+from tests.loop.test_parallel import TORCHRUN
 from tests.rollout.models import (
     END_OF_TEXT,
     FILTERS,
     PAD,
     THINK_END,
     TURN_END,
+    adapted,
     check_kept,
     check_logps,
     engine_for,
@@ -62,14 +60,7 @@ def make_base(make_tiny_model: Callable[..., Any]) -> Callable[[], Any]:
 @pytest.fixture
 def make_policy(make_base: Callable[[], Any]) -> Callable[[], Any]:
     """`make_policy()`: the base with an adapter that is not the identity."""
-
-    def build() -> Any:
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-        model = get_peft_model(make_base(), config).eval()
-        shake(model)
-        return model
-
-    return build
+    return lambda: adapted(make_base()).eval()
 
 
 @pytest.fixture
@@ -254,16 +245,6 @@ def test_accepted_filters_reach_the_server(server, make_policy, make_engine):
         check_kept(model, PROMPTS * 4, found, filters, temperature)
 
 
-def first_is_nan(choice: dict[str, Any]) -> None:
-    choice["logprobs"]["token_logprobs"][0] = None
-
-
-def drop_last(choice: dict[str, Any]) -> None:
-    """As if the end token were kept back with the text."""
-    choice |= {"finish_reason": "stop", "token_ids": [9]}
-    choice["logprobs"]["token_logprobs"] = [-1.0]
-
-
 def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda choice: choice.update(values)
 
@@ -278,7 +259,6 @@ REFUSALS = {
         r"does not see .*set rollout.server_adapters to a folder that both",
     ),
     "context": ({"max_model_len": 24}, r"of 20 tokens and a completion of 8 exceed the 24.*--max-model-len 28"),
-    "broken load": ({"failures": [(LOAD, 500, "CUDA error")]}, r"status 500, .*CUDA error"),
     "refused": (
         {"failures": [(COMPLETE, 500, "CUDA error")]},
         r"\+ 8 tokens at temperature 1 \(status 500\): .*CUDA error",
@@ -291,8 +271,14 @@ REFUSALS = {
     "cut": ({"tamper": changed(prompt_token_ids=[7])}, "continued a different prompt"),
     "unlikely": ({"tamper": changed(logprobs=None)}, "no log-probability"),
     "broken off": ({"tamper": changed(finish_reason="error")}, "neither a stop id nor the limit .*finish_reason error"),
-    "NaN": ({"tamper": first_is_nan}, "the weights are broken"),
-    "end dropped": ({"tamper": drop_last}, r"after \d+ of at most 8 tokens, which neither a stop id"),
+    "NaN": (
+        {"tamper": lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, None)},
+        "the weights are broken",
+    ),
+    "end dropped": (  # as if it were kept back with the text
+        {"tamper": changed(finish_reason="stop", token_ids=[9], logprobs={"token_logprobs": [-1.0]})},
+        r"after \d+ of at most 8 tokens, which neither a stop id",
+    ),
     "key": ({"key": "secret"}, "VLLM_API_KEY"),
 }
 
@@ -405,22 +391,6 @@ def test_a_server_that_stays_dead_ends_the_run(server, make_policy, make_engine)
     with pytest.raises(RolloutServerError, match=r"status 500: .*EngineCore.*restart it.*--resume"):
         make_engine(make_policy()).sample(PROMPTS, Limits(4))
     assert len(server.posted(COMPLETE)) <= 8, "each is sent twice at most"
-
-
-def test_what_a_killed_process_left_is_cleared(server, make_policy, make_engine, tmp_path):
-    """Each crash would leave an adapter on the server and a folder on the disk; other runs' are left alone."""
-    model = make_policy()
-    killed = make_engine(model)
-    killed.sample(PROMPTS, Limits(2))
-    others = tmp_path / "others" / "rloo-00000000-000001"
-    write_of(model)(others)
-    server.max_loras = 4
-    server.load({"lora_name": others.name, "lora_path": str(others)})
-    engine = make_engine(model)
-    engine.sample(PROMPTS, Limits(2))
-    assert set(server.loaded) == {others.name, engine._adapter}
-    assert [path.name for path in (tmp_path / "adapters").iterdir()] == [engine._adapter]
-    assert others.exists()
 
 
 def test_two_runs_in_one_folder_leave_each_other_alone(server, make_policy, make_engine, tmp_path):
@@ -536,6 +506,13 @@ def make_trainer(make_trainer: Any, make_base: Any, server: StandIn) -> Callable
     return build
 
 
+def check_on_policy(logs: list[dict[str, float]]) -> None:
+    """Both steps were sampled from the weights of that step."""
+    for log in logs[:2]:
+        assert log["sampling/logp_difference_max"] < 1e-3
+        assert log["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+
+
 def test_a_trainer_learns_through_it(server, make_trainer, tmp_path):
     """On-policy: in every step the server samples from the weights of that step, so the trainer's log-probabilities are
     the sampler's and every weight of the correction is 1. An adapter of the step before would show in the second."""
@@ -545,9 +522,7 @@ def test_a_trainer_learns_through_it(server, make_trainer, tmp_path):
     assert trainer.describe().startswith(f"rollout: server, rollout_engine asks for it; {server.url}")
     moved = [not value.equal(before[name]) for name, value in trainer.model.named_parameters() if name in before]
     assert any(moved)
-    for log in trainer.state.log_history[:2]:
-        assert log["sampling/logp_difference_max"] < 1e-3
-        assert log["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+    check_on_policy(trainer.state.log_history)
     loads = server.posted(LOAD)
     assert len(loads) == 2 and all(Path(b["lora_path"]).parent == tmp_path / "run/server_adapters" for b in loads)
     assert not server.loaded and not list((tmp_path / "run" / "server_adapters").iterdir()), "nothing is left"
@@ -587,45 +562,23 @@ def test_trls_server_mode_is_the_engine_server(make_trainer, server, monkeypatch
     assert all(torch.equal(base[name], value) for name, value in trainer.model.named_parameters() if name in base)
 
 
-def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.CompletedProcess[str]]:
-    """`server_step.py`, once a rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = Path(__file__).with_name("server_step.py")
-    command = [sys.executable, str(program), json.dumps(settings)]
-    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = []
-    for rank in range(count):
-        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
-    done = []
-    for process in started:
-        out, err = process.communicate(timeout=400)
-        done.append(subprocess.CompletedProcess(command, process.returncode, out, err))
-    return done
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", [pytest.param(False, marks=pytest.mark.long), True], ids=["replicas", "FSDP 2"])
-def test_two_processes_share_one_adapter(sharding, tiny_folder, tmp_path):
+@pytest.mark.parametrize("sharding", [pytest.param(None, marks=pytest.mark.long), "fsdp2"])
+def test_two_processes_share_one_adapter(sharding, launch, tiny_folder, tmp_path):
     """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
     matrices. Each process sends its own half, with its own seeds; the gap is none in either step."""
     stand_in = StandIn(lambda: AutoModelForCausalLM.from_pretrained(tiny_folder), name=str(tiny_folder))
-    options = {"rollout_server_url": stand_in.url, "rollout_server_adapters": str(tmp_path / "adapters")}
-    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "sharding": sharding, "options": options}
+    options = {
+        "rollout_engine": "server", "rollout_server_url": stand_in.url, "beta": 0.0, "sampler_correction": "token",
+        "rollout_server_adapters": str(tmp_path / "adapters"),
+    }  # fmt: skip
     try:
-        done = run_processes(2, settings)
+        found = launch(2, {"server": {"sample": True, "options": options}}, TORCHRUN, sharding)["server"]
     finally:
         stand_in.stop()
-    assert [process.returncode for process in done] == [0, 0], done[0].stderr[-3000:] + done[1].stderr[-3000:]
-    found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2)]
-    assert [result["sharded"] for result in found] == [sharding] * 2
-    assert all(result["describe"].startswith("rollout: server") for result in found)
-    for log in found[0]["logs"][:2]:
-        assert log["sampling/logp_difference_max"] < 1e-3
-        assert log["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert [one["sharded"] for one in found] == [sharding is not None] * 2
+    assert all(one["describe"].startswith("rollout: server") for one in found)
+    check_on_policy(found[0]["logs"])
     paths = [path for path, _ in stand_in.requests]
     assert paths == [LOAD, *[COMPLETE] * 8, UNLOAD, LOAD, *[COMPLETE] * 8, UNLOAD]
     names = [body["lora_name"] for body in stand_in.posted(LOAD)]

@@ -5,7 +5,6 @@
 
 import copy
 import json
-import math
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rloo_kit.runs.rollouts import read_rollouts
+from tests.rollout.models import check_logps
 from tests.with_vllm.conftest import VllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,33 +88,24 @@ def make_engine(tokenizer: Any, tmp_path: Path) -> Callable[..., Any]:
     return build
 
 
-def largest_gap(model: Any, prompts: list[list[int]], found: Any, temperature: float = 1.0) -> float:
-    """The largest distance, in nats, between a token's log-probability at the server and in `model`."""
-    from tests.rollout.models import teacher_forced
-
-    gaps = [0.0]
-    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
-        exact = teacher_forced(model, prompt, ids, temperature)
-        for number, (one, other) in enumerate(zip(logps, exact, strict=True)):
-            is_forced = span is not None and span[0] <= number < span[1]
-            assert math.isnan(one) == is_forced
-            gaps += [] if is_forced else [abs(one - other)]
-    return max(gaps)
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.2, 2.0])
-def test_every_token_is_scored_as_the_trainer_scores_it(server, make_policy, make_engine, prompts, temperature):
+def test_every_token_is_scored_as_the_trainer_scores_it(
+    server, make_policy, make_engine, prompts, tokenizer, temperature
+):
     """The importance weights of a step are made of this gap. Above 1 the probe of the log-probabilities asked for a
-    temperature that vLLM does not take, and no run started."""
-    from rloo_kit.rollout.types import Limits
+    temperature that vLLM does not take, and no run started. vLLM's own thinking budget marks nothing as forced."""
+    from rloo_kit.rollout.thinking_budget import make_limits
+    from rloo_kit.think_tags import bind_think_tags
 
-    model = make_policy()
+    model, limits = make_policy(), make_limits(tokenizer, bind_think_tags(tokenizer), 160, 6, 40, close="sentence")
     engine = make_engine(server, model, temperature)
-    found = engine.sample(prompts, Limits(48))
-    assert largest_gap(model, prompts, found, temperature) < GAP
+    found = engine.sample(prompts, limits)
+    check_logps(model, prompts, found, temperature, GAP)
+    assert any(found.forced), "a request follows what was forced"
     assert len({tuple(ids) for ids in found.completion_ids}) > len(prompts) / 2, "siblings are to differ"
     if temperature != 1.0:
-        assert largest_gap(model, prompts, found, 1.0) > 0.1, "the temperature shows in the log-probabilities"
+        with pytest.raises(AssertionError):  # the temperature shows in the log-probabilities
+            check_logps(model, prompts, found, 1.0, 0.1)
     engine.close()
 
 
@@ -139,15 +129,6 @@ def count(server: VllmServer, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", lines, flags=re.M))
 
 
-def cached_tokens(server: VllmServer) -> float:
-    """Tokens that vLLM took from its prefix cache so far."""
-    return count(server, "prefix_cache_hits_total")
-
-
-def generated_tokens(server: VllmServer) -> float:
-    return count(server, "generation_tokens_total")
-
-
 def test_a_replaced_adapter_meets_no_stale_prefix(server, make_policy, make_engine, prompts):
     """Keys and values of a prompt depend on the adapter. Taken from the last adapter's cache they give plausible tokens
     with wrong log-probabilities. The prompts are longer than a block, so they are cached, and the cache is used."""
@@ -159,13 +140,14 @@ def test_a_replaced_adapter_meets_no_stale_prefix(server, make_policy, make_engi
     last = None
     for seed in (1, 2, 3):
         shake(model, seed, scale=0.1)
-        before = cached_tokens(server)
+        before = count(server, "prefix_cache_hits_total")
         for _ in range(2):  # the second time all of it is cached
             found = engine.sample(long, Limits(16))
-            assert largest_gap(model, long, found) < GAP
-        assert cached_tokens(server) - before >= 3 * BLOCK
+            check_logps(model, long, found, tolerance=GAP)
+        assert count(server, "prefix_cache_hits_total") - before >= 3 * BLOCK
         if last is not None:
-            assert largest_gap(last, long, found) > 0.1, "the adapters are too alike to tell them apart"
+            with pytest.raises(AssertionError):  # else the adapters are too alike to tell them apart
+                check_logps(last, long, found, tolerance=0.1)
         last = copy.deepcopy(model)
     engine.close()
 
@@ -184,34 +166,12 @@ def test_a_rollout_that_is_interrupted_leaves_nothing_in_flight(server, make_pol
     engine.close()
     model = make_policy(2)
     engine = make_engine(server, model)
-    assert largest_gap(model, prompts, engine.sample(prompts, Limits(16))) < GAP
+    check_logps(model, prompts, engine.sample(prompts, Limits(16)), tolerance=GAP)
     engine.close()
     deadline = time.monotonic() + 30
     while (running := count(server, "num_requests_running")) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not running and server.is_running()
-
-
-@pytest.mark.parametrize("close", ["tag", "sentence"])
-def test_budgets(server, make_policy, make_engine, prompts, tokenizer, close):
-    """vLLM's own thinking budget marks nothing as forced, and lets the model close its thinking twice."""
-    from rloo_kit.rollout.thinking_budget import make_limits
-    from rloo_kit.think_tags import bind_think_tags
-
-    model, tags = make_policy(), bind_think_tags(tokenizer)
-    limits = make_limits(tokenizer, tags, 160, 6, 4, close=close)
-    found = make_engine(server, model).sample(prompts, limits)
-    assert largest_gap(model, prompts, found) < GAP
-    kinds = set()
-    for ids, span in zip(found.completion_ids, found.forced, strict=True):
-        if span is not None:
-            kinds.add("forced")
-            assert span == (6, 6 + len(limits.close_ids)) and tuple(ids[slice(*span)]) == limits.close_ids
-            assert 1 <= len(ids) - span[1] <= 4
-        elif tags.end_id in ids:
-            kinds.add("closed")
-            assert ids.index(tags.end_id) < 6 and len(ids) - ids.index(tags.end_id) - 1 <= 4
-    assert "forced" in kinds
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -223,51 +183,29 @@ def strict_server(make_server: Callable[..., VllmServer]) -> VllmServer:
     return make_server(rank=8, context=160, variables={"VLLM_API_KEY": KEY}).start()
 
 
-@pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-
-
-def refusal(engine: Any, prompts: list[list[int]], room: int = 8) -> str:
+def test_refusals_name_the_switch(strict_server, make_policy, make_engine, prompts, monkeypatch):
+    """vLLM's words are known from its answers here, not from its sources."""
     from rloo_kit.errors import RolloutServerError
     from rloo_kit.rollout.types import Limits
-
-    with pytest.raises(RolloutServerError) as error:
-        engine.sample(prompts, Limits(room))
-    assert KEY not in str(error.value)
-    return str(error.value)
-
-
-def test_refusals_name_the_switch(strict_server, make_policy, make_engine, prompts, key):
-    """vLLM's words are known from its answers here, not from its sources."""
-    short = prompts[:2]
-    found = {
-        "rank": refusal(make_engine(strict_server, make_policy(r=16)), short),
-        "DoRA": refusal(make_engine(strict_server, make_policy(use_dora=True)), short),
-        "context": refusal(make_engine(strict_server, make_policy()), short, room=200),
-        "mode": refusal(make_engine(strict_server, make_policy(), temperature=1.2), short),
-    }
-    assert "its rank is 16" in found["rank"] and "--max-lora-rank 16" in found["rank"]
-    assert "vLLM does not yet support DoRA" in found["DoRA"] and "use_dora=False" in found["DoRA"]
-    longest = max(map(len, short))
-    assert f"a completion of 200 exceed the 160 of {strict_server.url}" in found["context"]
-    assert f"--max-model-len {longest + 200}" in found["context"]
-    assert "rloo.temperature is 1.2" in found["mode"] and "--logprobs-mode processed_logprobs" in found["mode"]
-
-
-def test_a_folder_that_the_server_does_not_see(strict_server, key):
-    """The usual mistake with two machines: each has its own /outputs."""
-    from rloo_kit.errors import RolloutServerError
     from rloo_kit.rollout.vllm_client import VllmClient
 
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    short = prompts[:2]
+    longest = max(map(len, short)) + 200
+    for lora, temperature, room, message in (
+        ({"r": 16}, 1.0, 8, "its rank is 16.*--max-lora-rank 16"),
+        ({"use_dora": True}, 1.0, 8, "vLLM does not yet support DoRA.*use_dora=False"),
+        ({}, 1.0, 200, f"a completion of 200 exceed the 160 of {strict_server.url}.*--max-model-len {longest}"),
+        ({}, 1.2, 8, r"rloo.temperature is 1\.2.*--logprobs-mode processed_logprobs"),
+    ):
+        with pytest.raises(RolloutServerError, match=f"(?s){message}"):
+            make_engine(strict_server, make_policy(**lora), temperature).sample(short, Limits(room))
+    # two machines, each with its own /outputs
     with pytest.raises(RolloutServerError, match="does not see /not/mounted/here: set rollout.server_adapters"):
         VllmClient(strict_server.url).load_adapter("rloo-missing", "/not/mounted/here", 8)
-
-
-def test_without_the_key(strict_server, make_policy, make_engine, prompts, monkeypatch):
-    """The status alone says nothing of the variable."""
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert "asks for a key: set VLLM_API_KEY" in refusal(make_engine(strict_server, make_policy()), prompts[:1])
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(RolloutServerError, match="asks for a key: set VLLM_API_KEY"):
+        make_engine(strict_server, make_policy()).sample(short, Limits(8))
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs
@@ -318,70 +256,24 @@ def on_server(server: VllmServer) -> list[str]:
     return ["rollout.engine=server", f"rollout.server_url={server.url}"]
 
 
-def rewards_of(run: Run) -> list[float]:
-    return [row["reward"] for row in run.steps()]
-
-
 def check_gaps(run: Run, steps: int) -> None:
     """Every token of every step was sampled from the weights of that step."""
     gaps = [row["sampling/logp_difference_max"] for row in run.steps()]
     assert len(gaps) == steps and max(gaps) < GAP, gaps
 
 
-@pytest.fixture(scope="module")
-def learned(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """The same run by `native` and through the server."""
-    folder, small = tmp_path_factory.mktemp("learned"), "rloo.per_device_train_batch_size=64"
-    native = Run(folder, "native", "rollout.engine=native", small, steps=STEPS).end()
-    return native, Run(folder, "server", *on_server(server), small, steps=STEPS).end()
-
-
-def test_learns_as_native_does(learned):
+def test_learns_as_native_does(server, tmp_path):
     """The proof of the whole path: an adapter that arrives a step late, or not at all, does not learn."""
-    native, ours = learned
+    small = "rloo.per_device_train_batch_size=64"
+    native = Run(tmp_path, "native", "rollout.engine=native", small, steps=STEPS).end()
+    ours = Run(tmp_path, "server", *on_server(server), small, steps=STEPS).end()
     check_gaps(ours, STEPS)
     rises = []
     for run in (native, ours):
-        found = rewards_of(run)
+        found = [row["reward"] for row in run.steps()]
         rises.append(sum(found[-WINDOW:]) / WINDOW - sum(found[:2]) / 2)
     assert min(rises) > LEAST_RISE and abs(rises[0] - rises[1]) < 0.5 * max(rises), rises
     assert not list((ours.folder / "server_adapters").glob("*")), "nothing is left"
-
-
-def evaluate(folder: Path, *words: str) -> dict[str, Any]:
-    """What `rloo-kit eval ... --json` finds on 100 held-out prompts, greedily."""
-    command = [sys.executable, "-m", "rloo_kit.cli", "eval", str(CONFIG), "eval.num_prompts=100", "eval.temperature=0"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, *words, "--json"], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_eval_samples_on_the_server(server, learned, tmp_path):
-    """`eval` sampled in its own process whatever the run said, through another engine than training. Greedy
-    answers of one adapter are the same."""
-    adapter = ["--adapter", str(learned[1].folder / "adapter")]
-    native = evaluate(tmp_path, "rollout.engine=native", *adapter)
-    before = generated_tokens(server)
-    ours = evaluate(tmp_path, *on_server(server), *adapter)
-    assert generated_tokens(server) - before > 100
-    accuracies = [one["measures"]["accuracy"]["value"] for one in (ours, native)]
-    assert ours["num_prompts"] == 100 and accuracies[0] == pytest.approx(accuracies[1], abs=0.02)
-    assert ours["mean_tokens"] == pytest.approx(native["mean_tokens"], rel=0.02)
-
-
-@pytest.mark.long
-def test_two_processes(server, tmp_path):
-    """Each process sends its own prompts; the adapter is loaded once, and both sample from it."""
-    launch = ["--launch", str(ROOT / "configs" / "accelerate" / "cpu_two.yaml")]
-    words = [*on_server(server), "rloo.per_device_train_batch_size=32"]
-    run = Run(tmp_path, "two", *words, *launch, steps=3).end()
-    check_gaps(run, 3)
-    assert "TRL currently supports vLLM versions" not in run.text, "TRL's own path, which no run takes"
-    rows = list(read_rollouts(run.folder))
-    assert len(rows) == 3 * 2 * 32 and len({row["prompt"] for row in rows}) == 3 * 2 * 32 / 8
 
 
 def await_requests(server: VllmServer, run: Run) -> None:
