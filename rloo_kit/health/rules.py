@@ -417,8 +417,9 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
 def length_collapse(seen: Series, context: Context) -> Evidence | None:
     answers = answer_metric(seen)
     limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
-    if answers and has_risen(seen, answers):
-        return None
+    cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])
+    if has_risen(seen, answers) if answers else cut_off >= 0.5 and has_risen(seen, "reward"):
+        return None  # more right answers, or completions that have learnt to end before the limit
     for name, what in (("completions/mean_length", "completions"), ("thinking/mean_length", "thinking")):
         now, begun = seen.last(name, 5), mean(seen.first(name, 5) or [0.0])
         if len(seen.all(name)) >= 10 and now and mean(now) <= limit * begun:
