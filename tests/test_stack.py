@@ -179,23 +179,3 @@ def test_a_long_load_is_announced(run_fresh: RunFresh, quiet_s: str, rank: str, 
     done = run_fresh(code, RANK=rank, WORLD_SIZE="2")
     assert printed(done) == "done"
     assert ("loading torch and TRL ..." in done.stderr) is shown
-
-
-@pytest.mark.parametrize("loaded", [True, False], ids=["by the kit", "without it"])
-def test_no_warning_of_an_ignored_option(run_fresh: RunFresh, loaded: bool) -> None:
-    """transformers warns in 400 characters at the first decoding of a real byte-level BPE, whose files keep an option
-    that it then ignores. The line shows nothing that a user can do, and stood in every run's output."""
-    code = "from rloo_kit._stack import load_stack\nload_stack()\n" if loaded else ""
-    code += """
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-made = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
-made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=True).save_pretrained("bpe")
-tokenizer = AutoTokenizer.from_pretrained("bpe")
-print(tokenizer.decode(tokenizer("How , so ?")["input_ids"]))
-"""
-    done = run_fresh(code)
-    assert printed(done) == "How , so ?"
-    assert ("clean_up_tokenization_spaces" in done.stdout + done.stderr) is not loaded, done.stderr

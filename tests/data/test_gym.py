@@ -79,14 +79,6 @@ def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer
     assert again.train.to_list() == data.train.to_list() and again.test.to_list() == data.test.to_list()
 
 
-def test_the_same_seed_draws_the_same_rows_in_a_new_process(prepare_apart):
-    """Items that depend on the order of a set differ from process to process, and so would a resumed run's data."""
-    first = prepare_apart(num_prompts=30, source="reasoning_gym/syllogism").train.texts
-    gym._draw.cache_clear()
-    assert prepare_apart(num_prompts=30, source="reasoning_gym/syllogism").train.texts == first
-    assert set(prepare_apart(num_prompts=30, source="reasoning_gym/syllogism", seed=1).train.texts) != set(first)
-
-
 def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
     """Item i is drawn by seed + i: a test source of the next seed had all of the training questions but one."""
     found = prepare(num_prompts=200, test_source=SUMS, test_size=50)

@@ -205,6 +205,12 @@ def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen3-14B", 14_768_307_200),
+        ("Qwen/Qwen3-32B", 32_762_123_264),
         ("Qwen/Qwen3.5-0.8B", 752_393_024),
         ("unsloth/Qwen3.5-2B", 1_881_825_088),
         ("Qwen/Qwen3.5-4B-Base", 4_205_751_296),

@@ -15,10 +15,8 @@ from typer.testing import CliRunner
 
 import rloo_kit as kit
 from rloo_kit._stack import load_stack
-from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.checks.result import Measures, RewardFound
 from rloo_kit.cli import app
-from rloo_kit.errors import RlooKitError
 from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
@@ -416,16 +414,6 @@ def test_an_error_leaves_the_policy_as_it_was(prepare):
 
 
 HOPELESS = [*THINKS, "rloo.temperature=0.1", "rloo.max_completion_length=8", "run.preflight=true"]
-
-
-def test_run_preflight_keeps_a_hopeless_run_from_training(prepare):
-    """`train` in a notebook: no folder, no step, the reasons in the error; and once, not again for a resume."""
-    run, policy, data, rewards = prepare(DEMO, *HOPELESS)
-    with pytest.raises(PreflightError, match="rloo.max_completion_length") as caught:
-        kit.train(run, policy, data, rewards)
-    assert isinstance(caught.value, RlooKitError) and not run.folder.exists()
-    with pytest.raises(RlooKitError, match="no run to resume"):
-        kit.train(run, policy, data, rewards, resume=True)
 
 
 def call(*words: Any) -> tuple[int, str, str]:
