@@ -4,6 +4,7 @@ real one), and the driver is faked; TRL and accelerate are real where the check 
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,14 +47,6 @@ def test_set_up_imports_unsloth_there_and_then(with_unsloth: RunFresh) -> None:
     assert printed(with_unsloth(code)) == "unsloth|True|False|an NVIDIA GPU and Unsloth are there"
 
 
-def test_a_real_trl_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
-    """Unsloth then patches little and only prints a line; the run is slow, or wrong, for no visible cause."""
-    error = refusal(with_unsloth("import trl\nrloo_kit.setup_environment()"))
-    assert error.startswith("rloo_kit.errors.ImportOrderError: trl was imported before Unsloth.")
-    for fix in ("restart the kernel", "above all other imports", "RLOO_KIT_BACKEND=transformers"):
-        assert fix in error
-
-
 @pytest.mark.parametrize(
     ("code", "named"),
     [
@@ -67,10 +60,13 @@ def test_a_real_trl_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
     ],
 )
 def test_each_library_that_is_patched_is_named(with_unsloth: RunFresh, site: Path, code: str, named: str) -> None:
-    """What was loaded before Unsloth stays unpatched, whichever library it is and whatever imports Unsloth."""
+    """What was loaded before Unsloth stays unpatched, whichever library it is and whatever imports Unsloth: the run is
+    slow, or wrong, for no visible cause."""
     for module in ("transformers", "peft", "trl"):
         (site / f"{module}.py").write_text("")
-    assert f"ImportOrderError: {named} imported before Unsloth." in refusal(with_unsloth(code))
+    error = refusal(with_unsloth(code))
+    fixes = ("restart the kernel", "above all other imports", "RLOO_KIT_BACKEND=transformers")
+    assert f"ImportOrderError: {named} imported before Unsloth." in error and all(fix in error for fix in fixes)
 
 
 def test_a_real_accelerator_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
@@ -110,28 +106,24 @@ def test_a_loaded_trl_without_unsloth_earns_a_warning_once(run_fresh: RunFresh, 
     assert found.endswith("<string>")  # points at the user's line
 
 
-def test_without_a_gpu_unsloth_is_not_imported(run_fresh: RunFresh, site: Path) -> None:
-    """Its import fails without an accelerator: an environment shared with a GPU machine has to work all the same."""
-    code = "e = rloo_kit.setup_environment()\nprint(e.backend, 'unsloth' in sys.modules, e.backend_reason)"
-    expected = "transformers False no NVIDIA driver: NVML Shared Library Not Found"
-    assert printed(run_fresh(code, hide_unsloth=False)) == expected
-
-
-def test_the_variable_goes_without_unsloth(with_unsloth: RunFresh) -> None:
-    """The way out that every message names has to work."""
+@pytest.mark.parametrize(
+    ("gpus", "variables", "first", "expected"),
+    [
+        # without an accelerator its import fails, and an environment shared with a GPU machine has to work all the same
+        (None, {}, "", "transformers False no NVIDIA driver: NVML Shared Library Not Found fp32"),
+        # the way out that every message names
+        ([A10], {"RLOO_KIT_BACKEND": "transformers"}, "",
+         "transformers False requested by RLOO_KIT_BACKEND=transformers bf16"),
+        # a user's own import on top, and the harness that runs it without a GPU: in sys.modules Unsloth stands behind
+        # the TRL that it imports itself
+        (None, {}, "import unsloth\n", "unsloth True imported in this process already fp32"),
+    ],
+)  # fmt: skip
+def test_which_backend_there_is(
+    run_fresh: RunFresh, site: Path, gpus: Any, variables: dict[str, str], first: str, expected: str
+) -> None:
     code = "e = rloo_kit.setup_environment()\nprint(e.backend, 'unsloth' in sys.modules, e.backend_reason, e.precision)"
-    expected = "transformers False requested by RLOO_KIT_BACKEND=transformers bf16"
-    assert printed(with_unsloth(code, RLOO_KIT_BACKEND="transformers")) == expected
-
-
-def test_an_unsloth_that_was_imported_is_the_backend(run_fresh: RunFresh, site: Path) -> None:
-    """A user's own `import unsloth` on top, and the harness that runs it without a GPU.
-
-    sys.modules is in the order in which imports ended: Unsloth stands behind the TRL that it imports itself.
-    """
-    code = "import unsloth\ne = rloo_kit.setup_environment()\nprint(e.backend, e.backend_reason, e.precision)"
-    expected = "unsloth imported in this process already fp32"
-    assert printed(run_fresh(code, hide_unsloth=False)) == expected
+    assert printed(run_fresh(first + code, gpus, hide_unsloth=False, **variables)) == expected
 
 
 def test_an_import_of_unsloth_that_fails_says_what_to_do(with_unsloth: RunFresh, site: Path) -> None:
@@ -179,23 +171,3 @@ def test_a_long_load_is_announced(run_fresh: RunFresh, quiet_s: str, rank: str, 
     done = run_fresh(code, RANK=rank, WORLD_SIZE="2")
     assert printed(done) == "done"
     assert ("loading torch and TRL ..." in done.stderr) is shown
-
-
-@pytest.mark.parametrize("loaded", [True, False], ids=["by the kit", "without it"])
-def test_no_warning_of_an_ignored_option(run_fresh: RunFresh, loaded: bool) -> None:
-    """transformers warns in 400 characters at the first decoding of a real byte-level BPE, whose files keep an option
-    that it then ignores. The line shows nothing that a user can do, and stood in every run's output."""
-    code = "from rloo_kit._stack import load_stack\nload_stack()\n" if loaded else ""
-    code += """
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-made = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
-made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=True).save_pretrained("bpe")
-tokenizer = AutoTokenizer.from_pretrained("bpe")
-print(tokenizer.decode(tokenizer("How , so ?")["input_ids"]))
-"""
-    done = run_fresh(code)
-    assert printed(done) == "How , so ?"
-    assert ("clean_up_tokenization_spaces" in done.stdout + done.stderr) is not loaded, done.stderr

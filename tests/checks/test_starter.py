@@ -1,7 +1,6 @@
 """`rloo-kit init`: what it asks, what it writes, that it fits, and that what it prints next works."""
 
 import csv
-import json
 import random
 import re
 import subprocess
@@ -13,13 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rloo_kit import cli
-from rloo_kit.checks.starter import guess_columns, name_output, read_columns, read_table
+from rloo_kit.checks.starter import name_output, read_table
 from rloo_kit.config.run import load_config
-from rloo_kit.errors import DataError
 from rloo_kit.plan.planner import plan_vram
 
 THINKING = "unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit"
-INSTRUCT = "unsloth/Qwen3-4B-Instruct-2507-unsloth-bnb-4bit"
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +103,6 @@ def test_a_general_file_gets_the_largest_model_that_fits(gpu_gib: float, model: 
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
 
 
-def test_a_model_that_does_not_think_is_not_asked_to(folder: Path) -> None:
-    """A reward that waits for </think> gives a model that never thinks 0 for every right answer."""
-    assert call("--data", school("{}"), "--yes", "--model", INSTRUCT, "--gpu-gib", 8)[0] == 0
-    run = load_config("school.yaml")
-    assert run.rloo.thinking_budget is None and run.rewards[0].params == {}
-    for file in folder.glob("*school*.[py]*"):
-        assert not re.search("think", file.read_text(), re.I), f"{file.name} speaks of thinking"
-    done = run_test("test_school_rewards.py")
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
-
-
 def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) -> None:
     """`init` proposed Qwen3-0.6B at 8,192 tokens for two cores, "hours a step" by a constant. Which column became the
     answer was said nowhere, and here several could be it."""
@@ -137,10 +123,6 @@ def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) 
         assert not re.search("think", file.read_text(), re.I), f"{file.name} speaks of thinking"
     done = run_test("test_words_rewards.py")
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
-    code, printed, said = call("--data", school(), "--yes", "--model", "Qwen/Qwen3-0.6B")
-    assert code == 0 and re.search(
-        r"Qwen3-0.6B, .*a step takes about \d+ (min|h), 200 of them \d+ (h|days)", printed, re.S
-    )
     code, printed, said = call("--data", school(), "--yes", "--gpu-gib", "7.45", "--overwrite")
     assert code == 0 and re.search(r"RTX 3060 Ti \(computed.*a step takes \d+ min, 200 steps [\d.]+ h", printed), said
 
@@ -214,7 +196,6 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
 
 BAD: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "--data is missing"),
-    "yes is no file": (["--yes"], "--data is missing"),
     "no terminal": (["--data", "sums.csv"], "--prompt-column is missing.*accept the proposed values with --yes"),
     "no file": (["--data", "nowhere.csv", "--yes"], "no file nowhere.csv"),
     "a hub id": (["--data", "openai/gsm8k", "--yes"], "--data openai/gsm8k: there is no such file"),
@@ -224,15 +205,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
         r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct",
     ),
-    "another family's": (
-        ["--data", "sums.csv", "--yes", "--model", "embedded/thinking@sorting"],
-        r"characters 0123456789sort\(\)=: alone, and .*sums.csv, line 2.*--model smollm2/instruct",
-    ),
     "no such family": (
         ["--data", "sums.csv", "--yes", "--model", "embedded/thinking@sortin"],
         "there is no task family 'sortin'",
     ),
-    "empty": (["--data", "empty.csv", "--yes"], "empty.csv has no rows"),
     "a header": (["--data", "header.csv", "--yes"], "header.csv has no rows"),
     "one column": (["--data", "one.csv", "--yes"], "--answer-column is missing"),
     "few rows": (["--data", "few.csv", "--yes"], "few.csv has 4 rows; .*at least 5"),
@@ -248,10 +224,6 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"],
         f"--model {THINKING} fits",
     ),
-    "a typing error": (
-        ["--data", "sums.csv", "--yes", "--model", "embedded/thinkin"],
-        "there is no embedded model 'thinkin': model.name is embedded/thinking",
-    ),
     "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
 }
 
@@ -261,7 +233,6 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder
     """A half-written start is worse than none: the next call finds files that it must not replace."""
     sums(), school(), sums("few.csv", 4)
     files = {
-        "empty.csv": "",
         "header.csv": "prompt,answer\n",
         "one.csv": "prompt\n1+1=\n",
         "mine_rewards.py": "# mine\n",
@@ -276,24 +247,6 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder
     assert code == 2 and not printed and re.search(message, said, re.S), said
     assert said.startswith("rloo-kit: ") and sorted(folder.iterdir()) == before
     assert (folder / "mine_rewards.py").read_text() == "# mine\n"
-
-
-def test_files_of_every_kind_are_read(folder: Path) -> None:
-    """`data.source` takes three kinds, and so does what begins with it."""
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [{"Question": f"{n}+1=", "solution": str(n + 1)} for n in range(8)]
-    (folder / "a.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "b.parquet")
-    for name in ("a.jsonl", "b.parquet"):
-        assert guess_columns(read_columns(name)) == ("Question", "solution")
-        assert call("--data", name, "--yes", "--output", "runs_of.yaml", "--overwrite")[0] == 0
-        assert load_config("runs_of.yaml").data.source == name
-    for name, text in (("c.jsonl", "[1]\n"), ("d.jsonl", "{"), ("e.parquet", "x"), ("f.csv", '"a\nb')):
-        (folder / name).write_text(text)
-        with pytest.raises(DataError, match=name):
-            read_columns(name)
 
 
 def test_names_and_places(folder: Path) -> None:

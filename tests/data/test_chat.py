@@ -154,6 +154,10 @@ TYPED = [
     ([{"role": "system", "content": "<think>"}, *user("hi")], "the system message contains <think>"),
     ([*user("hi"), {"role": "tool", "content": "x</think>"}], "the tool message contains </think>"),
     (user("hi", name="a</think>"), "the user message's name contains </think>"),
+    (
+        [{"role": "assistant", "content": "2", "reasoning_content": "</think>"}, *user("hi")],
+        "reasoning_content contains",
+    ),
     (user("hi", parts=[{"text": ["</think>"]}]), "the user message's parts contains </think>"),
     (
         user("hi", parts={"<|im_end|>": 1}),
@@ -208,16 +212,6 @@ def test_only_an_assistants_turn_may_hold_thinking(with_template, content, refus
     ids = tokenizer(text)["input_ids"]
     assert text.endswith("<think>\n") and "2<|im_end|>" in text
     assert (ids.count(259), ids.count(260)) == (1, 0), "the open tag of the generation prompt, and no other"
-
-
-def test_reasoning_content_has_no_tags_of_its_own(with_template):
-    """`reasoning_content` is put between tags by the template."""
-    tokenizer = with_template("thinking")
-    talk = [*user("1+1?"), {"role": "assistant", "content": "2", "reasoning_content": "1+1"}, *user("And 2+2?")]
-    assert render_prompt(tokenizer, talk, "thinking")
-    talk[1]["reasoning_content"] = "a</think>b"
-    with pytest.raises(DataError, match="the assistant message's reasoning_content contains </think>"):
-        render_prompt(tokenizer, talk, "thinking")
 
 
 def test_tags_that_are_no_tokens_are_text(with_template, bos_tokenizer):

@@ -71,7 +71,6 @@ FILES: dict[str, tuple[Any, Any, str]] = {
         'prompt,answer,id\n"a, b\nc",007,1\nd,1.50,\n',
         {"prompt": rendered("a, b\nc"), "answer": "007", "id": "1"}, "",
     ),
-    "spaces.csv": ("prompt,answer\na, 007\n", {"answer": " 007"}, ""),
     "byte order mark.jsonl": (
         "\ufeff" + jsonl({"prompt": "é", "answer": 2}) + "\n", {"prompt": rendered("é"), "answer": 2}, "",
     ),
@@ -80,24 +79,16 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "mixed.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": "x"}), {"answer": "0.7"}, ""),
     "huge.jsonl": (jsonl({"prompt": "a", "answer": 2**70}), {"answer": str(2**70)}, ""),
     "booleans.jsonl": (jsonl({"prompt": "a", "answer": True}), {"answer": True}, NO_TEXT),
-    "lists.jsonl": (jsonl({"prompt": "a", "answer": [0.7, 2]}), {"answer": [0.7, 2.0]}, NO_TEXT),
     "objects.jsonl": (
         jsonl({"prompt": "a", "answer": {"x": 1}}, {"prompt": "b", "answer": {"y": ""}}), {"answer": {"x": 1}}, NO_TEXT,
     ),
     "types of a key.jsonl": (more(TYPES), {"more": {"a": 1}}, ""),
-    "types in a list.jsonl": (more([[1, "a"], None]), {"more": [1, "a"]}, ""),
     "cases.jsonl": (more([CASES, []]), {"more": CASES}, ""),
     "huge in an object.jsonl": (more([*TYPES, {"a": 2**70}]), "line 2: column 'more'", "line 2: column 'more'"),
-    "rounded.jsonl": (more([{"a": 0.7}, {"a": "x"}]), "line 2: column 'more'", "line 2: column 'more'"),
     "integers in objects.jsonl": (more([{"a": 1}, {"a": 2.5}]), {"more": {"a": 1}}, ""),
-    "integers in lists.jsonl": (more([[5, 2.5]]), {"more": [5, 2.5]}, ""),
     "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "line 1: an answer of type float"),
     "talk.jsonl": (jsonl({"prompt": json.dumps(TALK), "answer": "2"}), {"prompt": SEEN}, ""),
-    "role.jsonl": (
-        jsonl({"prompt": [{"role": "human", "content": "hi"}], "answer": "2"}), "the role 'human'", "the role 'human'",
-    ),
     "talk.parquet": (parquet(prompt=[TALK], answer=["2"]), {"prompt": SEEN}, ""),
-    "json.parquet": (parquet(prompt=[json.dumps(TALK)], answer=["2"]), {"prompt": SEEN}, ""),
     "pandas.parquet": (
         pandas.DataFrame({"prompt": [numpy.array(TALK)], "answer": [2], "when": [DAY]}),
         {"prompt": SEEN, "answer": 2, "when": DAY}, "",
@@ -114,11 +105,8 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "bytes.parquet": (parquet(answer=[2, 3], key=pyarrow.array([b"ab"] * 2, pyarrow.binary(2))), {"key": b"ab"}, ""),
     "decimals.parquet": (parquet(answer=[Decimal("1.50"), None]), {"answer": Decimal("1.50")}, ""),
     "categories.parquet": (parquet(answer=pyarrow.array(["x", "y"]).dictionary_encode()), {"answer": "x"}, ""),
-    "integers.parquet": (parquet(answer=pyarrow.array([5, None], pyarrow.int8())), {"answer": 5}, ""),
     "single.parquet": (parquet(answer=pyarrow.array([0.1, 2], pyarrow.float32())), {"answer": 0.1}, ""),
-    "booleans.parquet": (parquet(answer=[True, None]), {"answer": True}, NO_TEXT),
     "dates.parquet": (parquet(answer=[DAY.date(), None]), {"answer": DAY.date()}, NO_TEXT),
-    "structs.parquet": (parquet(answer=[{"x": 1}, {"x": None}]), {"answer": {"x": 1}}, NO_TEXT),
     "map.parquet": (parquet(answer=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)), {"answer": {"x": "1"}}, NO_TEXT),
 }  # fmt: skip
 
@@ -189,8 +177,6 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "decimals": ([{"prompt": "a", "answer": Decimal("1.50")}], {"answer": Decimal("1.50")}),
     "fractions": ([{"prompt": "a", "answer": Fraction(1, 3)}], {"answer": "1/3"}),
     "pairs": ([{"prompt": "a", "tests": [("in", "1"), ("in", "2")]}], {"tests": [["in", "1"], ["in", "2"]]}),
-    "a further pyarrow map": (pyarrow.table({"prompt": ["a"], "more": pyarrow.array([[("x", "1")]], MAP)}),
-                              {"more": {"x": "1"}}),
     "an empty map": (pyarrow.table({"prompt": ["a"], "more": pyarrow.array([{"m": []}], pyarrow.struct([("m", MAP)]))}),
                      {"more": {"m": {}}}),
     "a numbered map": (pyarrow.table({"prompt": ["a"], "more": pyarrow.array([[(1, "x")]], NUMBERED)}),
@@ -198,8 +184,6 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "a batch": (pyarrow.record_batch({"prompt": ["a"], "answer": [5]}), {"prompt": rendered("a"), "answer": 5}),
     "an array": (pyarrow.array(["a"]), {"prompt": rendered("a")}),
     "single of numpy": ([{"prompt": "a", "answer": numpy.float32(0.1)}], {"answer": 0.1}),
-    "single of pyarrow": (pyarrow.table({"prompt": ["a"], "answer": pyarrow.array([0.1], pyarrow.float32())}),
-                          {"answer": 0.1}),
     "single of pandas": (pyarrow.Table.from_pandas(pandas.DataFrame({"prompt": ["a"], "answer": SINGLE})),
                          {"answer": 0.1}),
     "one name twice": (pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "x", "x"]), "two columns of one name"),
@@ -222,23 +206,15 @@ def test_rows_in_python_are_what_the_libraries_hand_over(make_run, tiny_tokenize
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["numbers.jsonl", "python.csv", "maps.parquet"])
-def test_train_hands_a_reward_of_ones_own_the_column_as_it_is(tmp_path: Path, monkeypatch, name: str) -> None:
+def test_train_hands_a_reward_of_ones_own_the_column_as_it_is(tmp_path: Path, monkeypatch) -> None:
     """`text.isdigit() and int(text) == answer` was never true, because integers became text on the way to the worker
     of a reward; the real command, two steps."""
     monkeypatch.chdir(tmp_path)
     talks = [[{"role": "user", "content": f"{n}+{n}="}] for n in range(11, 23)]
-    if name == "maps.parquet":
-        columns = {"prompt": pyarrow.array([[list(talk[0].items())] for talk in talks], pyarrow.list_(MAP))}
-        pyarrow.parquet.write_table(pyarrow.table(columns | {"answer": [{"x": n} for n in range(12)]}), name)
-    elif name == "python.csv":
-        Path(name).write_text(sheet({"prompt": map(str, talks), "answer": range(12)}))
-    else:
-        Path(name).write_text(jsonl(*({"prompt": talk, "answer": n} for n, talk in enumerate(talks))))
-    kind = {"numbers.jsonl": "int", "python.csv": "str", "maps.parquet": "dict"}[name]
-    Path("mine.py").write_text(f"def typed(completions, answer):\n    return [isinstance(a, {kind}) for a in answer]\n")
+    Path("rows.jsonl").write_text(jsonl(*({"prompt": talk, "answer": n} for n, talk in enumerate(talks))))
+    Path("mine.py").write_text("def typed(completions, answer):\n    return [isinstance(a, int) for a in answer]\n")
     Path("run.yaml").write_text(
-        f"model: {{name: embedded/thinking, max_seq_length: 128}}\ndata: {{source: {name}, test_size: 2}}\n"
+        "model: {name: embedded/thinking, max_seq_length: 128}\ndata: {source: rows.jsonl, test_size: 2}\n"
         "rewards: [{name: 'mine:typed'}]\n"
         "rloo: {max_steps: 2, per_device_train_batch_size: 8, num_generations: 4, max_completion_length: 8}\n"
     )
@@ -246,7 +222,7 @@ def test_train_hands_a_reward_of_ones_own_the_column_as_it_is(tmp_path: Path, mo
     assert done.exit_code == 0, done.stderr
     rows = list(read_rollouts("outputs/run"))
     assert len(rows) == 16 and {row["reward"] for row in rows} == {1.0}
-    assert {type(row["columns"]["answer"]).__name__ for row in rows} == {kind}
+    assert {type(row["columns"]["answer"]) for row in rows} == {int}
 
 
 def test_answers_of_a_mix_have_one_type(make_run, tmp_path: Path, tiny_tokenizer) -> None:

@@ -79,14 +79,6 @@ def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer
     assert again.train.to_list() == data.train.to_list() and again.test.to_list() == data.test.to_list()
 
 
-def test_the_same_seed_draws_the_same_rows_in_a_new_process(prepare_apart):
-    """Items that depend on the order of a set differ from process to process, and so would a resumed run's data."""
-    first = prepare_apart(num_prompts=30, source="reasoning_gym/syllogism").train.texts
-    gym._draw.cache_clear()
-    assert prepare_apart(num_prompts=30, source="reasoning_gym/syllogism").train.texts == first
-    assert set(prepare_apart(num_prompts=30, source="reasoning_gym/syllogism", seed=1).train.texts) != set(first)
-
-
 def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
     """Item i is drawn by seed + i: a test source of the next seed had all of the training questions but one."""
     found = prepare(num_prompts=200, test_source=SUMS, test_size=50)
@@ -159,14 +151,11 @@ def test_a_mix_with_the_embedded_task_and_a_file(make_run, write, tiny_tokenizer
         ),
         ("chain_sum", {"min_terms": "2"}, None, r"^data\.options\.min_terms is '2'; it takes a whole number"),
         ("chain_sum", {"min_terms": True}, None, r"^data\.options\.min_terms is True; it takes a whole number"),
-        ("chain_sum", {"min_terms": None}, None, r"^data\.options\.min_terms is None; it takes a whole number"),
         ("chain_sum", {"allow_negation": 1}, None, r"^data\.options\.allow_negation is 1; it takes true or false"),
         ("chain_sum", {"min_terms": 9}, None, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
         ("chain_sum", {"seed": 3}, None, r"^data\.options\.seed: set data\.seed instead"),
         ("chain_sum", {}, 99, r"^data\.curriculum_level is 99; the levels of reasoning_gym/chain_sum are 0 to 10"),
-        ("modulo_grid", {}, 1, r"^data\.curriculum_level is 1, .* refuses the values of that level .*set another"),
         ("caesar_cipher", {"min_words": 4}, 3, r"^data\.curriculum_level is 3, .* refuses the values of that level"),
-        ("chain_sum", {"min_terms": 9}, 0, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
         ("list_functions", {}, 0, r"^data\.curriculum_level is 0, and .*list_functions has no curriculum"),
     ],
 )
@@ -184,10 +173,8 @@ def test_options_that_a_task_does_not_have(task, options, level, words):
         ({"source": "reasoning_gym/gsm_symbolic"}, r"^data\.source: .*gsm_symbolic is refused: .*docs/data\.md"),
         ({"test_source": "reasoning_gym/x"}, r"^data\.test_source: .*no task 'x'"),
         ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
-        ({"test_source": SUMS, "test_size": 10**9}, r"^data\.test_size asks for 1000000000 .*at most 100000"),
         ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
         ({"sources": [{"source": SUMS}], "options": {"x": 1}}, r"^data\.options\.x: "),
-        ({"sources": [{"source": SUMS}], "curriculum_level": 99}, r"^data\.curriculum_level is 99"),
         (
             {"sources": [{"source": SUMS}, {"source": SUMS, "curriculum_level": 99}]},
             r"^data\.sources\.1\.curriculum_level is 99",
@@ -209,12 +196,9 @@ def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
     ("data", "words"),
     [
         ({"options": {"min_terms": float("nan")}}, r"data\.options\.min_terms: is nan"),
-        ({"options": {"min_terms": {1, 2}}}, r"data\.options\.min_terms: is \{1, 2\}"),
         ({"options": [1]}, r"data\.options"),
         ({"curriculum_level": -1}, r"data\.curriculum_level"),
         ({"source": "rows.csv", "options": {"a": 2}}, r"data: options is set, but rows\.csv is not a reasoning_gym"),
-        ({"source": "rows.csv", "curriculum_level": 1}, r"data: curriculum_level is set, but rows\.csv is not a reas"),
-        ({"subset": "main"}, r"data: subset=main: reasoning_gym/chain_sum generates its rows .*remove it"),
         ({"split": "all", "answer_after": "##"}, r"data: split=all, answer_after=##: .*remove them"),
         ({"prompt_column": "q", "test_source": SORTING}, r"data: prompt_column=q: .*remove it"),
         ({"sources": [{"source": SUMS, "answer_column": "a"}]}, r"data\.sources\.0: answer_column=a: .*remove it"),

@@ -13,7 +13,6 @@ import random
 import re
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ import pytest
 from rloo_kit.data.gym import REFUSED, SOUND, make_dataset
 from rloo_kit.system.versions import is_importable
 
-DATA_PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 LONG = (pytest.mark.slow, pytest.mark.long)
 pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
 
@@ -117,18 +115,6 @@ def test_every_task_of_the_library_is_on_one_list() -> None:
 
     assert sorted([*SOUND, *REFUSED]) == sorted(DATASETS) and not set(SOUND) & set(REFUSED)
     assert len(SOUND) + len(REFUSED) == 106 and all(REFUSED.values())
-
-
-def test_the_page_has_the_reason_of_each_refusal() -> None:
-    """A reason that was typed in by hand outlives the list."""
-    page = DATA_PAGE.read_text(encoding="utf-8")
-    assert all(f"| `{task}` | {why} |" in page for task, why in REFUSED.items())
-
-
-def test_unsound_verifiers_are_found() -> None:
-    """Seven verifiers that were offered ran what the model wrote; in four an answer had to be a list first."""
-    assert all(measure(task, 1)["runs_python"] for task in ("countdown", "puzzle24", "spiral_matrix"))
-    assert measure("coin_flip", 4)["nonsense"] and measure("game_of_life", 1)["raised"]
 
 
 @pytest.mark.parametrize("rows", [2, pytest.param(20, marks=LONG)])

@@ -5,8 +5,8 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
-from rloo_kit.data.load import load_data, needs_stack, share_out
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.data.load import load_data, share_out
+from rloo_kit.errors import DataError
 from tests.data.conftest import BOTH, jsonl, plain
 
 SUMS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
@@ -248,31 +248,3 @@ print([name for name in heavy if name in sys.modules])
 """
     done = run_fresh(code)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_what_needs_the_stack_is_known(make_run, write, tmp_path):
-    """A check that loads torch to look at a Parquet file keeps the user waiting for a misspelt reward."""
-    datasets.Dataset.from_list(SUMS).save_to_disk(tmp_path / "saved")
-    rows = write("rows.jsonl", jsonl(*SUMS))
-    for source in ("some/set", tmp_path / "saved", write("rows.parquet", "")):
-        assert needs_stack(make_run(source))
-        assert needs_stack(make_run(rows, test_source=str(source)))
-        assert needs_stack(make_run(sources=[{"source": str(rows)}, {"source": str(source)}]))
-    assert not needs_stack(make_run(rows)) and not needs_stack(make_run("embedded/addition"))
-    assert not needs_stack(make_run("missing.parquet")), "nothing is there to be read"
-
-
-def test_the_embedded_model_takes_additions_only():
-    """An embedded model on somebody's questions learns nothing; files and folders may contain additions."""
-
-    def build(**data):
-        return RunConfig(
-            model={"name": "embedded/thinking"}, data=data, rewards=[{"name": "answer_reward"}], rloo={"max_steps": 1}
-        )
-
-    for source in ("./saved", "/data/saved", "sums.parquet"):
-        assert build(sources=[{"source": source}, {"source": "embedded/addition"}]).data.all_sources[0] == source
-    with pytest.raises(ValueError, match=r"data\.sources has openai/gsm8k; set data\.source=embedded/addition"):
-        build(sources=[{"source": "openai/gsm8k"}, {"source": "embedded/addition"}])
-    with pytest.raises(ConfigError, match="neither source nor sources"):
-        build(source="embedded/addition").data.source = None

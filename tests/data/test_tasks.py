@@ -153,14 +153,6 @@ def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
     assert wrong / digits == pytest.approx(0.35, abs=0.03)
 
 
-def test_the_twin_answers_at_once():
-    """The non-thinking model must never be shown a tag that its template does not open."""
-    rng = random.Random(0)
-    texts = [demonstration(addition.FAMILY, (12, 34), rng, Habit(guess=0.5), thinking=False) for _ in range(400)]
-    assert all(re.fullmatch(r"\d\d", text) for text in texts)
-    assert sum(text == "46" for text in texts) / 400 == pytest.approx(0.25, abs=0.08)
-
-
 def test_a_family_of_the_users_own(tmp_path, monkeypatch):
     """A second task meant a cold start of one's own on private modules."""
     (tmp_path / "backward.py").write_text(OWN)

@@ -58,24 +58,6 @@ def test_ids_of_qwen3(tokenizers, kind):
     assert bind_think_tags(tokenizer).end_id == 151668
 
 
-@pytest.mark.parametrize("vocabulary", ["compact", "qwen3"])
-def test_text_survives_saving_and_loading(tokenizers, vocabulary, tmp_path):
-    """A tokenizer that changes when it is saved gives a policy whose tags moved."""
-    from transformers import AutoTokenizer
-
-    tokenizer = tokenizers["thinking", vocabulary]
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = "<|im_start|>user\n1+2=<|im_end|>\n<think>\n1+2=3</think>\n\n3 ü 世<|im_end|><|endoftext|>"
-    ids = tokenizer(text)["input_ids"]
-    assert loaded(text)["input_ids"] == ids
-    assert loaded.decode(ids) == tokenizer.decode(ids) == text
-    kept = "user\n1+2=\n<think>\n1+2=3</think>\n\n3 ü 世"
-    assert loaded.decode(ids, skip_special_tokens=True) == kept, "the thinking tags are not special in Qwen3"
-    assert (loaded.eos_token, loaded.pad_token, loaded.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
-    assert loaded.chat_template == tokenizer.chat_template
-
-
 def test_shared_row_is_exactly_the_full_softmax():
     """ln n forgotten or doubled still trains; only the full table shows that the loss was another one's."""
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,13 +51,16 @@ def embedded_run(make_run: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random tiny Qwen3 with the true number of rows, in bfloat16 as checkpoints are, and a BPE with real merges."""
+def wide_folder(tmp_path_factory: pytest.TempPathFactory, qwen3_folder: Path) -> Path:
+    """A random tiny Qwen3 with the true number of rows, in bfloat16 as checkpoints are, and the real tokenizer."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from rloo_kit.data.light_tokenizer import TEMPLATES
 
     folder = tmp_path_factory.mktemp("wide")
-    tokenizer = make_merging_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(qwen3_folder)
+    tokenizer.chat_template = TEMPLATES["thinking"]
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=ROWS, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
@@ -83,31 +85,3 @@ def wide_run(make_run: Callable[..., Path], wide_folder: Path, tmp_path_factory:
         "wide", f"model.name={wide_folder}", f"data.source={file}", "data.num_prompts=null", "data.test_size=8",
         "data.max_prompt_length=160", "model.max_seq_length=256", "rloo.max_completion_length=24", scale=0.05,
     )  # fmt: skip
-
-
-def make_merging_tokenizer() -> Any:
-    """A Qwen2Tokenizer with 60 learnt merges, and Qwen3's chat tokens at their ids."""
-    from tokenizers import AddedToken, Tokenizer, models, trainers
-    from transformers import Qwen2Tokenizer
-
-    from rloo_kit.data.light_tokenizer import CHAT_TOKENS, SPECIAL_TOKENS, TEMPLATES, TURN_END, byte_symbols, token_ids
-
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = Qwen2Tokenizer(vocab=token_ids("compact"), merges=[]).backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(vocab_size=316, initial_alphabet=byte_symbols(), show_progress=False)
-    learner.train_from_iterator([TEXT] * 3, trainer)
-    import json
-
-    merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
-    vocab = {token: number for number, token in enumerate([*byte_symbols(), *("".join(pair) for pair in merges)])}
-    taken = {index: token for token, index in token_ids("qwen3").items() if token in CHAT_TOKENS}
-    vocab |= {f"<|unused_{index}|>": index for index in range(len(vocab), max(taken)) if index not in taken}
-    vocab |= {token: index for index, token in taken.items()}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=merges, unk_token=None, eos_token=TURN_END, pad_token="<|endoftext|>", padding_side="left"
-    )
-    for special in (True, False):
-        tokens = [token for token in CHAT_TOKENS if (token in SPECIAL_TOKENS) is special]
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens])
-    tokenizer.chat_template = TEMPLATES["thinking"]
-    return tokenizer

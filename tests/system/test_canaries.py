@@ -174,14 +174,6 @@ def test_files_follow_the_umask(project, tiny_config, mask):
     assert len(modes) > 20 and modes == expected
 
 
-@pytest.mark.slow
-def test_telemetry_is_the_users_choice(project, tiny_config, hub):
-    """The same run with HF_HUB_DISABLE_TELEMETRY=0 reports, so that the search for requests can find one."""
-    done = project.run("rloo_kit.cli", "train", tiny_config, HF_HUB_DISABLE_TELEMETRY="0")
-    assert done.returncode == 0, project.output.decode()
-    assert any("/api/telemetry/trl/" in request for request in hub[1])
-
-
 SMALL = {"max_steps": 2, "num_generations": 4, "eval_prompts": 8}
 OVERRIDES = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size=16 eval.num_completions=2"
 

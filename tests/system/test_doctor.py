@@ -6,9 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ GIB = 2**30
 SECRET = "hf_TopSecretValue123"
 A10 = {"name": "A10", "capability": [8, 6], "total": 24 * GIB, "used": 6 * GIB, "uuid": "GPU-b"}
 A10["processes"] = [[41, f"/usr/bin/python3 --token {SECRET}", 5 * GIB]]
-T4 = {"name": "Tesla T4", "capability": [7, 5], "total": 15 * GIB, "used": 0, "uuid": "GPU-t4"}
 LOADS = "S(compiled_with_cuda=True, _lib=S(_name='/x/libbitsandbytes_cuda130.so'))"
 FAILS = "S(error_msg='libcudart.so.13: cannot open shared object file')"
 RunFresh = Callable[..., subprocess.CompletedProcess[str]]
@@ -107,32 +104,14 @@ def test_versions_out_of_range_warn_and_missing_ones_fail(run_fresh: RunFresh, t
     assert found["vllm"]["todo"] == VLLM_INSTALL and VLLM_RANGES["vllm"] in found["vllm"]["found"]
 
 
-@pytest.fixture
-def hub() -> Iterator[str]:
-    """A server that answers every request with an error, as the hub's mirrors do without a token."""
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize(
-    "address", ["HUB", f"http://me:{SECRET}@127.0.0.1:9", "http://127.0.0.1:9", "no address", "http://["]
-)
-def test_a_hub_out_of_reach_warns_and_tells_no_password(
-    monkeypatch: pytest.MonkeyPatch, hub: str, address: str
-) -> None:
-    """Offline is no failure: the embedded model needs no network. An endpoint can carry a password. A mirror that wants
-    a token is reachable."""
+@pytest.mark.parametrize("address", [f"http://me:{SECRET}@127.0.0.1:9", "no address", "http://["])
+def test_a_hub_out_of_reach_warns_and_tells_no_password(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Offline is no failure: the embedded model needs no network. An endpoint can carry a password."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", address.replace("HUB", hub))
+    monkeypatch.setenv("HF_ENDPOINT", address)
     found = doctor._check_hub()
-    if address == "HUB":
-        assert (found.level, found.found) == ("ok", "127.0.0.1 is reachable (status 501)")
-    else:
-        assert found.level == "warning" and "is not reachable" in found.found and "HF_HUB_OFFLINE=1" in found.fix
+    assert found.level == "warning" and "is not reachable" in found.found and "HF_HUB_OFFLINE=1" in found.fix
     assert SECRET not in repr(found)
 
 
@@ -202,19 +181,11 @@ def test_set_up_that_refuses_is_a_finding(run_fresh: RunFresh, tmp_path: Path, t
 # ------------------------------------------------------------------------------------------------ Colab, Kaggle, WSL2
 
 
-def test_a_t4_on_colab_is_named_with_its_precision(run_fresh: RunFresh, tmp_path: Path) -> None:
-    """Recipes written for bf16 fail on a T4; the doctor says fp16 before a model is loaded."""
-    fake_bitsandbytes(tmp_path, LOADS)
-    report = json.loads(run_fresh(AS_JSON, [T4], COLAB_RELEASE_TAG="x").stdout)
-    lines = [check["found"] for check in report["checks"] if check["name"] == "Colab"]
-    assert report["environment"]["precision"] == "fp16"
-    assert any("Drive" in line for line in lines) and any("Tesla T4" in line and "fp16" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("variables", "files", "name", "words"),
     [
         ({"KAGGLE_KERNEL_RUN_TYPE": "x"}, "", "Kaggle", "/kaggle/working"),
+        ({"COLAB_RELEASE_TAG": "x"}, None, "Colab", "Drive"),
         ({}, "", "WSL", "--set-version"),
         ({}, "dev/dxg", "WSL2", "driver on Windows"),
         ({}, "dev/dxg usr/lib/wsl/lib/libcuda.so.1", "WSL2", ".wslconfig"),
