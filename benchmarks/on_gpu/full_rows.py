@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from on_gpu import memory
 from rloo_kit.loop.arguments import mixed_precision
 from rloo_kit.loop.memory import MemoryPeak
 from rloo_kit.preflight.steps import load_of, take_steps
@@ -17,6 +18,7 @@ def measure_rollout(policy: Any, run: Any, rows: int, tokens: int, decoded: int)
     """Decode the last `decoded` of `tokens` tokens of `rows` rows by the run's engine, in the trainer's precision."""
     engine, precision = full_engine(policy, run, rows), mixed_precision(run)
     dtype = torch.bfloat16 if precision["bf16"] else torch.float16
+    memory.settle(torch.cuda)
     with MemoryPeak() as peak, torch.autocast(policy.model.device.type, dtype, enabled=any(precision.values())):
         decode_ends(engine, rows, tokens, decoded)
     return peak
@@ -32,10 +34,10 @@ def measure_steps(policy: Any, run: Any, rows: int, decoded: int) -> tuple[Memor
     def decode(_engine: Any) -> None:
         if trainings:
             trainings[-1].finish()
-        with MemoryPeak(settled=False) as peak:
+        with MemoryPeak() as peak:
             decode_ends(engine, rows, tokens, decoded)
         rollouts.append(peak)
-        trainings.append(MemoryPeak(settled=False).start())
+        trainings.append(MemoryPeak().start())
 
     take_steps(policy, run, decode)
     trainings[-1].finish()

@@ -6,29 +6,24 @@ one row per completion, padded on the right (Unsloth's training forward drops th
 Shapes: S sequences (prompt + completion), T tokens of the layout, N scored tokens (all completion tokens).
 """
 
-import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-try:
-    from torch.nn.attention.varlen import varlen_attn as _varlen_attention
-except ImportError:
-    _varlen_attention = None
-
+TAKES_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not torch 2.11; the kernel is the same
 Span = tuple[int, int]  # start and end (exclusive) in a flat row
 
 SPARED_CALL = 32**2  # padded attention scores that cost about as much as one more call (measured, one thread)
 NAME = "rloo_packed"
 PLAIN = "sdpa"  # used by calls without a plan, and the only setting that `install` replaces
-KERNEL_OPTIONS = {"scale", "window_size"}  # of torch's variable-length attention; its first releases lack them
-KERNEL_GPU = (8, 0)  # lowest compute capability that it runs on (Ampere)
+KERNEL_GPU = (8, 0)  # lowest compute capability of torch's variable-length attention (Ampere)
 
 
 @dataclass(frozen=True)
@@ -311,17 +306,9 @@ def attend_by_plan(
 
 
 def _takes_one_call(query: torch.Tensor) -> bool:
-    """Whether torch and the GPU have the variable-length kernel; buckets do not need it."""
-    if _varlen_attention is None or not query.is_cuda or query.dtype.itemsize != 2:
-        return False
-    return _options(_varlen_attention) >= KERNEL_OPTIONS and (
-        torch.cuda.get_device_capability(query.device) >= KERNEL_GPU
-    )
-
-
-@functools.cache
-def _options(kernel: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(kernel).parameters)
+    """Whether the GPU has the variable-length kernel; buckets do not need it."""
+    is_narrow = query.is_cuda and query.dtype.itemsize == 2
+    return is_narrow and torch.cuda.get_device_capability(query.device) >= KERNEL_GPU
 
 
 def _attend_in_one_call(
@@ -331,6 +318,6 @@ def _attend_in_one_call(
     parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # a window of (-1, 0) is causal
-    if "enable_gqa" in _options(_varlen_attention):  # torch 2.11 lacks this option; the kernel is the same
+    if TAKES_GROUPED:
         options["enable_gqa"] = query.size(1) != key.size(1)
-    return _varlen_attention(*parts, *bounds, **options).index_select(0, plan.flat_inverse)
+    return varlen_attn(*parts, *bounds, **options).index_select(0, plan.flat_inverse)

@@ -18,7 +18,7 @@ from trl.trainer.utils import use_adapter
 
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.gradient import packing
-from rloo_kit.gradient.logprobs import attach_token_scoring
+from rloo_kit.gradient.logprobs import Scores, attach_token_scoring
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out, token_weights
 from rloo_kit.models.adapters import same_as_reference
 from rloo_kit.models.parallel import Parallel
@@ -50,19 +50,6 @@ class Tolerance:
 TOLERANCE, TOLERANCE_16_BITS = Tolerance(1e-3, 1e-3, 1e-3), Tolerance(0.05, 0.5, 0.15)
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores of the N completion tokens, group by group, completion after completion: nats, float32.
-
-    `logps` carries a gradient where grad is enabled; `entropies` never does and is None unless requested. `aux_loss`
-    is the auxiliary loss of a mixture of experts, if requested.
-    """
-
-    logps: torch.Tensor
-    entropies: torch.Tensor | None
-    aux_loss: torch.Tensor | None = None
-
-
 class Scorer:
     """Scores completions under one model.
 
@@ -76,12 +63,10 @@ class Scorer:
         layouts: those that may be used. layout: the one in use. reason: one line, why these.
 
     Raises:
-        BackendError: the head is not plain, or `layout` is unknown.
+        BackendError: the head is not plain.
     """
 
     def __init__(self, model: torch.nn.Module, temperature: float, pad_id: int, layout: str = "auto"):
-        if layout not in ("auto", *LAYOUTS):
-            raise BackendError(f"layout is {layout!r}; it is one of auto, {', '.join(LAYOUTS)}")
         causal = causal_model(model)
         self.pad_id, self.temperature = pad_id, temperature
         self._keywords = packed_keywords(causal) or packing.keywords
@@ -101,7 +86,7 @@ class Scorer:
         need_entropy: bool = True,
         balanced: torch.Tensor | None = None,
     ) -> Scores:
-        """Log-probabilities of all completion tokens, in one pass.
+        """Scores of all completion tokens, group by group, completion after completion, in one pass.
 
         Args:
             model: this scorer's model, possibly wrapped since, with whichever adapter is active.
@@ -203,7 +188,7 @@ class Scorer:
         keywords = {} if layout == "padded" else self._keywords(laid, layout)
         if balanced is not None:
             keywords["token_weights"] = token_weights(groups, balanced, layout)
-        found = model(
+        found: Scores = model(
             input_ids=laid.input_ids,
             score_positions=laid.score_positions,
             score_targets=laid.score_targets,
@@ -211,7 +196,7 @@ class Scorer:
             need_entropy=need_entropy,
             **keywords,
         )
-        return Scores(found.logps, found.entropies, found.aux_loss)
+        return found
 
 
 class PolicyScorer:

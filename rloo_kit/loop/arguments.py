@@ -12,7 +12,7 @@ from rloo_kit.collective import gather_objects
 from rloo_kit.config.old_names import TRAINER_NAMES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.loop.options import RLOOConfig, check_options, option
+from rloo_kit.loop.options import RLOOConfig, check_options
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
@@ -192,7 +192,7 @@ def _take_vllm(args: Any) -> None:
     args.rollout_engine = "vllm"
     if args.vllm_mode == "server":
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        args.rollout_engine, args.rollout_server_url = "server", option(args, "rollout_server_url") or url
+        args.rollout_engine, args.rollout_server_url = "server", getattr(args, "rollout_server_url", None) or url
 
 
 def _columns(dataset: Any, args: Any) -> list[str] | None:
@@ -200,7 +200,7 @@ def _columns(dataset: Any, args: Any) -> list[str] | None:
     names = getattr(dataset, "column_names", None)
     if names is None:
         return None
-    return [*names, *(["thinking_forced"] if option(args, "thinking_budget") is not None else [])]
+    return [*names, *(["thinking_forced"] if getattr(args, "thinking_budget", None) is not None else [])]
 
 
 def _default_config(model: Any) -> RLOOConfig:

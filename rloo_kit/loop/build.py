@@ -17,7 +17,7 @@ from rloo_kit.gradient.objective import Objective, choose_ratio_form
 from rloo_kit.gradient.scorer import PolicyScorer, Scorer
 from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler
 from rloo_kit.loop.metrics import Recorder
-from rloo_kit.loop.options import name_settings, option
+from rloo_kit.loop.options import name_settings
 from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
     """The step of a trainer that TRL has built; raises ConfigError or BackendError for options that cannot work."""
     args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
-    budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
+    budgets = args.thinking_budget, args.answer_budget, args.thinking_close
     limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
     sampler = Sampler(trainer, _build_engine(trainer), limits, parallel)
     settings = choose_settings(trainer, sampler.engine)
@@ -54,7 +54,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
         Scorer(trainer.model, trainer.temperature, tokenizer.pad_token_id),
         parallel,
         beta=trainer.beta,
-        reference=option(args, "reference"),
+        reference=args.reference,
         reference_model=trainer.ref_model,
         checkpointing=args.gradient_checkpointing_kwargs,
     )
@@ -66,7 +66,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
         scorer,
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,
-        FailureCount(option(args, "max_skipped_steps")),
+        FailureCount(args.max_skipped_steps),
         PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,
     )
 
@@ -121,12 +121,12 @@ def choose_settings(trainer: trl.RLOOTrainer, engine: Engine) -> StepSettings:
     on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     is_cpu = trainer.accelerator.device.type == "cpu"
     advantage = _read(AdvantageSettings, args)
-    ratio_form = choose_ratio_form(option(args, "ratio_form"), advantage.kl_form, option(args, "token_mean"))
+    ratio_form = choose_ratio_form(args.ratio_form, advantage.kl_form, args.token_mean)
     bounds = {"epsilon_low": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
     config = trainer.model.config.get_text_config()  # of a mixture's dense sibling too (Granite, Jamba): no routers
     experts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     is_dense = max([count for count in experts if isinstance(count, int)], default=2) < 2
-    correction = option(args, "sampler_correction")
+    correction = args.sampler_correction
     if correction == "auto":  # another program samples, or from a truncated distribution
         correction = "token" if engine.name in FOREIGN or filters.active else "none"
     return _read(
@@ -139,7 +139,7 @@ def choose_settings(trainer: trl.RLOOTrainer, engine: Engine) -> StepSettings:
         advantage=advantage,
         sampler_correction=correction,
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
-        tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
+        tokens_per_pass=args.tokens_per_pass or TOKENS_PER_PASS[is_cpu],
         aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled and not is_dense else 0.0,
     )
 
@@ -147,7 +147,7 @@ def choose_settings(trainer: trl.RLOOTrainer, engine: Engine) -> StepSettings:
 def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
     """A dataclass of options, each read from the arguments under its field's name, except those in `chosen`."""
     names = [one.name for one in fields(settings) if one.name not in chosen]  # type: ignore[arg-type]
-    return settings(**{name: option(args, name) for name in names}, **chosen)
+    return settings(**{name: getattr(args, name) for name in names}, **chosen)
 
 
 def read_filters(args: Any) -> Filters:
@@ -159,7 +159,7 @@ def read_filters(args: Any) -> Filters:
 
 def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:
     """Why advantages cannot be computed in the pass that scores the policy; None if they can."""
-    memory = option(trainer.args, "memory")
+    memory = trainer.args.memory
     if not on_policy:
         return "the step is off-policy, so log-probabilities of the rollout are needed first"
     if trainer.aux_loss_enabled:
@@ -174,7 +174,7 @@ def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:
 
 def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
     args = trainer.args
-    wanted = option(args, "rollout_engine")
+    wanted = args.rollout_engine
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
             "use_transformers_continuous_batching is set, but the kit samples with its own engines: leave it out "
@@ -187,7 +187,7 @@ def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
         temperature=trainer.temperature,
         end_ids=list(trainer.eos_token_ids),
         pad_id=trainer._tokenizer.pad_token_id,
-        rows=option(args, "rollout_rows"),
+        rows=args.rollout_rows,
         server=_server_settings(trainer) if wanted == "server" else None,
         vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
         filters=read_filters(args),
@@ -213,14 +213,14 @@ def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
     args = trainer.args
     if problem := find_handover_problem(trainer.accelerator.unwrap_model(trainer.model)):
         raise ConfigError(problem)
-    folder = option(args, "rollout_server_adapters") or f"{args.output_dir}/server_adapters"
+    folder = args.rollout_server_adapters or f"{args.output_dir}/server_adapters"
 
     def hand_over(target: Path) -> None:
         write_adapter(trainer.accelerator, trainer.model_wrapped, target)
 
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
-    return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over, run, vocabulary)
+    return ServerSettings(args.rollout_server_url, Path(folder), hand_over, run, vocabulary)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

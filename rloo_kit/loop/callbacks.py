@@ -184,40 +184,21 @@ class ProgressLine(TrainerCallback):
         self._printed_at, self._printed_step = now, step
 
     def _line(self, state: Any, left_s: float, _since_s: float) -> str:
+        """Without a value that the run does not have."""
         held_out = None if self.evaluations is None else self.evaluations.history.value
         per_second = tokens_per_second(self.writer.rows, after=self._printed_step or self._first_step)
-        return progress_line(state.global_step, state.max_steps, self._logs, per_second, left_s, held_out)
-
-
-def progress_line(
-    step: int,
-    steps: int,
-    logs: dict[str, Any],
-    tokens_per_s: float | None,
-    left_s: float,
-    held_out: float | None = None,
-) -> str:
-    """The line itself; a value that the run does not have is left out.
-
-    >>> progress_line(5, 20, {"reward": 0.5, "thinking/mean_length": 41.0}, 812.4, 75)
-    'step 5/20 | reward 0.500 | think 41 | 812 tok/s | eta 1:15'
-    """
-    parts = [f"step {step}/{steps}"]
-    if logs.get("reward") is not None:
-        parts.append(f"reward {logs['reward']:.3f}")
-    means = [logs.get(f"rewards/{name}/mean") for name in REWARDS_WITH_ANSWERS]  # of 0/1 rewards, so the accuracy
-    accuracy = next((value for value in means if value is not None), None)
-    if accuracy is not None:
-        parts.append(f"accuracy {accuracy:.3f}")
-    if held_out is not None:
-        parts.append(f"held-out {held_out:.3f}")
-    if logs.get("thinking/mean_length") is not None:
-        parts.append(f"think {logs['thinking/mean_length']:.0f}")
-    if logs.get("kl") is not None:
-        parts.append(f"kl {logs['kl']:.4f}")
-    if tokens_per_s is not None:
-        parts.append(f"{tokens_per_s:.0f} tok/s")
-    return " | ".join([*parts, f"eta {format_seconds(left_s)}"])
+        logs = self._logs
+        means = [logs.get(f"rewards/{name}/mean") for name in REWARDS_WITH_ANSWERS]  # of 0/1 rewards, so the accuracy
+        values = {
+            "reward {:.3f}": logs.get("reward"),
+            "accuracy {:.3f}": next((value for value in means if value is not None), None),
+            "held-out {:.3f}": held_out,
+            "think {:.0f}": logs.get("thinking/mean_length"),
+            "kl {:.4f}": logs.get("kl"),
+            "{:.0f} tok/s": per_second,
+        }
+        shown = [text.format(value) for text, value in values.items() if value is not None]
+        return " | ".join([f"step {state.global_step}/{state.max_steps}", *shown, f"eta {format_seconds(left_s)}"])
 
 
 class Interrupts(TrainerCallback):

@@ -16,10 +16,12 @@ from rloo_kit.errors import shorten
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models.adapters import load_shards
+from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, read_checkpoint, seal, set_aside
 from rloo_kit.runs.files import read_object, saving, write_json
 from rloo_kit.runs.find import ADAPTER_CONFIG
-from rloo_kit.system.processes import say
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.processes import is_main_process, say
 
 LOOP_STATE = "loop_state.json"
 
@@ -93,6 +95,20 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
         finally:
             trainer._staging = None
         wait_for_all()
+
+
+def publish_adapter(policy: Policy, run_dir: RunDir, **record: Any) -> Path:
+    """Save what was trained as `adapter/` of the run, replaced atomically; all processes call it.
+
+    Args:
+        record: for `trained.json`, as in `save_adapter`.
+    """
+    target, staged = run_dir / "adapter", run_dir / UNFINISHED / "adapter"
+    with saving(target):
+        save_adapter(policy, staged, **record)
+        if is_main_process():
+            publish(staged, target)
+    return target
 
 
 def _place_best(state: Any, folder: Path) -> None:

@@ -15,7 +15,6 @@ import trl
 
 from rloo_kit.errors import DataError, RewardError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
-from rloo_kit.loop.options import option
 from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.guard import GuardedReward
@@ -99,10 +98,10 @@ class Rewarder:
 
     def __init__(self, trainer: Any, parallel: Parallel, tells_forced: bool = False):
         self.trainer, self.parallel, self.tells_forced = trainer, parallel, tells_forced
-        self.missing_eos_penalty = option(trainer.args, "missing_eos_penalty")
-        self.form = option(trainer.args, "normalize_rewards")
-        self.failure_share = option(trainer.args, "max_reward_failure_share")
-        self.failures = FailureCount(option(trainer.args, "reward_failure_steps"))
+        self.missing_eos_penalty = trainer.args.missing_eos_penalty
+        self.form = trainer.args.normalize_rewards
+        self.failure_share = trainer.args.max_reward_failure_share
+        self.failures = FailureCount(trainer.args.reward_failure_steps)
         self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
 
     def judge(self, found: Completions) -> Judged:

@@ -12,8 +12,7 @@ import torch
 
 from rloo_kit.collective import gather_objects
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import BackendError, ConfigError
-from rloo_kit.loop.options import option
+from rloo_kit.errors import ConfigError
 from rloo_kit.plan.parts import Workload, body_bytes, context_bytes, own_bytes, rollout_gib, table_bytes, training_gib
 from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.result import Machine
@@ -28,10 +27,6 @@ class MemoryPeak:
     """The peak of this process's memory from `start` to `finish`, or of a `with` block, in GiB: torch's allocation on a
     GPU, else resident memory (the kernel's own peak if it can be reset, else sampled every 2 ms).
 
-    Args:
-        settled: free garbage and the allocator's cache first, and raise BackendError if memory cannot be measured;
-            False keeps them, as in a run.
-
     Attributes:
         gib: the peak. reserved_gib: what torch's allocator reserved; 0 without a GPU. seconds: between both calls.
         start_gib: resident memory at the start; None on a GPU, or if there is no /proc.
@@ -40,22 +35,13 @@ class MemoryPeak:
     gib = reserved_gib = seconds = 0.0
     start_gib: float | None = None
 
-    def __init__(self, settled: bool = True) -> None:
-        self._settled = settled
-
     def start(self) -> "MemoryPeak":
         self._cuda = torch.cuda if torch.cuda.is_available() else None
         self._thread: threading.Thread | None = None
-        if self._settled:
-            gc.collect()
         if self._cuda is not None:
             self._cuda.synchronize()
-            if self._settled:
-                self._cuda.empty_cache()
             self._cuda.reset_peak_memory_stats()
         else:
-            if self._settled:
-                trim_heap()
             self.start_gib = resident_gib()
             if self.start_gib is not None:
                 try:
@@ -64,8 +50,6 @@ class MemoryPeak:
                     self._most, self._done = self.start_gib, threading.Event()
                     self._thread = threading.Thread(target=self._sample, daemon=True)
                     self._thread.start()
-            elif self._settled:
-                raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
         self._started = time.monotonic()
         return self
 
@@ -106,7 +90,7 @@ class MemoryWatch:
     def __init__(self, load: Workload, machine: Machine, rows: int) -> None:
         self.load, self.machine, self.rows = load, machine, rows
         self._prompt = self._completion = 0
-        self._peak = MemoryPeak(settled=False)
+        self._peak = MemoryPeak()
 
     def __call__(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -178,5 +162,5 @@ def watch_memory(run: RunConfig, config: dict[str, Any], engine: str, args: Any)
         return None
     if engine == "vllm":
         return None
-    load = replace(load, tokens_per_pass=option(args, "tokens_per_pass") or load.tokens_per_pass)
-    return MemoryWatch(load, machine, min(option(args, "rollout_rows") or load.completions, load.completions))
+    load = replace(load, tokens_per_pass=args.tokens_per_pass or load.tokens_per_pass)
+    return MemoryWatch(load, machine, min(args.rollout_rows or load.completions, load.completions))

@@ -63,13 +63,14 @@ _STOCK = next(c for c in reversed(trl.RLOOConfig.__mro__) if c.__name__ == "RLOO
 _STOCK_FIELDS = {f.name: f for f in dataclasses.fields(_STOCK) if f.init}
 
 
-def _default_of(f: "dataclasses.Field[Any]") -> Any:
+def default_of(f: "dataclasses.Field[Any]") -> Any:
+    """The default of a dataclass's field, made if it has a factory."""
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
 
 
 # The options that TRL's class lacks, by name, and a model that checks their values, and four of TRL's, as a file's are.
 _OWN = {name: OPTIONS[name] for name in OPTIONS if name not in {f.name for f in dataclasses.fields(trl.RLOOConfig)}}
-_DEFAULTS = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | {n: o.default for n, o in _OWN.items()}
+_DEFAULTS = {name: default_of(f) for name, f in _STOCK_FIELDS.items()} | {n: o.default for n, o in _OWN.items()}
 _fields: dict[str, Any] = {
     name: (OPTIONS[name].field.annotation, OPTIONS[name].field)
     for name in (*_OWN, "temperature", "max_completion_length", "num_iterations", "beta")
@@ -91,11 +92,6 @@ _INSTEAD = {
     "max_tokens": "max_completion_length", "n": "num_generations", "num_return_sequences": "num_generations",
     **dict.fromkeys(("eos_token_id", "stop", "stop_strings", "stop_token_ids"), "tokenizer.eos_token"),
 }  # fmt: skip
-
-
-def option(args: Any, name: str) -> Any:
-    """The kit's option `name` of `args`, an `RLOOConfig`; its default if `args` is TRL's own class."""
-    return getattr(args, name, OPTIONS[name].default)
 
 
 def _describe(entry: Option) -> str:
@@ -160,7 +156,7 @@ class RLOOConfig(trl.RLOOConfig):
         for name, entry in CONFIG_NAMES.items():  # scripts read back their names, folders and `sanity_check`
             if given.get(name) is not None and entry.kind in (str, bool) and entry.new in (None, "run_name"):
                 setattr(self, name, given[name])
-        whole = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | values
+        whole = {name: default_of(f) for name, f in _STOCK_FIELDS.items()} | values
         asked = {name: dict(value) if isinstance(value, dict) else value for name, value in whole.items()}
         super().__init__(**whole)  # Unsloth's changes dicts in place
         keep_values(self, _STOCK, asked)
@@ -176,9 +172,7 @@ class RLOOConfig(trl.RLOOConfig):
 
 
 _PARAMETERS = {
-    f.name: inspect.Parameter(
-        f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=_default_of(f), annotation=f.type
-    )
+    f.name: inspect.Parameter(f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default_of(f), annotation=f.type)
     for f in dataclasses.fields(RLOOConfig)
     if f.init and f.name not in CONFIG_NAMES
 }
@@ -204,7 +198,7 @@ def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_options(args: Any) -> None:
-    """Check an `RLOOConfig` (the kit's or TRL's) and give its options their types; the ConfigError names each fix."""
+    """Check an `RLOOConfig` (the kit's or TRL's) and give it all options, typed; the ConfigError names each fix."""
     values = _DEFAULTS | vars(args)
     try:
         checked = dict(_OwnOptions.model_validate({name: values[name] for name in _OwnOptions.model_fields}))

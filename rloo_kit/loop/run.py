@@ -4,7 +4,6 @@ However `train` ends, `status.json` has the state and the checkpoint to resume f
 """
 
 import json
-from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
@@ -19,14 +18,15 @@ from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.arguments import loaded_engine, training_arguments
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, TimedSaves
-from rloo_kit.loop.checkpoints import load_weights
+from rloo_kit.loop.checkpoints import load_weights, publish_adapter
 from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.health import HealthGuard, Movement, say_findings
 from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.models.adapters import NO_ADAPTER, drop_reference, gather_adapter
-from rloo_kit.models.policy import Policy, save_adapter, start_engine
+from rloo_kit.models.adapters import NO_ADAPTER, drop_reference
+from rloo_kit.models.parallel import Sharding
+from rloo_kit.models.policy import Policy, start_engine
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
@@ -35,8 +35,7 @@ from rloo_kit.rewarding.guard import reward_name
 from rloo_kit.rewarding.sources import digest_texts, read_sources
 from rloo_kit.rewarding.worker import end_workers, refuse_edited
 from rloo_kit.rollout.engine import choose_engine
-from rloo_kit.runs.checkpoints import UNFINISHED, publish
-from rloo_kit.runs.files import read_object, saving
+from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.run_dir import INPUTS, RunDir
 from rloo_kit.system.console import fill_text
@@ -183,7 +182,7 @@ class _Training:
         self.memory = watch_memory(run, policy.model.config.to_dict(), loaded_engine(run, policy), trainer.args)
         if self.memory is not None:
             trainer.rollout_listeners.append(self.memory)
-        policy.sharding = _Sharding(trainer) if trainer.rloo.parallel.kind == "shards" else None
+        policy.sharding = Sharding(trainer) if trainer.rloo.parallel.kind == "shards" else None
         if self.evaluations is not None:
             self.evaluations.trainer = trainer
         return trainer
@@ -199,7 +198,7 @@ class _Training:
             steps = self.trainer.state.global_step
             if adapter_step is None:
                 adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
-                self._save_adapter(adapter_step)
+                publish_adapter(self.policy, self.run_dir, run=self.run_dir.id, step=adapter_step, steps_done=steps)
             adapter = self.run_dir / "adapter"
             seconds = round(self.writer.seconds, 3)
         finally:
@@ -217,15 +216,6 @@ class _Training:
         return share(
             TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
         )
-
-    def _save_adapter(self, step: int) -> None:
-        """Save the adapter, the weights of `step`, to the run's folder, replaced atomically."""
-        target, staged = self.run_dir / "adapter", self.run_dir / UNFINISHED / "adapter"
-        with saving(target):
-            record = {"run": self.run_dir.id, "step": step, "steps_done": self.trainer.state.global_step}
-            save_adapter(self.policy, staged, **record)
-            if is_main_process():
-                publish(staged, target)
 
     def _is_done_already(self) -> bool:
         """Whether the resumed run has nothing left to do; the trainer would take one step too many."""
@@ -312,23 +302,6 @@ class _Training:
         progress |= {"error": f"{type(error).__name__}: {error}", "stopped_by": stopped, "resume": resume}
         self.run_dir.set_status("failed", **progress)
         say(f"{error}\nThe state is saved in {folder}.")
-
-
-class _Sharding:
-    """The weights of a trainer's model, sharded across processes; see `models.policy.Sharding`."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def whole_weights(self) -> AbstractContextManager[Any]:
-        return self.trainer.rloo.parallel.whole_weights(self.trainer.model_wrapped)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The adapter, or every parameter if there is none: 32B in bf16 take 61 GiB of the main process's memory."""
-        accelerator, model = self.trainer.accelerator, self.trainer.model
-        if not hasattr(model, "peft_config"):
-            return accelerator.get_state_dict(self.trainer.model_wrapped)
-        return gather_adapter(accelerator, model) or {}
 
 
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:

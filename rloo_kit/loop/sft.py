@@ -7,7 +7,7 @@ needs Triton, and the scorer's is the same on every machine.
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.arguments import mixed_precision
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
+from rloo_kit.loop.checkpoints import publish_adapter
+from rloo_kit.loop.options import default_of
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
-from rloo_kit.models.policy import Policy, keep_settings, keep_values, save_adapter
+from rloo_kit.models.policy import Policy, keep_settings, keep_values
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.rewarding.worker import end_workers
-from rloo_kit.runs.checkpoints import UNFINISHED, publish
-from rloo_kit.runs.files import saving
 from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.runs.sft_folder import open_folder
@@ -190,10 +190,7 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
             trainer.train()
         state = trainer.state
         stopped = "interrupted" if interrupts.requested and state.global_step < state.max_steps else None
-        target, staged = run_dir / "adapter", run_dir / UNFINISHED / "adapter"
-        with saving(target):
-            save_adapter(policy, staged)
-            publish(staged, target)
+        target = publish_adapter(policy, run_dir)
     finally:
         policy.trained["SFT"] = trainer.state.global_step + (not interrupts.between_steps)
         with suppress(OSError):
@@ -217,7 +214,10 @@ def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder
         }
         for example in worked.examples
     ]
-    args = _make_config(_arguments(run, policy, folder))
+    # TRL's defaults, even if Unsloth generated the class
+    values = {one.name: default_of(one) for one in fields(_STOCK) if one.init} | _arguments(run, policy, folder)
+    args = trl.SFTConfig(**values)
+    keep_values(args, _STOCK, values)
     arguments = {"model": policy.model, "args": args, "processing_class": policy.tokenizer}
     masters = trainable_tensors(policy.model)
     with keep_settings(arguments):
@@ -232,19 +232,6 @@ def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder
     trainer.remove_callback(PrinterCallback)
     use_text_progress(trainer)
     return trainer
-
-
-def _make_config(values: dict[str, Any]) -> Any:
-    """`SFTConfig` with TRL's defaults, even if Unsloth generated the class."""
-    defaults = {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in fields(_STOCK)
-        if field.init
-    }
-    whole = defaults | values
-    config = trl.SFTConfig(**whole)
-    keep_values(config, _STOCK, whole)
-    return config
 
 
 def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, check_prompts, describe, refuse_idle
 from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.checkpoints import StreamPlace, find_micro_step, load_loop_state, read_place, save_checkpoint
-from rloo_kit.loop.options import name_settings, naming_settings, option
+from rloo_kit.loop.options import name_settings, naming_settings
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models import adapters
@@ -87,7 +87,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self.think_tags = bind_think_tags(self._tokenizer)
         with naming_settings(self.args):
             policy = self.accelerator.unwrap_model(self.model)
-            adapters.settle_reference(policy, self.beta, option(self.args, "reference"))
+            adapters.settle_reference(policy, self.beta, self.args.reference)
             self.rloo = build_step(self, self.think_tags)
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken

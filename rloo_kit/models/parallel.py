@@ -6,7 +6,7 @@ in the last backward pass, so a step with a NaN is counted there, not dropped.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from trl.models.utils import unwrap_model_for_generation
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.models.adapters import gather_adapter
 
 
 class Parallel:
@@ -114,6 +115,24 @@ class Parallel:
                     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.accelerator.device))
             with _unsharded(model, self.accelerator.state.fsdp_plugin.reshard_after_forward):
                 yield model
+
+
+class Sharding:
+    """The weights of a trainer's model, sharded over the processes; all of them call each method together."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """A block in which each process has all weights."""
+        return self.trainer.rloo.parallel.whole_weights(self.trainer.model_wrapped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The adapter, or every parameter if there is none, in the main process: 32B in bf16 take 61 GiB there."""
+        accelerator, model = self.trainer.accelerator, self.trainer.model
+        if not hasattr(model, "peft_config"):
+            return accelerator.get_state_dict(self.trainer.model_wrapped)
+        return gather_adapter(accelerator, model) or {}
 
 
 def local_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError, RlooKitError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
 from rloo_kit.models.checkpoint import bind_padding, check_base, check_config, digest_source, find_source
+from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.planner import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
@@ -39,16 +40,6 @@ _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.mode
 # (measured: one thread is 20 % faster on two idle cores, seven times as fast on busy ones).
 SMALL_MODEL = 2_000_000
 _loaded: set[str] = set()
-
-
-class Sharding(Protocol):
-    """Weights sharded over the processes; all processes call both methods together."""
-
-    def whole_weights(self) -> AbstractContextManager[Any]:
-        """A block in which each process has all weights."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All weights in the main process; do not use what the others get."""
 
 
 @dataclass

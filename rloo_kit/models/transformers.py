@@ -5,7 +5,6 @@ Trained weights are in float32, whatever the base is in: bfloat16 loses an updat
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -102,12 +101,7 @@ def config_arguments(run: RunConfig) -> dict[str, Any]:
 
 
 def _check_quantised(run: RunConfig, config: Any) -> None:
-    """Check that 4-bit has bitsandbytes, and that quantised weights (the checkpoint's too) have an adapter."""
-    if run.model.load_in_4bit and find_spec("bitsandbytes") is None:
-        raise BackendError(
-            "model.load_in_4bit is true, but bitsandbytes is not installed: pip install bitsandbytes, or set "
-            "model.load_in_4bit=false"
-        )
+    """Check that quantised weights, the checkpoint's too, have an adapter."""
     is_quantised = getattr(config, "quantization_config", None) is not None
     if (run.model.load_in_4bit or is_quantised) and run.model.lora is None:
         fix = "name a checkpoint that is not quantised" if is_quantised else "model.load_in_4bit=false"

@@ -147,7 +147,7 @@ def try_steps(
             decode_s = rollout_s / max(map(len, found))
 
     try:
-        with MemoryPeak(settled=False) as peak:
+        with MemoryPeak() as peak:
             steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
             take_steps(policy, run, decode, [looked], steps)
     except RuntimeError as error:

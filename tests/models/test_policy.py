@@ -273,13 +273,6 @@ def test_a_quantised_checkpoint_cannot_be_trained_whole(make_run: Any, tiny_fold
     assert "cannot be trained" in text and "not quantised" in text
 
 
-def test_4bit_without_bitsandbytes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers says `pip install -U bitsandbytes` after it has read the whole checkpoint."""
-    monkeypatch.setattr("rloo_kit.models.transformers.find_spec", lambda name: None)
-    text = refused(make_run("model.load_in_4bit=true"))
-    assert "bitsandbytes is not installed" in text and "model.load_in_4bit=false" in text
-
-
 @pytest.mark.skipif("unsloth" in sys.modules, reason="Unsloth is in this process")
 @pytest.mark.parametrize("installed", [False, True])
 def test_unsloth_forced_where_it_cannot_run(make_run: Any, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
