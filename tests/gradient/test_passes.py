@@ -11,22 +11,10 @@ from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.loop.trainer import RLOOTrainer
+from tests.loop.conftest import TWO_GROUPS, by_length, unless_72
 
-COMPLETIONS = [
-    [72, 260, 70, 258], [72, 73, 74, 75, 76, 77], [260, 258], [65, 66, 67, 260, 68, 258],
-    [90, 258], [91, 92, 93], [94, 95, 96, 97, 98, 258], [99, 260, 258],
-]  # fmt: skip
 PROMPTS = ["What is 1+1?", "A much longer prompt than the other"]
 TOLERANCE = 2e-6  # of the gradient's norm, float32
-
-
-def by_length(completion_ids, **_):
-    return [len(ids) / 3 - 0.7 * ids[0] / 90 for ids in completion_ids]
-
-
-def unless_72(completion_ids, **_):
-    """None for two of the first group's completions, which are then not scored at all."""
-    return [None if ids[0] == 72 else float(len(ids)) for ids in completion_ids]
 
 
 def tied(completion_ids, **_):
@@ -38,7 +26,7 @@ def tied(completion_ids, **_):
 def step(make_tiny_model, tiny_tokenizer, tmp_path):
     """`step(reward, **options)`: LoRA gradients of the first optimizer step, the trainer, and what was computed."""
 
-    def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, attention="sdpa", more=(), **options):
+    def run(reward=by_length, steps=1, completions=TWO_GROUPS, model=None, attention="sdpa", more=(), **options):
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
@@ -275,8 +263,8 @@ def test_a_mean_over_tokens_counts_groups_that_are_skipped(step):
         plain, _ = step(tied, beta=1e-12, token_mean=mean, memory="balanced")
         assert off(found, plain) < 1e-5
     sums, _ = step(tied, beta=0.0)
-    tokens = sum(map(len, COMPLETIONS))
-    assert off(found * tokens, sums * len(COMPLETIONS)) < TOLERANCE, "one ratio a step, on-policy"
+    tokens = sum(map(len, TWO_GROUPS))
+    assert off(found * tokens, sums * len(TWO_GROUPS)) < TOLERANCE, "one ratio a step, on-policy"
 
 
 @pytest.mark.parametrize("mean", ["completion", "batch"])
@@ -288,7 +276,7 @@ def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
         found, _ = step(steps=2, memory=memory, learning_rate=0.0, **options)
         assert all(off(one, other) < TOLERANCE for one, other in zip(found, expected, strict=True))
     whole, _ = step(learning_rate=0.0, **options | {"steps_per_generation": None, "per_device_train_batch_size": 8})
-    counts = [sum(map(len, COMPLETIONS[rows])) for rows in (slice(0, 4), slice(4, 8))]
+    counts = [sum(map(len, TWO_GROUPS[rows])) for rows in (slice(0, 4), slice(4, 8))]
     shares = [count / sum(counts) for count in counts] if mean == "batch" else [0.5, 0.5]
     orders = [shares, shares[::-1]]  # which group a step takes first is drawn
     mixed = [sum(share * one for share, one in zip(order, expected, strict=True)) for order in orders]
@@ -304,12 +292,12 @@ def test_a_mean_over_tokens_counts_those_that_were_drawn_again(memory, step):
     def first_tied(completion_ids, **_):
         return [1.0 if ids[0] in (72, 260, 65) else len(ids) + ids[0] / 50 for ids in completion_ids]
 
-    completions = [*COMPLETIONS, *fresh]
+    completions = [*TWO_GROUPS, *fresh]
     options = GRPO | {"token_mean": "batch", "beta": 0.0, "resample_rounds": 1}
     _, trainer = step(first_tied, completions=completions, memory=memory, more=["a", "b"], **options)
     logs = trainer.state.log_history[0]
     assert logs["rollout/resampled_groups"] == 1
-    lengths, advantages = [len(ids) for ids in fresh + COMPLETIONS[4:]], list(trainer._logs["advantages"])[-8:]
+    lengths, advantages = [len(ids) for ids in fresh + TWO_GROUPS[4:]], list(trainer._logs["advantages"])[-8:]
     wanted = -sum(a * n for a, n in zip(advantages, lengths, strict=True)) / sum(lengths)
     assert abs(wanted) > 0.01 and logs["loss/policy_avg"] == pytest.approx(wanted, abs=1e-5)
     assert logs["loss"] == pytest.approx(wanted, abs=1e-4)

@@ -18,19 +18,11 @@ from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
 from rloo_kit.results.result import load_result
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.runs.rollouts import read_rollouts
-from tests.loop.conftest import by_ids
+from tests.loop.conftest import by_ids, lines, status
 
 CLOCKS = {"seconds", "step_time", "eps", "run"}
 LEARNS = ("rloo.learning_rate=0.2", "eval.num_samples=4", "eval.measure=reward")  # each evaluation is the best so far
 EVERY_TWO = ("data.test_size=6", "eval.every_steps=2", "eval.every_prompts=4", "rloo.max_steps=6")
-
-
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def status(folder):
-    return json.loads((folder / "status.json").read_text())
 
 
 def weights(folder):
