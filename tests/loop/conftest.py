@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 CONFIG = """
 run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
@@ -32,6 +32,11 @@ TWO_GROUPS = [
 
 def conversations(number=6):
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{n}+1="}] for n in range(number)]})
+
+
+def stream(number):
+    """A dataset without a length."""
+    return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
 
 
 def by_ids(completion_ids, **_):

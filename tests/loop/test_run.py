@@ -35,7 +35,8 @@ from tests.loop.conftest import by_ids, lines, status
 
 
 def adapter_weights(result):
-    return load_file(result.adapter_folder / "adapter_model.safetensors")
+    (file,) = result.adapter_folder.glob("*model.safetensors")
+    return load_file(file)
 
 
 def assert_same_weights(one, other):
@@ -114,50 +115,35 @@ def test_the_model_decodes_by_itself_after_training(write_config):
     assert policy.model.get_base_model().model.layers[0].gradient_checkpointing, "which the next run needs"
 
 
-@pytest.mark.parametrize("num_prompts", [16, 5])
-def test_resume_equals_a_run_that_was_never_cut(num_prompts, start):
-    """A resume that loses the optimizer, the sampler's place or the random state trains another run; with 5 prompts,
-    3 of them for training, a step is a pass, and TRL's sampler shuffles a second pass as it did the first."""
-    data = f"data.num_prompts={num_prompts}"
-    whole = start("rloo.max_steps=4", "run.name=whole", data)
-    start("rloo.max_steps=2", data)
-    result = start("rloo.max_steps=4", data, resume=True)
+RESUMED = {
+    "an adapter": [],
+    # 3 of 5 prompts are for training: a step is a pass, and TRL's sampler shuffles a second pass as it did the first
+    "a second pass": ["data.num_prompts=5"],
+    # the whole model is the state, and the reference is the model as it was published
+    "every parameter": ["model.lora=null", "rloo.beta=0.5", "rloo.learning_rate=1e-3"],
+    # transformers loads an adapter's copies in subfolders or the adapter itself, not both: it came back untrained
+    "a continued adapter": ["rloo.beta=0.5"],
+    # the policy in memory is trained by then; copied as the reference, it would make the KL start from zero again
+    "in the process that was cut": ["rloo.beta=0.5"],
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_resume_equals_a_run_that_was_never_cut(case, start):
+    """A resume that loses the optimizer, the sampler's place, the random state or the reference trains another run."""
+    words = RESUMED[case]
+    if case == "a continued adapter":
+        words = [*words, f"model.adapter={start('rloo.max_steps=2', 'run.name=first').adapter_folder}"]
+    whole = start("rloo.max_steps=4", "run.name=whole", *words)
+    start("rloo.max_steps=2", *words)
+    policy = start.policy if case == "in the process that was cut" else None
+    result = start("rloo.max_steps=4", *words, resume=True, policy=policy)
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
     assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3, 4]
     assert [row["step"] for row in read_rollouts(result.folder)] == [*[1] * 8, *[2] * 8, *[3] * 8, *[4] * 8]
     assert_same_weights(result, whole)
-
-
-def test_resume_of_a_run_that_trains_every_parameter(start):
-    """Without an adapter the whole model is the state, and the reference is the model as it was published."""
-    everything = ["model.lora=null", "rloo.beta=0.5", "rloo.learning_rate=1e-3"]
-    whole = start("rloo.max_steps=3", "run.name=whole", *everything)
-    start("rloo.max_steps=2", *everything)
-    result = start("rloo.max_steps=3", *everything, resume=True)
-    expected = load_file(whole.adapter_folder / "model.safetensors")
-    for name, tensor in load_file(result.adapter_folder / "model.safetensors").items():
-        assert torch.equal(tensor, expected[name]), name
-    assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6) and result.metrics[-1]["kl"]
-
-
-def test_resume_keeps_the_reference_of_a_continued_adapter(start):
-    """transformers loads an adapter's copies in subfolders or the adapter itself, not both: a continued adapter with
-    a KL penalty came back untrained."""
-    first = start("rloo.max_steps=2", "run.name=first")
-    going_on = ["run.name=second", f"model.adapter={first.adapter_folder}", "rloo.beta=0.5"]
-    whole = start("rloo.max_steps=4", *going_on, "run.name=whole")
-    start("rloo.max_steps=2", *going_on)
-    result = start("rloo.max_steps=4", *going_on, resume=True)
-    assert_same_weights(result, whole)
-    assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6)
-
-
-def test_resume_in_the_process_that_was_cut_keeps_the_base_as_reference(start):
-    """The policy in memory is trained by then; copied as the reference, it would make the KL start from zero again."""
-    whole = start("rloo.max_steps=4", "rloo.beta=0.5", "run.name=whole")
-    start("rloo.max_steps=2", "rloo.beta=0.5")
-    result = start("rloo.max_steps=4", "rloo.beta=0.5", resume=True, policy=start.policy)
-    assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6)
+    if "rloo.beta=0.5" in words:
+        assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6) != 0.0
 
 
 OWN_REWARD = (

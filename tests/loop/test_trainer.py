@@ -347,14 +347,6 @@ def test_the_adapter_that_trl_makes_for_a_quantised_model_stays_in_float32(tiny_
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
 
 
-@pytest.mark.parametrize("engine", ["native", "generate"])
-def test_a_prompt_without_tokens_is_refused(engine, make_trainer):
-    """The engine met it as an index that is out of range, with nothing about the dataset."""
-    trainer = make_trainer(rollout_engine=engine)
-    with pytest.raises(DataError, match="prompt 1 .* no tokens"):
-        trainer.rloo.roll_out(trainer.model, [{"prompt": "1+1"}, {"prompt": ""}] * 4)
-
-
 def test_images_are_refused(make_trainer):
     """The loop scores text only; an image column would be dropped on the way and the run would train blind."""
     trainer = make_trainer()

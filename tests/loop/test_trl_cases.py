@@ -10,14 +10,14 @@ import warnings
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import rewards
 from rloo_kit import RLOOConfig, RLOOTrainer
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS
 from rloo_kit.rewarding.guard import NamedReward
-from tests.loop.conftest import EOS, by_ids, conversations
+from tests.loop.conftest import EOS, by_ids, conversations, stream
 
 
 def classifier(seed=0, name=""):
@@ -31,10 +31,6 @@ def classifier(seed=0, name=""):
         model = Qwen3ForSequenceClassification(config)
     model.config.name_or_path = name
     return model
-
-
-def stream(number):
-    return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
 
 
 # -------------------------------------------------------------------------------------------------------------- rewards

@@ -24,7 +24,7 @@ from peft import (
 )
 
 from rloo_kit.errors import ConfigError
-from tests.loop.conftest import by_ids
+from tests.loop.conftest import by_ids, stream
 
 ONE_PROMPT = Dataset.from_dict({"prompt": ["0+1="]})
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -79,6 +79,16 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any]
     "a list": (lambda m, _: {"train_dataset": [{"prompt": "0"}]}, {}, "train_dataset"),
     "fewer prompts than a batch": (
         lambda m, _: {"train_dataset": ONE_PROMPT}, {"per_device_train_batch_size": 8}, "per_device_train_batch_size"),
+    # of a stream: before the model is loaded
+    "epochs of a stream": (
+        lambda m, _: {"train_dataset": stream(5), "model": "no/such-model"}, {"max_steps": -1},
+        "max_steps is not set.*set max_steps="),
+    "resampling from a stream": (
+        lambda m, _: {"train_dataset": stream(5), "model": "no/such-model"}, {"resample_rounds": 2},
+        "resample_rounds is 2.*set resample_rounds=0, or load the data whole"),
+    "a stream that fills no rollout": (
+        lambda m, _: {"train_dataset": stream(1)}, {"per_device_train_batch_size": 8},
+        "has 1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"),
     "a reference that cannot follow": (
         lambda m, _: {"model": m, "peft_config": lora()}, {"beta": 0.1, "sync_ref_model": True}, "sync_ref_model=Fals"),
     "two active": (lambda m, _: {"model": several(m, "default", "other")}, {}, "default, other: merge"),

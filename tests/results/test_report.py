@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,15 +62,19 @@ def make_rollout(step: int, number: int, **changes: Any) -> dict[str, Any]:
     return row | {"reward": reward, "advantage": reward - 0.5, "columns": {"answer": "9"}} | changes
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def make_config(name: str, folder: Path) -> RunConfig:
     return RunConfig(
-        run={"name": "my <run>", "output_dir": str(tmp_path_factory.mktemp("outputs"))},
+        run={"name": name, "output_dir": str(folder)},
         model={"name": "embedded/thinking"},
         data={"source": "embedded/addition", "num_prompts": 40},
         rewards=[{"name": "answer_reward"}],
         rloo={"max_steps": 30},
     )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return make_config("my <run>", tmp_path_factory.mktemp("outputs"))
 
 
 @pytest.fixture(scope="module")
@@ -258,5 +263,4 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
     shown = words(text)
     assert "stopped early" in shown and "adapter/ has the weights of step 10, the best evaluation." in shown
     assert "Held-out reward" in shown and "during training, 3 prompts" in shown and "evaluations.jsonl" in text
-    assert "+1.000 [-1.118, +2.318] best" in shown and "-0.750 [-2.144, +1.244]" in shown
     assert shown.count("vs. the best before") == 1 and "77.000" not in shown
