@@ -360,15 +360,6 @@ def test_a_run_that_trains_on_drops_its_last_results(start):
     assert not (folder / "after.json").exists() and not (folder / "report.html").exists()
 
 
-def test_resume_of_a_finished_run_loads_it_and_trains_no_step(start, capsys):
-    """The trainer goes one step too far when it is resumed at its end."""
-    first = start("rloo.max_steps=2")
-    again = start("rloo.max_steps=2", resume=True)
-    assert again.steps == 2 and again.stopped is None and "finished already" in capsys.readouterr().out
-    assert_same_weights(again, first)
-    assert again.seconds == pytest.approx(first.metrics[-1]["seconds"]), "not the time it took to look"
-
-
 def test_training_time_and_energy_add_up_over_the_processes_of_a_run(start, monkeypatch):
     """`seconds` began at 0 again with every resume, so a run of three nights seemed to have taken one."""
     joules = iter(range(0, 10**6, 3600))

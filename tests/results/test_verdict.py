@@ -127,19 +127,6 @@ def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) ->
     assert judge_run(run, result(run, metrics=tied), evaluation(0), evaluation(0)).kind == "no evidence"
 
 
-def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
-    """The limit for an accuracy was applied to a reward too, which may be any number."""
-    tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
-    no_answers = evaluation(0, measures={})
-    for reward in (0.5, 5.0):
-        side = with_reward(no_answers, [reward] * COUNT)
-        assert judge_run(run, result(run, metrics=tied), side, side).kind == "no signal"
-    solved = [row | {"rewards/answer_reward/mean": 1.0} for row in tied]
-    assert "solved" not in judge_run(run, result(run, metrics=tied)).sentence
-    assert judge_run(run, result(run, metrics=tied)).kind == "no signal"
-    assert judge_run(run, result(run, metrics=solved)).kind == "no evidence", "demonstrations would not help"
-
-
 def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None:
     """With logging_steps 5 and 62 steps every alarm counted as over, and the run only as "not evaluated"."""
     rows = [{"step": step} for step in range(5, 61, 5)]
