@@ -115,11 +115,11 @@ class Place:
         rollouts = list(read_rollouts(self.run_folder))
         return metrics, rollouts, load_file(self.run_folder / "adapter" / "adapter_model.safetensors")
 
-    def copy(self, name: str) -> "Place":
-        """A copy of the folder elsewhere, with its files pointing there."""
+    def copy(self, name: str | Path) -> "Place":
+        """A copy of the folder elsewhere (a name next to it, or a path), with its files pointing there."""
         other = object.__new__(Place)
-        other.folder = self.folder.with_name(name)
-        shutil.copytree(self.folder, other.folder)
+        other.folder = self.folder.parent / name
+        shutil.copytree(self.folder, other.folder, symlinks=True)
         other.output, other.log = other.folder / self.output.name, other.folder / "log.txt"
         text = (other.folder / "tiny.yaml").read_text()
         (other.folder / "tiny.yaml").write_text(text.replace(f"{self.folder}/outputs", f"{other.folder}/outputs"))

@@ -114,12 +114,7 @@ def test_no_damaged_folder_ends_in_a_traceback(reference, tmp_path, monkeypatch,
     failures = []
     for case in range(FOLDERS):
         generator = random.Random(case)
-        place = Place.__new__(Place)
-        place.folder = tmp_path / "case"
-        shutil.copytree(reference.folder, place.folder, symlinks=True)
-        place.output, place.log = place.folder / "outputs", place.folder / "log.txt"
-        text = (place.folder / "tiny.yaml").read_text().replace(str(reference.folder / "outputs"), str(place.output))
-        (place.folder / "tiny.yaml").write_text(text)
+        place = reference.copy(tmp_path / "case")
         done = []
         for _ in range(generator.choice([1, 1, 2, 4])):
             name = generator.choice(run_files if generator.random() < 0.7 else names)

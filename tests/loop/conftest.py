@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 CONFIG = """
 run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
@@ -24,16 +24,43 @@ rloo:
 
 
 EOS = 258
-COMPLETIONS = [[70, 71, EOS], [71, 72, 73, EOS], [70, EOS], [72, 70, 71, 70, 73, 74]]
+TWO_GROUPS = [
+    [72, 260, 70, EOS], [72, 73, 74, 75, 76, 77], [260, EOS], [65, 66, 67, 260, 68, EOS],
+    [90, EOS], [91, 92, 93], [94, 95, 96, 97, 98, EOS], [99, 260, EOS],
+]  # fmt: skip
 
 
 def conversations(number=6):
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{n}+1="}] for n in range(number)]})
 
 
+def stream(number):
+    """A dataset without a length."""
+    return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
+
+
 def by_ids(completion_ids, **_):
     """Different for nearly every completion, so that there is something to learn."""
     return [sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+def by_length(completion_ids, **_):
+    """Different for the completions of a table: by their length and their first id."""
+    return [len(ids) / 3 - 0.7 * ids[0] / 90 for ids in completion_ids]
+
+
+def unless_72(completion_ids, **_):
+    """None for two of the first group's completions of `TWO_GROUPS`, which are then not scored at all."""
+    return [None if ids[0] == 72 else float(len(ids)) for ids in completion_ids]
+
+
+def lines(folder, name):
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
 
 
 @pytest.fixture

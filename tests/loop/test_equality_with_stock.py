@@ -16,15 +16,11 @@ from transformers import AutoModelForCausalLM
 from rloo_kit.config.checks import METHODS
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
-from tests.loop.conftest import by_ids
+from tests.loop.conftest import TWO_GROUPS, by_ids, by_length, unless_72
 
 RELATIVE = 1e-5
 LONGEST = 6  # max_completion_length, by which TRL's dr_grpo divides where ours has the sum of a completion
-COMPLETIONS = [
-    [72, 260, 70, 258], [72, 73, 74, 75, 76, 77], [260, 258], [65, 66, 67, 260, 68, 258],
-    [90, 258], [91, 92, 93], [94, 95, 96, 97, 98, 258], [99, 260, 258],
-]  # fmt: skip
-MASKED = torch.tensor([ids[-1] not in (256, 258) for ids in COMPLETIONS])
+MASKED = torch.tensor([ids[-1] not in (256, 258) for ids in TWO_GROUPS])
 CUT = [[70, 71, 72, 73, 74, 75], [71, 72, 73, 74, 75, 76], [77, 71, 72, 73, 74, 75], [75, 74, 73, 72, 71, 70]]
 DEFAULTS = {
     "per_device_train_batch_size": 8, "num_generations": 4, "gradient_checkpointing": False, "shuffle_dataset": False,
@@ -51,19 +47,9 @@ def stock_head(monkeypatch):
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", StandIn)
 
 
-def by_length(completion_ids, **_):
-    """Anything that differs from completion to completion."""
-    return [len(ids) / 3 - 0.7 * ids[0] / 90 for ids in completion_ids]
-
-
 def sometimes(completion_ids, **_):
     """None where the first id is odd: the term is dropped there."""
     return [None if ids[0] % 2 else 0.25 for ids in completion_ids]
-
-
-def unless_72(completion_ids, **_):
-    """None for two of the first group's completions, which are then not scored at all."""
-    return [None if ids[0] == 72 else float(len(ids)) for ids in completion_ids]
 
 
 def nothing(completions, **_):
@@ -124,7 +110,7 @@ def _sides(name="RLOO"):
     return (getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")), (RLOOTrainer, RLOOConfig)
 
 
-def _make(sides, model, tokenizer, folder, rewards, completions=COMPLETIONS, data=None, arguments=None, **options):
+def _make(sides, model, tokenizer, folder, rewards, completions=TWO_GROUPS, data=None, arguments=None, **options):
     trainer_class, config_class = sides
     config = config_class(
         output_dir=str(folder / trainer_class.__module__), use_cpu=True, bf16=False, report_to="none",
@@ -270,7 +256,7 @@ def test_a_step_is_trls(name, make_tiny_model, tiny_tokenizer, tmp_path):
         # A masked completion has a ratio of 1 at any weights, so TRL adds minus its advantage: a number without a
         # gradient. Here, left out of the loss, its term is 0.
         assert MASKED.sum() == 2 and advantages[MASKED].sum().abs() > 0.05, "else the two losses are equal"
-        their_loss = their_loss + their_advantages[MASKED].sum() / len(COMPLETIONS)
+        their_loss = their_loss + their_advantages[MASKED].sum() / len(TWO_GROUPS)
     assert abs(loss - case.scale * their_loss) <= RELATIVE * max(1.0, abs(their_loss))
     assert (aux is None) == (their_aux is None) == (case.model is not _mixture or name == "mixture without")
     if aux is not None:
@@ -299,7 +285,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     rewards: tuple[Callable[..., Any], ...] = (by_ids,)
     prompts: int = 6
-    completions: list[list[int]] = field(default_factory=lambda: COMPLETIONS[:4])
+    completions: list[list[int]] = field(default_factory=lambda: TWO_GROUPS[:4])
     but: tuple[str, ...] = ()
 
 

@@ -18,19 +18,11 @@ from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
 from rloo_kit.results.result import load_result
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.runs.rollouts import read_rollouts
-from tests.loop.conftest import by_ids
+from tests.loop.conftest import by_ids, lines, status
 
 CLOCKS = {"seconds", "step_time", "eps", "run"}
 LEARNS = ("rloo.learning_rate=0.2", "eval.num_samples=4", "eval.measure=reward")  # each evaluation is the best so far
 EVERY_TWO = ("data.test_size=6", "eval.every_steps=2", "eval.every_prompts=4", "rloo.max_steps=6")
-
-
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def status(folder):
-    return json.loads((folder / "status.json").read_text())
 
 
 def weights(folder):
@@ -53,24 +45,21 @@ def low_ids(completion_ids, **_):
     return [1 - sum(ids) / len(ids) / 264 for ids in completion_ids]
 
 
-def killed(self, rows):
-    raise OSError("killed")
-
-
 def drawing(completion_ids, **_):
     """A reward with noise from both generators that are not torch's."""
     return [sum(ids) % 17 / 17 + 0.1 * random.random() + 0.1 * numpy.random.rand() for ids in completion_ids]
 
 
-def falling(limit):
-    """A reward of training that rises and of evaluation that falls: what is evaluated gets the last step's state."""
+def falling(limit, best=2):
+    """A reward of training that rises; evaluations, which see the state of step `limit`, earn 1 .. `best`, and from
+    then on less than 0."""
     calls = []
 
     def reward(completion_ids, trainer_state, **_):
         if trainer_state.global_step != limit:  # a rollout of training
             return low_ids(completion_ids)
         calls.append(len(completion_ids))
-        return [-float(len(calls)) if len(calls) > 2 else float(len(calls))] * len(completion_ids)
+        return [float(len(calls) if len(calls) <= best else -len(calls))] * len(completion_ids)
 
     return reward
 
@@ -172,12 +161,7 @@ def test_the_best_weights_earn_what_is_written_about_them(write_config):
 
 def test_a_start_that_nothing_beats_is_said(start, capsys):
     """adapter/ held weights that were worse than none, and the run ended as a success."""
-
-    def worse(completion_ids, trainer_state, **_):
-        worse.calls = getattr(worse, "calls", 0) + (trainer_state.global_step == 6)
-        return [-float(worse.calls)] * len(completion_ids) if trainer_state.global_step == 6 else by_ids(completion_ids)
-
-    result = start(*EVERY_TWO, "eval.measure=reward", rewards=[worse])
+    result = start(*EVERY_TWO, "eval.measure=reward", rewards=[falling(6, best=0)])
     assert result.adapter_step == 6 == status(result.folder)["adapter_step"] and not (result.folder / "best").exists()
     assert "no evaluation was better than the start (reward -1.000 at step 0)" in capsys.readouterr().out
 
@@ -283,26 +267,13 @@ def test_the_best_so_far_is_measured_again_when_the_settings_change(start, capsy
     folder = start(*words, rewards=[falling(6)]).folder
     best = weights(folder / "best")
     more = ("rloo.max_steps=8", "eval.num_samples=2")
-    again = start(*words, *more, resume=True, rewards=[worse_from_the_second(8)])
+    again = start(*words, *more, resume=True, rewards=[falling(8, best=0)])
     assert (again.steps, again.adapter_step) == (8, 2)
     assert "held-out at step 2: reward -1.000" in capsys.readouterr().out
     assert_same(weights(folder / "adapter"), best)
     assert [row[0] for row in found_by(folder)] == [0, 2, 4, 6, 8]
     whole = start(*words, "rloo.max_steps=8", "eval.every_steps=0", "run.name=whole", rewards=[low_ids]).folder
     assert_same(*(weights(one / "checkpoints" / "checkpoint-8") for one in (folder, whole)))
-
-
-def worse_from_the_second(limit):
-    """As `falling`, from the second evaluation on."""
-    calls = []
-
-    def reward(completion_ids, trainer_state, **_):
-        if trainer_state.global_step != limit:
-            return low_ids(completion_ids)
-        calls.append(len(completion_ids))
-        return [-float(len(calls))] * len(completion_ids)
-
-    return reward
 
 
 def test_a_full_model_gets_its_best_weights_back(start):

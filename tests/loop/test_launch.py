@@ -173,18 +173,6 @@ def test_a_launched_run_has_the_files_of_one_writer(launched):
     assert all((folder / name).exists() for name in names)
 
 
-def test_processes_sample_with_seeds_of_their_own(launched):
-    """With one seed both processes drew the same numbers: half of a rollout was a copy of the other half."""
-    rollouts = list(read_rollouts(launched[0]))
-    ids = [tuple(row["completion_ids"]) for row in rollouts]
-    halves = [
-        [ids[start + half * ROWS : start + (half + 1) * ROWS] for start in range(0, len(ids), ROWS * PROCESSES)]
-        for half in (0, 1)
-    ]
-    same = sum(one == other for one, other in zip(*halves, strict=True))
-    assert same <= 1, f"{same} of {STEPS} rollouts are the same in both processes"
-
-
 def test_an_evaluation_by_two_processes_is_that_of_one(launched, config):
     """Five prompts for two processes: verdicts in another order than the prompts would pair wrong ones later."""
     from rloo_kit import evaluate, load_config, load_data, load_policy

@@ -52,6 +52,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"eval_strategy": "steps", "per_device_eval_batch_size": 3},
         r"batches of 3 completions \(per_device_eval_batch_size\) x 1 process = 3, which .* whole groups of 2",
     ),
+    # At temperature 0 the log-probabilities were NaN, and the advice was on lm_head; with one token left of each
+    # distribution all completions of a group are equal.
+    "no temperature": ({"temperature": 0.0}, "^temperature:? is 0.0"),
+    "a negative one": ({"temperature": -1.0}, "^temperature:? is -1.0"),
+    "no tokens": ({"max_completion_length": 0}, "^max_completion_length:? is 0"),
+    "the likeliest": ({"top_k": 1, "accept_truncated_sampling": True}, "^top_k:? is 1"),
+    "nothing else": ({"min_p": 1.0, "accept_truncated_sampling": True}, "^min_p:? is 1.0"),
     "a mistyped name": ({"num_generation": 4}, "'num_generation'.*num_generations"),
 }
 
@@ -64,27 +71,20 @@ def test_what_the_loop_would_get_wrong_is_refused(tmp_path, case):
         RLOOConfig(str(tmp_path), **keywords)
 
 
-def test_neutral_values_and_temperature_are_taken(tmp_path):
-    """Old scripts spell the filters out as off; and temperature is scored as it is sampled."""
-    config = RLOOConfig(
-        str(tmp_path), top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, temperature=0.6,
-        generation_kwargs={"temperature": 0.6, "top_p": 1.0, "use_cache": True}, normalize_rewards="running",
-    )  # fmt: skip
-    assert config.temperature == 0.6 and config.normalize_rewards == "running"
-
-
 @pytest.mark.parametrize(
     ("given", "more"),
     [
         ({"max_new_tokens": 6, "max_tokens": 6, "num_return_sequences": 1}, {"max_completion_length": 6}),
         ({"eos_token_id": None, "output_scores": True, "pad_token_id": 3}, {}),
         ({"n": 1, "temperature": 0.7}, {"use_vllm": True, "temperature": 0.7}),
+        ({"temperature": 0.6, "top_p": 1.0, "use_cache": True}, {"temperature": 0.6, "top_k": 0, "min_p": 0.0}),
     ],
     ids=str,
 )
 def test_generation_kwargs_that_are_followed(given, more, tmp_path):
-    """What says what holds anyway is no fault."""
-    assert RLOOConfig(str(tmp_path), generation_kwargs=given, **more).generation_kwargs == given
+    """What says what holds anyway is no fault: old scripts spell the filters out as off."""
+    config = RLOOConfig(str(tmp_path), generation_kwargs=given, **more)
+    assert config.generation_kwargs == given and config.temperature == more.get("temperature", 1.0)
 
 
 def test_trls_own_config_is_asked_too(tmp_path):
@@ -98,29 +98,11 @@ def test_trls_own_config_is_asked_too(tmp_path):
             check_options(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, **{name: float(value)}))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"temperature": 0.0}, {"temperature": -1.0}, {"max_completion_length": 0}, {"top_k": 1}, {"min_p": 1.0}],
-    ids=str,
-)
-def test_sampling_that_can_teach_nothing(given, tmp_path):
-    """At temperature 0 the log-probabilities were NaN, and the advice was on lm_head; with one token left of each
-    distribution all completions of a group are equal."""
-    ((name, value),) = given.items()
-    with pytest.raises(ConfigError, match=f"^{name}:? is {value}"):
-        RLOOConfig(str(tmp_path), accept_truncated_sampling=True, **given)
-
-
 def test_a_message_names_the_settings_that_its_reader_has(make_trainer, monkeypatch):
     """`use_vllm=True` without vLLM advised `rollout.engine`, a key of a run's file, which RLOOConfig does not have."""
     monkeypatch.setattr("rloo_kit.models.vllm.is_importable", lambda name: False)
-    options = {"use_vllm": True, "per_device_train_batch_size": 4}
     with pytest.raises(BackendError, match="rollout_engine is vllm, .* set rollout_engine=auto"):
-        make_trainer([by_ids], **options)
-    trainer = make_trainer([by_ids], rollout_engine="native", per_device_train_batch_size=4)
-    assert "rollout: native, rollout_engine asks for it" in trainer.describe()
-    trainer.args.is_from_file = True  # as `train(run, ...)` sets it
-    assert "rollout: native, rollout.engine asks for it" in trainer.describe()
+        make_trainer([by_ids], use_vllm=True, per_device_train_batch_size=4)
 
 
 def test_every_key_of_a_file_arrives(tmp_path):
@@ -183,27 +165,24 @@ def test_copies_with_a_change(tmp_path):
         dataclasses.replace(config, ratio_form="sum", generation_batch_size=None)
 
 
-@pytest.mark.parametrize(
-    ("flags", "found"), [([], False), (["--normalize_rewards"], True), (["--normalize_rewards", "running"], "running")]
-)
-def test_flags_of_scripts(tmp_path, flags, found):
-    """`--normalize_rewards` was a flag without a value before it could be "running"."""
+def test_flags_of_scripts(tmp_path, capsys):
+    """Types of the schema become flags: choices, numbers that may be unset, a switch that is on by default.
+    `--normalize_rewards` was a flag without a value before it could be "running"."""
     from transformers import HfArgumentParser
 
-    (config,) = HfArgumentParser(RLOOConfig).parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
-    assert config.normalize_rewards is found or config.normalize_rewards == found
+    parser = HfArgumentParser(RLOOConfig)
 
-
-def test_flags_of_the_options(tmp_path, capsys):
-    """Types of the schema become flags: choices, numbers that may be unset, a switch that is on by default."""
-    from transformers import HfArgumentParser
+    def parse(*flags):
+        (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
+        return config
 
     flags = ["--ratio_form", "per_token", "--rollout_rows", "5", "--no_baseline_includes_masked", "--delta", "4"]
-    parser = HfArgumentParser(RLOOConfig)
-    (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
+    config = parse(*flags)
     found = config.ratio_form, config.rollout_rows, config.baseline_includes_masked, config.delta
-    assert found == ("per_token", 5, False, 4.0)
+    assert found == ("per_token", 5, False, 4.0) and config.normalize_rewards is False
+    assert parse("--normalize_rewards").normalize_rewards is True
+    assert parse("--normalize_rewards", "running").normalize_rewards == "running"
     assert "completions generated at once; None: set by the memory plan" in " ".join(parser.format_help().split())
     with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--ratio_form", "token"])
+        parse("--ratio_form", "token")
     assert "per_token" in capsys.readouterr().err

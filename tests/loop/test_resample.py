@@ -36,14 +36,7 @@ def test_what_is_in_the_batch_is_passed_over_and_small_data_ends():
     assert len(repeated.draw(3, [])) == 1, "groups of one prompt are one group's worth of news"
 
 
-def test_a_resumed_reservoir_goes_on_where_it_was():
-    """A resume that starts the order over trains other prompts than the run that was never cut."""
-    whole, cut = PromptReservoir(rows(7), seed=1), PromptReservoir(rows(7), seed=1)
-    for reservoir in (whole, cut):
-        reservoir.draw(5, names(rows(2)))
-    resumed = PromptReservoir(rows(7), seed=99)
-    resumed.load_state_dict(cut.state_dict())
-    for _ in range(4):
-        assert resumed.draw(3, []) == whole.draw(3, [])
+def test_a_reservoir_of_other_data_is_refused():
+    """Another number of rows has another order, so a resumed run would train on other prompts."""
     with pytest.raises(DataError, match=r"7 training prompts, and there are 6 now.*data\.\*"):
-        PromptReservoir(rows(6), seed=1).load_state_dict(cut.state_dict())
+        PromptReservoir(rows(6), seed=1).load_state_dict(PromptReservoir(rows(7), seed=1).state_dict())

@@ -1,5 +1,6 @@
 """Rewards as published recipes write them, through the trainer: TRL calls the guard, the guard calls the reward."""
 
+import asyncio
 import functools
 import json
 import random
@@ -28,16 +29,8 @@ def length_reward(completions):
     return [float(len(text)) for text in completions]
 
 
-def both(prompts, completions):
-    return [float(len(prompt) + len(text)) for prompt, text in zip(prompts, completions, strict=True)]
-
-
 def scaled(scale, *, completion_ids):
     return [scale * len(ids) for ids in completion_ids]
-
-
-async def slowly(completions):
-    return [float(len(text)) for text in completions]
 
 
 class Judge:
@@ -46,35 +39,41 @@ class Judge:
 
 
 def test_published_rewards_train(make_trainer: Callable[..., Any]) -> None:
-    """`def length_reward(completions)` failed on every sample: TRL passes all it has, whatever the signature."""
+    """`def length_reward(completions)` failed on every sample: TRL passes all it has, whatever the signature. Awaited
+    one after the other, judges behind an API take as long as all of them together: the first one here waits for the
+    second. Under one name a second reward's figures were those of the first."""
     worker = WorkerReward(
         "reward_examples:published", folders=[Path(__file__).parents[1] / "rewarding"], timeout_s=30.0
     )
+    here = {}
+
+    async def waiting(completions):
+        here["called"] = asyncio.Event()
+        await asyncio.wait_for(here["called"].wait(), timeout=10)
+        return length_reward(completions)
+
+    async def calling(completions):
+        await asyncio.sleep(0)
+        here["called"].set()
+        return length_reward(completions)
+
     rewards = [
-        length_reward, both, functools.partial(scaled, 0.5), slowly, Judge(), NamedReward(worker, "worker", 2.0),
+        length_reward, functools.partial(scaled, 0.5), functools.partial(scaled, 3.0), waiting, calling, Judge(),
+        NamedReward(worker, "worker", 2.0),
     ]  # fmt: skip
-    trainer = make_trainer(rewards, completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8)
-    trainer.train()
-    worker.worker.close()
-    logs = trainer.state.log_history[0]
-    assert logs["rewards/failed_ratio"] == 0.0
-    assert logs["rewards/scaled/mean"] == 0.5 * sum(map(len, COMPLETIONS)) / 8
-    assert logs["rewards/length_reward/mean"] == logs["rewards/slowly/mean"] == logs["rewards/worker/mean"] > 0
-    assert logs["rewards/Judge/mean"] == 1.0
-
-
-def test_rewards_of_one_name_are_both_logged(make_trainer: Callable[..., Any]) -> None:
-    """Under one name the second reward's figures were those of the first, in the log and with each completion."""
-    rewards = [functools.partial(scaled, 1.0), functools.partial(scaled, 3.0)]
     trainer = make_trainer(rewards, completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8)
     rows: list[dict[str, Any]] = []
     trainer.rollout_listeners.append(rows.extend)
     trainer.train()
-    logs, mean = trainer.state.log_history[0], sum(map(len, COMPLETIONS)) / 8
-    assert logs["rewards/scaled/mean"] == mean and logs["rewards/scaled_2/mean"] == 3 * mean
-    assert logs["rewards/scaled_2/std"] == pytest.approx(3 * logs["rewards/scaled/std"]) and logs["reward"] == 4 * mean
-    lengths = [len(row["completion_ids"]) for row in rows]
-    assert [row["rewards"] for row in rows] == [{"scaled": n, "scaled_2": 3 * n} for n in lengths]
+    worker.worker.close()
+    logs = {name.removeprefix("rewards/"): value for name, value in trainer.state.log_history[0].items()}
+    assert logs["failed_ratio"] == 0.0 and logs["Judge/mean"] == 1.0
+    assert (
+        logs["scaled/mean"] == 0.5 * sum(map(len, COMPLETIONS)) / 8 and logs["scaled_2/mean"] == 6 * logs["scaled/mean"]
+    )
+    assert logs["scaled_2/std"] == pytest.approx(6 * logs["scaled/std"])
+    assert logs["length_reward/mean"] == logs["waiting/mean"] == logs["calling/mean"] == logs["worker/mean"] > 0
+    assert all(row["rewards"]["scaled_2"] == 6 * row["rewards"]["scaled"] for row in rows)
 
 
 def test_a_sum_that_overflows_leaves_its_sample_unscored(

@@ -26,35 +26,22 @@ def first_id(completion_ids, **_):
     return [float(ids[0]) for ids in completion_ids]
 
 
-def test_the_budget_closes_thoughts_and_its_tokens_carry_nothing(make_trainer):
-    """A step whose thoughts were all cut off had no answer to score; and closing them must not be learnt as the model's
-    own doing."""
-    seen, batches = [], []
-
-    def reward(completion_ids, thinking_forced, **_):
-        seen.append(list(thinking_forced))
-        return [float(ids[0]) for ids in completion_ids]
-
-    trainer = make_trainer(reward, thinking_budget=5, answer_budget=3)
+def test_the_close_of_a_thought_carries_nothing(make_trainer):
+    """Closing a thought must not be learnt as the model's own doing."""
+    trainer, batches = make_trainer(first_id, thinking_budget=5, answer_budget=3), []
     plain = trainer.rloo.settle
     trainer.rloo.settle = lambda batch: (plain(batch), batches.append(batch))
     trainer.train()
-    assert len(trainer.rows) == 8
-    forced = [row["forced"] for row in trainer.rows]
-    assert seen == [forced]
-    assert sum(forced) >= 4, "random weights seldom close by themselves"
-    batch = batches[0]
+    forced = [index for index, row in enumerate(trainer.rows) if row["forced"]]
+    assert len(forced) >= 4, "random weights seldom close by themselves"
     for index, row in enumerate(trainer.rows):
-        kept = batch.mask[index].int().tolist()
-        if row["forced"]:
-            assert row["completion_ids"][5] == THINK_END
-            assert len(row["completion_ids"]) <= 5 + 1 + 3
+        kept = batches[0].mask[index].int().tolist()
+        if index in forced:
+            assert row["completion_ids"][5] == THINK_END and len(kept) <= 5 + 1 + 3
             assert kept == [1] * 5 + [0] + [1] * (len(kept) - 6)
-            assert math.isnan(batch.sampler_logps[index][5])
+            assert math.isnan(batches[0].sampler_logps[index][5])
         else:
             assert all(kept)
-    logs = trainer.state.log_history[0]
-    assert logs["thinking/forced_ratio"] == pytest.approx(sum(forced) / 8)
 
 
 def constant(completion_ids, **_):

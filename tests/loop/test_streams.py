@@ -1,33 +1,8 @@
 """A training set that is a stream (`datasets.IterableDataset`): it has no length, and no row has a number."""
 
 import pytest
-from datasets import IterableDataset
 
-from rloo_kit.errors import ConfigError
-
-
-def stream(number):
-    return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
-
-
-REFUSED = {
-    "epochs": ({"max_steps": -1}, r"max_steps is not set.*set max_steps="),
-    "resampling": ({"resample_rounds": 2}, r"resample_rounds is 2.*set resample_rounds=0, or load the data whole"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_needs_a_length_is_refused_before_the_model_is_loaded(case, trl_train):
-    """Prompts by number were refused only when the weights were in memory, and epochs without a key."""
-    options, message = REFUSED[case]
-    with pytest.raises(ConfigError, match=message):
-        trl_train(arguments={"train_dataset": stream(5), "model": "no/such-model"}, **options)
-
-
-def test_a_stream_that_fills_no_rollout_is_refused(trl_train):
-    """TRL drops a batch that is not full: the run ended at step 0 as if it were done."""
-    with pytest.raises(ConfigError, match=r"has 1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"):
-        trl_train(arguments={"train_dataset": stream(1)}, per_device_train_batch_size=8)
+from tests.loop.conftest import stream
 
 
 @pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in order"])

@@ -1,28 +1,23 @@
-"""What TRL's own suite asks of its RLOO trainer and `test_equality_with_stock.py` does not run on both trainers.
+"""TRL code of today and the published recipe of yesterday: arguments, rewards, reward models, evaluation.
 
-Rewards and reward models, datasets, evaluation and the log here; models and adapters in `test_trl_adapters.py`; what is
-refused in `test_trl_refusals.py`. Tools, environments and multimodal models do not apply: the kit trains on text, and
-TRL's RLOO calls no tools.
+The same steps and runs as TRL's: `test_equality_with_stock.py`; models and adapters: `test_trl_adapters.py`; what is
+refused: `test_trl_refusals.py`.
 """
 
-import asyncio
 import copy
-import functools
+import inspect
+import warnings
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from tests.loop.conftest import EOS, by_ids, conversations
-
-
-def distinct(completions, **_):
-    return [float(len(set(text))) for text in completions]
-
-
-def nothing(completions, **_):
-    return [None] * len(completions)
+import rewards
+from rloo_kit import RLOOConfig, RLOOTrainer
+from rloo_kit.loop.arguments import FURTHER_ARGUMENTS
+from rloo_kit.rewarding.guard import NamedReward
+from tests.loop.conftest import EOS, by_ids, conversations, stream
 
 
 def classifier(seed=0, name=""):
@@ -38,64 +33,7 @@ def classifier(seed=0, name=""):
     return model
 
 
-def stream(number):
-    return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
-
-
 # -------------------------------------------------------------------------------------------------------------- rewards
-
-
-class AsyncJudge:
-    async def __call__(self, completion_ids, **_):
-        await asyncio.sleep(0)
-        return by_ids(completion_ids)
-
-
-async def scaled(completions, scale, **_):
-    return [scale * value for value in distinct(completions)]
-
-
-def test_async_rewards_run_side_by_side_with_plain_ones(trl_train):
-    """Awaited one after the other, judges behind an API take as long as all of them together; this one never ends."""
-    here = {}
-
-    async def waiting(completions, **_):
-        here["called"] = asyncio.Event()
-        await asyncio.wait_for(here["called"].wait(), timeout=10)
-        return distinct(completions)
-
-    async def calling(completions, log_metric, **_):
-        await asyncio.sleep(0)
-        here["called"].set()
-        log_metric("calls", 1.0)
-        return nothing(completions)
-
-    rewards = [waiting, by_ids, calling, functools.partial(scaled, scale=0.5), AsyncJudge()]
-    run = trl_train(rewards)
-    assert run.trainer.reward_func_names == ["waiting", "by_ids", "calling", "scaled", "AsyncJudge"]
-    assert run.kept == set() and all(step["calls"] == 1.0 for step in run.steps)
-    for row in run.rows:
-        found = row["rewards"]
-        assert found["waiting"] == 2 * found["scaled"] and found["AsyncJudge"] == pytest.approx(found["by_ids"])
-        assert found["calling"] is None
-
-
-def test_columns_and_the_state_reach_a_reward_in_the_order_of_its_samples(trl_train):
-    """A column in another order than its completions grades each answer against another question; the dataset's own
-    `completion` is no column, it would be given twice."""
-    seen = []
-
-    def reward(prompts, completions, completion_ids, answer, trainer_state, **columns):
-        assert [f"{n}+1=" for n in answer] == prompts and len(completions) == len(completion_ids)
-        seen.append((trainer_state.global_step, trainer_state.max_steps, sorted(columns)))
-        return by_ids(completion_ids)
-
-    data = Dataset.from_dict(
-        {"prompt": [f"{n}+1=" for n in range(6)], "answer": list(range(6)), "completion": ["x"] * 6}
-    )
-    run = trl_train(reward, arguments={"train_dataset": data}, per_device_train_batch_size=8)
-    assert run.kept == set()
-    assert seen == [(0, 2, ["log_extra", "log_metric"]), (1, 2, ["log_extra", "log_metric"])]
 
 
 def test_what_rewards_log_themselves(trl_train, capsys):
@@ -135,25 +73,6 @@ def test_a_reward_model_scores_what_was_written(chat, trl_train, tiny_tokenizer)
         assert row["rewards"]["judge"] == pytest.approx(expected, abs=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------- datasets
-
-
-def test_conversations_come_back_as_messages(trl_train):
-    """A reward written for conversations reads `completion[0]["content"]`; text in its place is an IndexError."""
-    seen = []
-
-    def reward(prompts, completions, **_):
-        seen.extend(zip(prompts, completions, strict=True))
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    completions = [[66, EOS], [67, 68, EOS], [69, 70, 71, EOS], [72, 73, 74, 75, EOS]]
-    run = trl_train(reward, completions, arguments={"train_dataset": conversations()})
-    assert run.kept == set() and len(seen) == 8
-    for prompt, completion in seen:
-        assert [message["role"] for message in (*prompt, *completion)] == ["user", "assistant"]
-    assert sorted({row["reward"] for row in run.rows}) == [1.0, 2.0, 3.0, 4.0]
-
-
 # ----------------------------------------------------------------------------------------------- evaluation and the log
 
 
@@ -161,22 +80,17 @@ def held_out(number):
     return Dataset.from_dict({"prompt": [f"{n}+5=" for n in range(number)]})
 
 
-def watched(seen):
-    """The reward by ids; notes the prompts that it is called with."""
-
-    def reward(prompts, completion_ids, **_):
-        seen.append(list(prompts))
-        return by_ids(completion_ids)
-
-    return reward
-
-
 @pytest.mark.parametrize("generations", [None, 1, 2])
 def test_evaluation_during_training(generations, trl_train):
     """Evaluated prompts that got into the training window would be trained on; one completion has no baseline."""
-    seen = []
+    judged = []
+
+    def reward(prompts, completion_ids, **_):
+        judged.extend(prompt for prompt in prompts if prompt.endswith("+5="))
+        return by_ids(completion_ids)
+
     run = trl_train(
-        watched(seen), arguments={"eval_dataset": held_out(3)}, eval_strategy="steps", eval_steps=2, max_steps=4,
+        reward, arguments={"eval_dataset": held_out(3)}, eval_strategy="steps", eval_steps=2, max_steps=4,
         num_generations_eval=generations, per_device_eval_batch_size=4, eval_on_start=True,
     )  # fmt: skip
     assert run.kept == set() and all(row["prompt"].endswith("+1=") for row in run.rows) and len(run.rows) == 16
@@ -185,34 +99,14 @@ def test_evaluation_during_training(generations, trl_train):
     for logs in evaluations:
         assert 0 <= logs["eval_reward"] <= 1 and logs["eval_completions/mean_length"] > 0
         assert logs["eval_loss"] == pytest.approx(0.0, abs=1e-5) and "eval_kl" in logs
-    judged = [prompt for prompts in seen for prompt in prompts if prompt.endswith("+5=")]
     assert {prompt: judged.count(prompt) for prompt in judged} == dict.fromkeys(
         [f"{n}+5=" for n in range(3)], 3 * (generations or 4)
     )
 
 
-def test_several_evaluation_sets_and_one_by_hand(trl_train):
-    """A dict of datasets is evaluated under each name; by hand any other may be given, a stream too."""
-    seen = []
-    sets = {"easy": held_out(2), "hard": stream(3)}
-    run = trl_train(
-        watched(seen), arguments={"eval_dataset": sets}, eval_strategy="steps", eval_steps=2, num_generations_eval=2,
-        per_device_eval_batch_size=2,
-    )  # fmt: skip
-    names = [name for logs in run.trainer.state.log_history for name in logs if name.endswith("_loss")]
-    assert run.kept == set() and names == ["eval_easy_loss", "eval_hard_loss", "train_loss"]
-    policy = {name: value.clone() for name, value in run.trainer.model.state_dict().items()}
-    for data, number in ((held_out(5), 5), (stream(4), 4)):
-        seen.clear()
-        found = run.trainer.evaluate(data, metric_key_prefix="eval_later")
-        assert "eval_later_loss" in found and len([prompt for prompts in seen for prompt in prompts]) == 2 * number
-    assert all(policy[name].equal(value) for name, value in run.trainer.model.state_dict().items())
-    assert len(run.rows) == 8, "listeners hear of training only"
-
-
 def test_an_evaluation_counts_each_completion_once(trl_train):
     """A mean of batches' means: one of five prompts, alone in the last batch, was a third of `eval_reward`, which picks
-    the best checkpoint."""
+    the best checkpoint. By hand another set may be given, a stream too."""
     values = []
 
     def reward(completion_ids, **_):
@@ -220,41 +114,13 @@ def test_an_evaluation_counts_each_completion_once(trl_train):
         return values[-1]
 
     run = trl_train(reward, per_device_eval_batch_size=8)
-    values.clear()
-    found = run.trainer.evaluate(held_out(5))
-    assert [len(batch) for batch in values] == [8, 8, 4]
-    expected = sum(map(sum, values)) / 20
-    assert found["eval_reward"] == pytest.approx(expected, rel=1e-5)
-    assert found["eval_rewards/reward/mean"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_best_checkpoint_by_its_reward_is_loaded_at_the_end(trl_train):
-    """`metric_for_best_model` reads what evaluation returns; without the reward in it the last checkpoint wins."""
-    scores = iter([0.9, 0.1])
-    now = [0.0]
-
-    def reward(prompts, completion_ids, **_):
-        if prompts[0].endswith("+5="):
-            now[0] = next(scores)
-            return [now[0]] * len(prompts)
-        return by_ids(completion_ids)
-
-    at_first = {}
-
-    def keep(trainer):
-        plain = trainer._save_checkpoint
-        trainer._save_checkpoint = lambda *a, **k: (
-            at_first.setdefault("model", copy.deepcopy(trainer.model.state_dict())), plain(*a, **k)
-        )[1]  # fmt: skip
-
-    run = trl_train(
-        reward, arguments={"eval_dataset": held_out(1)}, before=keep, eval_strategy="steps", eval_steps=1,
-        save_strategy="steps", save_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_reward",
-        greater_is_better=True, per_device_eval_batch_size=4,
-    )  # fmt: skip
-    assert run.trainer.state.best_metric == pytest.approx(0.9) and run.trainer.state.best_global_step == 1
-    assert all(at_first["model"][name].equal(value) for name, value in run.trainer.model.state_dict().items())
-    assert run.kept == set()
+    for data, sizes in ((held_out(5), [8, 8, 4]), (stream(4), [8, 8])):
+        values.clear()
+        found = run.trainer.evaluate(data)
+        assert [len(batch) for batch in values] == sizes
+        expected = sum(map(sum, values)) / sum(sizes)
+        assert found["eval_reward"] == pytest.approx(expected, rel=1e-5)
+        assert found["eval_rewards/reward/mean"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_evaluation_by_hand_of_half_groups_is_refused(trl_train):
@@ -285,3 +151,137 @@ def test_a_compiled_model(trl_train):
     run = trl_train(torch_compile=True, torch_compile_backend="eager")
     assert run.kept == set() and all(step["sampling/logp_difference_max"] < 1e-4 for step in run.steps)
     assert counters["stats"]["unique_graphs"] > 0
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+
+PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+
+
+@pytest.fixture
+def prompts():
+    return Dataset.from_dict(
+        {"prompt": [f"{n}+1=<think>\n" for n in range(8)], "answer": [str(n + 1) for n in range(8)]}
+    )
+
+
+def test_arguments_are_taken_by_position_as_in_trl(tiny_folder, tiny_tokenizer, prompts, tmp_path):
+    """`RLOOTrainer(model, reward, args, dataset, None, tokenizer)` is valid TRL code."""
+    import trl
+
+    stock = next(c for c in reversed(trl.RLOOTrainer.__mro__) if c.__name__ == "RLOOTrainer")
+    assert list(inspect.signature(stock).parameters)[5:] == list(FURTHER_ARGUMENTS)
+    config = RLOOConfig(output_dir=str(tmp_path), num_generations=2, per_device_train_batch_size=2, **PLAIN)
+    trainer = RLOOTrainer(str(tiny_folder), rewards.length_reward, config, prompts, None, tiny_tokenizer)
+    assert trainer.processing_class is tiny_tokenizer
+
+
+def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, prompts, tmp_path, monkeypatch):
+    """TRL then makes its own config, which asks for bf16 and raises without an accelerator."""
+    monkeypatch.chdir(tmp_path)  # its folder is made where the process stands
+    trainer = RLOOTrainer(str(tiny_folder), rewards.length_reward, train_dataset=prompts)
+    assert isinstance(trainer.args, RLOOConfig)
+    assert trainer.args.output_dir == f"{tiny_folder.name}-RLOO"
+
+
+def test_a_subclass_hears_which_of_its_overrides_is_not_called(
+    make_tiny_model, tiny_tokenizer, prompts, tmp_path, capsys
+):
+    """Trainers are extended by overriding TRL's methods; overrides of those the kit replaces were silently ignored."""
+
+    class Mine(RLOOTrainer):
+        asked = 0
+
+        def _generate_and_score_completions(self, inputs):
+            raise AssertionError("called")
+
+        def _generate_single_turn(self, prompt_ids, *more):
+            self.asked += len(prompt_ids)
+            return super()._generate_single_turn(prompt_ids, *more)
+
+    options = {"per_device_train_batch_size": 4, "max_steps": 1, "max_completion_length": 4, "beta": 0.0}
+    config = RLOOConfig(str(tmp_path), **options, **PLAIN)
+    trainer = Mine(make_tiny_model(), rewards.length_reward, config, prompts, processing_class=tiny_tokenizer)
+    said = capsys.readouterr().out
+    assert "WARNING: Mine._generate_and_score_completions is not called" in said
+    assert said.count("WARNING") == 1 and "override _generate_single_turn" in said
+    trainer.train()
+    assert trainer.asked == 4
+
+
+def test_weights_of_rewards_are_those_of_one_trainer(tiny_folder, tiny_tokenizer, prompts, tmp_path):
+    """One plain function in the list made the weights of all others 1. One config for several sets of rewards: the
+    first set's weights were applied to the second, or did not "match the number of reward functions"."""
+    config, plain = RLOOConfig(output_dir=str(tmp_path), **PLAIN), rewards.length_reward
+
+    def weights_of(*funcs):
+        trainer = RLOOTrainer(str(tiny_folder), list(funcs), config, prompts, processing_class=tiny_tokenizer)
+        return trainer.reward_weights.tolist()
+
+    def weighted(completions, **_):
+        return [0.0] * len(completions)
+
+    weighted.weight = 2.0
+    heavy = NamedReward(plain, "heavy", 3.0)
+    assert weights_of(plain, plain) == [1.0, 1.0]
+    assert weights_of(heavy, plain, weighted) == [3.0, 1.0, 2.0] and weights_of(heavy) == [3.0]
+    config.reward_weights = [0.5]
+    assert weights_of(heavy) == [0.5] and config.reward_weights == [0.5]
+
+
+def test_the_published_recipe_runs_as_written(tiny_folder, tiny_tokenizer, prompts, tmp_path):
+    """It names `kl_coef`, `num_ppo_epochs`, `cliprange`, `rloo_k` and `reward_model=`, all of them gone from TRL."""
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = RLOOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=1, kl_coef=0.05, num_ppo_epochs=1,
+            cliprange=0.2, rloo_k=2, token_level_kl=True, normalize_reward=True, missing_eos_penalty=1.0,
+            response_length=6, **PLAIN,
+        )  # fmt: skip
+        trainer = RLOOTrainer(
+            config=config,
+            policy=AutoModelForCausalLM.from_pretrained(tiny_folder),
+            reward_model=rewards.thinking_reward,
+            tokenizer=tiny_tokenizer,
+            train_dataset=prompts,
+        )
+    said = "\n".join(str(warning.message) for warning in caught)
+    for today in ("beta", "num_iterations", "epsilon", "num_generations", "reward_funcs", "max_completion_length"):
+        assert today in said
+    assert "token_level_kl" in said
+    assert (config.beta, config.num_generations, config.max_completion_length) == (0.05, 2, 6)
+    assert config.normalize_rewards is True
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_every_reward_works_in_a_bare_trl_trainer(make_tiny_model, tiny_tokenizer, prompts, tmp_path):
+    """A reward that needs our trainer to be called right would break in everybody else's."""
+    import trl
+
+    functions = [
+        rewards.thinking_reward, rewards.length_reward, rewards.answer_reward, rewards.think_format_reward,
+        rewards.soft_overlong_penalty.with_(max_completion_length=20),
+        rewards.thinking_budget_reward.with_(max_tokens=40),
+        rewards.repetition_penalty, rewards.missing_eos_penalty,
+    ]  # fmt: skip
+    trainer = trl.RLOOTrainer(
+        model=make_tiny_model(),
+        reward_funcs=functions,
+        args=trl.RLOOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=2, beta=0.0, **PLAIN
+        ),
+        train_dataset=prompts,
+        processing_class=tiny_tokenizer,
+    )
+    rows = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    texts = ["ok</think>1", "no", "", "</think>2"]
+    ids = [[111, 107, 151668, 16, 151645], [110, 111], [], [151668, 17, 151645]]
+    found = trainer._calculate_rewards(rows, [row["prompt"] for row in rows], texts, ids)
+    assert found.shape == (4, len(functions))
+    assert trainer.reward_func_names == [function.__name__ for function in functions]
+    assert found[:, 0].tolist() == pytest.approx([0.3, -1.0, -1.0, 0.3])
+    assert found[:, 2].tolist() == [1.0, 0.0, 0.0, 1.0]

@@ -24,7 +24,7 @@ from peft import (
 )
 
 from rloo_kit.errors import ConfigError
-from tests.loop.conftest import by_ids
+from tests.loop.conftest import by_ids, stream
 
 ONE_PROMPT = Dataset.from_dict({"prompt": ["0+1="]})
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -56,40 +56,39 @@ def frozen(model: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder))
 
 
-# Options of the config: what has to be in the error.
-OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"reward_weights": [1.0, 1.0, 1.0]}, r"\(3\) must match number of reward functions \(1\)"),
-    ({"reward_weights": [0.0]}, "reward_weights"),
-    ({"max_steps": 0}, "raise max_steps"),
-    ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=False"),
-    (
-        {"per_device_train_batch_size": 6},
-        r"6 completions a pass \(per_device_train_batch_size\) .* whole groups of \d \(num_generations\)",
-    ),
-    ({"num_generations": 1}, "num_generations is 1; set it to 2 or more"),
-    ({"auto_find_batch_size": True}, "auto_find_batch_size=False and lower per_device_train_batch_size"),
-    ({"generation_batch_size": 8, "steps_per_generation": 2}, "generation_batch_size.*steps_per_generation"),
-    ({"generation_batch_size": 12, "num_generations": 8}, "generation_batch_size is 12; .* of 8 .num_generations"),
-    (
-        {"per_device_eval_batch_size": 6, "eval_strategy": "steps"},
-        r"batches of 6 completions \(per_device_eval_batch_size\)",
-    ),
-]
+def bare(_model: Any, _folder: Path) -> dict[str, Any]:
+    return {}
 
 
-@pytest.mark.parametrize(("options", "fix"), OPTIONS, ids=str)
-def test_options_that_cannot_work(options: dict[str, Any], fix: str, trl_train: Any) -> None:
-    """Half a group has a baseline of strangers; the error must name the numbers found."""
-    with pytest.raises(ValueError, match=fix):
-        trl_train(arguments={"eval_dataset": ONE_PROMPT}, **options)
-
-
-# Arguments of the trainer, as a function of a bare model and a folder, and options; what has to be in the error.
+# Arguments of the trainer, as a function of a bare model and a folder, and options; what has to be in the error. What
+# the options of the config refuse by themselves: `test_options.py`.
 ARGUMENTS: dict[str, tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any], str]] = {
+    "weights for other rewards": (
+        bare, {"reward_weights": [1.0, 1.0, 1.0]}, r"\(3\) must match number of reward functions \(1\)"),
+    "no weight": (bare, {"reward_weights": [0.0]}, "reward_weights"),
+    "no step": (bare, {"max_steps": 0}, "raise max_steps"),
+    "nothing to follow": (bare, {"sync_ref_model": True}, "sync_ref_model=False"),
+    "half a group": (
+        bare, {"per_device_train_batch_size": 6},
+        r"6 completions a pass \(per_device_train_batch_size\) .* whole groups of \d \(num_generations\)"),
+    "a batch that is searched": (
+        bare, {"auto_find_batch_size": True}, "auto_find_batch_size=False and lower per_device_train_batch_size"),
+    "two rules for a batch": (
+        bare, {"generation_batch_size": 8, "steps_per_generation": 2}, "generation_batch_size.*steps_per_generation"),
     "no data": (lambda m, _: {"train_dataset": None}, {}, "train_dataset"),
     "a list": (lambda m, _: {"train_dataset": [{"prompt": "0"}]}, {}, "train_dataset"),
     "fewer prompts than a batch": (
         lambda m, _: {"train_dataset": ONE_PROMPT}, {"per_device_train_batch_size": 8}, "per_device_train_batch_size"),
+    # of a stream: before the model is loaded
+    "epochs of a stream": (
+        lambda m, _: {"train_dataset": stream(5), "model": "no/such-model"}, {"max_steps": -1},
+        "max_steps is not set.*set max_steps="),
+    "resampling from a stream": (
+        lambda m, _: {"train_dataset": stream(5), "model": "no/such-model"}, {"resample_rounds": 2},
+        "resample_rounds is 2.*set resample_rounds=0, or load the data whole"),
+    "a stream that fills no rollout": (
+        lambda m, _: {"train_dataset": stream(1)}, {"per_device_train_batch_size": 8},
+        "has 1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"),
     "a reference that cannot follow": (
         lambda m, _: {"model": m, "peft_config": lora()}, {"beta": 0.1, "sync_ref_model": True}, "sync_ref_model=Fals"),
     "two active": (lambda m, _: {"model": several(m, "default", "other")}, {}, "default, other: merge"),

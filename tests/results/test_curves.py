@@ -34,23 +34,14 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
     assert step == 49_999 and value == pytest.approx(sum(one.value for one in points[-5_000:]) / 5_000)
 
 
-def test_panels_that_say_nothing_are_named_instead() -> None:
-    """The report of a healthy run had nine panels, four of them flat lines, and the reward twice."""
-    values = {"reward": lambda step: step / 10, "rewards__answer_reward__mean": lambda step: step / 10}
-    metrics = rows(9, **values, kl=0.0, thinking__closed_ratio=lambda step: 0.99 + step / 1000, entropy=0.25)
-    drawn, constant = choose_curves(metrics, [])
-    assert [one.title for one in drawn] == ["Reward: answer_reward"]
-    assert constant == ["thinking closed 99.1 % to 99.9 %", "entropy, nats 0.25", "KL to the reference, nats 0"]
-    assert choose_curves([], []) == ([], [])
-    assert choose_curves([{"step": 1, "reward": 0.5}], []) == ([], ["reward, weighted sum 0.5"])
-
-
 def test_a_flat_panel_is_drawn_where_it_is_the_finding() -> None:
-    """A reward that stays at 0 is what the reader has to see."""
+    """A reward that stays at 0 is what the reader has to see; other flat lines are named instead of drawn."""
     finding = Finding("cold_start", "0 % right", "easier prompts", level="alarming", since=1, last=9)
     drawn, constant = choose_curves(rows(9, reward=0.0, rewards__answer_reward__mean=0.0, kl=0.0), [finding])
     assert [(one.title, one.found) for one in drawn] == [("Reward: answer_reward", {"cold_start": "cold start"})]
     assert constant == ["KL to the reference, nats 0"]
+    assert choose_curves([], []) == ([], [])
+    assert choose_curves([{"step": 1, "reward": 0.5}], []) == ([], ["reward, weighted sum 0.5"])
 
 
 def test_every_reward_has_its_panel() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rules import Finding
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import TrainResult
@@ -19,7 +18,7 @@ from rloo_kit.results.versus_page import write_comparison_page
 from rloo_kit.runs.rollouts import Rollouts
 from tests.browser import CHROMIUM, Browser
 from tests.evaluations import mean_of
-from tests.results.test_report import HOSTILE, make_evaluation, make_metrics, make_rollout, make_sample
+from tests.results.test_report import HOSTILE, make_config, make_evaluation, make_metrics, make_rollout, make_sample
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (Debian: apt-get install chromium)")
 
@@ -45,13 +44,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a run with everything a page can have: findings, budgets, forced and hostile texts, a very long
     word."""
-    run = RunConfig(
-        run={"name": "a-run-" + "long" * 20, "output_dir": str(tmp_path_factory.mktemp("outputs"))},
-        model={"name": "embedded/thinking"},
-        data={"source": "embedded/addition", "num_prompts": 40},
-        rewards=[{"name": "answer_reward"}],
-        rloo={"max_steps": 30},
-    )
+    run = make_config("a-run-" + "long" * 20, tmp_path_factory.mktemp("outputs"))
     run.folder.mkdir(parents=True)
     rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
     rows[1] |= {

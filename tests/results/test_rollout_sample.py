@@ -69,24 +69,6 @@ def test_texts_are_cut_to_what_a_page_may_hold() -> None:
     assert "characters left out" in found.rows[0]["thinking"][0][0]
 
 
-def test_thinking_is_split_where_the_ids_say() -> None:
-    """A text that spells </think> in ordinary tokens has not closed its thinking."""
-    text = "I write </think> and go on</think>\n\n42"
-    rows = [
-        make_rollout(1, 0, completion=text, answer_start=text.rindex("</think>") + 8),
-        make_rollout(1, 1, completion="no end", answer_start=None, closed=False, prompt="q\n<think>\n"),
-        make_rollout(1, 2, completion="7", answer_start=None, closed=False, prompt="q"),
-        make_rollout(
-            1, 3, completion="a. Time is up\n</think>\n\n7", answer_start=22, forced=True, forced_chars=[2, 24]
-        ),
-    ]
-    found = sample_rollouts(rows, 1).rows
-    assert found[0]["thinking"] == [["I write </think> and go on", False]] and found[0]["answer"] == "42"
-    assert found[1]["thinking"] == [["no end", False]] and found[1]["answer"] == ""
-    assert found[2]["thinking"] == [] and found[2]["answer"] == "7"
-    assert found[3]["thinking"] == [["a.", False], ["Time is up\n</think>", True]] and found[3]["answer"] == "7"
-
-
 def test_rows_of_older_runs_are_split_by_what_they_have() -> None:
     """They have neither a group nor offsets; the ids give the number of tags in the text."""
     old = [
