@@ -77,8 +77,8 @@ RUNS = (
         ("rloo.learning_rate=5e-3",), (("health_rewards:ends_in_seven", 1), ("answer_reward", 0.2)),
     ),
     HealthRun(
-        "one_answer", "a reward for one fixed answer, learning rate 1.5e-2", "entropy_collapse",
-        ("rloo.learning_rate=1.5e-2",), (("health_rewards:one_answer", 1),), 1, "arithmetic_instruct",
+        "one_answer", "a reward for one fixed answer, learning rate 1.2e-2", "entropy_collapse",
+        ("rloo.learning_rate=1.2e-2",), (("health_rewards:one_answer", 1),), 1, "arithmetic_instruct",
     ),
     HealthRun(
         "kl", "a reward for a digit, learning rate 5e-3, beta 0.001", "kl_explosion",

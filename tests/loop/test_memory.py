@@ -97,7 +97,6 @@ def test_training_writes_the_figures_into_its_folder(start, capsys: pytest.Captu
     assert "measured peak" in " ".join(capsys.readouterr().out.split())
 
 
-<<<<<<< HEAD
 def test_a_peak_is_seen_though_it_is_gone():
     """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
     gc.collect()
@@ -111,8 +110,6 @@ def test_a_peak_is_seen_though_it_is_gone():
     assert after.gib < peak.gib - 0.3
 
 
-=======
->>>>>>> h38wtB
 def test_a_peak_without_the_kernels_help(monkeypatch):
     """Some containers do not let a process reset its own peak."""
 
