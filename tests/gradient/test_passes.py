@@ -11,7 +11,7 @@ from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.loop.trainer import RLOOTrainer
-from tests.loop.conftest import TWO_GROUPS, by_length, unless_72
+from tests.loop.conftest import TWO_GROUPS, by_length, unless_72, with_adapter
 
 PROMPTS = ["What is 1+1?", "A much longer prompt than the other"]
 TOLERANCE = 2e-6  # of the gradient's norm, float32
@@ -27,15 +27,8 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
     """`step(reward, **options)`: LoRA gradients of the first optimizer step, the trainer, and what was computed."""
 
     def run(reward=by_length, steps=1, completions=TWO_GROUPS, model=None, attention="sdpa", more=(), **options):
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(1)
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
         if model is None:
-            model = get_peft_model(make_tiny_model(attn_implementation=attention), config)
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(parameter, std=0.3)
+            model = with_adapter(make_tiny_model(attn_implementation=attention))
         settings = {
             "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 4, "beta": 0.3,
             "learning_rate": 1e-2,

@@ -54,6 +54,19 @@ def unless_72(completion_ids, **_):
     return [None if ids[0] == 72 else float(len(ids)) for ids in completion_ids]
 
 
+def with_adapter(model):
+    """A trained LoRA on a model, always the same: in a fresh one B is zero, and with it the KL and most gradients."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return wrapped
+
+
 def lines(folder, name):
     """The rows of a JSONL file."""
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]

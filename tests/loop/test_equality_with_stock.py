@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rloo_kit.config.checks import METHODS
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
-from tests.loop.conftest import TWO_GROUPS, by_ids, by_length, unless_72
+from tests.loop.conftest import TWO_GROUPS, by_ids, by_length, unless_72, with_adapter
 
 RELATIVE = 1e-5
 LONGEST = 6  # max_completion_length, by which TRL's dr_grpo divides where ours has the sum of a completion
@@ -68,18 +68,6 @@ def even(completion_ids, kind, **_):
 
 def odd(completion_ids, kind, **_):
     return [value if k == "odd" else None for value, k in zip(by_length(completion_ids), kind, strict=True)]
-
-
-def _lora(model, trained=True):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
-    if trained:  # B is zero in a fresh adapter: KL and most gradients would be zero too
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
-    return wrapped
 
 
 SIZES = {
@@ -239,7 +227,7 @@ def test_a_step_is_trls(name, make_tiny_model, tiny_tokenizer, tmp_path):
     is that of a micro-batch's tokens, each prompt once for each of its completions."""
     case, results = STEPS[name], []
     for sides, own in zip(_sides(case.trainer), (case.theirs, case.ours), strict=True):
-        model = case.model() if case.model else _lora(make_tiny_model())
+        model = case.model() if case.model else with_adapter(make_tiny_model())
         trainer = _make(sides, model, tiny_tokenizer, tmp_path, case.rewards, **case.options | own)
         # the adapter is not fresh, so both take its starting copy as the reference; move the policy away from it
         with torch.no_grad():
@@ -384,7 +372,7 @@ def test_a_run_is_trls(name, tiny_folder, tiny_tokenizer, tmp_path):
 
 def test_on_policy_ratio_is_exactly_one(make_tiny_model, tiny_tokenizer, tmp_path):
     """Phantom clipping: two passes over one policy differ by rounding; summed over a thought it leaves the range."""
-    trainer = _make(_sides()[1], _lora(make_tiny_model()), tiny_tokenizer, tmp_path, [by_length])
+    trainer = _make(_sides()[1], with_adapter(make_tiny_model()), tiny_tokenizer, tmp_path, [by_length])
     advantages, loss, _ = _batch_loss_gradients(trainer)
     metrics = trainer._metrics["train"]
     assert (metrics["val/ratio"], metrics["val/ratio_var"]) == ([1.0], [0.0])

@@ -22,6 +22,7 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.runs.sft_folder import open_folder
+from tests.gradient.test_scorer import by_logits
 from tests.loop.conftest import by_ids
 
 SFT = ("sft.max_steps=2", "sft.learning_rate=0.05", "sft.gradient_accumulation_steps=2", "sft.warmup_steps=0")
@@ -234,23 +235,11 @@ def test_rloo_starts_from_it_and_keeps_it_as_the_reference(load, keys, tmp_path)
     assert logs[0]["kl"] == 0.0 and logs[1]["kl"] != 0.0
     assert groups, "the reference was not asked once the policy had moved"
     found = kept(trainer.model, groups)
-    with torch.no_grad():
-        expected = [completion_logps(policy.model, group) for group in groups]
-    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
     _, base, _ = load(*keys)
     with torch.no_grad():
-        untrained = torch.cat([completion_logps(base.model, group) for group in groups])
+        expected, untrained = (by_logits(model, groups) for model in (policy.model, base.model))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (found - untrained).abs().max() > 0.01, "supervised training moved nothing, so the test shows nothing"
-
-
-def completion_logps(model, group):
-    """(N,) by the model's own logits, one completion at a time."""
-    parts = []
-    for completion in group.completions:
-        ids = torch.cat([group.prompt, completion])[None]
-        logits = model(input_ids=ids).logits[0, len(group.prompt) - 1 : -1]
-        parts.append(logits.log_softmax(dim=-1).gather(1, completion[:, None]).squeeze(1))
-    return torch.cat(parts)
 
 
 def test_the_next_command(load, tmp_path, monkeypatch):
