@@ -126,7 +126,8 @@ def use_kernel(monkeypatch: Any, kernel: Any) -> list[tuple[int, int]]:
         calls.append((query.size(1), key.size(1)))
         return kernel(query, key, *args, **options)
 
-    monkeypatch.setattr(packing, "_varlen_attention", counted)
+    monkeypatch.setattr(packing, "varlen_attn", counted)
+    monkeypatch.setattr(packing, "TAKES_GROUPED", "enable_gqa" in inspect.signature(kernel).parameters)
     monkeypatch.setattr(packing, "_takes_one_call", lambda query: True)
     return calls
 
