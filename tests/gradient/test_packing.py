@@ -172,21 +172,15 @@ def test_a_kernel_that_fails_is_not_used(kernel, reason, tiny_model, monkeypatch
     assert scorer.layout == "padded" and reason in scorer.reason
 
 
-def test_the_kernel_is_used_where_torch_and_the_gpu_have_it(monkeypatch):
-    """On a T4, or with a kernel without a scale or a window, the buckets serve."""
+def test_the_kernel_is_used_where_the_gpu_has_it(monkeypatch):
+    """On a T4 the buckets serve."""
     half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0")
-    for kernel in (kernel_2_11, kernel_2_13):
-        monkeypatch.setattr(packing, "_varlen_attention", kernel)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-        assert packing._takes_one_call(half)
-        assert not packing._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
-        assert not packing._takes_one_call(torch.zeros(1, dtype=torch.float16))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert not packing._takes_one_call(half)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for kernel in (None, lambda query, key, value, first, second, longest, longest_key, *, is_causal: query):
-        monkeypatch.setattr(packing, "_varlen_attention", kernel)
-        assert not packing._takes_one_call(half)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert packing._takes_one_call(half)
+    assert not packing._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
+    assert not packing._takes_one_call(torch.zeros(1, dtype=torch.float16))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not packing._takes_one_call(half)
 
 
 def test_the_installed_torch_has_the_signature_of_a_stand_in():
@@ -198,7 +192,7 @@ def test_the_installed_torch_has_the_signature_of_a_stand_in():
     version = ".".join(torch.__version__.split(".")[:2])
     if version not in known:
         pytest.skip(f"no stand-in for torch {version}")
-    assert signature(packing._varlen_attention) == signature(known[version])
+    assert signature(packing.varlen_attn) == signature(known[version])
 
 
 def test_generation_with_left_padding_is_unchanged(make_tiny_model):
