@@ -124,7 +124,8 @@ def use_kernel(monkeypatch: Any, kernel: Any) -> list[tuple[int, int]]:
         calls.append((query.size(1), key.size(1)))
         return kernel(query, key, *args, **options)
 
-    monkeypatch.setattr(packing, "_varlen_attention", counted)
+    monkeypatch.setattr(packing, "varlen_attn", counted)
+    monkeypatch.setattr(packing, "TAKES_GROUPED", "enable_gqa" in inspect.signature(kernel).parameters)
     monkeypatch.setattr(packing, "_takes_one_call", lambda query: True)
     return calls
 
@@ -167,6 +168,29 @@ def test_a_kernel_that_fails_is_not_used(kernel, reason, tiny_model, monkeypatch
     use_kernel(monkeypatch, kernel)
     scorer = Scorer(tiny_model, 1.0, pad_id=256)
     assert scorer.layout == "padded" and reason in scorer.reason
+
+
+def test_the_kernel_is_used_where_the_gpu_has_it(monkeypatch):
+    """On a T4 the buckets serve."""
+    half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert packing._takes_one_call(half)
+    assert not packing._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
+    assert not packing._takes_one_call(torch.zeros(1, dtype=torch.float16))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not packing._takes_one_call(half)
+
+
+def test_the_installed_torch_has_the_signature_of_a_stand_in():
+    """A further argument, or another name, is looked at here before a GPU meets it."""
+    signature = lambda kernel: {  # noqa: E731
+        one.name: (one.kind, one.default) for one in inspect.signature(kernel).parameters.values()
+    }
+    known = {"2.11": kernel_2_11, "2.13": kernel_2_13}
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in known:
+        pytest.skip(f"no stand-in for torch {version}")
+    assert signature(packing.varlen_attn) == signature(known[version])
 
 
 def test_generation_with_left_padding_is_unchanged(make_tiny_model):
