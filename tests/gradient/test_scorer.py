@@ -124,9 +124,9 @@ def test_a_packing_that_leaks_is_not_used(dtype, make_adapter, make_tiny_model, 
     assert Scorer(policy, 1.0, pad_id=256).layout == "shared"
     lose_plan(monkeypatch)
     scorer = Scorer(policy, 1.0, pad_id=256)
-    assert scorer.layout == "padded"
-    assert "shared rows: log-probabilities are off by" in scorer.reason and "repeated rows:" in scorer.reason
+    assert scorer.layout == "padded" and "off by" in scorer.reason and "repeated rows:" in scorer.reason
     if dtype == torch.float32:
+        assert "shared rows: log-probabilities are off by" in scorer.reason
         compare(policy, scorer, groups)
 
 
