@@ -1,7 +1,9 @@
 """Layouts, what a pass costs, buckets; the attention function, and that a model which has it is otherwise unchanged."""
 
 import functools
+import inspect
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
