@@ -12,15 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.loop.test_equality_with_stock import (
-    COMPLETIONS,
-    RELATIVE,
-    _batch_loss_gradients,
-    _lora,
-    _make,
-    _sides,
-    by_length,
-)
+from tests.loop.conftest import TWO_GROUPS, by_length, with_adapter
+from tests.loop.test_equality_with_stock import RELATIVE, _batch_loss_gradients, _make, _sides
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "minimal_rloo.py"
@@ -54,14 +47,14 @@ def step_of_the_script(
     import torch
 
     prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(K)]
-    rewards = torch.tensor(by_length(COMPLETIONS))
-    logps = script.token_logps(policy, prompts, COMPLETIONS)
+    rewards = torch.tensor(by_length(TWO_GROUPS))
+    logps = script.token_logps(policy, prompts, TWO_GROUPS)
     old_logps = logps.detach()
-    charged = script.charge_kl(rewards, policy, old_logps, prompts, COMPLETIONS, beta)
+    charged = script.charge_kl(rewards, policy, old_logps, prompts, TWO_GROUPS, beta)
     advantages = script.leave_one_out(charged, K)
     if is_moved:
         drift(policy)
-        logps = script.token_logps(policy, prompts, COMPLETIONS)
+        logps = script.token_logps(policy, prompts, TWO_GROUPS)
     loss = script.clipped_loss(logps, old_logps, advantages, epsilon)
     loss.backward()
     return advantages, loss.detach(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
@@ -81,10 +74,10 @@ def test_the_step_is_the_trainers(
     import torch
 
     options = {"beta": beta, "epsilon": 0.05, "epsilon_high": 0.05, "reference": "base"}
-    policy, tokenizer = _lora(make_tiny_model()), tiny_tokenizer
+    policy, tokenizer = with_adapter(make_tiny_model()), tiny_tokenizer
     trainer = _make(_sides()[1], policy, tokenizer, tmp_path, [by_length], num_iterations=1 + is_moved, **options)
     kit = _batch_loss_gradients(trainer, drift=0.2 if is_moved else None)
-    plain = step_of_the_script(script, _lora(make_tiny_model()), tokenizer, is_moved, beta, 0.05)
+    plain = step_of_the_script(script, with_adapter(make_tiny_model()), tokenizer, is_moved, beta, 0.05)
     (wanted, found) = [torch.cat([grads[name].flatten() for name in sorted(kit[2])]) for grads in (kit[2], plain[2])]
     assert plain[0].abs().max() > 0.05 and found.norm() > 1e-3, "the case carries no signal"
     assert (plain[0] - kit[0]).norm() <= RELATIVE * kit[0].norm()
