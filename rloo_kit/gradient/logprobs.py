@@ -20,14 +20,11 @@ from rloo_kit.plan.parts import TILE_TOKENS, TILE_VOCABULARY
 
 
 @dataclass
-class Scores(ModelOutput):
-    """What a scoring call returns of the N scored tokens: nats, float32.
+class TokenScores(ModelOutput):
+    """What a scoring call returns: log-probabilities and entropies of the N scored tokens, in nats, float32, and the
+    auxiliary loss of a mixture of experts, if requested."""
 
-    `logps` carries a gradient where grad is enabled; `entropies` never does and is None unless requested. `aux_loss`
-    is the auxiliary loss of a mixture of experts, if requested.
-    """
-
-    logps: torch.Tensor  # (N,)
+    logps: torch.Tensor | None = None  # (N,)
     entropies: torch.Tensor | None = None  # (N,)
     aux_loss: torch.Tensor | None = None
 
@@ -188,7 +185,7 @@ def score_tokens(
 
 
 def attach_token_scoring(model: torch.nn.Module) -> None:
-    """Make `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,), temperature=1.0)` return `Scores`.
+    """Make `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,), temperature=1.0)` return `TokenScores`.
 
     `score_positions` are flat positions b * L + t whose hidden state predicts the target. With `token_weights=(B * L,)`
     the auxiliary loss of a mixture of experts is computed too. Any other call is unchanged.
@@ -233,7 +230,7 @@ def attach_token_scoring(model: torch.nn.Module) -> None:
         scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)
         with _scoring_head(head, temperature / logit_scale, need_entropy):
             logps, entropies = head(scored, score_targets.to(scored.device))
-        return Scores(logps=logps, entropies=entropies, aux_loss=aux_loss)
+        return TokenScores(logps=logps, entropies=entropies, aux_loss=aux_loss)
 
     forward.without_scoring = plain_forward  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rloo_kit.gradient.advantages import Advantages
-from rloo_kit.gradient.logprobs import Scores
 from rloo_kit.gradient.objective import RATIO_STATISTICS, LossParts, all_finite, spread, sum_rows
 from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.scorer import Scores
 
 
 class Completions(NamedTuple):
