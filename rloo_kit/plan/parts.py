@@ -38,8 +38,8 @@ UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192
 # Ratios of measured to computed peaks of a GPU, by "BACKEND PART", 1 or more, and their `source`, the GPU and the day
 # (empty if nothing was measured): `make gpu-report` writes the file.
 CORRECTIONS = Path(__file__).with_name("corrections.json")
-# The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json (a test
-# compares): the possible error of a plan.
+# The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json: the possible
+# error of a plan.
 UNMEASURED = 0.1
 
 
