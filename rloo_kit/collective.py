@@ -71,16 +71,18 @@ def share(value: Any) -> Any:
 
 
 def share_from_main(work: Callable[[], Any]) -> Any:
-    """The result of `work` in the main process, in every process; so is its error, if it is one of the kit's."""
-    found, refusal = None, None
+    """The result of `work` in the main process, in every process; an error ends all of them: as it is in the main one,
+    in the others as one of the kit's."""
+    found, error, refusal = None, None, None
     if is_main_process():
         try:
             found = work()
-        except RlooKitError as error:
-            refusal = error
+        except Exception as problem:
+            error = problem
+            refusal = problem if isinstance(problem, RlooKitError) else RlooKitError(f"the main process: {problem!r}")
     found, refusal = share((found, refusal))
     if refusal is not None:
-        raise refusal
+        raise error or refusal
     return found
 
 

@@ -214,7 +214,10 @@ def _find_generation_problems(values: Mapping[str, Any]) -> list[str]:
     problems = []
     if regex := values.get("vllm_structured_outputs_regex"):
         problems.append(f"vllm_structured_outputs_regex is {regex!r}: {WHY_REFUSED}. Remove it, and reward the format")
-    for name, value in (values.get("generation_kwargs") or {}).items():
+    given = values.get("generation_kwargs") or {}
+    if not isinstance(given, Mapping):
+        return [*problems, f"generation_kwargs is {given!r}; it is a dict of names and values, or None"]
+    for name, value in given.items():
         instead = _INSTEAD.get(name)
         says_the_same = instead is not None and values.get(instead) == value
         if value is None or name in _HARMLESS or says_the_same or (name in _NEUTRAL and value == _NEUTRAL[name]):

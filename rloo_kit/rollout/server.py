@@ -234,7 +234,8 @@ class ServerEngine(Engine):
             finally:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                while wait(started, timeout=0.1).not_done:
+                begun = [one for one in started if not one.cancelled()]  # `wait` takes a cancelled one for unfinished
+                while wait(begun, timeout=0.1).not_done:
                     self._client.hang_up()
         if call.on_tokens is not None:
             for number in sorted(call.order):

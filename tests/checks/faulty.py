@@ -43,9 +43,17 @@ OWN = ("rewards=[{name: 'my_rewards:own'}]",)
 FAULTS = (
     Faulty("a key that does not exist", ("rloo.lerning_rate=1e-4",), ("rloo.lerning_rate", "rloo.learning_rate")),
     Faulty("a misspelt file", ("data.source=mine.cvs",), ("data.source", "mine.cvs")),
+    Faulty("a file that is not there", ("data.source=nine.csv",), ("data.source", "nine.csv")),
     Faulty("an empty file", (), ("mine.csv", "no rows"), write("mine.csv", "")),
+    Faulty("a file with a header alone", (), ("mine.csv", "no rows"), write("mine.csv", "prompt,answer\n")),
     Faulty("a misspelt prompt column", ("data.prompt_column=promt",), ("data.prompt_column", "prompt, answer")),
     Faulty("a misspelt answer column", ("data.answer_column=anser",), ("data.answer_column", "prompt, answer")),
+    Faulty(
+        "a broken line of JSON",
+        ("data.source=rows.jsonl",),
+        ("rows.jsonl, line 2", "broken JSON"),
+        write("rows.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n'),
+    ),
     Faulty(
         "an empty prompt in row 3",
         (),
@@ -85,10 +93,22 @@ FAULTS = (
         reward("    return [float(text[0] == '4') for text in completions]\n"),
     ),
     Faulty(
+        "a reward that takes the last line for a number",
+        OWN,
+        ("rewards.0.name", "ValueError", "my_rewards.py, line 2"),
+        reward("    return [float(text.split()[-1]) if text else 0.0 for text in completions]\n"),
+    ),
+    Faulty(
         "a reward that returns one number for all",
         OWN,
         ("rewards.0.name", "returned float", "list of"),
         reward("    return 1.0\n"),
+    ),
+    Faulty(
+        "a reward that returns a text",
+        OWN,
+        ("rewards.0.name", "'good'", "number or None"),
+        reward("    return ['good' for _ in completions]\n"),
     ),
     Faulty(
         "a reward that needs a column that is not there",
@@ -113,6 +133,7 @@ FAULTS = (
     Faulty(
         "a measure that no reward has", ("eval.every_steps=1", "eval.measure=acuracy"), ("eval.measure", "accuracy")
     ),
+    Faulty("a tracker that is not installed", ("rloo.report_to=swanlab_",), ("rloo.report_to",)),
     Faulty(
         "a library of a tracker that is not there", ("rloo.report_to=wandb",), ("rloo.report_to", "pip install wandb")
     ),

@@ -585,3 +585,25 @@ def test_two_processes_share_one_adapter(sharding, launch, tiny_folder, tmp_path
     assert [body["model"] for body in stand_in.posted(COMPLETE)] == [names[0]] * 8 + [names[1]] * 8
     assert len({body["seed"] for body in stand_in.posted(COMPLETE)}) == 16
     assert not list((tmp_path / "adapters").iterdir())
+
+
+@pytest.mark.parametrize("rows", [1, None])
+def test_an_error_ends_the_requests_that_have_not_begun(rows: int | None, tmp_path: Path) -> None:
+    """What was cancelled before it began was waited for without end: the run hung in place of its error."""
+
+    class Refusing:
+        url = "http://server"
+
+        def complete(self, *_: Any) -> Any:
+            raise RolloutServerError("refused")
+
+        def hang_up(self) -> None:
+            pass
+
+    sampling = Sampling(1.0, (258,), rows=rows, say=lambda line: None)
+    engine = ServerEngine(
+        ServerSettings("http://server", tmp_path, lambda folder: None, "run"), "why", sampling, Refusing()
+    )
+    engine._publish = lambda prompt: None  # type: ignore[method-assign]
+    with pytest.raises(RolloutServerError, match="refused"):
+        engine.sample([[5, 6]] * 400, Limits(4))
