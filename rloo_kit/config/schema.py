@@ -459,7 +459,6 @@ class VllmSection(Section):
     """vLLM in the trainer's process (`rollout.engine: vllm`); the memory plan fills in nulls."""
 
     prefix: ClassVar[str] = "rollout.vllm."
-    free_on_resume: ClassVar[bool] = True
     gpu_memory_utilization: float | None = key(
         None, "share of GPU memory that vLLM takes while it samples, weights included", gt=0, lt=1
     )

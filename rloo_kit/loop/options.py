@@ -79,13 +79,19 @@ _OwnOptions = create_model("_OwnOptions", __base__=Section, **_fields)
 
 # Entries of TRL's `generation_kwargs`, which the kit's engines do not read: values that leave the distribution as it
 # is, names that concern neither the sampled tokens nor the end of a completion, and options that say the same.
-_NEUTRAL = {
-    "top_p": 1, "repetition_penalty": 1, "typical_p": 1, "do_sample": True, "num_beams": 1, "n": 1,
-    "num_return_sequences": 1, "top_k": 0, "min_p": 0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_tokens": 0,
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "n", "num_return_sequences"), (1,)),
+    **dict.fromkeys(("min_p", "no_repeat_ngram_size", "min_length", "min_new_tokens", "min_tokens"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "bad_words", "suppress_tokens", "begin_suppress_tokens"), ([],)),
+    **dict.fromkeys(("sequence_bias", "logit_bias"), ({},)),
+    "top_k": (0, -1), "do_sample": (True,), "remove_invalid_values": (False,), "logits_processors": ([],),
 }  # fmt: skip
 _HARMLESS = (
-    "use_cache", "disable_compile", "return_dict_in_generate", "output_scores", "output_logits", "pad_token_id",
-    "bos_token_id",
+    "use_cache", "disable_compile", "compile_config", "low_memory", "return_dict_in_generate", "output_scores",
+    "output_logits", "output_attentions", "output_hidden_states", "pad_token_id", "bos_token_id", "renormalize_logits",
+    "length_penalty", "early_stopping",
 )  # fmt: skip
 _INSTEAD = {
     "temperature": "temperature", "seed": "seed", "max_new_tokens": "max_completion_length",
@@ -220,7 +226,7 @@ def _find_generation_problems(values: Mapping[str, Any]) -> list[str]:
     for name, value in given.items():
         instead = _INSTEAD.get(name)
         says_the_same = instead is not None and values.get(instead) == value
-        if value is None or name in _HARMLESS or says_the_same or (name in _NEUTRAL and value == _NEUTRAL[name]):
+        if value is None or name in _HARMLESS or says_the_same or value in _NEUTRAL.get(name, ()):
             continue
         fix = "Remove it" if instead is None else f"Set {instead}={value!r} instead"
         if name in SAMPLING_FILTERS:

@@ -4,6 +4,7 @@ Answers are not trusted: size, the type of every field and the fit with the requ
 Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 """
 
+import ipaddress
 import math
 import os
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
@@ -149,6 +151,8 @@ class VllmClient:
         )
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._opening = threading.Lock()
+        if self._key and is_exposed(self.url):
+            say(f"rollout: {KEY_VARIABLE} and the completions go to {self.url} unencrypted; https hides them")
 
     def wait_until_up(self, stop: threading.Event | None = None) -> None:
         """Block until `/health` answers with 200, or until `stop` is set."""
@@ -343,3 +347,21 @@ class VllmClient:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._opening:
                 self._sockets.add(found["return_value"].get_extra_info("socket"))
+
+
+def is_exposed(url: str) -> bool:
+    """Whether others on the network could read requests to `url`: plain http to an address that is not private.
+
+    >>> [is_exposed(f"http://{host}:8000") for host in ("localhost", "node1", "[::1]", "10.0.0.7", "8.8.8.8", "a.org")]
+    [False, False, False, False, True, True]
+    >>> is_exposed("https://a.org")
+    False
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "http":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_private
+    except ValueError:  # a name; one without a dot is in this network
+        return "." in host and not host.endswith((".local", ".internal", ".localhost"))

@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "has top_p=0.9.*or set top_p=0.9 with accept_truncated_sampling=True",
     ),
     "of another kind": ({"generation_kwargs": {"no_repeat_ngram_size": 3}}, "has no_repeat_ngram_size=3.*Remove it"),
+    "no dict": ({"generation_kwargs": "x"}, "generation_kwargs is 'x'; it is a dict"),
     "hidden in JSON": ({"generation_kwargs": '{"no_repeat_ngram_size": 3}'}, "has no_repeat_ngram_size=3"),
     "greedy": ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs has do_sample=False"),
     "two temperatures": ({"generation_kwargs": {"temperature": 0.6}}, "Set temperature=0.6 instead"),
