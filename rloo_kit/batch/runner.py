@@ -30,7 +30,7 @@ from rloo_kit.runs.files import now
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import format_seconds, render_text
 from rloo_kit.system.input_files import working_folder
-from rloo_kit.system.marked import END_TIMEOUT_S, Watchdog, end_marked
+from rloo_kit.system.isolation import END_TIMEOUT_S, Watchdog, end_marked
 from rloo_kit.system.processes import ENDING, handle_signals
 
 BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # id of the batch process; folder of the run

@@ -18,8 +18,8 @@ from typing import Any
 from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.data.sources import DataSource
 from rloo_kit.errors import DataError, RewardError, SetupError, excerpt
+from rloo_kit.system.isolation import LateError, Worker, worker_environment
 from rloo_kit.system.versions import is_importable
-from rloo_kit.system.worker import LateError, Worker, worker_environment
 
 # Of reasoning-gym 0.1.25 those tasks are offered whose verifier scores the stored answer 1 and nonsense 0, measured on
 # 60 rows of each (`benchmarks/results/gym_tasks.json`); `tests/data/test_gym_tasks.py` scores them again.

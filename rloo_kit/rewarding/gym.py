@@ -13,8 +13,8 @@ from rloo_kit.errors import RlooKitError, WholeBatchError
 from rloo_kit.rewards._binding import check_positive
 from rloo_kit.rewards.answer import find_boxed
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
+from rloo_kit.system.isolation import Worker
 from rloo_kit.system.processes import say
-from rloo_kit.system.worker import Worker
 
 NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"
 FINDERS = ("whole", "boxed", "answer_tag")

@@ -17,7 +17,7 @@ from rloo_kit.errors import BackendError, RewardError, WholeBatchError
 from rloo_kit.rewards._binding import check_int
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
-from rloo_kit.system.worker import Worker
+from rloo_kit.system.isolation import Worker
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from rloo_kit.rewarding.guard import GuardedReward, NamedReward, reward_name, unwrap
-from rloo_kit.system.marked import starting_folder
+from rloo_kit.system.isolation import starting_folder
 
 MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
 

@@ -24,7 +24,7 @@ from rloo_kit.rewarding.signature import Signature, read_signature
 from rloo_kit.rewarding.sources import read_files
 from rloo_kit.rewarding.values import describe_error, make_sendable, read_result, show
 from rloo_kit.rewards.text import as_ids
-from rloo_kit.system.worker import WORKERS, LateError, Worker, worker_environment
+from rloo_kit.system.isolation import WORKERS, LateError, Worker, worker_environment
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
 LOGS = ("log_extra", "log_metric")  # their calls come back with the reply and are made in this process

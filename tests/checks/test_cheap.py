@@ -102,7 +102,7 @@ def test_workers_of_the_check_are_ended(place: Path) -> None:
     assert find_faults(run) == []
     after = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     with contextlib.suppress(psutil.Error):
-        assert not [child for child in after if "system.worker" in " ".join(child.cmdline())]
+        assert not [child for child in after if "system.isolation" in " ".join(child.cmdline())]
 
 
 def test_a_run_is_resumed_over_its_own_folder(place: Path) -> None:

@@ -23,7 +23,7 @@ from tests.notebooks.batch_notebooks import (
 )
 
 pytestmark = pytest.mark.slow
-WATCHDOG = "rloo_kit.system.marked"
+WATCHDOG = "rloo_kit.system.isolation"
 
 
 def run_of(mode, number=0, **values):

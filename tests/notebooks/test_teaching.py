@@ -79,7 +79,7 @@ def test_the_tasks_of_the_library_are_shown(
     import rloo_kit as kit
     from rloo_kit.data import gym
     from rloo_kit.embedded.model import build_tokenizer
-    from rloo_kit.system.worker import WORKERS
+    from rloo_kit.system.isolation import WORKERS
 
     if not printed and not gym.is_importable("reasoning_gym"):
         pytest.skip("make reasoning-gym has not been run")

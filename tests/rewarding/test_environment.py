@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.rewarding.worker import WorkerReward
-from rloo_kit.system.worker import Worker, worker_environment
+from rloo_kit.system.isolation import Worker, worker_environment
 
 CANARY = "canary-4f1d7c"
 ASKED_FOR = "JUDGE_API_KEY"

@@ -21,7 +21,7 @@ from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.values import LONGEST_ERROR
 from rloo_kit.rewarding.worker import WorkerReward, end_workers, make_plain
 from rloo_kit.system import worker as system_worker
-from rloo_kit.system.worker import RUN_MARK, WORKER_MARK
+from rloo_kit.system.isolation import RUN_MARK, WORKER_MARK
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
