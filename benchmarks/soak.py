@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def watch_run(steps: int, folder: Path) -> dict[str, Any]:
     """Train for `steps` steps; 40 samples, or one a step."""
-    from rloo_kit.runs.run_dir import RunDir
+    from rloo_kit.runs.folder import RunDir
 
     run_dir = RunDir(folder / "soak")
     words = ["train", *SETTINGS, f"rloo.max_steps={steps}", f"run.output_dir={folder}"]

@@ -305,7 +305,7 @@ def preflight(
 def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train on demonstrations before RLOO, for a model that solves nothing yet."""
     from rloo_kit.checks.cheap import refuse_worked_faults
-    from rloo_kit.runs.sft_folder import check_folder, open_folder
+    from rloo_kit.runs.folder import check_folder, open_folder
 
     run, words = read_config(file, overrides), overrides or []
     check_folder(run, overwrite)
@@ -352,7 +352,7 @@ def train(
     from rloo_kit.checks.cheap import FolderUse, refuse_faults
     from rloo_kit.results.result import is_over, load_evaluation, load_result
     from rloo_kit.results.verdict import judge_run
-    from rloo_kit.runs.run_dir import RunDir
+    from rloo_kit.runs.folder import RunDir
 
     run = read_config(file, overrides)
     if resume and not accept_changes and is_over(run):
@@ -578,7 +578,7 @@ def ask(
         if json and not asked:
             raise ConfigError('--json needs a question: rloo-kit ask RUN "58+67=" --json')
         from rloo_kit import setup_environment
-        from rloo_kit.runs.exported import origin_of
+        from rloo_kit.runs.find import origin_of
 
         run = with_warnings_as_lines(origin_of, source, *(overrides or []))
         setup_environment(run.model.backend)

@@ -15,7 +15,7 @@ from rloo_kit.results.charts import draw_bar
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.pages import TONES, Cell, Table, format_duration, make_page
 from rloo_kit.runs.files import write_text
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import columns as terminal_columns
 from rloo_kit.system.console import format_seconds
 

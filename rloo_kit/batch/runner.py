@@ -27,7 +27,7 @@ from rloo_kit.batch.status import BatchDir, RunStatus, State, count_states
 from rloo_kit.errors import SetupError, shorten
 from rloo_kit.runs.checkpoints import STEM
 from rloo_kit.runs.files import now
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import format_seconds, render_text
 from rloo_kit.system.input_files import working_folder
 from rloo_kit.system.isolation import END_TIMEOUT_S, Watchdog, end_marked

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rloo_kit.batch.file import FILES, Batch, BatchRun
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.files import lock_folder, now, read_object, write_json, write_text
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import hide_secrets
 
 State = Literal["waiting", "running", "done", "failed", "killed", "interrupted"]

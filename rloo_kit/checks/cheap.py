@@ -23,7 +23,7 @@ from rloo_kit.plan import parts
 from rloo_kit.plan.parts import own_bytes
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.input_files import looked_for, places_of
 from rloo_kit.system.problems import Problem, catching, errors_of, warn, warnings_of

@@ -17,7 +17,7 @@ from rloo_kit.models.policy import Policy, find_vllm
 from rloo_kit.models.trained import load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.runs.exported import origin_of
+from rloo_kit.runs.find import origin_of
 from rloo_kit.system.console import fill_text, picture_controls, plain_prompt
 from rloo_kit.think_tags import ThinkTags, opens_thinking, split_thinking
 

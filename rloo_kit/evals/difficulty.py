@@ -28,9 +28,8 @@ from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.types import Progress
-from rloo_kit.runs.files import is_count, read_object
-from rloo_kit.runs.rows import append_rows, read_rows
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.files import append_rows, is_count, read_object, read_rows
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import is_distributed, say
 

@@ -27,9 +27,8 @@ from rloo_kit.models.trained import trained_run
 from rloo_kit.plan.shapes import find_shape
 from rloo_kit.results.result import load_evaluation
 from rloo_kit.runs.checkpoints import publish
-from rloo_kit.runs.exported import RUN_FILE, describe_origin
 from rloo_kit.runs.files import now, read_object, saving, write_json
-from rloo_kit.runs.find import TRAINED, find_run, with_name
+from rloo_kit.runs.find import RUN_FILE, TRAINED, describe_origin, find_run, with_name
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import available_gib
 from rloo_kit.system.processes import say

@@ -19,8 +19,8 @@ from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
 from rloo_kit.results.curves import tokens_per_second
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
-from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.gpu import read_energy
 from rloo_kit.system.processes import ENDING, handle_signals, is_distributed, say

@@ -20,7 +20,7 @@ from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, read_checkpoint, seal, set_aside
 from rloo_kit.runs.files import read_object, saving, write_json
 from rloo_kit.runs.find import ADAPTER_CONFIG
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.processes import is_main_process, say
 
 LOOP_STATE = "loop_state.json"

@@ -35,7 +35,7 @@ from rloo_kit.results.intervals import Measured
 from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.processes import is_main_process, keep_random_numbers, say
 
 

@@ -13,7 +13,7 @@ from rloo_kit.errors import HealthError, NoSignalError
 from rloo_kit.health.rules import Context, Finding
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.loop.callbacks import is_step_row
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.problems import warn
 from rloo_kit.system.processes import say
 

@@ -17,7 +17,7 @@ from rloo_kit.plan.parts import Workload, body_bytes, context_bytes, own_bytes, 
 from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.result import Machine
 from rloo_kit.runs.files import now
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.memory import GIB, resident_gib, trim_heap
 from rloo_kit.system.processes import is_main_process, say

@@ -37,7 +37,7 @@ from rloo_kit.rewarding.worker import end_workers, refuse_edited
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED
-from rloo_kit.runs.run_dir import INPUTS, RunDir
+from rloo_kit.runs.folder import INPUTS, RunDir
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 

@@ -37,8 +37,7 @@ from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.find import weights_of
-from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.runs.sft_folder import open_folder
+from rloo_kit.runs.folder import RunDir, open_folder
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, say
 from rloo_kit.think_tags import THINK_END, THINK_START

@@ -19,7 +19,7 @@ from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import follow_umask
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
-from rloo_kit.runs.run_dir import BASE, INPUTS
+from rloo_kit.runs.folder import BASE, INPUTS
 from rloo_kit.system import environment
 from rloo_kit.system.processes import say
 

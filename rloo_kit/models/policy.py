@@ -29,7 +29,7 @@ from rloo_kit.plan.planner import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.find import TRAINED
-from rloo_kit.runs.run_dir import BASE
+from rloo_kit.runs.folder import BASE
 from rloo_kit.system import environment
 from rloo_kit.system.memory import return_large_blocks
 from rloo_kit.system.processes import is_distributed, is_main_process

@@ -7,9 +7,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.models.checkpoint import dtype_name, find_source
 from rloo_kit.models.policy import Policy, load_policy
-from rloo_kit.runs.exported import RUN_FILE, is_export, origin_of
 from rloo_kit.runs.files import read_object
-from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, weights_of
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, RUN_FILE, is_export, origin_of, weights_of
 from rloo_kit.system.input_files import from_here
 
 

@@ -16,7 +16,7 @@ import psutil
 
 from rloo_kit.errors import SetupError
 from rloo_kit.runs.files import running_saves, saved_paths, wait_for_saves
-from rloo_kit.runs.run_dir import open_runs
+from rloo_kit.runs.folder import open_runs
 from rloo_kit.system.memory import GIB, clear_last_error, resident_gib, trim_heap
 
 POLL_S = 0.2

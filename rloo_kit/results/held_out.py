@@ -11,8 +11,7 @@ from typing import Any
 from rloo_kit.results.changes import change_of
 from rloo_kit.results.evaluation import Evaluation, name_of
 from rloo_kit.results.intervals import Measured
-from rloo_kit.runs.files import is_count, read_object
-from rloo_kit.runs.rows import read_rows
+from rloo_kit.runs.files import is_count, read_object, read_rows
 
 EVALUATIONS, BEST = "evaluations.jsonl", "best"  # in the run's folder
 RECORD = "evaluation.json"  # in BEST: the evaluation of its weights

@@ -21,7 +21,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.result import load_evaluation, load_result
 from rloo_kit.results.verdict import Verdict, judge_run
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")

@@ -17,8 +17,8 @@ from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.results.rollout_sample import sample_rollouts
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import read_rollouts
-from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.versions import installed_versions
 
 FILES = {

@@ -10,7 +10,7 @@ from rloo_kit.health.rules import Context, Finding
 from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
 

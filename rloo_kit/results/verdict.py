@@ -16,7 +16,7 @@ from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import Evaluation, rewards_differ, setting_differences, shared_measures
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.runs.files import read_object
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]

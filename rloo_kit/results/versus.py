@@ -18,7 +18,7 @@ from rloo_kit.results.result import TrainResult, load_evaluation, load_result
 from rloo_kit.results.verdict import Verdict, judge_run, measured_words
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.run_dir import INPUTS
+from rloo_kit.runs.folder import INPUTS
 from rloo_kit.system.console import fill_text, format_seconds, render_text
 
 

@@ -14,7 +14,7 @@ from rloo_kit.results.intervals import Measured
 from rloo_kit.results.pages import TONES, Cell, Table, format_duration, make_page
 from rloo_kit.results.versus import Contestant, RunComparison, column_titles, measure_of
 from rloo_kit.runs.files import write_text
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 
 TITLE = "RLOO runs side by side"
 PANELS = (  # title, form, metric

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.runs.files import write_bytes
-from rloo_kit.runs.rows import find_damage, read_rows, row_step, to_lines
+from rloo_kit.runs.files import find_damage, read_rows, row_step, to_lines, write_bytes
 from rloo_kit.system.processes import say
 
 FOLDER = "rollouts"

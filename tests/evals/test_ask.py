@@ -19,7 +19,7 @@ from rloo_kit.evals.ask import THINKING, Answer, Dialogue, TrainedModel, ask, co
 from rloo_kit.models.policy import load_policy, save_adapter
 from rloo_kit.models.trained import load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.runs.exported import RUN_FILE
+from rloo_kit.runs.find import RUN_FILE
 from tests.rollout.models import shake
 
 CONFIG = """

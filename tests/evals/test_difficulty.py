@@ -27,8 +27,8 @@ from rloo_kit.evals.difficulty import (
 )
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.runs.files import read_object
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import read_rollouts
-from rloo_kit.runs.run_dir import RunDir
 from tests.rollout.models import make_policy
 
 THINK_END, TURN_END, SEVEN, EIGHT = 260, 258, 22, 23

@@ -8,7 +8,7 @@ import pytest
 
 import rloo_kit as kit
 from rloo_kit.config.run import load_config
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 
 QUESTION = "58+67="
 

@@ -13,7 +13,7 @@ from rloo_kit.embedded.model import build, name_built
 from rloo_kit.errors import ConfigError
 from rloo_kit.export.export import _find_base, export_model
 from rloo_kit.models.trained import trained_run
-from rloo_kit.runs.exported import RUN_FILE, describe_origin, origin_of
+from rloo_kit.runs.find import RUN_FILE, describe_origin, origin_of
 
 RUN = """
 run: {{name: sums}}

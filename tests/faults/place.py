@@ -107,8 +107,8 @@ class Place:
 
     def result(self) -> tuple[list, list, dict]:
         """Metrics and rollouts without times, and the adapter's tensors."""
+        from rloo_kit.runs.folder import RunDir
         from rloo_kit.runs.rollouts import read_rollouts
-        from rloo_kit.runs.run_dir import RunDir
 
         rows = RunDir(self.run_folder).read_metrics()
         metrics = [{k: v for k, v in row.items() if k not in CLOCKS} for row in rows]

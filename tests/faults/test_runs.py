@@ -65,7 +65,7 @@ def test_every_file_of_a_real_checkpoint_counts(reference, record):
     """Each file of the newest checkpoint truncated, zeroed, deleted and with one bit flipped: the one before it is
     used, and the run ends as it would have."""
     from rloo_kit.config.run import load_config
-    from rloo_kit.runs.run_dir import RunDir
+    from rloo_kit.runs.folder import RunDir
     from tests.runs.test_run_dir import WAYS
 
     names = {path.name for path in (reference.run_folder / "checkpoints" / "checkpoint-8").iterdir()}

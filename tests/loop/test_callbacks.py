@@ -6,7 +6,7 @@ import pytest
 
 from rloo_kit.loop import callbacks
 from rloo_kit.loop.callbacks import MetricsWriter, ProgressLine, RolloutLog, SampleTable
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.think_tags import ThinkTags
 
 TAGS = ThinkTags(start_id=259, end_id=260)

@@ -28,8 +28,8 @@ from rloo_kit.rewards import ThinkingReward
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.find import weights_of
+from rloo_kit.runs.folder import RunDir, open_runs
 from rloo_kit.runs.rollouts import read_rollouts
-from rloo_kit.runs.run_dir import RunDir, open_runs
 from rloo_kit.system import environment
 from tests.loop.conftest import by_ids, lines, status
 

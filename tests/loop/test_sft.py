@@ -20,8 +20,7 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.sft import build_trainer, next_command
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.runs.sft_folder import open_folder
+from rloo_kit.runs.folder import RunDir, open_folder
 from tests.gradient.test_scorer import by_logits
 from tests.loop.conftest import by_ids
 

@@ -182,7 +182,7 @@ def test_a_training_run_in_a_thread_is_not_ended(tmp_path: Path) -> None:
     train = f"""
 import threading
 from rloo_kit import load_config
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 done = threading.Event()
 
 def train():

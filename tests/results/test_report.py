@@ -242,7 +242,7 @@ def with_reward(label: str, values: list[float], **single: list[float]) -> Evalu
 
 def test_report_shows_the_evaluations_during_training(run: RunConfig, result: Any) -> None:
     """No readable file said which step adapter/ is from. A damaged row is left out."""
-    from rloo_kit.runs.run_dir import RunDir
+    from rloo_kit.runs.folder import RunDir
 
     rows = []
     for step, value, best in ((0, 1.0, 0), (10, 2.0, 10), (20, 1.25, 10)):

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from rloo_kit import load_config
 from rloo_kit.cli import app
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
-from rloo_kit.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {

@@ -16,7 +16,7 @@ from rloo_kit.results.evaluation import Evaluation, shared_measures
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.result import TrainResult, load_result
 from rloo_kit.results.verdict import judge_run, record_verdict
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from tests.evaluations import mean_of
 from tests.results.test_report import make_config
 

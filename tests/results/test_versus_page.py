@@ -14,7 +14,7 @@ from rloo_kit.cli import app
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.versus import compare_runs
 from rloo_kit.results.versus_page import write_comparison_page
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from tests.evaluations import around
 from tests.html_page import Page
 

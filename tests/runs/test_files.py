@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.runs import files as saves
-from rloo_kit.runs import run_dir
+from rloo_kit.runs import folder
 from rloo_kit.runs.files import git_revision, running_saves, saved_paths, saving, wait_for_saves, write_text
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from tests.runs.test_run_dir import Run
 
 
@@ -41,16 +41,16 @@ def test_a_run_whose_thread_died_is_not_open(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: kept.append(RunDir.create(Run(tmp_path / "two"))))
     thread.start()
     thread.join()
-    assert kept[0].status()["state"] == "running" and run_dir.open_runs() == []
+    assert kept[0].status()["state"] == "running" and folder.open_runs() == []
     kept[0].close()
 
 
 def test_a_run_that_failed_is_not_open(tmp_path: Path) -> None:
     """The traceback of a failed cell keeps the run's folder object alive, although the run is over."""
     with pytest.raises(ValueError, match="reward"), RunDir.create(Run(tmp_path / "one")) as opened:
-        assert run_dir.open_runs() == [opened.folder]
+        assert folder.open_runs() == [opened.folder]
         raise ValueError("a reward failed")
-    assert run_dir.open_runs() == []
+    assert folder.open_runs() == []
 
 
 def test_files_are_replaced_in_one_piece(tmp_path: Path) -> None:

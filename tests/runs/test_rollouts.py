@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.runs.files import to_lines
 from rloo_kit.runs.rollouts import Rollouts, read_rollouts, read_step, step_files
-from rloo_kit.runs.rows import to_lines
 
 
 def rows_of(step: int, count: int = 4, length: int = 40) -> list[dict[str, Any]]:

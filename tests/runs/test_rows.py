@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.runs.rows import append_rows, read_rows
+from rloo_kit.runs.files import append_rows, read_rows
 
 NO_ROWS = {
     "a number": b"123\n",

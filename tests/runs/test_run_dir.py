@@ -16,7 +16,7 @@ from rloo_kit.config.run import changed_keys, load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.checkpoints import MANIFEST, seal
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 
 CHECKPOINT_FILES = (
     "adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth",
@@ -392,7 +392,7 @@ def test_another_process_does_not_write_into_the_folder_of_another_run(run, monk
     run.folder.rename(run.folder.with_name("moved"))
     with RunDir.create(run):
         before = contents(run.folder)
-        monkeypatch.setattr("rloo_kit.runs.run_dir.SECONDS_FOR_MAIN", 0.0)
+        monkeypatch.setattr("rloo_kit.runs.folder.SECONDS_FOR_MAIN", 0.0)
         with pytest.raises(RuntimeError), other:
             raise RuntimeError("gloo: connection closed")
         assert other.id == first.id and contents(run.folder) == before
@@ -441,7 +441,7 @@ def test_two_processes_never_write_one_run(run):
     with RunDir.create(run):
         code = f"""
 from tests.runs.test_run_dir import Run
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from pathlib import Path
 try:
     RunDir.create(Run(Path({str(run.folder)!r})), resume=True)

@@ -15,7 +15,7 @@ import pytest
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, ConfigError, SetupError
 from rloo_kit.runs.checkpoints import seal
-from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.system import environment, processes
 from rloo_kit.system.gpu import Gpu, Gpus
 

@@ -21,19 +21,22 @@ from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFou
 from rloo_kit.health.series import is_number
 from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside
 from rloo_kit.runs.files import (
+    append_rows,
     git_revision,
     is_count,
     is_disk_full,
     lock_folder,
     now,
     read_object,
+    read_rows,
+    row_step,
+    to_lines,
     write_bytes,
     write_json,
     write_text,
 )
 from rloo_kit.runs.rollouts import FOLDER as ROLLOUTS
 from rloo_kit.runs.rollouts import Rollouts
-from rloo_kit.runs.rows import append_rows, read_rows, row_step, to_lines
 from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.gpu import describe_machine
 from rloo_kit.system.processes import (
@@ -517,3 +520,38 @@ def _id_in(folder: Path) -> str:
             if line.startswith(ID_LINE) and (found := _ID.match(line.removeprefix(ID_LINE))):
                 return found[0].decode()
     return ""
+
+
+def sft_run(run: RunConfig) -> RunConfig:
+    """`run` with the name of its supervised part, NAME-sft, which is also its folder's name."""
+    changed = run.model_copy(deep=True)
+    changed.run.name = f"{run.name}-sft"
+    return changed
+
+
+def check_folder(run: RunConfig, overwrite: bool = False) -> None:
+    """Refuse, with RunExistsError, a folder that `open_folder` would not overwrite."""
+    changed = sft_run(run)
+    found = RunDir(changed.folder)
+    if found.id and found.status().get("method") != "sft":
+        raise RunExistsError(
+            f"{changed.folder} contains a run that is no supervised training: set another run.name, or move it away"
+        )
+    try:
+        RunDir.check(changed, overwrite=overwrite)
+    except RunExistsError as error:
+        if not (changed.folder / "status.json").is_file():  # not a folder of ours
+            raise
+        raise RunExistsError(
+            f"{changed.folder} already contains the supervised training of {run.name}: delete it and start over with "
+            "--overwrite (overwrite=True), or choose another name with run.name=..."
+        ) from error
+
+
+def open_folder(run: RunConfig, overwrite: bool = False) -> RunDir:
+    """outputs/NAME-sft, open for writing; raises like `check_folder` and `RunDir.create`."""
+    check_folder(run, overwrite)
+    run_dir = RunDir.create(sft_run(run), overwrite=overwrite)
+    run_dir.resume_command = "fine_tune(run, policy, data, overwrite=True)"
+    run_dir.set_status("running", method="sft")
+    return run_dir
