@@ -10,8 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rloo_kit.health.ranges import CLIPPED, CLOSED, ENTROPY, EQUAL_REWARDS, GAP, KL, REPEATED, SPREAD, TIED, at_ceiling
-from rloo_kit.health.series import Series
+from rloo_kit.health.series import (
+    CLIPPED,
+    CLOSED,
+    ENTROPY,
+    EQUAL_REWARDS,
+    GAP,
+    KL,
+    REPEATED,
+    SPREAD,
+    TIED,
+    Series,
+    at_ceiling,
+)
 from rloo_kit.system.problems import Problem
 
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success

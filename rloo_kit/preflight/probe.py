@@ -14,7 +14,7 @@ from rloo_kit.checks.result import Measures, RewardFound, Spread
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.gradient.advantages import tied_groups
-from rloo_kit.health.ranges import at_ceiling
+from rloo_kit.health.series import at_ceiling
 from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.errors import RunNotFoundError
-from rloo_kit.health.ranges import LEVELS, Judgement, judge
 from rloo_kit.health.rules import Context
-from rloo_kit.health.series import is_number
+from rloo_kit.health.series import LEVELS, Judgement, is_number, judge
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
 from rloo_kit.results.charts import SMOOTH_FROM, first_and_last, format_value, mean_window

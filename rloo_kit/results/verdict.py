@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.health.ranges import CEILING, at_ceiling
 from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Finding
-from rloo_kit.health.series import is_number
+from rloo_kit.health.series import CEILING, at_ceiling, is_number
 from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import Evaluation, rewards_differ, setting_differences, shared_measures
 from rloo_kit.results.result import EARLY, TrainResult

@@ -11,8 +11,8 @@ import pytest
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
-from rloo_kit.health.ranges import LAST_ROWS, RANGES, judge
 from rloo_kit.health.rules import ANSWERS, RULES, Context, Finding
+from rloo_kit.health.series import LAST_ROWS, RANGES, judge
 from rloo_kit.health.watch import HealthWatch, examine
 
 ROOT = Path(__file__).resolve().parents[2]
