@@ -34,9 +34,9 @@ from rloo_kit.data.sources import (
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
-from rloo_kit.plan.result import VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
 from rloo_kit.plan.speed import describe_step
+from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
 from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END

@@ -15,7 +15,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan.parts import Workload, body_bytes, context_bytes, own_bytes, rollout_gib, table_bytes, training_gib
 from rloo_kit.plan.planner import find_machine, read_workload
-from rloo_kit.plan.result import Machine
+from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.runs.files import now
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text

@@ -26,7 +26,7 @@ from rloo_kit.models.checkpoint import bind_padding, check_base, check_config, d
 from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.planner import choose_engine, plan_vllm
-from rloo_kit.plan.result import VllmPlan
+from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.folder import BASE

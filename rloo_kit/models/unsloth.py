@@ -31,7 +31,7 @@ from rloo_kit.models.vllm import (
     prepare_variables,
     room_for_rank,
 )
-from rloo_kit.plan.result import VllmPlan
+from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.system import environment
 
 ENGINE = "vllm_engine"  # the model's attribute in which Unsloth keeps vLLM

@@ -30,9 +30,9 @@ from rloo_kit.plan.parts import (
     unmeasured_gib,
     vllm_weight_bytes,
 )
-from rloo_kit.plan.result import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 from rloo_kit.plan.speed import describe_step, find_gpu, step_completions, step_on_cpu_s, step_time
+from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
 from rloo_kit.system.memory import available_gib

@@ -26,7 +26,7 @@ from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
-from rloo_kit.plan.result import VramPlan
+from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem

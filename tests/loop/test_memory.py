@@ -15,7 +15,7 @@ from rloo_kit.loop.memory import MemoryPeak, MemoryWatch
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import rollout_gib
 from rloo_kit.plan.planner import read_workload
-from rloo_kit.plan.result import Machine
+from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.runs.files import write_json
 from rloo_kit.system.memory import resident_gib, trim_heap
 

@@ -22,7 +22,7 @@ from rloo_kit.models import unsloth
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.policy import save_adapter
-from rloo_kit.plan.result import VllmPlan
+from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.system.environment import STANDBY_VARIABLE
 
 RUN = """\

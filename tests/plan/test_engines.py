@@ -9,8 +9,8 @@ from rloo_kit import load_config, plan_vram
 from rloo_kit.plan import parts, planner
 from rloo_kit.plan.parts import GIB, comfortable_gib, rollout_gib, training_gib
 from rloo_kit.plan.planner import choose_engine, find_machine, plan_vllm, read_workload
-from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import PUBLISHED
+from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.system.versions import VLLM_INSTALL
 from tests.plan.test_parts import work_of
 

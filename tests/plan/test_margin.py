@@ -12,7 +12,7 @@ from rloo_kit.cli import app
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan import parts, planner, speed
 from rloo_kit.plan.planner import ON_CPU, ON_GPU, find_machine_problem, fitting_config, read_workload
-from rloo_kit.plan.result import Machine
+from rloo_kit.plan.vram_plan import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

@@ -13,8 +13,8 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.plan import planner
 from rloo_kit.plan.parts import comfortable_gib, rollout_gib, unmeasured_gib
 from rloo_kit.plan.planner import find_machine, read_workload
-from rloo_kit.plan.result import EngineChoice
 from rloo_kit.plan.shapes import find_shape
+from rloo_kit.plan.vram_plan import EngineChoice
 from rloo_kit.system.memory import _free_in_container, available_gib
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
