@@ -13,8 +13,7 @@ from typing import Any
 from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import check_budget, resolve_family, thinks
-from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
+from rloo_kit.data.chat import LightTokenizer, check_budget, embedded_tokenizer, read_tokenizer, resolve_family, thinks
 from rloo_kit.data.load import needs_stack, prepare_data
 from rloo_kit.data.tasks import find_family
 from rloo_kit.data.worked import load_worked, worked_need_stack

@@ -22,8 +22,7 @@ from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
 from rloo_kit.config.model_names import DEFAULT_FAMILY, find_family_file, is_family_file, split_model_name
-from rloo_kit.data.families import addition
-from rloo_kit.data.light_tokenizer import (
+from rloo_kit.data.chat import (
     CHAT_TOKENS,
     END_OF_TEXT,
     SPECIAL_TOKENS,
@@ -32,6 +31,7 @@ from rloo_kit.data.light_tokenizer import (
     check_names,
     token_ids,
 )
+from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.embedded import smollm2
 from rloo_kit.embedded.cache import RECORD, build_once

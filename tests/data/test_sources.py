@@ -228,7 +228,7 @@ def test_rows_are_prepared_without_the_stack(run_fresh, tmp_path, write):
     csv, rows = write("rows.csv", "prompt,answer,level\n1+1=,2,x\n"), write("rows.jsonl", jsonl(*SUMS))
     code = f"""
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.light_tokenizer import embedded_tokenizer
+from rloo_kit.data.chat import embedded_tokenizer
 from rloo_kit.data.load import prepare_data
 from rloo_kit.system.versions import is_importable
 tokenizer = embedded_tokenizer("thinking", "compact")

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from rloo_kit.config.model_names import FAMILIES, KINDS
+from rloo_kit.data.chat import ROWS
 from rloo_kit.data.families import addition
-from rloo_kit.data.light_tokenizer import ROWS
 from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.embedded import cold_start
 from rloo_kit.embedded.cold_start import PLANS, find_plan, joint_logits

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rloo_kit.data.light_tokenizer import byte_symbols
+from rloo_kit.data.chat import byte_symbols
 from rloo_kit.evals.ask import TextStream
 from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import Limits
