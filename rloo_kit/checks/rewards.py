@@ -7,9 +7,9 @@ from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
 from rloo_kit.data.gym import require_library
 from rloo_kit.errors import RlooKitError
 from rloo_kit.rewarding.guard import guard, is_async, reward_name
-from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.registry import REGISTRY, build_reward, check_reward_name
-from rloo_kit.rewarding.values import weighted_sum
+from rloo_kit.rewarding.signature import weighted_sum
+from rloo_kit.rewarding.verifiers import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.versions import is_importable

@@ -1,7 +1,7 @@
 """Task families of the embedded model: prompts for RLOO and demonstrations for the cold start, behind `Family`.
 
 A family is one file with a generator (`draw`, `question`), demonstrations (`work`) and the habit that its cold start
-teaches. The kit's own are in `families/`; a user's is a .py file that defines `FAMILY`. A checksum of the problem's
+teaches. The kit's own are in `families.py`; a user's is a .py file that defines `FAMILY`. A checksum of the problem's
 identity reserves half of all problems for the cold start, so a run never sees those.
 """
 

@@ -13,8 +13,8 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import Scores
 from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
 from rloo_kit.rewarding.registry import make_rewards
-from rloo_kit.rewarding.sources import digest_texts, read_sources
-from rloo_kit.rewarding.values import weighted_sum
+from rloo_kit.rewarding.signature import weighted_sum
+from rloo_kit.rewarding.worker import digest_texts, read_sources
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.processes import count_processes, say
 

@@ -18,7 +18,7 @@ from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standa
 from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.guard import GuardedReward
-from rloo_kit.rewarding.values import overflowing
+from rloo_kit.rewarding.signature import overflowing
 from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout
 
 

@@ -32,8 +32,7 @@ from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.rewarding.sources import digest_texts, read_sources
-from rloo_kit.rewarding.worker import end_workers, refuse_edited
+from rloo_kit.rewarding.worker import digest_texts, end_workers, read_sources, refuse_edited
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED

@@ -15,8 +15,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.errors import RewardError, WholeBatchError
-from rloo_kit.rewarding.signature import CONVENTION, Signature, check_signature, find_problem, read_signature, takes_two
-from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_number, read_result
+from rloo_kit.rewarding.signature import (
+    CONVENTION,
+    EXCERPT,
+    Signature,
+    check_signature,
+    describe_error,
+    find_problem,
+    printable,
+    read_number,
+    read_result,
+    read_signature,
+    takes_two,
+)
 from rloo_kit.rewards.text import as_text
 
 # By the type of the completions, in Python's error if code indexes a text as messages, or reads messages as a text.

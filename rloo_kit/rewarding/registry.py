@@ -12,9 +12,8 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
-from rloo_kit.rewarding.gym import ReasoningGymScore
-from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
+from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
 from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.system.input_files import find_input, places_of
 from rloo_kit.system.processes import say

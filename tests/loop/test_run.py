@@ -22,8 +22,7 @@ from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.trained import trained_run
 from rloo_kit.results.verdict import judge_run
 from rloo_kit.rewarding.guard import NamedReward, guard
-from rloo_kit.rewarding.sources import read_sources
-from rloo_kit.rewarding.worker import WorkerReward
+from rloo_kit.rewarding.worker import WorkerReward, read_sources
 from rloo_kit.rewards import ThinkingReward
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths

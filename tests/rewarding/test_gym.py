@@ -17,7 +17,7 @@ from rloo_kit.evals.evaluate import AnswerJudge
 from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.rewarding import gym as gym_reward
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.gym import FINDERS, ReasoningGymScore
+from rloo_kit.rewarding.verifiers import FINDERS, ReasoningGymScore
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.versions import is_importable
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.gym import ReasoningGymScore
-from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
+from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
 
 END = 151668
 

@@ -1,6 +1,7 @@
-"""Rewards that need a library or a checkpoint: math-verify and trained reward models.
+"""Rewards that need a library or a checkpoint: math-verify, reasoning-gym's verifiers, trained reward models.
 
-math-verify can hang on a completion and returns 0 outside the main thread, so it runs in a `Worker` with a timeout.
+A verifier can hang on a completion, and math-verify returns 0 outside the main thread, so both run in a `Worker` with a
+time limit.
 """
 
 import logging
@@ -13,15 +14,18 @@ from functools import cached_property
 from typing import Any
 
 from rloo_kit._stack import load_stack
-from rloo_kit.errors import BackendError, RewardError, WholeBatchError
-from rloo_kit.rewards._binding import check_int
+from rloo_kit.data.answers import GYM_REWARD
+from rloo_kit.data.gym import GYM_COLUMN, INSTALL, load_library, score
+from rloo_kit.errors import BackendError, RewardError, RlooKitError, WholeBatchError
+from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
 from rloo_kit.system.isolation import Worker
+from rloo_kit.system.processes import say
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
-START_TIMEOUT_S = 120.0  # to start the worker and load math-verify
+START_TIMEOUT_S = 120.0  # to start the worker and load math-verify, or reasoning-gym
 
 _FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
 # Words, which it would multiply by their letters, so that TTH is HTT; but xyz, abc and inf are what it reads in them.
@@ -220,8 +224,8 @@ class RewardModel:
             batch = tokenizer.pad({"input_ids": [ids[i] for i in rows]}, padding_side="right", return_tensors="pt")
             with load_stack().torch.inference_mode():
                 scores = model(**batch.to(model.device)).logits[:, 0]  # (rows,)
-            for i, score in zip(rows, scores.float().tolist(), strict=True):
-                rewards[i] = score
+            for i, value in zip(rows, scores.float().tolist(), strict=True):
+                rewards[i] = value
         return rewards
 
     def _encode(self, tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
@@ -230,3 +234,115 @@ class RewardModel:
         else:
             text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"
+FINDERS = ("whole", "boxed", "answer_tag")
+BUILD_TIMEOUT_S = 60.0  # to make a task's verifier
+
+
+@dataclass
+class ReasoningGymScore:
+    """The verifier's score of the answer, 0.0 to 1.0; None for a row that is not from reasoning-gym.
+
+    0.0 if the thinking was never closed, there is no answer, the verifier raises on it, or it takes longer than
+    `answer_timeout_s`. The sample counts as failed (NaN, which the guard reports) if the process dies, the batch has
+    taken `timeout_s`, or the verifier cannot be built (for a refused task, for example).
+
+    Args:
+        think_end_id, thinking, decode: as for `rewards.AnswerReward`.
+        threshold: above 0, at most 1; 1.0 if the score reaches it, else 0.0. None: the score itself, partial credit
+            included.
+        find: `whole` (everything after the tag), `boxed` (the content of its last \\boxed{}),
+            `answer_tag` (the content of its last <answer></answer>, as the library's own prompts ask for it).
+        answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
+
+    Raises:
+        RewardError: the library is not installed or does not work.
+    """
+
+    think_end_id: int = THINK_END_ID
+    thinking: bool = True
+    threshold: float | None = None
+    find: str = "whole"
+    answer_timeout_s: float = 5.0
+    timeout_s: float = 30.0
+    decode: Decode | None = field(default=None, repr=False, compare=False)
+    _made: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.__name__ = GYM_REWARD
+        check_positive("answer_timeout_s", self.answer_timeout_s)
+        check_positive("timeout_s", self.timeout_s)
+        if self.threshold is not None:
+            check_positive("threshold", self.threshold)
+            if self.threshold > 1:
+                raise ValueError(f"threshold is {self.threshold!r}; it must be above 0 and at most 1, or null")
+        if self.find not in FINDERS:
+            raise ValueError(f"find is {self.find!r}; it must be one of {', '.join(FINDERS)}")
+
+    @cached_property
+    def worker(self) -> Worker:
+        """The process the verifiers run in."""
+        return Worker(GYM_REWARD)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] = (),
+        completion_ids: Sequence[Any] = (),
+        reasoning_gym: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        if reasoning_gym is None:
+            raise ValueError(
+                f"{GYM_REWARD} needs the column '{GYM_COLUMN}', which the rows of data.source=reasoning_gym/TASK have; "
+                f"columns found: {', '.join(sorted(columns)) or 'none'}"
+            )
+        if self.thinking:
+            refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
+        rows = [None if row is None or row != row else str(row) for row in reasoning_gym]
+        for row in filter(None, rows):
+            self._prepare(row)
+        ends_at = time.monotonic() + self.timeout_s
+        return [
+            None if row is None else self._score(as_text(text), as_ids(ids), row, ends_at)
+            for text, ids, row in zip(completions, completion_ids, rows, strict=True)
+        ]
+
+    def _score(self, text: str, ids: list[int], row: str, ends_at: float) -> float:
+        given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode) or ""
+        if self.find == "boxed":
+            given = find_boxed(given)
+        elif self.find == "answer_tag":
+            before, closed, _ = given.rpartition("</answer>")
+            given = before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
+        if not (given := given.strip()):
+            return 0.0
+        if not self._prepare(row) or (left_s := ends_at - time.monotonic()) <= 0:
+            return math.nan
+        started = time.monotonic()
+        try:
+            found = self.worker.call(score, row, given, timeout_s=min(left_s, self.answer_timeout_s))
+        except RlooKitError:
+            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
+        return float(found) if self.threshold is None else float(found >= self.threshold)
+
+    def _prepare(self, row: str) -> bool:
+        """Load the library and make the row's verifier before a time limit counts, also after an answer that took too
+        long. False if it cannot be made, which is attempted and reported once."""
+        if not self.worker.running:
+            self._made = {settings: False for settings, works in self._made.items() if not works}
+            try:
+                self.worker.call(load_library, timeout_s=START_TIMEOUT_S)
+            except RlooKitError as error:
+                raise WholeBatchError(f"{NEEDS_GYM} ({error})") from None
+        settings = row.partition(', "entry": ')[0]  # one verifier scores all rows of these
+        if settings not in self._made:
+            self._made[settings] = True
+            try:
+                self.worker.call(score, row, None, timeout_s=BUILD_TIMEOUT_S)
+            except RlooKitError as error:
+                say(f"WARNING: {GYM_REWARD} cannot score rows of {settings}}}: {error}")
+                self._made[settings] = False
+        return self._made[settings]
