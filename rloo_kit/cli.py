@@ -284,7 +284,7 @@ def preflight(
     run = read_config(file, overrides)
     with redirect_stdout(sys.stderr) if json else nullcontext():
         from rloo_kit.checks.cheap import find_faults
-        from rloo_kit.checks.result import Preflight
+        from rloo_kit.checks.preflight_result import Preflight
         from rloo_kit.system.problems import errors_of
 
         faults = find_faults(run)

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from rloo_kit.checks.cheap import PreflightError, find_place_faults
-from rloo_kit.checks.result import Measures, Preflight
-from rloo_kit.checks.rewards import find_given_faults
+from rloo_kit.checks.cheap import PreflightError, find_given_faults, find_place_faults
+from rloo_kit.checks.preflight_result import Measures, Preflight
 from rloo_kit.collective import share, share_from_main
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.checks.result import Measures, RewardFound, Spread
+from rloo_kit.checks.preflight_result import Measures, RewardFound, Spread
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.gradient.advantages import tied_groups

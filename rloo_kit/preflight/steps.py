@@ -15,7 +15,7 @@ import torch
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from rloo_kit._stack import load_stack
-from rloo_kit.checks.result import Measures
+from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
 from rloo_kit.loop.arguments import loaded_engine, mixed_precision, training_arguments

@@ -14,7 +14,7 @@ import torch
 
 import rloo_kit as kit
 from rloo_kit._stack import load_stack
-from rloo_kit.checks.result import Measures, RewardFound
+from rloo_kit.checks.preflight_result import Measures, RewardFound
 from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
