@@ -350,8 +350,7 @@ def train(
     if processes is not None:
         raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
     from rloo_kit.checks.cheap import FolderUse, refuse_faults
-    from rloo_kit.results.result import is_over, load_evaluation, load_result
-    from rloo_kit.results.verdict import judge_run
+    from rloo_kit.results.verdict import is_over, judge_run, load_evaluation, load_result
     from rloo_kit.runs.folder import RunDir
 
     run = read_config(file, overrides)
@@ -484,8 +483,7 @@ def report(
     if len(runs) > 1:
         if overrides:
             raise ConfigError(f"{overrides[0]}: a comparison of several runs takes no overrides")
-        from rloo_kit.results.versus import compare_runs
-        from rloo_kit.results.versus_page import write_comparison_page
+        from rloo_kit.results.versus import compare_runs, write_comparison_page
 
         found = compare_runs(runs)
         page = output or found.runs[0].result.folder.parent / "comparison.html"
@@ -496,7 +494,7 @@ def report(
         raise ConfigError("--output needs several runs" if runs else "name a run: its folder or its config")
     run = find_run(runs[0], overrides)
     from rloo_kit.results.report import write_report
-    from rloo_kit.results.result import load_evaluation, load_result
+    from rloo_kit.results.verdict import load_evaluation, load_result
 
     result = load_result(run)
     path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
@@ -526,7 +524,7 @@ def show(
 
         found = compare_runs(runs)
     elif asks_completions:
-        from rloo_kit.results.completions import pick_completions
+        from rloo_kit.results.samples import pick_completions
 
         found = pick_completions(runs[0], step, 4 if completions is None else completions, order, max_chars)
     else:

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from rloo_kit.batch.status import TRAINING, BatchDir, count_states
 from rloo_kit.data.answers import EXACT
-from rloo_kit.results.charts import draw_bar
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.pages import TONES, Cell, Table, format_duration, make_page
+from rloo_kit.results.plots import draw_bar
 from rloo_kit.runs.files import write_text
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import columns as terminal_columns

@@ -14,7 +14,7 @@ from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2_PREFIX, is_fami
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
 from rloo_kit.results.changes import compare
-from rloo_kit.results.result import load_evaluation
+from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.runs.files import read_object
 
 LIBRARIES = {"adapter": "peft", "merged": "transformers", "vllm": "transformers", "gguf": "gguf"}

@@ -25,7 +25,7 @@ from rloo_kit.models.checkpoint import dtype_name, find_source
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.models.trained import trained_run
 from rloo_kit.plan.shapes import find_shape
-from rloo_kit.results.result import load_evaluation
+from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.files import now, read_object, saving, write_json
 from rloo_kit.runs.find import RUN_FILE, TRAINED, describe_origin, find_run, with_name

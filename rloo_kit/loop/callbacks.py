@@ -17,8 +17,8 @@ from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
-from rloo_kit.results.curves import tokens_per_second
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
+from rloo_kit.results.plots import tokens_per_second
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table

@@ -20,8 +20,7 @@ from rloo_kit.evals.rewards import HeldOutRewards
 from rloo_kit.loop.callbacks import Interrupts
 from rloo_kit.loop.checkpoints import load_weights
 from rloo_kit.models.policy import Policy, save_adapter
-from rloo_kit.results.evaluation import Evaluation, leading_measure
-from rloo_kit.results.held_out import (
+from rloo_kit.results.changes import (
     BEST,
     EVALUATIONS,
     RECORD,
@@ -31,6 +30,7 @@ from rloo_kit.results.held_out import (
     read_best_step,
     read_evaluations,
 )
+from rloo_kit.results.evaluation import Evaluation, leading_measure
 from rloo_kit.results.intervals import Measured
 from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
 from rloo_kit.runs.checkpoints import UNFINISHED, publish

@@ -29,8 +29,7 @@ from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.policy import Policy, start_engine
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
-from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
-from rloo_kit.results.verdict import judge_run, record_verdict
+from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
 from rloo_kit.rewarding.worker import digest_texts, end_workers, read_sources, refuse_edited
 from rloo_kit.rollout.engine import choose_engine

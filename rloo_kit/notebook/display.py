@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.health.series import logged
-from rloo_kit.results.charts import SMOOTH_FROM, Chart, Point, draw_chart, first_and_last, mean_window
-from rloo_kit.results.curves import in_order
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.results.pages import render
-from rloo_kit.results.texts import cut_middle
+from rloo_kit.results.plots import SMOOTH_FROM, Chart, Point, draw_chart, first_and_last, in_order, mean_window
+from rloo_kit.results.samples import cut_middle
 from rloo_kit.system.console import picture_controls, plain_prompt, print_text
 
 PANELS = {  # metric: title, form of its chart (see `Chart`), format of a value in the text

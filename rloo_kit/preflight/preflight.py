@@ -38,7 +38,7 @@ from rloo_kit.preflight.probe import (
     roll_out,
 )
 from rloo_kit.preflight.steps import StepsFound, Tell, make_trainer, try_steps
-from rloo_kit.results.result import TrainResult
+from rloo_kit.results.verdict import TrainResult
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, format_seconds

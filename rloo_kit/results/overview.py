@@ -14,11 +14,9 @@ from rloo_kit.health.rules import Context
 from rloo_kit.health.series import LEVELS, Judgement, is_number, judge
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
-from rloo_kit.results.charts import SMOOTH_FROM, first_and_last, format_value, mean_window
-from rloo_kit.results.curves import select_charts
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.results.result import load_evaluation, load_result
-from rloo_kit.results.verdict import Verdict, judge_run
+from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts
+from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text

@@ -7,15 +7,29 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import EXACT
-from rloo_kit.results.changes import Changes, change_of, compare, find_changes
-from rloo_kit.results.charts import draw_bar, draw_chart
-from rloo_kit.results.curves import budget_chart, choose_curves, held_out_chart, in_order, tokens_generated
+from rloo_kit.results.changes import (
+    Changes,
+    HeldOut,
+    HeldOutHistory,
+    change_of,
+    compare,
+    find_changes,
+    parse_evaluations,
+    read_evaluations,
+)
 from rloo_kit.results.evaluation import ACCURACIES, Evaluation, name_of, says_nothing, shared_measures
-from rloo_kit.results.held_out import HeldOut, HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.results.pages import Table, format_count, format_duration, make_page
-from rloo_kit.results.result import EARLY, TrainResult
-from rloo_kit.results.rollout_sample import sample_rollouts
-from rloo_kit.results.verdict import judge_run, record_verdict
+from rloo_kit.results.plots import (
+    budget_chart,
+    choose_curves,
+    draw_bar,
+    draw_chart,
+    held_out_chart,
+    in_order,
+    tokens_generated,
+)
+from rloo_kit.results.samples import sample_rollouts
+from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import read_rollouts

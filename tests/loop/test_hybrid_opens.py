@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rloo_kit as kit
-from rloo_kit.results.texts import split_row
+from rloo_kit.results.samples import split_row
 from rloo_kit.think_tags import opens_thinking
 
 TEMPLATE = (

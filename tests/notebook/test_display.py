@@ -15,8 +15,8 @@ import pytest
 from rloo_kit.errors import ConfigError
 from rloo_kit.notebook import display
 from rloo_kit.notebook.display import plot_training, show_completions
-from rloo_kit.results.charts import Point
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.plots import Point
 from tests.html_page import Page
 
 HOSTILE = "</pre></div><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & $x^2$ ünïcode 你好"

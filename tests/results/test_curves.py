@@ -6,8 +6,18 @@ from typing import Any
 import pytest
 
 from rloo_kit.health.rules import Finding
-from rloo_kit.results.charts import HEIGHT, MOST_POINTS, WIDTH, Chart, Point, draw_chart, moving_mean
-from rloo_kit.results.curves import choose_curves, tokens_generated, tokens_per_second
+from rloo_kit.results.plots import (
+    HEIGHT,
+    MOST_POINTS,
+    WIDTH,
+    Chart,
+    Point,
+    choose_curves,
+    draw_chart,
+    moving_mean,
+    tokens_generated,
+    tokens_per_second,
+)
 
 
 def titles(metrics: list[dict[str, Any]], *findings: Finding) -> list[str]:

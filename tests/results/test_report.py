@@ -16,7 +16,7 @@ from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Budget, Evaluation
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.report import write_report
-from rloo_kit.results.result import TrainResult
+from rloo_kit.results.verdict import TrainResult
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.rollouts import Rollouts
 from tests.evaluations import mean_of

@@ -12,9 +12,8 @@ import pytest
 
 from rloo_kit.health.rules import Finding
 from rloo_kit.results.report import write_report
-from rloo_kit.results.result import TrainResult
-from rloo_kit.results.versus import compare_runs
-from rloo_kit.results.versus_page import write_comparison_page
+from rloo_kit.results.verdict import TrainResult
+from rloo_kit.results.versus import compare_runs, write_comparison_page
 from rloo_kit.runs.rollouts import Rollouts
 from tests.browser import CHROMIUM, Browser
 from tests.evaluations import mean_of

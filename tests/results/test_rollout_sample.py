@@ -7,7 +7,7 @@ from typing import Any
 
 from rloo_kit.results.changes import find_changes
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
-from rloo_kit.results.rollout_sample import EACH, ROOM, WHOLE, sample_rollouts
+from rloo_kit.results.samples import EACH, ROOM, WHOLE, sample_rollouts
 from tests.evaluations import mean_of
 from tests.results.test_report import make_rollout, make_sample
 

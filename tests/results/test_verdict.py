@@ -14,8 +14,7 @@ from rloo_kit.health.rules import Finding
 from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Evaluation, shared_measures
 from rloo_kit.results.intervals import Measured
-from rloo_kit.results.result import TrainResult, load_result
-from rloo_kit.results.verdict import judge_run, record_verdict
+from rloo_kit.results.verdict import TrainResult, judge_run, load_result, record_verdict
 from rloo_kit.runs.folder import RunDir
 from tests.evaluations import mean_of
 from tests.results.test_report import make_config

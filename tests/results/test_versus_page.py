@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from rloo_kit import load_config
 from rloo_kit.cli import app
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.results.versus import compare_runs
-from rloo_kit.results.versus_page import write_comparison_page
+from rloo_kit.results.versus import compare_runs, write_comparison_page
 from rloo_kit.runs.folder import RunDir
 from tests.evaluations import around
 from tests.html_page import Page

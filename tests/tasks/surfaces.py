@@ -53,7 +53,7 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
     """The surfaces of a run that is there; `folder` takes the twin and the pages."""
     import rloo_kit as kit
     from rloo_kit.cli import app
-    from rloo_kit.results.result import load_evaluation, load_result
+    from rloo_kit.results.verdict import load_evaluation, load_result
     from rloo_kit.runs.find import find_run
 
     os.environ["COLUMNS"] = WIDTH

@@ -1,0 +1,411 @@
+"""Completions for people: split into thinking and answer, of one step for a terminal, selected for the report.
+
+The id of the closing tag, not the text, decides whether a completion closed its thinking. No model or tokenizer.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
+from rloo_kit.errors import ConfigError, RunNotFoundError
+from rloo_kit.health.series import is_number
+from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
+from rloo_kit.results.pages import show_text
+from rloo_kit.runs.find import find_run
+from rloo_kit.runs.rollouts import read_rollouts, read_step
+from rloo_kit.system.console import picture_controls, plain_prompt, render_text
+from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
+
+MISSING = object()
+Segments = list[list[Any]]  # texts, each with whether the budget forced it
+
+
+def plain(prompt: Any) -> str:
+    """A prompt without chat markup, from a rendered text or from a list of messages in TRL's format."""
+    if isinstance(prompt, list):
+        return show_text(
+            "\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, dict))
+        )
+    return show_text(plain_prompt(str(prompt)))
+
+
+def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str, bool]:
+    """The thinking in segments, the answer, and whether the two could be separated, for a rollout's row.
+
+    Args:
+        end_id: the id of `</think>`, for rows of older runs without `answer_start`: the text is split at its last tag,
+            if it has as many tags as the ids.
+    """
+    text = text_of(row)
+    start = row.get("answer_start", MISSING)
+    if start is MISSING:
+        closings = row["completion_ids"].count(end_id) if end_id is not None else 0
+        if text.count(THINK_END) != closings:
+            return [], text, False
+        start = text.rindex(THINK_END) + len(THINK_END) if closings else None
+    if not isinstance(start, int):
+        opened = opens_thinking(str(row["prompt"])) or text.lstrip().startswith(THINK_START)
+        return ([[_bare(text), False]], "", True) if opened else ([], text.strip(), True)
+    thinking, answer = text[:start].removesuffix(THINK_END), text[start:].strip()
+    span = row.get("forced_chars")
+    if not (isinstance(span, list) and len(span) == 2 and all(isinstance(end, int) for end in span)):
+        return [[_bare(thinking), False]], answer, True
+    first, last = (min(max(end, 0), start) for end in span)
+    parts = [[_bare(text[:first]), False], [text[first:last].strip(), True], [text[last:start].strip(), False]]
+    return [part for part in parts if part[0]], answer, True
+
+
+def find_end_id(row: Mapping[str, Any]) -> int | None:
+    """The id of `</think>`, read from a row of an older run: the id after the thinking of a closed completion."""
+    place, ids = row.get("thinking_tokens"), row["completion_ids"]
+    return ids[place] if row.get("closed") and isinstance(place, int) and 0 <= place < len(ids) else None
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """The completion's text; TRL stores it as a message if the prompt is one."""
+    text = row.get("completion")
+    if isinstance(text, list):
+        text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
+    return text if isinstance(text, str) else ""
+
+
+def longest_that_fits(lengths: Iterable[int], room: int) -> int:
+    """The largest common length limit under which all texts fit into `room` characters.
+
+    >>> longest_that_fits([10, 20, 300], room=90), longest_that_fits([10, 20], room=90)
+    (60, 90)
+    """
+    rest, ordered = room, sorted(lengths)
+    for place, length in enumerate(ordered):
+        if length * (len(ordered) - place) > rest:
+            return rest // (len(ordered) - place)
+        rest -= length
+    return room
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """A long text without its middle: at most `limit` characters, plus a note in place of the rest.
+
+    >>> cut_middle("abcdefgh", 4)
+    'ab\\n[... 4 characters left out ...]\\ngh'
+    """
+    if len(text) <= limit:
+        return text
+    head, tail = limit - limit // 2, limit // 2
+    return f"{text[:head]}\n[... {len(text) - limit:,} characters left out ...]\n{text[len(text) - tail :]}"
+
+
+def cut_parts(parts: Sequence[str], limit: int) -> list[str]:
+    """Several texts of one completion, cut to `limit` characters in all; the last one, the answer, is cut last."""
+    kept: list[str] = []
+    for part in reversed(parts):
+        kept.append(cut_middle(part, limit) if limit > 0 else ("[...]" if part else ""))
+        limit -= len(part)
+    return kept[::-1]
+
+
+def _bare(thinking: str) -> str:
+    return thinking.strip().removeprefix(THINK_START).strip()
+
+
+ORDERS = ("first", "best", "worst", "longest")
+NEEDED: dict[str, Any] = {  # of a row, with the types of its values
+    "step": int, "prompt": object, "completion": str | list, "completion_ids": list, "completion_tokens": int,
+    "thinking_tokens": int | None, "closed": bool, "truncated": bool, "reward": int | float | None, "advantage": object,
+    "rewards": object,
+}  # fmt: skip
+KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
+
+
+@dataclass(frozen=True)
+class PickedCompletions:
+    """Some completions of one step, and shares and means over all of them.
+
+    Attributes:
+        folder: the run's. step: as in `metrics.jsonl`. shares: by name. completions: `describe_completion` of each.
+    """
+
+    folder: Path
+    step: int
+    shares: dict[str, Any]
+    completions: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"folder": str(self.folder), "step": self.step} | self.shares | {"completions": self.completions}
+
+    def __rich__(self) -> Group:
+        shown = {name.replace("_", " "): value for name, value in self.shares.items() if value is not None}
+        numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
+        parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
+        for one in self.completions:
+            parts += [Text(""), Text(plain(one["prompt"]), style="bold")]
+            parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
+            answer = one["text"] if "text" in one else one["answer"]
+            parts += [Text(picture_controls(answer))] if answer else []
+            notes = ["not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"]
+            notes += [f"advantage {one['advantage']:+.2f}"] if isinstance(one["advantage"], float) else []
+            notes.append(f"{one['completion_tokens']} tokens")
+            notes += [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
+            gold = one["columns"].get("answer") if isinstance(one["columns"], dict) else None
+            notes += [] if gold is None else [f"right answer {gold}"]
+            parts.append(Text(", ".join(notes), style="italic"))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+
+def pick_completions(
+    source: str | Path, step: int | None = None, num: int = 4, order: str = "first", max_chars: int = 1500
+) -> PickedCompletions:
+    """Completions of one step of a run.
+
+    Args:
+        source: the run's folder, or its YAML file. step: from 1; None: the last one. num: completions at most.
+        order: one of ORDERS: as sampled, by reward, or by length. max_chars: limit of a text; the middle is cut.
+
+    Raises:
+        ConfigError: no such order. RunNotFoundError: no run, or no completions of that step.
+    """
+    if order not in ORDERS:
+        raise ConfigError(f"--order {order!r} is unknown; use one of {', '.join(ORDERS)}")
+    folder = Path(find_run(source).folder)
+    rows = [row for row in read_step(folder, step) if is_whole(row)]
+    if not rows:
+        last = read_step(folder)
+        if not last:
+            raise RunNotFoundError(f"{folder} has no completions yet; try again after the first step")
+        first = next((row["step"] for row in read_rollouts(folder) if "step" in row), None)
+        asked = last[0]["step"] if step is None else step
+        raise RunNotFoundError(f"{folder} has no rollout of step {asked}; it has steps {first} to {last[0]['step']}")
+    end_id = next((found for row in rows if (found := find_end_id(row)) is not None), None)
+    ordered = rows
+    if order == "longest":
+        ordered = sorted(rows, key=lambda row: -row["completion_tokens"])
+    elif order != "first":
+        scored = [row for row in rows if row["reward"] is not None]
+        ordered = sorted(scored, key=lambda row: row["reward"], reverse=order == "best")
+    picked = [describe_completion(row, end_id, max_chars) for row in ordered[:num]]
+    return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
+
+
+def is_whole(row: dict[str, Any]) -> bool:
+    """Whether a row has every field that is shown, so was not damaged by an editor or a full disk."""
+    typed = all(name in row and isinstance(row[name], kind) for name, kind in NEEDED.items())
+    return typed and (not row["closed"] or 0 <= (row["thinking_tokens"] or 0) < len(row["completion_ids"]))
+
+
+def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
+    """A row in readable form: prompt, thinking, answer (`text` if they cannot be separated) and its figures.
+
+    Args:
+        end_id: the id of `</think>`, for rows of older runs. max_chars: length above which a text loses its middle.
+    """
+    segments, answer, is_split = split_row(row, end_id)
+    thinking = "\n".join(text for text, _ in segments)
+    parts: dict[str, Any] = {"thinking": None, "answer": None}
+    if is_split:
+        parts = {"thinking": cut_middle(thinking, max_chars) or None, "answer": cut_middle(answer, max_chars) or None}
+    else:
+        parts["text"] = cut_middle(answer.strip(), max_chars)
+    row = {"forced": False} | row  # absent in runs older than thinking budgets
+    start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars)}
+    return start | parts | {key: row[key] for key in KEPT} | {"columns": row.get("columns", {})}
+
+
+def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    count = len(rows)
+    scored = [row["reward"] for row in rows if row["reward"] is not None]
+    thinking = [row["thinking_tokens"] for row in rows if row["closed"]]
+    groups: dict[str, set[Any]] = {}
+    for row in rows:
+        groups.setdefault(str(row.get("group", row["prompt"])), set()).add(row["reward"])
+    return {
+        "num_completions": count,
+        "closed_share": sum(row["closed"] and not row.get("forced") for row in rows) / count,
+        "forced_share": sum(bool(row.get("forced")) for row in rows) / count,
+        "truncated_share": sum(row["truncated"] for row in rows) / count,
+        "groups_with_signal_share": sum(len(rewards - {None}) > 1 for rewards in groups.values()) / len(groups),
+        "mean_tokens": sum(row["completion_tokens"] for row in rows) / count,
+        "mean_thinking_tokens": sum(thinking) / len(thinking) if thinking else None,
+        "mean_reward": sum(scored) / len(scored) if scored else None,
+    }
+
+
+WHOLE = 1000  # rollouts in whole groups
+STEPS = 10  # minimum number of steps, if there are that many
+EACH = 100  # rollouts from the other steps for each of TELLING
+ROOM = 4_000_000  # characters of completions in a page
+LONGEST = 40_000  # characters of a completion that are considered
+TELLING: dict[str, Callable[[dict[str, Any]], float | None]] = {  # the greatest are kept; None: never
+    "regressed": lambda one: one["was"] - one["reward"] if one["regressed"] else None,
+    "truncated": lambda one: one["step"] if one["truncated"] else None,
+    "worst": lambda one: -(one["advantage"] or 0.0),
+    "best": lambda one: one["advantage"] or 0.0,
+    "longest": lambda one: one["tokens"],
+}
+
+
+@dataclass
+class RolloutSample:
+    """Attributes:
+    rows: for the page's script, in run order. prompts: texts that the rows refer to by index.
+    rewards: names. total: rollouts of the run. limit: length to which the longest were cut; None if none were.
+    steps: those with whole groups.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    rewards: list[str] = field(default_factory=list)
+    total: int = 0
+    limit: int | None = None
+    steps: list[int] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """The selection rule in one or two sentences."""
+        if len(self.rows) == self.total:
+            text = f"All {self.total:,} rollouts."
+        else:
+            text = (
+                f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
+                f"the last, evenly spaced ones between), and from the rest up to {EACH} each of the worst regressions, "
+                "the last truncated ones, the lowest and highest advantages, and the longest. All are in the "
+                "run's folder."
+            )
+        return text + (
+            f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
+        )
+
+
+def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
+    """Select from a run's rollouts, in the order of `runs.rollouts.read_rollouts`.
+
+    Args:
+        last_step: of the run; the shown steps are spread evenly from the first step to it.
+    """
+    found, due, each = RolloutSample(), None, 1
+    kept: list[dict[str, Any]] = []
+    top: dict[str, list[dict[str, Any]]] = {name: [] for name in TELLING}
+    earned: dict[int, float] = {}  # each prompt's most recent mean reward
+    for step, groups, is_last in _read_steps(rows):
+        found.total += (size := sum(map(len, groups)))
+        for group in groups:
+            _compare(group, earned)
+        if due is None:  # every step has about as many rollouts as the first
+            ahead = max(last_step - step, 0)
+            count = min(max(WHOLE // size, STEPS), ahead + 1)
+            each = max(len(groups) * (WHOLE // count) // size, 1)
+            due = sorted({step + round(place * ahead / max(count - 1, 1)) for place in range(count)})
+        is_due = is_last or (bool(due) and due[0] <= step)  # a planned step without rollouts: the next that has some
+        due = [one for one in due if one > step]
+        shown = min(each, len(groups)) if is_due else 0
+        whole = [place * len(groups) // shown for place in range(shown)]  # evenly spaced
+        if is_due:
+            found.steps.append(step)
+        kept += [record | {"whole": True} for place in whole for record in groups[place]]
+        others = [record for place, group in enumerate(groups) if place not in whole for record in group]
+        for name, value in TELLING.items():
+            able = [record for record in reversed(others) if value(record) is not None]  # of equals the newest
+            top[name] = sorted(able + top[name], key=value, reverse=True)[:EACH]  # type: ignore[arg-type]
+    by_number = {record["number"]: record for records in (*top.values(), kept) for record in records}
+    _finish(found, [by_number[number] for number in sorted(by_number)])
+    return found
+
+
+def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
+    """Each step with its completions grouped by prompt, and whether it is the last. Groups are numbered from 1; older
+    rows have no group: adjacent rows with the same prompt form one."""
+    typed = {"step": int, "completion_ids": list, "completion_tokens": int, "rewards": dict}
+    whole = (  # not damaged by an editor or a full disk
+        row for row in rows if "prompt" in row and all(isinstance(row.get(name), kind) for name, kind in typed.items())
+    )
+    end_id, number = None, itertools.count()
+    before: tuple[int, list[list[dict[str, Any]]]] | None = None
+    for step, batch in itertools.groupby(whole, key=lambda row: row["step"]):
+        records = []
+        for row in batch:
+            end_id = find_end_id(row) if end_id is None else end_id
+            records.append(_record(row, next(number), end_id))
+        groups = [list(group) for _, group in itertools.groupby(records, key=lambda one: (one["group"], one["prompt"]))]
+        for place, group in enumerate(groups, 1):
+            for record in group:
+                record["group"] = record["group"] if isinstance(record["group"], int) else place
+        if before is not None:
+            yield *before, False
+        before = step, groups
+    if before is not None:
+        yield *before, True
+
+
+def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, Any]:
+    """The fields of a row that the page needs, without its ids."""
+    segments, answer, is_split = split_row(row, end_id)
+    *parts, answer = cut_parts([*(text for text, _ in segments), answer], LONGEST)
+    thinking = [[text, forced] for text, (_, forced) in zip(parts, segments, strict=True)]
+    rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
+    judged = next((rewards[name] for name in (GYM_REWARD, *REWARDS_WITH_ANSWERS) if name in rewards), None)
+    columns: dict[str, Any] = row["columns"] if isinstance(row.get("columns"), dict) else {}
+    return {
+        "number": number, "step": row["step"], "group": row.get("group"), "prompt": plain(row["prompt"]),
+        "thinking": thinking, "answer": answer, "split": is_split, "tokens": row["completion_tokens"],
+        "thinking_tokens": row.get("thinking_tokens") if row.get("closed") else None,
+        "truncated": bool(row.get("truncated")), "forced": bool(row.get("forced")),
+        "wrong": judged is not None and judged < 1,
+        "reward": row["reward"] if is_number(row.get("reward")) else None,
+        "advantage": row["advantage"] if is_number(row.get("advantage")) else None, "rewards": rewards,
+        "gold": columns.get("answer"), "was": None, "regressed": False,
+    }  # fmt: skip
+
+
+def _compare(group: list[dict[str, Any]], earned: dict[int, float]) -> None:
+    """Mark completions that earned less than the mean of their prompt's previous group, if this group's mean fell."""
+    scored = [record["reward"] for record in group if record["reward"] is not None]
+    if not scored:
+        return
+    key, mean = hash(group[0]["prompt"]), sum(scored) / len(scored)
+    before = earned.get(key)
+    if before is not None and mean < before:
+        for record in group:
+            record["was"] = before
+            record["regressed"] = record["reward"] is not None and record["reward"] < before
+    earned[key] = mean
+
+
+def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:
+    """Cut the texts to fit the page, and store prompts and reward names once."""
+    found.rewards = list(dict.fromkeys(name for record in records for name in record["rewards"]))
+    places: dict[str, int] = {}
+    lengths = [sum(len(text) for text, _ in record["thinking"]) + len(record["answer"]) for record in records]
+    limit = longest_that_fits(lengths, ROOM)
+    found.limit = limit if any(length > limit for length in lengths) else None
+    for record in records:
+        *parts, answer = cut_parts([*(text for text, _ in record["thinking"]), record["answer"]], limit)
+        flags = [forced for _, forced in record["thinking"]]
+        marks = [name for name in ("wrong", "regressed", "truncated", "forced", "whole") if record.get(name)]
+        row: dict[str, Any] = {
+            "step": record["step"], "group": record["group"],
+            "prompt": places.setdefault(record["prompt"], len(places)),
+            "thinking": [[show_text(text), forced] for text, forced in zip(parts, flags, strict=True)],
+            "answer": show_text(answer), "tokens": record["tokens"], "reward": _round(record["reward"]),
+            "advantage": _round(record["advantage"]), "marks": marks,
+            "rewards": [_round(record["rewards"].get(name)) for name in found.rewards],
+        }  # fmt: skip
+        for name in ("thinking_tokens", "was", "gold"):
+            if record[name] is not None:
+                row[name] = _round(record[name]) if name == "was" else show_text(record[name])
+        if not record["split"]:
+            row["marks"].append("unsplit")
+        found.rows.append(row)
+    found.prompts = list(places)
+    found.rewards = [show_text(name) for name in found.rewards]
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
