@@ -27,7 +27,7 @@ CONFIG = "configs/arithmetic_thinking.yaml"
 TRAIN = f"""
 import rloo_kit as kit, sys
 kit.setup_environment("transformers")
-from rloo_kit.embedded.model import build
+from rloo_kit.models.embedded import build
 run = kit.load_config("{CONFIG}", f"model.name={{build('thinking', steps=2)}}", f"run.output_dir={{sys.argv[1]}}",
     "rloo.max_steps=1", "rloo.per_device_train_batch_size=4", "rloo.num_generations=2",
     "rloo.max_completion_length=4", "data.num_prompts=40", "data.test_size=4")

@@ -15,7 +15,7 @@ _EXPORTS = {
     "load_config": "config.run",
     "plan_vram": "plan.planner",
     "load_policy": "models.policy",
-    "load_trained": "models.trained",
+    "load_trained": "models.policy",
     "save_adapter": "models.policy",
     "load_data": "data.load",
     "build_rewards": "rewarding.registry",

@@ -27,7 +27,7 @@ os.environ.setdefault("RLOO_KIT_BACKEND", "transformers")  # even if Unsloth is 
 
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import make_rows
-from rloo_kit.embedded.model import build
+from rloo_kit.models.embedded import build
 
 # isort: split
 import torch

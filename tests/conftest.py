@@ -153,7 +153,7 @@ def smollm2_at() -> Callable[[str], Path]:
         from rloo_kit.errors import SetupError
 
         load_stack()
-        from rloo_kit.embedded.smollm2 import build
+        from rloo_kit.models.embedded import build
 
         try:
             return build(name)

@@ -447,7 +447,7 @@ def gets_shorter(bench: Bench) -> None:
     """Five steps on the embedded model, which has learned to think, under a reward that falls with the length: its
     completions become shorter (random weights are no policy that five steps can move)."""
     import rloo_kit
-    from rloo_kit.embedded.model import build
+    from rloo_kit.models.embedded import build
     from rloo_kit.system.environment import CACHE_VARIABLE
 
     bench.release()

@@ -116,7 +116,7 @@ def embedded_learns(bench: Bench) -> None:
 
 def build_quickly(bench: Bench) -> Any:
     """The embedded model after two steps of its cold start; it cannot add."""
-    from rloo_kit.embedded.model import build
+    from rloo_kit.models.embedded import build
     from rloo_kit.system.environment import CACHE_VARIABLE
 
     with mock.patch.dict("os.environ", {CACHE_VARIABLE: str(bench.scratch / "embedded")}):

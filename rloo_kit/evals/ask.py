@@ -11,10 +11,9 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
-from rloo_kit.embedded.model import RECORD
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
-from rloo_kit.models.policy import Policy, find_vllm
-from rloo_kit.models.trained import load_base, load_trained
+from rloo_kit.models.embedded import RECORD
+from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.runs.find import origin_of

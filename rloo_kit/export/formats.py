@@ -19,8 +19,8 @@ from rloo_kit.export import gguf
 from rloo_kit.export.card import hub_id
 from rloo_kit.export.merge import compare_shards, list_weights
 from rloo_kit.models.adapters import follow_umask
-from rloo_kit.models.checkpoint import write_shards
 from rloo_kit.models.policy import Policy
+from rloo_kit.models.source import write_shards
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 from rloo_kit.system.environment import cache_folder
 from rloo_kit.system.processes import say

@@ -22,7 +22,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets, continue_adapter
-from rloo_kit.models.checkpoint import ModelSource, dtype_name, usable_length
+from rloo_kit.models.source import ModelSource, dtype_name, usable_length
 from rloo_kit.models.vllm import (
     InProcessVllm,
     adopt_vllm,

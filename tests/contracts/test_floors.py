@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
     "errors", "system", "config", "health", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
-    "rewarding", "checks", "embedded", "results", "models", "gradient", "rollout", "evals", "loop", "preflight",
+    "rewarding", "checks", "results", "models", "gradient", "rollout", "evals", "loop", "preflight",
     "export", "notebook", "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
@@ -27,7 +27,7 @@ LIGHT = [
     "checks", "notebook", "batch", "cli",
 ]
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
-HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "preflight", "export"]
+HEAVY = ["models", "gradient", "rollout", "evals", "loop", "preflight", "export"]
 # fmt: on
 
 LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}

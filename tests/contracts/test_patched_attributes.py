@@ -12,7 +12,7 @@ KIT = Path(__file__).resolve().parents[2] / "rloo_kit"
 PATCHED_ATTRIBUTES = {
     "_stack.py: logger.addFilter": "transformers warns at the first decoding of an option that it ignores",
     "batch/papermill.py: papermill_engines.register": "papermill's registry: an engine that chooses the kernel's ports",
-    "embedded/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
+    "models/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
     "export/loaders.py: module.support_avx512bf16_for_cpu": "as in models/transformers.py, for a checking process",
     "gradient/logprobs.py: head.forward": "for one call: the head scores states instead of computing all logits",
     "gradient/logprobs.py: model.forward": "one model instance takes calls for scores; others pass through unchanged",
@@ -56,9 +56,9 @@ SETTINGS = {
 # the module that is made for tqdm, the config's notes; a config that Unsloth changed, restored to the user's values.
 OWN = {
     "config/run.py: setattr(config.model, key)", "config/run.py: setattr(owner, key)",
-    "embedded/smollm2.py: tokenizer.eos_token",
-    "embedded/smollm2.py: tokenizer.model_max_length", "embedded/smollm2.py: settings.eos_token_id",
-    "embedded/smollm2.py: tokenizer.clean_up_tokenization_spaces",
+    "models/embedded.py: tokenizer.eos_token",
+    "models/embedded.py: tokenizer.model_max_length", "models/embedded.py: settings.eos_token_id",
+    "models/embedded.py: tokenizer.clean_up_tokenization_spaces",
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
     "loop/options.py: error.args", "loop/run.py: arguments.is_from_file", "loop/arguments.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",

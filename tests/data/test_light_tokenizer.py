@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from rloo_kit.config.model_names import KINDS
 from rloo_kit.data.chat import ROWS, detect_family, embedded_tokenizer, read_tokenizer, render_prompt
-from rloo_kit.embedded.model import build_tokenizer
+from rloo_kit.models.embedded import build_tokenizer
 
 TEXTS = ["12+34=", "", "ü ∑ 🙂", "a\u0301", "<think>\n7+5=12</think>\n\n46<|im_end|>", "  two  spaces\r\n", "\x00\x7f"]
 # Uses a filter, a global and loop controls of the environment that transformers compiles templates in.

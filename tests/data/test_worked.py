@@ -11,8 +11,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import SourceSection
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
-from rloo_kit.embedded.model import build_tokenizer
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.models.embedded import build_tokenizer
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": f"so\n</think>\n\n{n + 1}"} for n in range(10)]
 HYBRID = (

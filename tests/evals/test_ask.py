@@ -16,8 +16,7 @@ import torch
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
 from rloo_kit.evals.ask import THINKING, Answer, Dialogue, TrainedModel, ask, count_room
-from rloo_kit.models.policy import load_policy, save_adapter
-from rloo_kit.models.trained import load_base, load_trained
+from rloo_kit.models.policy import load_base, load_policy, load_trained, save_adapter
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.find import RUN_FILE
 from tests.rollout.models import shake

@@ -12,7 +12,7 @@ import rloo_kit as kit
 from rloo_kit.errors import ExportError
 from rloo_kit.export.gguf import check_gguf, compare_gguf, write_gguf, write_modelfile
 from rloo_kit.export.merge import list_weights
-from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.source import find_source
 
 
 @pytest.fixture(scope="module")

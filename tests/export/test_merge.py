@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import rloo_kit as kit
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight, compare_shards, list_weights
-from rloo_kit.models.checkpoint import write_shards
+from rloo_kit.models.source import write_shards
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
-from rloo_kit.embedded.model import build, name_built
 from rloo_kit.errors import ConfigError
 from rloo_kit.export.export import _find_base, export_model
-from rloo_kit.models.trained import trained_run
+from rloo_kit.models.embedded import build, name_built
+from rloo_kit.models.policy import trained_run
 from rloo_kit.runs.find import RUN_FILE, describe_origin, origin_of
 
 RUN = """

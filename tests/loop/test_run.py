@@ -18,8 +18,8 @@ from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.arguments import mixed_precision
 from rloo_kit.loop.callbacks import RolloutLog
-from rloo_kit.models.checkpoint import find_source
-from rloo_kit.models.trained import trained_run
+from rloo_kit.models.policy import trained_run
+from rloo_kit.models.source import find_source
 from rloo_kit.results.verdict import judge_run
 from rloo_kit.rewarding.guard import NamedReward, guard
 from rloo_kit.rewarding.worker import WorkerReward, read_sources

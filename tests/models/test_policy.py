@@ -15,13 +15,12 @@ import torch
 
 from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.config.run import load_config
-from rloo_kit.embedded import model as embedded_model
 from rloo_kit.errors import BackendError
+from rloo_kit.models import embedded, unsloth
 from rloo_kit.models import policy as policies
-from rloo_kit.models import unsloth
-from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.policy import save_adapter
+from rloo_kit.models.source import find_source
 from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.system.environment import STANDBY_VARIABLE
 
@@ -190,7 +189,7 @@ def test_what_cannot_be_loaded_is_refused_with_its_key(make_run: Any, tmp_path: 
 
 def test_adapter_of_the_embedded_model_from_another_machine(make_run: Any, tmp_path: Path) -> None:
     """The base was looked up under the home folder of the adapter's author, and the adapter was refused."""
-    base = embedded_model.build(steps=1, report=lambda line: None)
+    base = embedded.build(steps=1, report=lambda line: None)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"/nowhere/{base.name}"}))
     source = find_source(make_run(name=tmp_path))
     assert (source.base, source.adapter) == (str(base), str(tmp_path))
@@ -352,7 +351,7 @@ def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(("wanted", "threads"), [(None, 1), ("2", 2)])
 def test_an_embedded_model_takes_one_thread(wanted, threads, make_run, tiny_folder, monkeypatch):
     """Two threads that wait for each other made a demo of two minutes last twenty on a busy machine."""
-    monkeypatch.setattr(embedded_model, "build", lambda *_, **__: tiny_folder)
+    monkeypatch.setattr(embedded, "build", lambda *_, **__: tiny_folder)
     monkeypatch.delenv("OMP_NUM_THREADS")
     if wanted:
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)

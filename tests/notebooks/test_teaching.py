@@ -78,7 +78,7 @@ def test_the_tasks_of_the_library_are_shown(
     the embedded model, and with a file that has data.sources."""
     import rloo_kit as kit
     from rloo_kit.data import gym
-    from rloo_kit.embedded.model import build_tokenizer
+    from rloo_kit.models.embedded import build_tokenizer
     from rloo_kit.system.isolation import WORKERS
 
     if not printed and not gym.is_importable("reasoning_gym"):

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
-from rloo_kit.embedded.cache import RECORD
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import follow_umask
+from rloo_kit.models.embedded import RECORD
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
 from rloo_kit.runs.folder import BASE, INPUTS
@@ -54,14 +54,14 @@ def find_source(run: RunConfig) -> ModelSource:
     """
     model = run.model
     if model.is_embedded:
-        from rloo_kit.embedded.model import build
+        from rloo_kit.models.embedded import build
 
         name, file = model.name.removeprefix("embedded/"), run.source
         source = ModelSource(str(build(name, model.vocabulary, model.build_seed, config_file=file)), model.adapter)
     elif model.name in SMOLLM2:
-        from rloo_kit.embedded import smollm2
+        from rloo_kit.models.embedded import build_smollm2
 
-        source = ModelSource(str(smollm2.build(model.name)), model.adapter)
+        source = ModelSource(str(build_smollm2(model.name)), model.adapter)
     else:
         source = _from_name(model.name, model.adapter)
     if source.is_folder and not (Path(source.base) / MODEL_CONFIG).is_file():
@@ -129,7 +129,7 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
             f"{folder / ADAPTER_CONFIG} names no base model: set model.name to it and model.adapter={folder}"
         )
     if Path(base).is_absolute() and not Path(base).is_dir():
-        from rloo_kit.embedded.model import rebuild
+        from rloo_kit.models.embedded import rebuild
 
         rebuilt = rebuild(Path(base).name)
         if rebuilt is not None:

