@@ -18,8 +18,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, DataError, SetupError
-from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts
-from rloo_kit.evals.rewards import by_prompt, make_held_out_rewards
+from rloo_kit.evals.evaluate import AnswerJudge, by_prompt, digest_prompts, make_held_out_rewards
 from rloo_kit.health.series import EQUAL_REWARDS, at_ceiling
 from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy

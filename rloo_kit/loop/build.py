@@ -36,7 +36,7 @@ BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropi
 Settings = TypeVar("Settings")
 
 if TYPE_CHECKING:
-    from rloo_kit.rollout.server import ServerSettings
+    from rloo_kit.rollout.vllm_engines import ServerSettings
 
 
 def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
@@ -208,7 +208,7 @@ def _vllm_settings(trainer: trl.RLOOTrainer) -> VllmSettings:
 
 def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
     """Where the engine "server" samples, and how the policy's adapter gets there."""
-    from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
+    from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
 
     args = trainer.args
     if problem := find_handover_problem(trainer.accelerator.unwrap_model(trainer.model)):

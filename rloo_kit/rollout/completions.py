@@ -162,7 +162,7 @@ def _sampler(
 @contextmanager
 def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     """Where the engine "server" samples, with a folder for this call's adapter."""
-    from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
+    from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
 
     if not hasattr(policy.model, "peft_config"):
         raise ConfigError(NO_ADAPTER)

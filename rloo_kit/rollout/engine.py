@@ -17,7 +17,7 @@ from rloo_kit.rollout.native import NativeEngine
 from rloo_kit.rollout.types import WHOLE, Engine, Filters, Sampling
 
 if TYPE_CHECKING:
-    from rloo_kit.rollout.server import ServerSettings
+    from rloo_kit.rollout.vllm_engines import ServerSettings
 
 NATIVE_REASON = "no padding, and rows that have ended are dropped"
 USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
@@ -129,7 +129,7 @@ def build_engine(
     if name == "generate":
         return GenerateEngine(model, mode, reason, sampling, pad_id)
     if name == "vllm":
-        from rloo_kit.rollout.vllm import VllmEngine
+        from rloo_kit.rollout.vllm_engines import VllmEngine
 
         if (started := find_vllm(model)) is None:
             positions = model.config.get_text_config().max_position_embeddings
@@ -137,6 +137,6 @@ def build_engine(
         return VllmEngine(model, started, sampling)
     if server is None:
         raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
-    from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
+    from rloo_kit.rollout.vllm_engines import ServerEngine  # loads an HTTP client
 
     return ServerEngine(server, reason, sampling)

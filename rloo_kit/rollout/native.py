@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import BackendError
-from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
-from rloo_kit.rollout.kv_cache import SlotCache
+from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError, SlotCache
 from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
-from rloo_kit.evals.rewards import HeldOutRewards
+from rloo_kit.evals.evaluate import HeldOutRewards
 from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.worker import WorkerReward

@@ -8,7 +8,7 @@ import torch
 
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.rollout import decoders
-from rloo_kit.rollout.kv_cache import SlotCache
+from rloo_kit.rollout.decoders import SlotCache
 from tests.rollout.models import adapted
 
 

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
-from rloo_kit.rollout import decoders, kv_cache
+from rloo_kit.rollout import decoders
 from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.rollout.native import draw, make_decoder
 from rloo_kit.rollout.thinking_budget import make_limits
@@ -71,7 +71,7 @@ def test_greedy_is_generates_token_by_token(make_model, monkeypatch, variant):
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(30)).completion_ids
     assert len({len(ids) for ids in wanted}) > 1 and any(ids[-1] in (TURN_END, END_OF_TEXT) for ids in wanted)
     assert len({tuple(ids) for ids in wanted}) > 3
-    monkeypatch.setattr("rloo_kit.rollout.kv_cache.CACHE_BLOCK", 4)
+    monkeypatch.setattr("rloo_kit.rollout.decoders.CACHE_BLOCK", 4)
     for rows in (None, 4, 3, 1):
         found = engine_for(model, "native", 0.0, rows=rows).sample(PROMPTS, Limits(30))
         assert found.completion_ids == wanted and found.sampler_logps is None
@@ -264,7 +264,7 @@ def test_one_row_that_does_not_fit_and_other_errors_are_errors(make_model, monke
 def test_masked_memory_is_finite():
     """Fresh memory may hold NaNs, and weight 0 times NaN is NaN: whole rows were lost to masked tokens. A cache that
     grows drops the slots of rows that have ended."""
-    cache, cpu = kv_cache.SlotCache(slots=3, block_tokens=4), torch.device("cpu")
+    cache, cpu = decoders.SlotCache(slots=3, block_tokens=4), torch.device("cpu")
     state = torch.ones(2, 1, 2)  # two rows, one head, two dimensions
     for positions in ([6, 0], [9, 1]):
         cache.begin(positions, cpu)
@@ -277,7 +277,7 @@ def test_masked_memory_is_finite():
 def test_nothing_of_a_rollout_stays_alive(make_model, monkeypatch):
     """The cache and the decoder's copy of the weights are as large as the model; training needs the room."""
     made: list[weakref.ref[Any]] = []
-    for kind in (kv_cache.SlotCache, decoders.FusedDecoder):
+    for kind in (decoders.SlotCache, decoders.FusedDecoder):
 
         def begin(self: Any, *args: Any, plain: Any = kind.__init__, **named: Any) -> None:
             made.append(weakref.ref(self))

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.rollout import server as server_module
 from rloo_kit.rollout.engine import build_engine
-from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
 from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, Sampling
 from rloo_kit.rollout.vllm_client import VllmClient
+from rloo_kit.rollout.vllm_engines import MARKER, ServerEngine, ServerSettings
 from rloo_kit.think_tags import bind_think_tags
 from tests.loop.test_parallel import TORCHRUN
 from tests.rollout.models import (
