@@ -369,7 +369,7 @@ def train(
         run_dir.set_status("running", command=shlex.join(words))
         try:
             policy, data = prepare(run)
-            from rloo_kit.loop.run import run_and_report
+            from rloo_kit.loop.training import run_and_report
             from rloo_kit.preflight.preflight import require_go
             from rloo_kit.rewarding.registry import build_rewards
 

@@ -178,7 +178,7 @@ def roll_out_briefly(side: Any) -> None:
 
 def take_steps(bench: Bench, side: Any, canned: bool, most: int) -> dict[str, Any]:
     """Medians over the steps, and tokens of a step; fewer steps if time is short."""
-    from rloo_kit.loop.memory import MemoryPeak
+    from rloo_kit.loop.memory_watch import MemoryPeak
 
     steps: list[dict[str, float]] = []
     while len(steps) < (1 if bench.rehearsed else most):

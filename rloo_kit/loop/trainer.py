@@ -19,12 +19,11 @@ from transformers import TrainerCallback
 
 from rloo_kit.config.checks import find_eval_problem
 from rloo_kit.errors import ConfigError, NonFiniteError
-from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, check_prompts, describe, refuse_idle
 from rloo_kit.loop.callbacks import use_text_progress
-from rloo_kit.loop.checkpoints import StreamPlace, find_micro_step, load_loop_state, read_place, save_checkpoint
-from rloo_kit.loop.options import name_settings, naming_settings
+from rloo_kit.loop.options import FURTHER_ARGUMENTS, name_settings, naming_settings, prepare_arguments
 from rloo_kit.loop.records import RolloutBatch
+from rloo_kit.loop.saving import StreamPlace, find_micro_step, load_loop_state, read_place, save_checkpoint
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models import adapters
 from rloo_kit.models.policy import keep_settings

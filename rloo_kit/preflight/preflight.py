@@ -21,8 +21,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
-from rloo_kit.loop.health import say_findings
-from rloo_kit.loop.run import check_sampling, check_start, train_in
+from rloo_kit.loop.callbacks import say_findings
+from rloo_kit.loop.training import check_sampling, check_start, train_in
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import step_completions
 from rloo_kit.preflight.probe import (

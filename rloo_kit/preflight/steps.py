@@ -18,9 +18,8 @@ from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
-from rloo_kit.loop.arguments import loaded_engine, mixed_precision, training_arguments
-from rloo_kit.loop.memory import MemoryPeak
-from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.memory_watch import MemoryPeak
+from rloo_kit.loop.options import RLOOConfig, loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy

@@ -246,7 +246,7 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 
 def prepare(**given: Any) -> tuple[dict[str, Any], list[str]]:
     """The arguments of `RLOOTrainer` under today's names, and what was warned of."""
-    from rloo_kit.loop.arguments import rename_arguments
+    from rloo_kit.loop.options import rename_arguments
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -277,7 +277,7 @@ def test_an_old_reward_model_scores_with_the_policys_tokenizer(
     config_class: type, make_tiny_model: Any, tmp_path: Path
 ) -> None:
     """Old recipes pass a loaded model; TRL would look for a tokenizer under its name, which it may not have."""
-    from rloo_kit.loop.arguments import prepare_arguments
+    from rloo_kit.loop.options import prepare_arguments
 
     model = make_tiny_model()
     given = {"model": make_tiny_model(), "args": config_class(str(tmp_path), beta=0.0), "processing_class": "t"}

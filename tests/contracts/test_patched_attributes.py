@@ -60,7 +60,7 @@ OWN = {
     "models/embedded.py: tokenizer.model_max_length", "models/embedded.py: settings.eos_token_id",
     "models/embedded.py: tokenizer.clean_up_tokenization_spaces",
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
-    "loop/options.py: error.args", "loop/run.py: arguments.is_from_file", "loop/arguments.py: args._carried",
+    "loop/options.py: error.args", "loop/training.py: arguments.is_from_file", "loop/options.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "rewarding/worker.py: parent.__path__",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rloo_kit import load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
+from rloo_kit.loop.held_out import draw_prompts, settings_during_training
 from rloo_kit.results.verdict import load_result
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.runs.rollouts import read_rollouts

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rloo_kit import load_config
-from rloo_kit.loop.memory import MemoryPeak, MemoryWatch
+from rloo_kit.loop.memory_watch import MemoryPeak, MemoryWatch
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import rollout_gib
 from rloo_kit.plan.planner import read_workload

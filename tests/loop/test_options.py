@@ -11,8 +11,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.section import declared
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.loop import options
-from rloo_kit.loop.arguments import training_arguments
-from rloo_kit.loop.options import RLOOConfig, check_options
+from rloo_kit.loop.options import RLOOConfig, check_options, training_arguments
 from tests.choices import choices
 from tests.loop.conftest import by_ids
 

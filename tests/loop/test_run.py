@@ -16,8 +16,8 @@ from rloo_kit import build_rewards, evaluate, load_config, load_data, load_polic
 from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.export.export import export_model
-from rloo_kit.loop.arguments import mixed_precision
 from rloo_kit.loop.callbacks import RolloutLog
+from rloo_kit.loop.options import mixed_precision
 from rloo_kit.models.policy import trained_run
 from rloo_kit.models.source import find_source
 from rloo_kit.results.verdict import judge_run

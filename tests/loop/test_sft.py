@@ -15,8 +15,7 @@ from rloo_kit import fine_tune, load_config, load_data, load_policy, load_traine
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, NonFiniteError, RunExistsError
 from rloo_kit.loop import sft
-from rloo_kit.loop.arguments import training_arguments
-from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.options import RLOOConfig, training_arguments
 from rloo_kit.loop.sft import build_trainer, next_command
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.results.evaluation import Evaluation

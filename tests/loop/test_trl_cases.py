@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import rewards
 from rloo_kit import RLOOConfig, RLOOTrainer
-from rloo_kit.loop.arguments import FURTHER_ARGUMENTS
+from rloo_kit.loop.options import FURTHER_ARGUMENTS
 from rloo_kit.rewarding.guard import NamedReward
 from tests.loop.conftest import EOS, by_ids, conversations, stream
 

@@ -99,7 +99,7 @@ def test_rows_are_planned(gib: float, rows: int) -> None:
 
 def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     """The plan lowered what only the server has to hold; and one that does not fit sent one request at a time."""
-    from rloo_kit.loop.arguments import planned_limits
+    from rloo_kit.loop.options import planned_limits
 
     words = ["rollout.engine=server", "rollout.server_url=http://node1:8000", "rloo.num_generations=16"]
     words += ["rloo.gradient_accumulation_steps=16", "rloo.max_completion_length=4096"]
@@ -189,7 +189,7 @@ def test_training_generates_as_many_rows_as_are_planned(
 ) -> None:
     """A plan that is printed and not followed runs out of memory all the same. A model that cannot be planned for is
     no reason not to train it."""
-    from rloo_kit.loop.arguments import planned_limits
+    from rloo_kit.loop.options import planned_limits
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
@@ -212,7 +212,7 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
 ) -> None:
     """`auto` was planned again with the loaded model's config: a policy that was loaded without vLLM got the limits of
     vLLM's pool, and one that has it got rows that it does not take."""
-    from rloo_kit.loop.arguments import planned_limits
+    from rloo_kit.loop.options import planned_limits
     from rloo_kit.preflight.steps import load_of
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "model.load_in_4bit=false")
@@ -239,7 +239,7 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
 def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
     """The plan counted 8192 tokens where the trainer takes 2048, and its limit of a little less than 8192 tokens undid
     the trainer's small passes."""
-    from rloo_kit.loop.arguments import planned_limits
+    from rloo_kit.loop.options import planned_limits
 
     monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
     run = load_config(CONFIGS / "arithmetic_thinking.yaml")

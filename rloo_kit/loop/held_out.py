@@ -17,7 +17,7 @@ from rloo_kit.data.answers import find_judge, gold_answers
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.evals.evaluate import AnswerJudge, HeldOutRewards, digest_prompts, evaluate_with
 from rloo_kit.loop.callbacks import Interrupts
-from rloo_kit.loop.checkpoints import load_weights
+from rloo_kit.loop.saving import load_weights
 from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.results.changes import (
     BEST,

@@ -16,13 +16,21 @@ from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, HealthError, NoSignalError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.loop.arguments import loaded_engine, training_arguments
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, TimedSaves
-from rloo_kit.loop.checkpoints import load_weights, publish_adapter
-from rloo_kit.loop.evaluation import Evaluations, choose_measure
-from rloo_kit.loop.health import HealthGuard, Movement, say_findings
-from rloo_kit.loop.memory import watch_memory
-from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.callbacks import (
+    HealthGuard,
+    Interrupts,
+    MetricsWriter,
+    Movement,
+    ProgressLine,
+    RolloutLog,
+    SampleTable,
+    TimedSaves,
+    say_findings,
+)
+from rloo_kit.loop.held_out import Evaluations, choose_measure
+from rloo_kit.loop.memory_watch import watch_memory
+from rloo_kit.loop.options import RLOOConfig, loaded_engine, training_arguments
+from rloo_kit.loop.saving import load_weights, publish_adapter
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, drop_reference
 from rloo_kit.models.parallel import Sharding
