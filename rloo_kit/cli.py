@@ -424,8 +424,8 @@ def batch(
     (100: 100 or more); 125 refused, or an error of the batch itself;
     130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
     """
-    from rloo_kit.batch.file import load_batch
-    from rloo_kit.batch.runner import run_batch
+    from rloo_kit.notebook.batch import load_batch
+    from rloo_kit.notebook.batch_run import run_batch
 
     words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
     again = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])

@@ -39,7 +39,7 @@ def loads_on_8gb(bench: Bench) -> None:
 def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
     """The shipped config of a GPU: two steps at full length under its cap, and what a step takes."""
     from on_gpu.full_rows import measure_steps
-    from rloo_kit.preflight.steps import load_of, rows_of_a_pass
+    from rloo_kit.preflight.trial_steps import load_of, rows_of_a_pass
 
     with memory.capped(bench.cuda, gpu_gb) as limit:
         policy = load_policy(bench, *overrides)
@@ -87,7 +87,7 @@ def time_step(bench: Bench, policy: Any, run: Any, plan: Any, training_s: float)
     Args:
         training_s: of a step of `measure_steps`, whose completions are those of the run's largest pass.
     """
-    from rloo_kit.preflight.steps import load_of, rows_of_a_pass
+    from rloo_kit.preflight.trial_steps import load_of, rows_of_a_pass
 
     rloo, prompt = run.rloo, run.data.max_prompt_length
     length = rloo.max_completion_length

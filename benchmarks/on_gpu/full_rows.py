@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from on_gpu import memory
 from rloo_kit.loop.memory_watch import MemoryPeak
 from rloo_kit.loop.options import mixed_precision
-from rloo_kit.preflight.steps import load_of, take_steps
+from rloo_kit.preflight.trial_steps import load_of, take_steps
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import Limits
 

@@ -37,7 +37,7 @@ from rloo_kit.preflight.probe import (
     is_unsure,
     roll_out,
 )
-from rloo_kit.preflight.steps import StepsFound, Tell, make_trainer, try_steps
+from rloo_kit.preflight.trial_steps import StepsFound, Tell, make_trainer, try_steps
 from rloo_kit.results.verdict import TrainResult
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.folder import RunDir

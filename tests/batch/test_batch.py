@@ -21,15 +21,20 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rloo_kit.batch.comparison import collect_rows, draw_change, make_text_table, write_comparison
-from rloo_kit.batch.file import LONGEST_NAME, Batch, BatchRun, load_batch, make_name
-from rloo_kit.batch.notebooks import Notebook, find_error
-from rloo_kit.batch.papermill import GIVEN_OUT, choose_ports
-from rloo_kit.batch.runner import BatchResult, Runner, RunProcess, papermill_command
-from rloo_kit.batch.status import BatchDir, RunStatus
 from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
+from rloo_kit.notebook.batch import LONGEST_NAME, Batch, BatchRun, Notebook, find_error, load_batch, make_name
+from rloo_kit.notebook.batch_folder import (
+    BatchDir,
+    RunStatus,
+    collect_rows,
+    draw_change,
+    make_text_table,
+    write_comparison,
+)
+from rloo_kit.notebook.batch_run import BatchResult, Runner, RunProcess, papermill_command
+from rloo_kit.notebook.papermill import GIVEN_OUT, choose_ports
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.system.console import render_text
 from tests.evaluations import around
@@ -194,7 +199,7 @@ def test_papermill_reads_the_parameters_as_they_were_meant(tmp_path: Path) -> No
     read = read_yaml_file(str(tmp_path / "parameters.yaml"))
     assert read == given and [type(value) for value in read.values()] == [type(value) for value in given.values()]
     assert command[3] == "/x/{{odd}}.ipynb", "papermill fills in what stands in braces"
-    assert command[:3] == [sys.executable, "-m", "rloo_kit.batch.papermill"]
+    assert command[:3] == [sys.executable, "-m", "rloo_kit.notebook.papermill"]
 
 
 def test_a_kernels_ports_are_free_and_outside_the_systems_own_range(
@@ -203,8 +208,8 @@ def test_a_kernels_ports_are_free_and_outside_the_systems_own_range(
     """A port that the system may give to any connection was taken when the kernel began to listen."""
     ports = choose_ports(5)
     assert len(set(ports)) == 5 and max(ports) < int(GIVEN_OUT.read_text().split()[0])
-    monkeypatch.setattr("rloo_kit.batch.papermill.GIVEN_OUT", tmp_path / "range")
-    monkeypatch.setattr("rloo_kit.batch.papermill.FIRST_PORT", ports[0])
+    monkeypatch.setattr("rloo_kit.notebook.papermill.GIVEN_OUT", tmp_path / "range")
+    monkeypatch.setattr("rloo_kit.notebook.papermill.FIRST_PORT", ports[0])
     (tmp_path / "range").write_text(f"{ports[0] + 1}\t60999\n")
     assert choose_ports(5) == [ports[0]]
     with socket.socket() as held:
@@ -214,14 +219,14 @@ def test_a_kernels_ports_are_free_and_outside_the_systems_own_range(
 
 def start_python(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunProcess:
     """A program in papermill's place."""
-    monkeypatch.setattr("rloo_kit.batch.runner.papermill_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr("rloo_kit.notebook.batch_run.papermill_command", lambda *_: [sys.executable, "-c", code])
     run = BatchRun("x", Notebook(folder / "x.ipynb", None, {}, False), {})
     return RunProcess(run, folder, {}, "id-3")
 
 
 def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of papermill wait forever for a killed kernel, and the batch with them."""
-    monkeypatch.setattr("rloo_kit.batch.runner.KERNEL_GONE_S", 0.1)
+    monkeypatch.setattr("rloo_kit.notebook.batch_run.KERNEL_GONE_S", 0.1)
     code = (
         "import subprocess, sys, time\n"
         "kernel = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
@@ -444,9 +449,9 @@ def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path)
     batch."""
     load(folder, grid={"seed": [1]})
     code = f"""
-from rloo_kit.batch.file import load_batch
-from rloo_kit.batch.runner import Runner
-from rloo_kit.batch.status import BatchDir
+from rloo_kit.notebook.batch import load_batch
+from rloo_kit.notebook.batch_run import Runner
+from rloo_kit.notebook.batch_folder import BatchDir
 with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place:
     for text in ("nobody reads this", "nor this"):
         Runner(place, [], "").print(text)
@@ -523,11 +528,11 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     load(folder, grid={"seed": [1]})
     statuses = [RunStatus(f"r{number}", "n", state=state) for number, state in enumerate(states.split())]
     results = itertools.cycle([BatchResult(folder, statuses, False, []), BatchResult(folder, statuses, True, [])])
-    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: next(results))
+    monkeypatch.setattr("rloo_kit.notebook.batch_run.run_batch", lambda *_, **__: next(results))
     found, printed, _ = call(folder / "configs" / "b.yaml", "--json")
     assert found == code
     assert json.loads(printed.splitlines()[-1])["runs"] == [asdict(status) for status in statuses]
     assert call(folder / "configs" / "b.yaml")[0] == 130
-    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
+    monkeypatch.setattr("rloo_kit.notebook.batch_run.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
     code, _, said = call(folder / "configs" / "b.yaml")
     assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"

@@ -11,7 +11,7 @@ KIT = Path(__file__).resolve().parents[2] / "rloo_kit"
 # reason. Settings that a library documents (`padding_side`, `requires_grad`, `should_save`, ...) are not patches.
 PATCHED_ATTRIBUTES = {
     "_stack.py: logger.addFilter": "transformers warns at the first decoding of an option that it ignores",
-    "batch/papermill.py: papermill_engines.register": "papermill's registry: an engine that chooses the kernel's ports",
+    "notebook/papermill.py: papermill_engines.register": "papermill's registry: an engine that chooses ports",
     "models/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
     "export/loaders.py: module.support_avx512bf16_for_cpu": "as in models/transformers.py, for a checking process",
     "gradient/logprobs.py: head.forward": "for one call: the head scores states instead of computing all logits",

@@ -304,7 +304,7 @@ def test_a_task_is_no_hub_id_and_has_no_demonstrations(make_run, tiny_tokenizer)
     """owner/name is how a dataset of the hub is written: a model card linked to one that does not exist. SFT on bare
     answers would teach a model that thinks to stop thinking. The embedded model knows no other task than addition."""
     from rloo_kit.data.worked import load_worked
-    from rloo_kit.export.card import hub_id, public_name
+    from rloo_kit.export.formats import hub_id, public_name
 
     assert not needs_stack(make_run(SUMS)) and not needs_stack(make_run("rows.jsonl", test_source=SUMS))
     assert hub_id(SUMS) is None and public_name(SUMS) == SUMS

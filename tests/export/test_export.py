@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 import rloo_kit as kit
 from rloo_kit.cli import app
 from rloo_kit.errors import ConfigError, ExportError, RunExistsError
-from rloo_kit.export import check
 from rloo_kit.export import export as exporting
+from rloo_kit.export import parity
 from rloo_kit.export.formats import WRITERS
 from rloo_kit.results.evaluation import Evaluation
 from tests.evaluations import around
@@ -169,7 +169,7 @@ def test_what_could_not_be_checked_is_not_called_checked(
     embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without llama.cpp the tensors are read back, and the certificate, the card and the lines say that this is all."""
-    monkeypatch.setattr(check, "is_importable", lambda name: False)
+    monkeypatch.setattr(parity, "is_importable", lambda name: False)
     found = kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="bf16")
     record = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert record["verdict"] == "not checked" and record["checks"] == []
@@ -242,7 +242,7 @@ def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switc
 
 
 def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) -> None:
-    from rloo_kit.export.card import write_card
+    from rloo_kit.export.formats import write_card
     from rloo_kit.runs.find import find_run
 
     folder = make_run("card", "rloo.beta=0.01", "data.source=/data/of/mine/rows.jsonl")

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from rloo_kit.batch.papermill import GIVEN_OUT
+from rloo_kit.notebook.papermill import GIVEN_OUT
 from tests.notebooks.batch_notebooks import (
     call_batch,
     processes_of,

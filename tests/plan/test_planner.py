@@ -213,7 +213,7 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
     """`auto` was planned again with the loaded model's config: a policy that was loaded without vLLM got the limits of
     vLLM's pool, and one that has it got rows that it does not take."""
     from rloo_kit.loop.options import planned_limits
-    from rloo_kit.preflight.steps import load_of
+    from rloo_kit.preflight.trial_steps import load_of
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "model.load_in_4bit=false")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")

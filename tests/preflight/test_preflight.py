@@ -19,7 +19,7 @@ from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_logp_faults
-from rloo_kit.preflight.steps import FirstSteps, find_step_faults
+from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
 from tests.test_cli import call
@@ -269,7 +269,7 @@ def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
     """A CPU has no allocator that refuses: trying out what does not fit would get other programs killed."""
     run, policy, data, rewards = prepare(DEMO)
     monkeypatch.setattr("rloo_kit.plan.planner.available_gib", lambda: 0.5)
-    monkeypatch.setattr("rloo_kit.preflight.steps.take_steps", None)
+    monkeypatch.setattr("rloo_kit.preflight.trial_steps.take_steps", None)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
     assert fault.name == "memory" and "was not run" in fault.text and fault.key
 

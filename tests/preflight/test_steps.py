@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rloo_kit import load_config, load_policy
-from rloo_kit.preflight.steps import load_of, rows_of_a_pass, take_steps
+from rloo_kit.preflight.trial_steps import load_of, rows_of_a_pass, take_steps
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml"
 

@@ -15,7 +15,7 @@ from rloo_kit.data.gym import GYM_COLUMN, read_gym
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.evals.evaluate import AnswerJudge
 from rloo_kit.loop.metrics import find_answer_column
-from rloo_kit.rewarding import gym as gym_reward
+from rloo_kit.rewarding import verifiers as gym_reward
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.verifiers import FINDERS, ReasoningGymScore
 from rloo_kit.rollout.completions import Completion

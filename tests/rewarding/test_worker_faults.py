@@ -20,7 +20,7 @@ from rloo_kit.rewarding import worker as reward_worker
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.signature import LONGEST_ERROR
 from rloo_kit.rewarding.worker import WorkerReward, end_workers, make_plain
-from rloo_kit.system import worker as system_worker
+from rloo_kit.system import isolation as system_worker
 from rloo_kit.system.isolation import RUN_MARK, WORKER_MARK
 
 HERE = Path(__file__).parent

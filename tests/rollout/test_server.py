@@ -17,7 +17,7 @@ from peft import LoraModel
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
-from rloo_kit.rollout import server as server_module
+from rloo_kit.rollout import vllm_engines as server_module
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, Sampling

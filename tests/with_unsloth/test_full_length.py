@@ -37,7 +37,7 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
 
 def test_two_steps_of_full_length(load: Any, make_run: Any) -> None:
     """The trainer that Unsloth generates, on completions that no engine sampled; the policy is left as it was found."""
-    from rloo_kit.preflight.steps import take_steps
+    from rloo_kit.preflight.trial_steps import take_steps
 
     run = make_run("data.max_prompt_length=8", "rloo.beta=0.0")
     policy = load(moved=True)

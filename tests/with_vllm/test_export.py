@@ -42,7 +42,7 @@ def test_the_printed_line_serves_the_policy(
 ) -> None:
     """Token by token: greedy texts and their log-probabilities. And `--reasoning-parser qwen3` has to know that the
     prompt opened the thinking: the completion holds `</think>` alone."""
-    from rloo_kit.export.check import measure_reference
+    from rloo_kit.export.parity import measure_reference
 
     exported = kit.export_model(run_folder, "vllm")
     run, policy = kit.load_trained(run_folder)

@@ -20,11 +20,20 @@ from typing import Any
 import psutil
 import yaml
 
-from rloo_kit.batch.comparison import WORDS, change, leading_figure, make_text_table, read_figures, write_comparison
-from rloo_kit.batch.file import Batch, BatchRun
-from rloo_kit.batch.notebooks import ANSI, find_error
-from rloo_kit.batch.status import BatchDir, RunStatus, State, count_states
 from rloo_kit.errors import SetupError, shorten
+from rloo_kit.notebook.batch import ANSI, Batch, BatchRun, find_error
+from rloo_kit.notebook.batch_folder import (
+    WORDS,
+    BatchDir,
+    RunStatus,
+    State,
+    change,
+    count_states,
+    leading_figure,
+    make_text_table,
+    read_figures,
+    write_comparison,
+)
 from rloo_kit.runs.checkpoints import STEM
 from rloo_kit.runs.files import now
 from rloo_kit.runs.folder import RunDir
@@ -170,7 +179,7 @@ def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) 
     file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
     options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
-    return [sys.executable, "-m", "rloo_kit.batch.papermill", *paths, *options]
+    return [sys.executable, "-m", "rloo_kit.notebook.papermill", *paths, *options]
 
 
 class Runner:

@@ -1,4 +1,4 @@
-"""`python -m rloo_kit.batch.papermill IN OUT ...`: papermill with its options, and safe ports for the kernel.
+"""`python -m rloo_kit.notebook.papermill IN OUT ...`: papermill with its options, and safe ports for the kernel.
 
 By default a kernel gets ports that the system has just assigned and released. Until the kernel listens on one, the
 system may assign it to another kernel or to any outgoing connection, and the kernel dies before its first cell. The

@@ -1,1 +1,0 @@
-"""Batches of notebook runs through papermill: the file, the runner, status, comparison."""
