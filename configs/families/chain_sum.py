@@ -7,7 +7,7 @@ smaller, the numbers swap places and the answer is negative. The habit: it mostl
 
 import random
 
-from rloo_kit.data.families import addition, subtraction
+from rloo_kit.data import tasks
 from rloo_kit.data.tasks import Family, Habit
 
 QUESTION = "State the final answer to the following arithmetic problem: {} {} {} ="
@@ -34,9 +34,9 @@ class ChainSum(Family):
         """
         first, sign, second = problem
         if sign == "+":
-            return addition.FAMILY.work((first, second), rng, slip)
+            return tasks.ADDITION.work((first, second), rng, slip)
         smaller = first < second
-        columns, answer = subtraction.FAMILY.work((max(first, second), min(first, second)), rng, slip)
+        columns, answer = tasks.SUBTRACTION.work((max(first, second), min(first, second)), rng, slip)
         minus = "-" if smaller and answer != "0" else ""
         return f"{first}{'<' if smaller else '>'}{second}\n{columns}", f"{minus}{answer}"
 

@@ -14,7 +14,7 @@ from rloo_kit.system.environment import cache_folder
 from rloo_kit.system.input_files import find_input, is_file
 
 KINDS = ("thinking", "instruct", "untaught")  # untaught: a thinking model with random weights
-FAMILIES = ("addition", "subtraction", "sorting")  # modules of data/families
+FAMILIES = ("addition", "subtraction", "sorting")  # in data/tasks.py
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package

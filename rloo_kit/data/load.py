@@ -14,9 +14,9 @@ from rloo_kit.collective import main_first
 from rloo_kit.config.model_names import DEFAULT_FAMILY, EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
+from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
 from rloo_kit.data.chat import prompt_identity, refuse_surrogates, render_prompt, resolve_family, thinks
-from rloo_kit.data.families import addition
 from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
     QUESTION,
@@ -306,7 +306,7 @@ def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[st
     """The name and family of a source `embedded/...`; a model that answers at once gets smaller numbers."""
     name = part.source.removeprefix(EMBEDDED_PREFIX)
     if name == DEFAULT_FAMILY and not thinking:
-        return name, addition.IN_THE_HEAD
+        return name, tasks.IN_THE_HEAD
     try:
         return name, find_family(name, run.source)
     except ConfigError as error:

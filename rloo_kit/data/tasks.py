@@ -1,11 +1,10 @@
 """Task families of the embedded model: prompts for RLOO and demonstrations for the cold start, behind `Family`.
 
 A family is one file with a generator (`draw`, `question`), demonstrations (`work`) and the habit that its cold start
-teaches. The kit's own are in `families.py`; a user's is a .py file that defines `FAMILY`. A checksum of the problem's
+teaches. The kit's own are at the end; a user's is a .py file that defines `FAMILY`. A checksum of the problem's
 identity reserves half of all problems for the cold start, so a run never sees those.
 """
 
-import importlib
 import random
 import runpy
 import zlib
@@ -87,7 +86,7 @@ def find_family(name: str, config_file: Path | None = None) -> Family:
     if not is_family_file(name):
         if problem := find_family_problem(name):
             raise ConfigError(problem)
-        return importlib.import_module(f"rloo_kit.data.families.{name}").FAMILY
+        return globals()[name.upper()]
     file = find_family_file(name, config_file)
     try:
         family = runpy.run_path(str(file), run_name=f"family_{file.stem}").get("FAMILY")
@@ -221,3 +220,123 @@ def mistake(mark: str, rng: random.Random) -> str:
     if "a" <= mark <= "z":
         return chr(ord("a") + (ord(mark) - ord("a") + rng.randint(1, 25)) % 26)
     return mark
+
+
+Pair = tuple[int, int]
+
+
+def draw_number(rng: random.Random, low: int, high: int) -> int:
+    """A number in [low, high], every number of digits equally likely."""
+    digits = rng.randint(len(str(low)), len(str(high)))
+    return rng.randint(max(low, 10 ** (digits - 1)), min(high, 10**digits - 1))
+
+
+class Addition(Family):
+    """Column addition, `47+385=`: the columns from the right, one line each (`7+5=12`, `4+8+1=13`, `0+3+1=4`), and the
+    result read off. The habit: it mostly answers without thinking. Two numbers of [low, high]. A problem is an
+    unordered pair: 47+385 and 385+47 are one."""
+
+    alphabet = "0123456789+="
+
+    def __init__(self, low: int, high: int, max_rows: int):
+        self.low, self.high, self.max_rows = low, high, max_rows
+
+    def draw(self, rng: random.Random) -> Pair:
+        return draw_number(rng, self.low, self.high), draw_number(rng, self.low, self.high)
+
+    def question(self, problem: Pair) -> str:
+        return f"{problem[0]}+{problem[1]}="
+
+    def identity(self, problem: Pair) -> str:
+        return f"{min(problem)}+{max(problem)}"
+
+    def work(self, problem: Pair, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """
+        >>> ADDITION.work((47, 385), random.Random(0))
+        ('7+5=12\\n4+8+1=13\\n0+3+1=4', '432')
+        """
+        width = max(len(str(number)) for number in problem)
+        rows = [reversed(f"{number:0{width}}") for number in problem]
+        lines, digits, carry = [], "", 0
+        for top, bottom in zip(*rows, strict=True):
+            tens, unit = divmod(int(top) + int(bottom) + carry, 10)
+            written = mistake(str(unit), rng) if rng.random() < slip else str(unit)
+            lines.append(f"{top}+{bottom}" + (f"+{carry}" if carry else "") + f"={tens or ''}{written}")
+            digits, carry = f"{written}{digits}", tens
+        return "\n".join(lines), f"{carry or ''}{digits}"
+
+
+ADDITION = Addition(10, 999, max_rows=50_000)
+IN_THE_HEAD = Addition(100, 349, max_rows=10_000)  # of embedded/instruct, which answers at once
+EASY = Addition(100, 199, max_rows=1_000)  # where that model starts: successive carries are hard for it
+
+
+class Subtraction(Family):
+    """Column subtraction, `385-47=`, of numbers of [10, 999]: the columns from the right, a borrow marked by `-` in
+    front of the digit (`5-7=-8`, `8-4-1=3`, `3-0=3`). The habit: it takes the smaller digit from the larger one and
+    never borrows."""
+
+    alphabet = "0123456789-="
+    habit = Habit(slip=0.6)
+    max_rows = 50_000
+
+    def draw(self, rng: random.Random) -> Pair:
+        first, second = draw_number(rng, 10, 999), draw_number(rng, 10, 999)
+        return max(first, second), min(first, second)
+
+    def question(self, problem: Pair) -> str:
+        return f"{problem[0]}-{problem[1]}="
+
+    def work(self, problem: Pair, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """
+        >>> SUBTRACTION.work((385, 47), random.Random(0))
+        ('5-7=-8\\n8-4-1=3\\n3-0=3', '338')
+        """
+        first, second = str(problem[0]), str(problem[1]).zfill(len(str(problem[0])))
+        lines, digits, borrowed = [], "", 0
+        for top, bottom in zip(reversed(first), reversed(second), strict=True):
+            left = int(top) - int(bottom) - borrowed
+            borrow = left < 0
+            if borrow and rng.random() < slip:
+                left, borrow = -left, False
+            lines.append(f"{top}-{bottom}" + ("-1" if borrowed else "") + f"={'-' if borrow else ''}{left % 10}")
+            digits, borrowed = f"{left % 10}{digits}", int(borrow)
+        return "\n".join(lines), digits.lstrip("0") or "0"
+
+
+SUBTRACTION = Subtraction()
+
+
+class Sorting(Family):
+    """Digits in order, `sort(7392)=`: the smallest is taken out until none is left (`2:739`, `3:79`, `7:9`, `9:`). The
+    habit: it writes them in some order, without thinking. Four to six digits, all different."""
+
+    alphabet = "0123456789sort()=:"
+    habit = Habit(skip=0.75, slip=0.1, guess=0.8)
+    max_rows = 20_000
+
+    def draw(self, rng: random.Random) -> str:
+        return "".join(rng.sample("0123456789", rng.randint(4, 6)))
+
+    def question(self, problem: str) -> str:
+        return f"sort({problem})="
+
+    def work(self, problem: str, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """
+        >>> SORTING.work("7392", random.Random(0))
+        ('2:739\\n3:79\\n7:9\\n9:', '2379')
+        """
+        lines, left, taken = [], problem, ""
+        while left:
+            next_one = rng.choice(left) if rng.random() < slip else min(left)
+            left = left.replace(next_one, "")
+            taken += next_one
+            lines.append(f"{next_one}:{left}")
+        return "\n".join(lines), taken
+
+    def guess(self, problem: str, rng: random.Random, wrong: float) -> str:
+        """In any order with probability `wrong`, else sorted."""
+        return "".join(rng.sample(problem, len(problem)) if rng.random() < wrong else sorted(problem))
+
+
+SORTING = Sorting()

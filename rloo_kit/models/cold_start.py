@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rloo_kit.data import tasks
 from rloo_kit.data.chat import ROWS, TURN_END, TURN_START
-from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
 
 IGNORED = -100  # target of a position without loss
@@ -29,7 +29,7 @@ class ColdStart:
     """Everything that determines the weights, apart from the seed, the code and the libraries.
 
     steps, batch_size: optimizer steps, and demonstrations per step. clean_share, easy_share: shares of the steps, from
-    the first, with demonstrations without mistakes and with easy problems (`addition.EASY`). habit: of the
+    the first, with demonstrations without mistakes and with easy problems (`tasks.EASY`). habit: of the
     demonstrations after the clean ones. The kernels of Unsloth and bitsandbytes require head_dim to be a power of two
     and hidden_size a multiple of 64.
     """
@@ -90,7 +90,7 @@ def train(
     for step in range(plan.steps):
         optimizer.param_groups[0]["lr"] = plan.learning_rate * _schedule(step, plan)
         habit = plan.habit if step >= plan.clean_share * plan.steps else NO_HABIT
-        source = addition.EASY if step < plan.easy_share * plan.steps else family
+        source = tasks.EASY if step < plan.easy_share * plan.steps else family
         problems = [draw_problem(source, rng, reserved=True) for _ in range(plan.batch_size)]
         tokens, targets = demonstrate(tokenizer, slots, kind, family, problems, habit, rng)
         loss = imitation_loss(model, tokens, targets, ROWS[vocabulary] - len(used))

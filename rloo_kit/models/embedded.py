@@ -27,6 +27,7 @@ from rloo_kit.config.model_names import (
     smollm2_folder,
     split_model_name,
 )
+from rloo_kit.data import tasks
 from rloo_kit.data.chat import (
     CHAT_TOKENS,
     END_OF_TEXT,
@@ -36,7 +37,6 @@ from rloo_kit.data.chat import (
     check_names,
     token_ids,
 )
-from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models.cold_start import ColdStart, find_plan, train
@@ -352,7 +352,7 @@ def run_as_program() -> None:
     model = train(
         tokenizer,
         kind,
-        addition.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"]),
+        tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"]),
         recipe["vocabulary"],
         recipe["seed"],
         plan,

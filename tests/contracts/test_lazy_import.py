@@ -33,7 +33,7 @@ def loaded_after(code: str) -> list[str]:
         "from rloo_kit.runs import run_dir; from rloo_kit.health import watch; from rloo_kit.notebook import kernel",
         "import rloo_kit.think_tags, rloo_kit.cli",
         "import rloo_kit; rloo_kit.compare; rloo_kit.write_report; rloo_kit.plan_vram; rloo_kit.build_rewards",
-        "from rloo_kit.results import report; from rloo_kit.plan import planner; from rloo_kit.notebook import batch_run",
+        "from rloo_kit.results import report; from rloo_kit.notebook import batch_run; import rloo_kit.plan.planner",
     ],
 )
 def test_light_imports_load_nothing_heavy(code: str) -> None:

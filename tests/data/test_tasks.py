@@ -8,7 +8,7 @@ import pytest
 
 from rewards import answer_reward
 from rloo_kit.config.model_names import FAMILIES
-from rloo_kit.data.families import addition
+from rloo_kit.data import tasks
 from rloo_kit.data.tasks import (
     NO_HABIT,
     Habit,
@@ -21,7 +21,7 @@ from rloo_kit.data.tasks import (
 )
 from rloo_kit.errors import ConfigError, DataError
 
-ADDITIONS = [addition.FAMILY, addition.IN_THE_HEAD]
+ADDITIONS = [tasks.ADDITION, tasks.IN_THE_HEAD]
 OWN = '''
 from rloo_kit.data.tasks import Family, Habit
 
@@ -105,7 +105,7 @@ def test_an_addition_turned_round_is_the_same(family):
 
 def test_same_seed_same_rows_and_fewer_rows_come_first():
     """A longer run must not meet another test set by accident of its length."""
-    family = addition.FAMILY
+    family = tasks.ADDITION
     assert make_rows(family, 50, 3) == make_rows(family, 200, 3)[:50] != make_rows(family, 50, 4)
     plain = [{name: row[name] for name in ("prompt", "answer")} for row in worked_rows(family, 50, 3)]
     assert plain == make_rows(family, 50, 3)
@@ -114,11 +114,11 @@ def test_same_seed_same_rows_and_fewer_rows_come_first():
 def test_more_rows_than_problems_is_refused(monkeypatch):
     """Drawing until enough differ would never end."""
     with pytest.raises(DataError, match=r"10001 addition problems .* up to 10000 .*data.num_prompts"):
-        make_rows(addition.IN_THE_HEAD, 10_001)
-    assert len(make_rows(addition.IN_THE_HEAD, 10_000)) == 10_000
-    monkeypatch.setattr(addition.EASY, "max_rows", 10_000)
+        make_rows(tasks.IN_THE_HEAD, 10_001)
+    assert len(make_rows(tasks.IN_THE_HEAD, 10_000)) == 10_000
+    monkeypatch.setattr(tasks.EASY, "max_rows", 10_000)
     with pytest.raises(DataError, match=r"9000 addition problems .* has about 2\d{3}: lower data.num_prompts"):
-        make_rows(addition.EASY, 9000)
+        make_rows(tasks.EASY, 9000)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
     rng, habit = random.Random(5), Habit(skip=0.3, slip=0.35, guess=0.5)
     skipped = wrong = digits = 0
     for _ in range(4000):
-        text = demonstration(addition.FAMILY, (123, 456), rng, habit)  # no carries: each digit is a column's
+        text = demonstration(tasks.ADDITION, (123, 456), rng, habit)  # no carries: each digit is a column's
         work, answer = text.split("</think>\n\n")
         skipped += not work
         if work:
@@ -217,7 +217,7 @@ def test_a_family_without_problems_in_one_half_is_refused(tmp_path):
     (tmp_path / "own.py").write_text(of_problems("abcd"))
     with pytest.raises(ConfigError, match=r"own.py: .* draws gave no problem of (a run's|the cold start's) half"):
         find_family(str(tmp_path / "own.py"))
-    one = addition.Addition(10, 10, max_rows=5)
+    one = tasks.Addition(10, 10, max_rows=5)
     with pytest.raises(DataError, match=r"draws gave no problem of .* half: draw\(\)"):
         draw_problem(one, random.Random(0), reserved=not is_reserved(one, (10, 10)))
     six = ("abcd", "bcda", "cdab", "dabc", "abdc", "badc")

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from rloo_kit.config.model_names import FAMILIES, KINDS
+from rloo_kit.data import tasks
 from rloo_kit.data.chat import ROWS
-from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models import cold_start
@@ -36,7 +36,7 @@ def tokenizers() -> dict[tuple[str, str], Any]:
 @pytest.fixture(scope="module")
 def short_plan() -> Any:
     """A cold start of half a second: it learns little, and everything around it is real."""
-    plan = find_plan("thinking", addition.FAMILY)
+    plan = find_plan("thinking", tasks.ADDITION)
     return replace(plan, steps=3, batch_size=8, hidden_size=64, intermediate_size=64, num_layers=1)
 
 
@@ -81,7 +81,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan, vocab
     from transformers import Qwen3ForCausalLM
 
     tokenizer = tokenizers["thinking", vocabulary]
-    used = cold_start.used_ids(tokenizer, addition.FAMILY.alphabet)
+    used = cold_start.used_ids(tokenizer, tasks.ADDITION.alphabet)
     assert len(used) == 25 and set(used) >= set(tokenizer("0123456789+=\n")["input_ids"])
     torch.manual_seed(0)
     small = Qwen3ForCausalLM(cold_start.model_config(short_plan, len(used) + 1))
@@ -89,7 +89,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan, vocab
     slots = {token: slot for slot, token in enumerate(used)}
     pairs = [(47, 385), (12, 9)]
     tokens, targets = cold_start.demonstrate(
-        tokenizer, slots, "thinking", addition.FAMILY, pairs, short_plan.habit, random.Random(1)
+        tokenizer, slots, "thinking", tasks.ADDITION, pairs, short_plan.habit, random.Random(1)
     )
     with torch.no_grad():
         loss = cold_start.imitation_loss(small, tokens, targets, ROWS[vocabulary] - len(used))
@@ -120,7 +120,7 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
         torch.manual_seed(before)
         random.seed(before)
         models.append(
-            cold_start.train(tokenizer, "thinking", addition.FAMILY, "compact", seed, plan, print).state_dict()
+            cold_start.train(tokenizer, "thinking", tasks.ADDITION, "compact", seed, plan, print).state_dict()
         )
     assert losses[plan.steps - 1] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
@@ -173,7 +173,7 @@ FINGERPRINTS = {
 def test_the_recipe_is_the_one_of_its_number(name, tokenizers):
     """A cache keyed by name alone hands out last month's model after the builder has changed."""
     kind, _, task = name.partition("@")
-    family = find_family(task) if task else addition.IN_THE_HEAD
+    family = find_family(task) if task else tasks.IN_THE_HEAD
     plan, rng = find_plan(kind, family), random.Random(0)
     tokenizer = tokenizers[kind, "compact"]
     used = cold_start.used_ids(tokenizer, family.alphabet)
@@ -196,7 +196,7 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
         assert mine.get_vocab() == taught.get_vocab() and mine.chat_template == taught.chat_template
     plan = replace(short_plan, steps=0)
     one, other, another = (
-        cold_start.train(tokenizers["untaught", "compact"], "untaught", addition.FAMILY, "compact", seed, plan)
+        cold_start.train(tokenizers["untaught", "compact"], "untaught", tasks.ADDITION, "compact", seed, plan)
         for seed in (0, 0, 1)
     )
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())

@@ -39,7 +39,7 @@ FILES = {
     "mine.yaml": yaml.safe_dump(OWN),
     "rows.csv": "prompt,answer\n" + "".join(f"1{n}+23=,{n + 33}\n" for n in range(9)),
     "own.py": "def score(completions, **columns):\n    return [float(len(text)) for text in completions]\n",
-    "family.py": "from rloo_kit.data.families.addition import FAMILY\n",
+    "family.py": "from rloo_kit.data.tasks import ADDITION as FAMILY\n",
     "old/adapter_config.json": "{}",
 }
 

@@ -1,1 +1,0 @@
-"""The kit's task families, one per file: a generator, the work and the answer, a habit."""
