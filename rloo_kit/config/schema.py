@@ -462,7 +462,7 @@ class RolloutSection(Section):
         resume="free",
     )  # fmt: skip
     rows: Count | None = key(
-        None, "completions generated at once; null: by the memory plan", argument="rollout_rows", resume="free"
+        None, "completions generated at once; null: set by the memory plan", argument="rollout_rows", resume="free"
     )
     server_url: str | None = key(
         None, "engine: server: http://host:port of vLLM", argument="rollout_server_url", resume="free"

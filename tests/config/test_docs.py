@@ -73,6 +73,7 @@ def table(section: type[Section]) -> str:
         shown = "; ".join(filter(None, (show(default), limits(field, default))))
         follows = declared(field, "follows")
         what = f"{field.description}. Default: {follows}" if follows else field.description
+        what = what.replace("</think>", "`</think>`")  # else a renderer takes it for HTML
         key = f"`{name}`"
         if len(follow) > 1 and name in follow:
             key, what = ", ".join(f"`{one}`" for one in follow), "null: the key of the same name in data"
