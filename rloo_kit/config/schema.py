@@ -43,27 +43,27 @@ class RunSection(Section):
         0, "seed of sampling, shuffling and new adapters", ge=0, lt=2**32, argument="seed",
         trl=TrlDefault(42, "every seed of a file defaults to 0"),
     )  # fmt: skip
-    preflight: bool = key(False, "before training, measure whether the loaded run can learn; NO-GO stops it")
-    evaluate: bool = key(True, "measure held-out accuracy before and after training")
+    preflight: bool = key(False, "run the preflight before training; NO-GO stops the run")
+    evaluate: bool = key(True, "evaluate held-out prompts before and after training")
     report: bool = key(True, "write report.html at the end")
     progress_every_s: float = key(5.0, "seconds between progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between tables of sample completions; 0 for none", ge=0)
     num_samples: int = key(2, "completions in such a table", ge=0)
     rollouts_gib: float | None = key(
-        None, "disk limit in GiB for the run's completions; the oldest are deleted first; null keeps all", ge=0.01
+        None, "GiB for the run's stored completions, oldest deleted first; null: no limit", ge=0.01
     )
     save_every_minutes: float | None = key(
-        15.0, "minutes between additional checkpoints, regardless of rloo.save_steps; null: none", gt=0.0
+        15.0, "minutes between checkpoints in addition to rloo.save_steps; null: none", gt=0.0
     )
     max_reward_failure_share: Share = key(
-        0.5, "share of samples with a failed reward above which a step counts as failed",
+        0.5, "a step fails if more than this share of its samples has a failed reward",
         argument="max_reward_failure_share",
     )  # fmt: skip
     reward_failure_steps: Count = key(
-        3, "consecutive failed steps after which the run saves and stops", argument="reward_failure_steps"
+        3, "failed steps in a row after which the run saves and stops", argument="reward_failure_steps"
     )
     max_skipped_steps: Count = key(
-        3, "consecutive steps skipped for NaN or infinity after which the run saves and stops",
+        3, "steps in a row skipped for NaN or infinity after which the run saves and stops",
         argument="max_skipped_steps",
     )  # fmt: skip
 
@@ -79,10 +79,10 @@ class LoraSection(Section):
 
     prefix: ClassVar[str] = "model.lora."
     r: Count = key(16, "rank")
-    alpha: float = key(16, "scale; the update is multiplied by alpha / r", gt=0)
+    alpha: float = key(16, "scale: the update is multiplied by alpha / r", gt=0)
     dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps log-probs exact", ge=0.0, lt=1.0)
     target_modules: list[str] | None = key(
-        None, "names of the layers that get an adapter; null: all linear layers of the model's blocks", min_length=1
+        None, "layers with an adapter; null: all linear layers of the blocks", min_length=1
     )
 
 
@@ -99,7 +99,7 @@ class ModelSection(Section):
         "auto", "how its chat template treats thinking; auto reads the template"
     )
     enable_thinking: bool | None = key(
-        None, "for templates that read it: think or not; null: the template's default, refused if that is not to think"
+        None, "hybrid models: think or not; null: the template's default, refused if that is not to think"
     )
     backend: Literal["auto", "unsloth", "transformers"] = key("auto", "auto: Unsloth if it is usable")
     load_in_4bit: bool = key(False, "4-bit weights (bitsandbytes NF4)")
@@ -110,7 +110,7 @@ class ModelSection(Section):
     )  # fmt: skip
     adapter: str | None = key(None, "folder of an adapter to continue")
     gradient_checkpointing: bool | Literal["unsloth"] = key(
-        False, "recompute activations to save memory; 'unsloth' also offloads them"
+        False, "recompute activations to save memory; unsloth also offloads them"
     )
     lora: LoraSection | None = Field(default_factory=LoraSection, description="adapter; null trains every parameter")
     vocabulary: Literal["compact", "qwen3"] = key("compact", "embedded models only: rows of the embedding")
@@ -146,12 +146,8 @@ class SourceSection(Section):
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
     answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
-    options: dict[str, JsonValue] | None = key(
-        None, "reasoning_gym/... only; null, and no curriculum_level: data.options"
-    )
-    curriculum_level: int | None = key(
-        None, "reasoning_gym/... only; null, and no options: data.curriculum_level", ge=0
-    )
+    options: dict[str, JsonValue] | None = key(None, "null, without curriculum_level: data.options")
+    curriculum_level: int | None = key(None, "null, without options: data.curriculum_level", ge=0)
 
     @model_validator(mode="after")
     def _check_options(self) -> "SourceSection":
@@ -165,42 +161,38 @@ class DataSection(Section):
 
     prefix: ClassVar[str] = "data."
     source: str | None = key(
-        None, "required unless sources is set: embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or "
-        ".parquet path, or a folder of save_to_disk",
+        None, "embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or .parquet file, or a folder of "
+        "save_to_disk; required without sources",
         min_length=1,
     )  # fmt: skip
-    sources: list[SourceSection] | None = key(None, "instead of source: a mix of several; see below", min_length=1)
-    subset: str | None = key(None, "hub sources only: the configuration's name, 'main' for gsm8k")
-    split: str = key("train", "hub ids and save_to_disk folders: the split to read")
-    test_source: str | None = key(
-        None, "source of the held-out prompts, same forms as source; null: source itself", min_length=1
-    )
+    sources: list[SourceSection] | None = key(None, "a mix instead of source; see below", min_length=1)
+    subset: str | None = key(None, "hub only: the configuration, such as main for gsm8k")
+    split: str = key("train", "the split to read (hub, save_to_disk)")
+    test_source: str | None = key(None, "source of the held-out prompts; null: source", min_length=1)
     test_split: str | None = key(
-        None, "hub ids and save_to_disk folders: the held-out split; null: test if test_source is set", min_length=1
+        None, "the held-out split (hub, save_to_disk); null: test if test_source is set", min_length=1
     )
     prompt_column: str = key("prompt", "column with the prompt, text or messages", min_length=1)
     answer_column: str = key("answer", "column with the gold answer", min_length=1)
     answer_after: str | None = key(
-        None, "the gold answer is the text after the last such marker, '####' for gsm8k", min_length=1
+        None, "the gold answer is the text after the last such marker, such as ####", min_length=1
     )
-    options: dict[str, JsonValue] | None = key(
-        None, "reasoning_gym/... only: the task's own options, such as {min_terms: 2, max_terms: 4}"
-    )
+    options: dict[str, JsonValue] | None = key(None, "reasoning_gym only: the task's options, such as {min_terms: 2}")
     curriculum_level: int | None = key(
-        None, "reasoning_gym/... only: level of the task's curriculum, 0 is the easiest; null: the library's defaults",
+        None, "reasoning_gym only: level of the curriculum, 0 the easiest; null: the library's defaults",
         ge=0,
     )  # fmt: skip
-    system_prompt: str | None = key(None, "system message put before every prompt")
+    system_prompt: str | None = key(None, "system message of every prompt that has none")
     num_prompts: Count | None = key(
-        None, "most prompts to read, held-out ones included (except those of test_source or test_split); null: all"
+        None, "most prompts to read, held-out ones included unless read separately; null: all"
     )
     test_size: int | float = key(
-        0.1, "held-out prompts: a count, or a share below 1; with test_source or test_split a count, below 1 all", ge=0
+        0.1, "held-out prompts: a count, or a share below 1; if read separately, a count, below 1 all", ge=0
     )
     max_prompt_length: Count = key(
         512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
     )
-    too_long: Literal["drop", "refuse"] = key("drop", "drop longer prompts, or refuse them with an error")
+    too_long: Literal["drop", "refuse"] = key("drop", "drop or refuse longer prompts")
     seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @property
@@ -242,14 +234,12 @@ class RewardSection(Section):
     """One reward: a registered name or a user's function, its weight and its parameters."""
 
     prefix: ClassVar[str] = "rewards.N."
-    name: str = Field(
-        min_length=1, description="a registered reward, or your own as module:function or file.py:function"
-    )
-    weight: float = key(1.0, "weight of this reward in the sum")
+    name: str = Field(min_length=1, description="a registered reward, module:function or file.py:function")
+    weight: float = key(1.0, "weight in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
-    timeout_s: float = key(30.0, "module:function only: seconds before a call counts as failed", gt=0)
+    timeout_s: float = key(30.0, "own functions: seconds after which a call has failed", gt=0)
     env: list[Annotated[str, AfterValidator(_check_variable)]] = key(
-        [], "module:function only: names of extra environment variables passed to its worker"
+        [], "own functions: environment variables to pass to the worker"
     )
 
 
@@ -278,7 +268,7 @@ class RLOOSection(Section):
         trl=TrlDefault(1e-6, "TRL's is for full fine-tuning; an adapter needs at least ten times as much"),
     )  # fmt: skip
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = key(
-        "linear", "shape of the learning rate over the run"
+        "linear", "learning rate over the run"
     )
     warmup_steps: float = key(0, "optimizer steps of warm-up; below 1, a share of the run", ge=0)
     weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
@@ -288,7 +278,7 @@ class RLOOSection(Section):
     ] = key("adamw_torch_fused", "optimizer; the 8-bit ones need a GPU")
     adam_beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     adam_beta2: float = key(0.999, "decay of the second moment", ge=0, lt=1)
-    adam_epsilon: float = key(1e-8, "term that keeps Adam's division finite", gt=0)
+    adam_epsilon: float = key(1e-8, "Adam's epsilon", gt=0)
     per_device_train_batch_size: Count = key(
         GENERATIONS * PROMPTS, "completions of one micro-step", follows=f"{PROMPTS} x num_generations",
         trl=TrlDefault(8, "a step on the completions of one prompt is noise; this is four prompts"),
@@ -297,81 +287,79 @@ class RLOOSection(Section):
     steps_per_generation: Count | None = key(None, "micro-steps fed by one rollout; null: gradient_accumulation_steps")
     memory: Literal["fast", "balanced", "low"] = key(
         "fast",
-        "fast keeps the graph of each group; balanced computes log-probs first; low runs one sequence at a time",
+        "fast keeps each group's graph; balanced computes log-probs first; low also trains one sequence at a time",
         resume="free",
     )  # fmt: skip
     tokens_per_pass: Count | None = key(
-        None, "tokens in one forward and backward pass; null: set by the machine", resume="free"
+        None, "tokens of one forward and backward pass; null: by the machine", resume="free"
     )
     num_generations: int = key(
-        GENERATIONS, "completions per prompt, K; the baseline needs siblings", ge=2, lt=2**31,
+        GENERATIONS, "completions per prompt, K", ge=2, lt=2**31,
         trl=TrlDefault(2, "with one sibling most groups tie, and its reward is a noisy baseline"),
     )  # fmt: skip
-    num_iterations: Count = key(1, "times each rollout is used; above 1 the clip range takes effect")
+    num_iterations: Count = key(1, "times each rollout is used; above 1 the ratio is clipped")
     beta: float = key(
         0.0, "KL coefficient; 0 needs no reference model", ge=0,
         trl=TrlDefault(0.05, "the penalty rewards shorter thinking, and the reference costs a pass"),
     )  # fmt: skip
     kl_form: Literal["sum", "length_normalized", "per_token"] = key(
-        "length_normalized", "KL in the reward: summed over the completion, its mean per token, or token by token",
+        "length_normalized", "KL in the reward: the completion's sum, its mean per token, or token by token",
         trl=TrlDefault("sum", "the sum grows with length: with beta above 0, short thoughts win"),
     )  # fmt: skip
     reference: Literal["start", "base"] = key("start", "KL against the start of training or the base model")
     ratio_form: Literal["sum", "length_normalized", "per_token"] | None = key(
-        None, "ratio per completion, its mean over tokens (GSPO), or per token; null: as kl_form and token_mean need"
+        None,
+        "importance ratio of a completion, its mean over tokens (GSPO), or per token; null: as kl_form and "
+        "token_mean need",
     )
     token_mean: Literal["none", "completion", "batch"] = key(
-        "none", "average token losses over the completion (GRPO) or the step's tokens (DAPO); none: sum them"
+        "none", "mean of the token losses over the completion (GRPO) or the step (DAPO); none: their sum"
     )
-    epsilon: float = key(0.2, "the ratio is clipped below 1 - epsilon", gt=0, lt=1)
-    epsilon_high: float | None = key(None, "and above 1 + epsilon_high; null: epsilon", gt=0)
-    delta: float | None = key(
-        None, "upper bound on the ratio if the advantage is negative; null: none, as in TRL", gt=1
-    )
+    epsilon: float = key(0.2, "lower clip of the ratio: 1 - epsilon", gt=0, lt=1)
+    epsilon_high: float | None = key(None, "upper clip: 1 + epsilon_high; null: epsilon", gt=0)
+    delta: float | None = key(None, "bound on the ratio if the advantage is negative; null: none", gt=1)
     baseline: Literal["leave_one_out", "group_mean", "none"] = key(
-        "leave_one_out", "what a reward is compared with: its siblings, its whole group, or nothing"
+        "leave_one_out", "what a reward is compared with: siblings, whole group, nothing"
     )
     scale_rewards: Literal["none", "group"] = key(
-        "none", "group: divide advantages by the deviation of their group's rewards (GRPO)"
+        "none", "group: divide advantages by the group's standard deviation (GRPO)"
     )
     baseline_includes_masked: bool = key(
-        True, "false: completions masked by mask_truncated_completions are left out of the baseline too"
+        True, "false: completions masked as truncated are left out of the baseline too"
     )
     sampler_correction: Literal["auto", "none", "sequence", "token", "sequence_mask", "token_mask"] = key(
-        "auto", "weight completions or tokens by the ratio of trainer to sampler probability, truncated at the cap or, "
-        "with _mask, 0 above it; auto: token if vLLM samples or a filter is accepted, else none",
+        "auto", "weight completions or tokens by trainer / sampler probability, truncated at the cap (_mask: 0 above "
+        "it); auto: token if vLLM samples or a filter is accepted, else none",
     )  # fmt: skip
     sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
-    sampler_correction_floor: float = key(
-        0.0, "with _mask, the weight is also 0 below this; 0: no lower bound", ge=0, lt=1
-    )
+    sampler_correction_floor: float = key(0.0, "_mask only: the weight is 0 below this; 0: no lower bound", ge=0, lt=1)
     temperature: float = key(1.0, "temperature of sampling and scoring", gt=0)
     accept_truncated_sampling: bool = key(
-        False, "true: apply the four filters below; their bias is partly corrected, and logged"
+        False, "allow the four filters below; their bias is partly corrected and logged"
     )
-    top_p: float = key(1.0, "only 1: scoring ignores filters; see accept_truncated_sampling", gt=0, le=1)
-    top_k: int = key(0, "only 0, for the same reason", ge=0)
-    min_p: float | None = key(None, "only null or 0, for the same reason", ge=0, le=1)
-    repetition_penalty: float = key(1.0, "only 1, for the same reason", gt=0)
+    top_p: float = key(1.0, "1, unless accept_truncated_sampling", gt=0, le=1)
+    top_k: int = key(0, "0, unless accept_truncated_sampling", ge=0)
+    min_p: float | None = key(None, "null or 0, unless accept_truncated_sampling", ge=0, le=1)
+    repetition_penalty: float = key(1.0, "1, unless accept_truncated_sampling", gt=0)
     max_completion_length: Count = key(
         1536, "tokens of a completion, thinking included", follows="what the prompt leaves of model.max_seq_length",
         trl=TrlDefault(512, "truncated thoughts all get the same reward"),
     )  # fmt: skip
     thinking_budget: Count | None = key(
         None, "tokens after which thinking is closed by force; null: never",
-        follows="for a Thinking model, the completion minus a quarter (at most 512 tokens) for the answer",
+        follows="for a Thinking model, the completion minus the answer: answer_budget, else a quarter, at most 512",
     )  # fmt: skip
     answer_budget: Count | None = key(None, "tokens for the answer after a forced close; null: the rest")
     thinking_close: Literal["tag", "sentence"] = key(
-        "tag", "what closes it: </think> alone, or a closing sentence before it"
+        "tag", "what closes it: </think> alone, or a sentence and </think>"
     )
     mask_truncated_completions: bool = key(False, "leave truncated completions out of the loss")
     missing_eos_penalty: float | None = key(None, "subtracted from a truncated completion's reward", gt=0)
     reward_clip_range: tuple[float, float] | None = key(None, "[lowest, highest]: clip the summed reward")
     normalize_rewards: bool | Literal["running"] = key(
-        False, "normalise rewards to mean 0 and deviation 1 over their rollout, or over all so far (running)"
+        False, "rewards to mean 0 and deviation 1 over their rollout, or over the run so far (running)"
     )
-    normalize_advantages: bool = key(False, "the same for the advantages of a generation batch")
+    normalize_advantages: bool = key(False, "advantages to mean 0 and deviation 1 over the generation batch")
     disable_dropout: bool = key(
         True, "turn dropout off in the policy; false is refused",
         trl=TrlDefault(False, "reference and policy must score tokens the same way"),
@@ -391,7 +379,7 @@ class RLOOSection(Section):
         trl=TrlDefault(None, "one every 15 minutes would fill the disk overnight"), resume="free",
     )  # fmt: skip
     report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = key(
-        [], "trackers in addition to metrics.jsonl: tensorboard, trackio, wandb",
+        [], "trackers in addition to metrics.jsonl, such as tensorboard, trackio, wandb",
         trl=TrlDefault("none", "a list, so that you add a tracker by adding an item"), resume="free",
     )  # fmt: skip
 
@@ -431,16 +419,16 @@ class HealthSection(Section):
 
     prefix: ClassVar[str] = "health."
     no_signal_steps: Count = key(
-        5, "consecutive steps before no_signal, truncation, all_none, cold_start, or a gradient of zero is reported"
+        5, "steps in a row before no_signal, truncation, all_none, cold_start or a zero gradient is reported"
     )
     broken_policy: OnFinding = key(
-        "warn", "the reward falls far while entropy, KL or the completions' form leaves its range"
+        "warn", "the reward falls while entropy, KL or the completions' form leaves its range"
     )
     all_none: OnFinding = key("warn", "no completion is scored: every reward returns None")
     reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples or more")
     truncation: OnFinding = key("warn", "over 80 % of the completions are cut off")
-    cold_start: OnFinding = key("warn", "almost no completion is right from the first step on")
-    no_signal: OnFinding = key("warn", "within every group all completions get the same reward")
+    cold_start: OnFinding = key("warn", "almost no completion is right from the start")
+    no_signal: OnFinding = key("warn", "all completions of each group get the same reward")
     kl_explosion: OnFinding = key("warn", "KL above 2 nats per token")
     entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
     length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
@@ -448,11 +436,9 @@ class HealthSection(Section):
     repetition: OnFinding = key("warn", "completions repeat themselves")
     never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
-    no_movement: OnFinding = key(
-        "warn", "the trained weights do not move, or the gradient is zero although rewards differ"
-    )
-    nothing_learnt: OnFinding = key("warn", "half of the steps are done and the reward has not left its noise")
-    sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats per token")
+    no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
+    nothing_learnt: OnFinding = key("warn", "at half of the steps the reward has not left its noise")
+    sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")
 
 
 class VllmSection(Section):
@@ -460,10 +446,10 @@ class VllmSection(Section):
 
     prefix: ClassVar[str] = "rollout.vllm."
     gpu_memory_utilization: float | None = key(
-        None, "share of GPU memory that vLLM takes while it samples, weights included", gt=0, lt=1
+        None, "share of GPU memory for vLLM while it samples, weights included; null: by the memory plan", gt=0, lt=1
     )
-    float8_kv_cache: bool = key(False, "8-bit KV cache; needs a GPU of compute capability 8.0 or later")
-    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows sets the same for every engine")
+    float8_kv_cache: bool = key(False, "8-bit KV cache; compute capability 8.0 or later")
+    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows sets the same")
     enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
 
 
@@ -472,25 +458,25 @@ class RolloutSection(Section):
 
     prefix: ClassVar[str] = "rollout."
     engine: Literal["auto", "native", "generate", "vllm", "server"] = key(
-        "auto", "sampling engine; auto: the fastest that backend and machine support", argument="rollout_engine",
+        "auto", "auto: the fastest that backend and machine support", argument="rollout_engine",
         resume="free",
     )  # fmt: skip
     rows: Count | None = key(
         None, "completions generated at once; null: set by the memory plan", argument="rollout_rows", resume="free"
     )
     server_url: str | None = key(
-        None, "http://host:port of a vLLM server, with engine: server", argument="rollout_server_url", resume="free"
+        None, "engine: server: http://host:port of vLLM", argument="rollout_server_url", resume="free"
     )
     server_adapters: str | None = key(
-        None, "folder that trainer and server both see, with engine: server; null: one in the run's folder",
+        None, "engine: server: folder that both see; null: one in the run's folder",
         argument="rollout_server_adapters", resume="free",
     )  # fmt: skip
     vllm: VllmSection = Field(default_factory=VllmSection, description="vLLM in the trainer's process")
     resample_rounds: int = key(
-        0, "rounds in which a rollout's groups without signal get fresh prompts; 0: none", ge=0,
+        0, "rounds in which groups without signal get fresh prompts", ge=0,
         argument="resample_rounds",
     )  # fmt: skip
-    difficulty_samples: int = key(0, "completions per prompt that measure its pass rate before training; 0: none", ge=0)
+    difficulty_samples: int = key(0, "completions per prompt to measure its pass rate before training; 0: none", ge=0)
     min_pass_rate: Share = key(0.0, "skip prompts with a pass rate of at most this")
     max_pass_rate: Share = key(1.0, "skip prompts with a pass rate of at least this")
 
@@ -513,27 +499,25 @@ class EvalSection(Section):
     """What is measured on the held-out prompts."""
 
     prefix: ClassVar[str] = "eval."
-    num_prompts: Count | None = key(None, "held-out prompts to use; null for all")
+    num_prompts: Count | None = key(None, "held-out prompts; null: all")
     num_samples: Count = key(1, "completions per prompt")
     temperature: float = key(1.0, "sampling temperature; 0 is greedy", ge=0)
     greedy: bool = key(True, "also measure greedy accuracy")
     pass_at_k: list[Count] = key([], "report pass@k for these k")
-    max_completion_length: Count | None = key(None, "tokens of a completion; null: rloo.max_completion_length")
+    max_completion_length: Count | None = key(None, "null: rloo.max_completion_length")
     batch_size: Count = key(128, "completions generated at once")
-    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed after so many tokens")
+    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed after these tokens")
     answer_budget: Count = key(32, "tokens left for the answer after a forced close")
-    num_completions: int = key(10, "completions that tables and notebooks show; the report keeps more (0: none)", ge=0)
-    every_steps: int = key(0, "optimizer steps between evaluations during training; 0: none", ge=0)
-    every_prompts: Count = key(64, "held-out prompts of an evaluation during training, the same each time")
+    num_completions: int = key(10, "completions to show; the report keeps more (0: none)", ge=0)
+    every_steps: int = key(0, "steps between evaluations during training; 0: none", ge=0)
+    every_prompts: Count = key(64, "prompts of an evaluation during training, the same each time")
     measure: str = key(
-        "auto", "what selects the best: accuracy, reward (weighted sum) or a reward's name; auto: accuracy if a reward "
-        "compares answers, else reward",
+        "auto", "what selects the best: accuracy, reward (the weighted sum) or a reward's name; auto: accuracy if a "
+        "reward compares answers, else reward",
         min_length=1,
     )  # fmt: skip
-    save_best: bool = key(
-        True, "keep the weights of the best evaluation during training: best/, and adapter/ at the end"
-    )
-    patience: Count | None = key(None, "stop after so many consecutive evaluations without a new best; null: never")
+    save_best: bool = key(True, "keep the weights of the best evaluation in best/, and as adapter/ at the end")
+    patience: Count | None = key(None, "stop after so many evaluations in a row without a new best; null: never")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "EvalSection":
@@ -551,25 +535,20 @@ class SftSection(Section):
     """Demonstrations to train on before RLOO: where they come from, and for how long."""
 
     prefix: ClassVar[str] = "sft."
-    source: str | None = key(
-        None, "source of the demonstrations, same forms as data.source; null: data.source", min_length=1
-    )
-    subset: str | None = key(
-        None, "hub sources only: its configuration; null: data.subset, or none if sft.source is set"
-    )
-    split: str | None = key(None, "the split to read; null: data.split, or train if sft.source is set")
+    source: str | None = key(None, "source of the demonstrations; null: data.source", min_length=1)
+    subset: str | None = key(None, "hub only; null: data.subset, or none if sft.source is set")
+    split: str | None = key(None, "null: data.split, or train if sft.source is set")
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     completion_column: str = key(
-        "completion", "column with the demonstration: all that the model should write, or what follows the thinking "
-        "if thinking_column is set",
+        "completion", "column with the demonstration, without the thinking if thinking_column is set",
         min_length=1,
     )  # fmt: skip
     thinking_column: str | None = key(
-        None, "column with the thinking; null: the demonstration includes it, closed by </think>", min_length=1
+        None, "column with the thinking; null: in the demonstration, closed by </think>", min_length=1
     )
-    num_prompts: Count | None = key(None, "demonstrations to draw; null for all")
+    num_prompts: Count | None = key(None, "demonstrations to draw; null: all")
     max_length: Count | None = key(
-        None, "leave out rows with more tokens of prompt and demonstration; null: model.max_seq_length"
+        None, "longer rows, prompt and demonstration together, are left out; null: model.max_seq_length"
     )
     max_steps: Count | None = key(None, "optimizer steps; wins over num_train_epochs")
     num_train_epochs: float = key(1.0, "passes over the demonstrations, when max_steps is null", gt=0)
@@ -581,8 +560,7 @@ class SftSection(Section):
     per_device_train_batch_size: Count = key(4, "demonstrations of one micro-step")
     gradient_accumulation_steps: Count = key(4, "micro-steps of one optimizer step")
     signal_prompts: int = key(
-        64, "training prompts to sample rloo.num_generations completions for afterwards, to check that RLOO has a "
-        "signal; 0: none",
+        64, "training prompts that are sampled afterwards, to check that RLOO has a signal; 0: none",
         ge=0,
     )  # fmt: skip
 

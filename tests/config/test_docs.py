@@ -2,14 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import LoraSection, RewardSection, SourceSection, VllmSection
-from rloo_kit.config.section import Section, declared, describe_field
+from rloo_kit.config.schema import HealthSection, LoraSection, OnFinding, RewardSection, SourceSection, VllmSection
+from rloo_kit.config.section import Section, declared
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
@@ -24,48 +26,94 @@ def show(value: Any) -> str:
         return "see below"
     if value is None or isinstance(value, bool):
         return f"`{'null' if value is None else str(value).lower()}`"
-    if isinstance(value, list) and len(value) > 3:
-        return "all seven"
-    return f"`{value}`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def parts(annotation: Any) -> list[tuple[Any, list[Any]]]:
+    """The types of a union, each with its metadata."""
+    if get_origin(annotation) in (Union, UnionType):
+        return [found for part in get_args(annotation) for found in parts(part)]
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        return [(inner, metadata)]
+    return [(annotation, [])]
+
+
+def limits(field: FieldInfo, default: Any) -> str:
+    """The other choices of a key and its bounds: "`a`, `b`", "≥ 0", "[0, 1)". Left out: what the default shows, and
+    "at least 1" of a whole number, which is said once above the tables."""
+    kinds = parts(field.annotation)
+    types = [kind for kind, _ in kinds]
+    choices = [show(value) for kind in types if get_origin(kind) is Literal for value in get_args(kind)]
+    choices += ["`true`", "`false`"] if bool in types and (choices or default is None) else []
+    choices = [choice for choice in choices if choice != show(default)]
+    bounds: dict[str, float] = {}
+    for metadata in (field.metadata, *(found for _, found in kinds)):
+        for item in metadata:
+            for one in getattr(item, "metadata", [item]):  # of a pydantic Field
+                for sign in ("ge", "gt", "le", "lt"):
+                    if (value := getattr(one, sign, None)) is not None and value < 2**31:
+                        bounds[sign] = value
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if low is not None and high is not None:
+        choices.append(f"{'[' if 'ge' in bounds else '('}{low:g}, {high:g}{']' if 'le' in bounds else ')'}")
+    elif low is not None and not (int in types and bounds == {"ge": 1}):
+        choices.append(f"{'≥' if 'ge' in bounds else '>'} {low:g}")
+    return ", ".join(choices)
 
 
 def table(section: type[Section]) -> str:
-    rows = ["| key | takes | default | what it is |", "|---|---|---|---|"]
+    if section is HealthSection:
+        return health_table()
+    rows = {"key | default; values | what it is": "", "---|---|---": ""}  # a dict: the same row once
+    follow = [name for name, field in section.model_fields.items() if field.description == f"null: data.{name}"]
     for name, field in section.model_fields.items():
         assert field.description, name
         default = field.default_factory() if field.default_factory else field.default  # type: ignore[call-arg]
-        shown, what = show(default), field.description
-        if trl := declared(field, "trl"):
-            shown = f"{shown} (TRL: {show(trl.value)})"
-        if follows := declared(field, "follows"):
-            what = f"{what}. Default: {follows}"
-        rows.append(f"| `{name}` | {describe_field(field)} | {shown} | {what} |")
+        shown = "; ".join(filter(None, (show(default), limits(field, default))))
+        follows = declared(field, "follows")
+        what = f"{field.description}. Default: {follows}" if follows else field.description
+        what = what.replace("</think>", "`</think>`")  # else a renderer takes it for HTML
+        key = f"`{name}`"
+        if len(follow) > 1 and name in follow:
+            key, what = ", ".join(f"`{one}`" for one in follow), "null: the key of the same name in data"
+        rows[f"{key} | {shown} | {what}"] = ""
+    return "\n".join(rows)
+
+
+def health_table() -> str:
+    """All rules take the same three values, which the text above the table lists."""
+    rows = ["key | what it is", "---|---"]
+    for name, field in HealthSection.model_fields.items():
+        default = "" if field.annotation == OnFinding else f" ({show(field.default)})"
+        assert default or field.default == "warn"
+        rows.append(f"`{name}`{default} | {field.description}")
     return "\n".join(rows)
 
 
 def trl_table() -> str:
-    rows = ["| key | the kit's | TRL's | why |", "|---|---|---|---|"]
+    """Left out: keys that are null, which a file leaves to TRL."""
+    rows = ["key | here | TRL | why", "---|---|---|---"]
     for section, kind in SECTIONS.items():
         for name, field in kind.model_fields.items():
-            if trl := declared(field, "trl"):
-                follows = declared(field, "follows")
-                ours = show(field.default) + (f"; {follows}" if follows else "")
-                rows.append(f"| `{section}.{name}` | {ours} | {show(trl.value)} | {trl.reason} |")
+            if (trl := declared(field, "trl")) and field.default is not None:
+                rows.append(f"`{section}.{name}` | {show(field.default)} | {show(trl.value)} | {trl.reason}")
     return "\n".join(rows)
 
 
 def old_table() -> str:
-    names: dict[str, list[str]] = {}  # by what became of them: one row for names that share it
+    """One row for each name that has a new one; one for those that have no effect, whose warnings say the rest."""
+    names: dict[str, list[str]] = {}  # by what became of them
     for name, entry in CONFIG_NAMES.items():
         if name == "stop_token_id":
             today = "refused: completions end at the tokenizer's end token"
         elif entry.new:
             today = f"`{entry.new}`" + (f": {entry.note}" if entry.note else "")
         else:
-            today = f"no effect: {entry.note}"
+            today = "no effect; the warning says why, and what to set instead"
         names.setdefault(today, []).append(f"`{name}`")
-    rows = [f"| {', '.join(old)} | {today} |" for today, old in names.items()]
-    return "\n".join(["| old name | today |", "|---|---|", *rows])
+    rows = [f"{', '.join(old)} | {today}" for today, old in names.items()]
+    return "\n".join(["old name | today", "---|---", *rows])
 
 
 def tables() -> dict[str, str]:
