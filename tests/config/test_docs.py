@@ -15,7 +15,7 @@ from rloo_kit.config.section import Section, declared
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
-NESTED = {"model.lora": LoraSection, "data.sources": SourceSection, "rollout.vllm_engines": VllmSection}
+NESTED = {"model.lora": LoraSection, "data.sources": SourceSection, "rollout.vllm": VllmSection}
 SECTIONS: dict[str, Any] = FIELDS | NESTED | {"rewards": RewardSection}
 
 

@@ -30,7 +30,7 @@ def loaded_after(code: str) -> list[str]:
         "import rloo_kit; dir(rloo_kit); rloo_kit.load_config; rloo_kit.RlooKitError",
         "import rewards",
         "from rloo_kit.system import environment, doctor, versions; from rloo_kit.config import run, old_names",
-        "from rloo_kit.runs import run_dir; from rloo_kit.health import watch; from rloo_kit.notebook import kernel",
+        "from rloo_kit.runs import folder; from rloo_kit.health import watch; from rloo_kit.notebook import kernel",
         "import rloo_kit.think_tags, rloo_kit.cli",
         "import rloo_kit; rloo_kit.compare; rloo_kit.write_report; rloo_kit.plan_vram; rloo_kit.build_rewards",
         "from rloo_kit.results import report; from rloo_kit.notebook import batch_run; import rloo_kit.plan.planner",
