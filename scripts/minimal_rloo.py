@@ -4,7 +4,7 @@
     python scripts/minimal_rloo.py --steps 50 --seed 0
 
 The step equals that of rloo_kit.RLOOTrainer and of TRL's: tests/contracts/test_minimal_rloo.py compares advantages,
-loss and gradient. docs/minimal.md walks through it and says what the kit adds and why. The choices:
+loss and gradient. docs/loop.md walks through it and says what the kit adds and why. The choices:
 
 - policy: a frozen model with a LoRA adapter. Reference: the same model with the adapter off, so one set of weights.
 - on-policy: one update per rollout, so the importance ratio is 1 and the clip is inactive. UPDATES = 2 activates it.

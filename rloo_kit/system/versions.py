@@ -1,6 +1,6 @@
 """The versions that the kit is tested with, as in `pyproject.toml`, and those installed, read without an import.
 
-`python -m rloo_kit.system.versions` in a clone prints the constraints of docs/colab.md's install cell.
+`python -m rloo_kit.system.versions` in a clone prints the constraints of docs/notebook.md's install cell.
 """
 
 import importlib.util
@@ -99,7 +99,7 @@ def keep_installed(constraints: str) -> str:
         if version is None or not in_range(version, tested):
             raise SetupError(
                 f"{name} {version or 'is not installed'}: the tested range is {tested}. This cell replaces neither; "
-                "use a separate environment: docs/colab.md, 'When the preinstalled torch does not fit'"
+                "use a separate environment: docs/notebook.md, 'When the preinstalled torch does not fit'"
             )
     lines = [f"{name}=={version}" for name in PREINSTALLED_STAYS if (version := installed_version(name))]
     for line in constraints.splitlines():

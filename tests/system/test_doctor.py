@@ -1,5 +1,5 @@
 """The doctor: findings, what to do about them, exit code, and no secret in any form of output; and the constraints of
-docs/colab.md's install cell."""
+docs/notebook.md's install cell."""
 
 import json
 import os
