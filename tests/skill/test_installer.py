@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 import rloo_kit
 from tests.skill.pages import ROOT
@@ -39,7 +38,7 @@ def tree(folder: Path) -> Tree:
     """The files in a folder and behind its links; Python's caches do not count."""
     paths = [Path(here) / name for here, _, names in os.walk(folder, followlinks=True) for name in names]
     return {
-        path.relative_to(folder).as_posix(): (hashlib.sha256(path.read_bytes()).hexdigest(), os.access(path, os.X_OK))
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), os.access(path, os.X_OK))
         for path in paths
         if "__pycache__" not in path.parts
     }
@@ -65,11 +64,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     known = subprocess.run(["npm", "view", INSTALLER, "version"], env=env, capture_output=True, text=True, timeout=60)
     if known.returncode:
         pytest.skip(f"npm's registry has no answer: {known.stderr.strip()[:200]}")
-    settings = ["-c", "user.name=test", "-c", "user.email=test@rloo-kit.example"]
-    run(["git", "init", "-q", "-b", "main"], work, env)
-    run(["git", "add", "-A", "-f"], work, env)
-    run(["git", *settings, "commit", "-q", "-m", "now"], work, env)
-    run(["git", "clone", "-q", "--bare", work, folder / "bare.git"], folder, env)
+    names = "-c user.name=test -c user.email=test@rloo-kit.example"
+    for command in ("init -q -b main", "add -A -f", f"{names} commit -q -m now", "clone -q --bare . ../bare.git"):
+        run(["git", *command.split()], work, env)
     shutil.rmtree(work / ".git")
     (home / ".gitconfig").write_text(f'[url "{(folder / "bare.git").as_uri()}"]\n\tinsteadOf = {ADDRESS}\n')
     run(["npx", "--yes", INSTALLER, "add", ADDRESS, "-a", "claude-code", "-y"], project, env)
@@ -112,8 +109,7 @@ def test_pip_installs_the_installed_skill(place: Path) -> None:
 
     env, command = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, project / ".venv" / "bin" / "rloo-kit"
     assert run([command, "--version"], skill, env).strip() == f"rloo-kit {rloo_kit.__version__}"
-    config = yaml.safe_load(run([command, "config", "configs/arithmetic_thinking.yaml"], skill, env))
-    assert config["run"]["name"] == "arithmetic_thinking"
+    assert "name: arithmetic_thinking" in run([command, "config", "configs/arithmetic_thinking.yaml"], skill, env)
     check = json.loads(run([python, skill / "scripts" / "check_setup.py"], project, env))
     assert check["command"] == str(command)
     assert tree(skill) == before, "the build or a command left something in the skill's folder"
