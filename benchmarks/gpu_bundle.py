@@ -190,8 +190,8 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-USE = r"""# Source this file: it unpacks the packages and puts them on PYTHONPATH, after the checkout that you are in.
-# Outside a checkout it unpacks the kit and goes there. BUNDLE_ROOT: the folder for what is unpacked.
+USE = r"""# Source this file: it unpacks the packages and puts them on PYTHONPATH, after the checkout that you are in,
+# and rloo-kit on PATH. Outside a checkout it unpacks the kit and goes there. BUNDLE_ROOT: where to unpack.
 _use_bundle() {
   local here root=${BUNDLE_ROOT:-/tmp/rloo-kit-bundle} site kit=$PWD revision
   here=$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")" && pwd) || return 1
@@ -202,7 +202,9 @@ _use_bundle() {
     revision=${revision%-dirty} # the packed kit is the commit
   fi
   export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false UNSLOTH_DISABLE_STATISTICS=1
-  export PYTHONPATH=$kit:$site RLOO_KIT_REVISION=$revision
+  export PYTHONPATH=$kit:$site RLOO_KIT_REVISION=$revision PATH=$root/bin:${PATH#"$root/bin:"}
+  mkdir -p "$root/bin" && printf '%s\n' '#!/usr/bin/env python3' 'import sys' 'from rloo_kit.cli import main' \
+    'sys.exit(main())' > "$root/bin/rloo-kit" && chmod +x "$root/bin/rloo-kit" || return 1
   python3 -c 'if True:
     import sys; from importlib.util import find_spec
     lacks = ", ".join(name for name in "@LEFT_OUT@".split() if not find_spec(name))

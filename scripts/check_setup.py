@@ -20,9 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-SKILL = Path(__file__).resolve().parents[1]
+SKILL = Path(os.path.abspath(__file__)).parents[1]  # in a clone the folder of the links, if called through it
 NEEDED = (
-    "SKILL.md",
     "pyproject.toml",
     "constraints.txt",
     "README.md",
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--skill", type=Path, default=SKILL, help="folder of the skill (default: this script's)")
     parser.add_argument("--project", type=Path, default=Path.cwd(), help="folder whose environments are searched")
     options = parser.parse_args(arguments)
-    report, code = check(options.skill.resolve(), options.project.resolve())
+    report, code = check(options.skill.absolute(), options.project.resolve())
     print(json.dumps(report, indent=2))
     return code
 
@@ -81,9 +80,8 @@ def check(skill: Path, project: Path) -> tuple[dict, int]:
 
 def describe_missing(skill: Path) -> str:
     return (
-        f"only part of the skill is in {skill}: install it again with `npx skills@1.5.18 add ADDRESS -a "
-        "claude-code -y` (-g for the user's folder), or clone the repository in its place; ADDRESS is where the "
-        "skill came from: ask the user for it"
+        f"only part of the skill is in {skill}: install it again with `npx skills add ADDRESS -a claude-code -y` (-g "
+        "for the user's folder); ADDRESS is where the skill came from: ask the user for it"
     )
 
 

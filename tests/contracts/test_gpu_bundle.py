@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import rloo_kit
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_bundle.py"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -52,13 +54,16 @@ def source(folder: Path, dest: Path, commands: str = "true") -> subprocess.Compl
 
 
 def test_use_sh_finds_or_unpacks_the_kit(revision: str, tmp_path: Path) -> None:
-    """An archive has no .git, so results of such a machine had no revision; one without the link has no rewards."""
+    """An archive has no .git, so results of such a machine had no revision; one without the link has no rewards; and
+    without an installation there was no rloo-kit to run."""
     dest = tmp_path / "made" / "bundle"
     assert build(dest, ALL).startswith("0 packages")
-    show = "echo $RLOO_KIT_REVISION; pwd; echo $PYTHONPATH; test -L rloo_kit/rewards; ls rloo_kit/rewards"
+    show = "command -v rloo-kit; rloo-kit --version; echo $RLOO_KIT_REVISION; pwd; echo $PYTHONPATH"
+    show += "; test -L rloo_kit/rewards; ls rloo_kit/rewards"
     done = source(tmp_path, dest, f"source {dest}/use.sh; {show}")
     assert done.returncode == 0, done.stdout + done.stderr
-    first, _, shown, kit, path, *rewards = done.stdout.splitlines()
+    first, _, command, version, shown, kit, path, *rewards = done.stdout.splitlines()
+    assert command == f"{tmp_path}/unpacked/bin/rloo-kit" and version == f"rloo-kit {rloo_kit.__version__}"
     assert shown == revision and revision in first and "length.py" in rewards
     assert Path(kit).parent == tmp_path / "unpacked" and path.startswith(f"{kit}:{tmp_path}/unpacked/site-")
 

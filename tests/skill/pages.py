@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SKILL = ROOT / "skills" / "rloo"  # what installers copy: links to the parts of the repository that it needs
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", flags=re.M | re.S)
 INLINE = re.compile(r"(?<!`)`((?:rloo-kit|python3?|papermill|npx|make|pip) [^`\n]+)`(?!`)")
 
@@ -27,7 +28,7 @@ class Block:
 
 def read_pages() -> list[tuple[str, str]]:
     """Path from the root and text of each page."""
-    paths = [ROOT / "SKILL.md", *sorted((ROOT / "references").glob("*.md"))]
+    paths = [SKILL / "SKILL.md", *sorted((ROOT / "references").glob("*.md"))]
     return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 
 

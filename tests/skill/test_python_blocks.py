@@ -3,16 +3,14 @@
 What needs Unsloth is checked by tests/with_unsloth/test_skill_blocks.py, where it is installed (`make test-unsloth`).
 """
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
-from rloo_kit import load_config
+from rloo_kit import build_rewards, load_config
 from tests.skill.calls import LIBRARIES, check_names
 from tests.skill.pages import ROOT, Block, find_blocks, read_pages
 
@@ -45,24 +43,17 @@ def test_yaml_blocks_are_parts_of_a_config(block: Block, tmp_path: Path) -> None
     load_config(file)
 
 
-@pytest.fixture(scope="module")
-def own_reward(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The module that the reader writes from the reward contract of references/rewards.md."""
+def test_the_example_reward_works_as_the_config_names_it(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """An example that gives 1.0 for a spelt-out tag, or 0 where it does not apply, would be copied with its fault. The
+    YAML next to it has to find the module in the config's folder and give it the tag's id."""
     page = "references/rewards.md"
     blocks = find_blocks(page, (ROOT / page).read_text(encoding="utf-8"), "python")
-    code = next(block.code for block in blocks if "my_rewards.py" in block.code)
-    file = tmp_path_factory.mktemp("own") / "my_rewards.py"
-    file.write_text(code)
-    spec = importlib.util.spec_from_file_location("my_rewards", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_example_reward_is_right(own_reward: ModuleType) -> None:
-    """An example that gives 1.0 for a spelt-out tag, or 0 where it does not apply, would be copied with its fault."""
-    close = [7, 151668, 8]
+    (tmp_path / "my_rewards.py").write_text(next(block.code for block in blocks if "my_rewards.py" in block.code))
+    block = next(block for block in YAML_BLOCKS if "my_rewards:near_miss" in block.code)
+    values = yaml.safe_load(CONFIG.read_text(encoding="utf-8")) | yaml.safe_load(block.code)
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    reward, second = build_rewards(load_config(tmp_path / "run.yaml"), tiny_tokenizer)
+    close = [7, 260, 8]  # 260 is </think> in the embedded model
     cases = [
         ("a</think>100", close, "100", 1.0),
         ("a</think> 95.0 ", close, "100", 0.5),
@@ -74,19 +65,5 @@ def test_the_example_reward_is_right(own_reward: ModuleType) -> None:
         ("a</think>100", close, "see above", None),
     ]
     texts, ids, gold, expected = (list(column) for column in zip(*cases, strict=True))
-    given = {"completions": texts, "completion_ids": ids, "answer": gold, "think_end_id": 151668}
-    assert own_reward.near_miss(prompts=["p"] * len(texts), trainer_state=None, **given) == expected
-
-
-def test_the_example_reward_works_as_the_config_names_it(own_reward: ModuleType, tiny_tokenizer: Any) -> None:
-    """The YAML next to it has to find the module in the config's folder and give it the tag's id."""
-    from rloo_kit import build_rewards
-
-    assert own_reward.__file__ is not None
-    folder = Path(own_reward.__file__).parent
-    block = next(block for block in YAML_BLOCKS if "my_rewards:near_miss" in block.code)
-    values = yaml.safe_load(CONFIG.read_text(encoding="utf-8")) | yaml.safe_load(block.code)
-    (folder / "run.yaml").write_text(json.dumps(values))
-    first, second = build_rewards(load_config(folder / "run.yaml"), tiny_tokenizer)
-    found = first(prompts=["p"], completions=["a</think>7"], completion_ids=[[64, 260, 22, 258]], answer=["7"])
-    assert found == [1.0] and second.weight == 0.2
+    assert reward(prompts=["p"] * 8, completions=texts, completion_ids=ids, answer=gold) == expected
+    assert second.weight == 0.2
