@@ -29,6 +29,7 @@ class Block:
 def read_pages() -> list[tuple[str, str]]:
     """Path from the root and text of each page."""
     paths = [SKILL / "SKILL.md", *sorted((ROOT / "references").glob("*.md"))]
+    paths += [ROOT / "docs" / "rewarding.md", ROOT / "docs" / "plan.md"]
     return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 
 
