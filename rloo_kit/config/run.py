@@ -70,7 +70,7 @@ class RunConfig(Section):
     sft: SftSection = Field(default_factory=SftSection, description="the supervised start")
     health: HealthSection = Field(default_factory=HealthSection, description="what a finding leads to")
     _source: Path | None = PrivateAttr(None)
-    _checked: str = PrivateAttr("")  # the state that last passed preflight.refuse_faults
+    _checked: str = PrivateAttr("")  # the state that last passed refuse_faults of checks/
 
     @property
     def source(self) -> Path | None:

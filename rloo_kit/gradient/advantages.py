@@ -157,6 +157,7 @@ def subtract_baseline(rewards: torch.Tensor, num_generations: int, baseline: str
     grouped = rewards.view(-1, num_generations)  # (prompts, K)
     if baseline == "group_mean":
         return (grouped - grouped.nanmean(dim=1, keepdim=True)).view(-1)
+    assert baseline == "leave_one_out", baseline
     scored = (~grouped.isnan()).sum(dim=1, keepdim=True)  # (prompts, 1)
     siblings = (scored - 1).clamp(min=1)
     means = (grouped.nansum(dim=1, keepdim=True) - grouped) / siblings  # (prompts, K)
