@@ -172,13 +172,14 @@ def count_saved_bytes(layers: int, kind: str, half: bool, heads: dict[str, int])
 
     mixed = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
-        model.get_base_model().model(input_ids=torch.randint(0, 300, (2, 192)), attention_mask=torch.ones(2, 192))
+        model.get_base_model().model(input_ids=torch.randint(0, 300, (2, 128)), attention_mask=torch.ones(2, 128))
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    return sum(size for place, size in found.items() if place not in own) / (2 * 192)
+    return sum(size for place, size in found.items() if place not in own) / (2 * 128)
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("kind", "key_heads", "dim"), [(0, 2, 64), (1, 2, 128), (1, 4, 64), (1, 1, 128)])
+@pytest.mark.parametrize(
+    ("kind", "key_heads", "dim", "half"), [(0, 2, 64, False), (0, 2, 64, True), (1, 4, 64, False), (1, 2, 128, True)]
+)
 def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim: int, half: bool) -> None:
     """transformers' own delta net saves three times what an attention layer does: counted as attention, a pass that
     "fits" runs out of memory. The plan is on the high side, by at most a fifth."""

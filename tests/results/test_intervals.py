@@ -64,13 +64,13 @@ def test_clustered_interval_covers() -> None:
     """A 95 % interval has to cover 95 %: simulated runs on prompts of different difficulty, 4 completions each."""
     rng = random.Random(1)
     hits = 0
-    for _ in range(1500):
+    for _ in range(600):
         shares = [
             sum(rng.random() < ease for _ in range(4)) / 4 for ease in (rng.betavariate(0.5, 1.0) for _ in range(60))
         ]
         estimate = clustered(shares, 4)
         hits += estimate.low <= 1 / 3 <= estimate.high
-    assert 0.93 <= hits / 1500 <= 0.97
+    assert 0.93 <= hits / 600 <= 0.97
 
 
 def test_paired_difference_is_bonett_and_prices() -> None:
@@ -144,25 +144,25 @@ REWARDS: dict[str, Callable[[random.Random], tuple[float, float]]] = {
 LEVELS = (0.0, 0.5, 1.0)
 
 
-@pytest.mark.parametrize("num", [5, 20, 200])
 @pytest.mark.parametrize("name", REWARDS)
-def test_interval_of_a_mean_reward_covers(name: str, num: int) -> None:
+def test_interval_of_a_mean_reward_covers(name: str) -> None:
     """A 95 % interval has to cover 95 %: the mean reward after, and its change on the same prompts. With 200 prompts it
     is about as wide as Student's, which has too few with 5: it rarely covers where most earn the same."""
-    rng, trials = random.Random(name), 800 if num < 200 else 400
-    draws = [REWARDS[name](rng) for _ in range(30_000)]
+    rng = random.Random(name)
+    draws = [REWARDS[name](rng) for _ in range(15_000)]
     truths = statistics.fmean(new for _, new in draws), statistics.fmean(new - old for old, new in draws)
-    hits, width, of_student = [0, 0], [0.0, 0.0], [0.0, 0.0]
-    for _ in range(trials):
-        before, after = zip(*rng.choices(draws, k=num), strict=True)
-        found = mean_of_prompts(after, 1), paired_difference(before, after, 1)
-        differences = [new - old for old, new in zip(before, after, strict=True)]
-        for place, (estimate, values) in enumerate(zip(found, (after, differences), strict=True)):
-            hits[place] += estimate.low <= truths[place] <= estimate.high
-            width[place] += estimate.high - estimate.low
-            of_student[place] += student(values)
-    assert min(hits) / trials >= 0.92
-    assert num < 200 or max(new / old for new, old in zip(width, of_student, strict=True)) < 1.07
+    for num, trials in ((5, 400), (20, 250), (200, 100)):
+        hits, width, of_student = [0, 0], [0.0, 0.0], [0.0, 0.0]
+        for _ in range(trials):
+            before, after = zip(*rng.choices(draws, k=num), strict=True)
+            found = mean_of_prompts(after, 1), paired_difference(before, after, 1)
+            differences = [new - old for old, new in zip(before, after, strict=True)]
+            for place, (estimate, values) in enumerate(zip(found, (after, differences), strict=True)):
+                hits[place] += estimate.low <= truths[place] <= estimate.high
+                width[place] += estimate.high - estimate.low
+                of_student[place] += student(values)
+        assert min(hits) / trials >= (0.92 if num < 200 else 0.89)
+        assert num < 200 or max(new / old for new, old in zip(width, of_student, strict=True)) < 1.07
 
 
 def test_pass_at_k_is_the_mean_over_all_draws() -> None:
