@@ -101,10 +101,8 @@ class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
     Attributes:
-        run: its name. model: the loaded model. machine: what the run has to fit.
-        engine: which samples. vllm: how it divides the GPU with training, if it samples. step: the least time of an
-            optimizer step, on a GPU with known speed.
-        parts: memory by part. rollout_gib, training_gib: the two peaks, sums of the parts.
+        vllm: how it divides the GPU with training, if it samples. step: the least time of an optimizer step, on a GPU
+            with known speed. parts: memory by part. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
         margins: what the peaks do not count. no_gpu: why fitting is not enough on a machine without a GPU.
         binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and vLLM can sample

@@ -28,9 +28,8 @@ class Checkpoint:
     """A sealed checkpoint as its manifest describes it; `find_damage` checks its files.
 
     Attributes:
-        folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run: id of the run that wrote it; "" for a
-            trainer without a run. config: the run's resolved configuration as YAML; "" without a run.
-        processes: number of training processes.
+        folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run, config: id and resolved configuration
+            (YAML) of the run that wrote it; "" for a trainer without a run. processes: number of training processes.
         files: size in bytes and SHA-256 of every file, by its path inside the folder.
     """
 
@@ -77,7 +76,12 @@ def publish(folder: Path, target: Path) -> None:
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
-    _sync_folder(target.parent)
+    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
+        handle = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     shutil.rmtree(folder.parent)
 
 
@@ -149,12 +153,3 @@ def _digest(path: Path) -> str:
 
 def _digest_of(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -1,6 +1,5 @@
 """Finds a run by its folder, its config or an export, and its trained weights."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -92,25 +91,22 @@ def find_stale(folder: Path) -> str:
     )
 
 
-NO_PROMPTS = "any.jsonl"  # a configuration has to name a data source; this one is never read
+# What a configuration has to name and `ask` does not read.
+UNREAD: dict[str, Any] = {
+    "data": {"source": "any.jsonl"}, "rewards": [{"name": "answer_reward"}], "rloo": {"max_steps": 1},
+}  # fmt: skip
 RUN_FILE = "rloo_kit.yaml"  # in an export: the part of its run's configuration that `ask` reads
 
 
 def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
     """The text of `RUN_FILE`: the part of a run's configuration that `ask` reads, without anything about the machine.
-
-    Args:
-        base: keys of `model` that locate the base model on the target machine: `name`, and others if needed.
-    """
+    `base`: keys of `model` that locate the base model on the target machine: `name`, and others if needed."""
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
-    values = {
-        "run": {"name": run.name, "seed": run.run.seed},
+    values = {"run": {"name": run.name, "seed": run.run.seed}} | {
         "model": run.model.model_dump(mode="json") | base | {"adapter": None},
-        "data": {"source": NO_PROMPTS, "system_prompt": run.data.system_prompt},
-        "rewards": [{"name": "answer_reward"}],
-        "rloo": {"max_steps": 1} | lengths,
-        "eval": run.eval.model_dump(mode="json"),
-    }
+        "data": {**UNREAD["data"], "system_prompt": run.data.system_prompt},
+        "rewards": UNREAD["rewards"], "rloo": {**UNREAD["rloo"], **lengths}, "eval": run.eval.model_dump(mode="json"),
+    }  # fmt: skip
     return dump_yaml(values)
 
 
@@ -142,21 +138,18 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     above = (one / "config.yaml" for one in (folder.parent, folder.parent.parent))
     around = next((file for file in above if file.is_file()), None)
     if (folder / RUN_FILE).is_file():
-        base = _included_base(folder) if around is None else {"name": load_config(around).model.name}
+        inside = folder / Path(str(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).name
+        if around is not None:
+            base = {"name": load_config(around).model.name}
+        else:
+            base = {"name": str(inside)} if (inside / MODEL_CONFIG).is_file() else {}
         run = load_config(folder / RUN_FILE, *overrides, model=base)
         run._source = around or run.source
         return run
     if around is not None:
         return load_config(around, *overrides)
-    values: dict[str, Any] = {
-        "run": {"name": folder.name},
-        "model": {"name": str(folder)},
-        # required in a run, but not read by `ask`
-        "data": {"source": NO_PROMPTS},
-        "rewards": [{"name": "answer_reward"}],
-        "rloo": {"max_steps": 1},
-    }
-    if (positions := _positions(folder)) is not None:
+    values: dict[str, Any] = {"run": {"name": folder.name}, "model": {"name": str(folder)}} | UNREAD
+    if isinstance(positions := read_object(folder / MODEL_CONFIG).get("max_position_embeddings"), int):
         values["model"]["max_seq_length"] = min(positions, THINKING_LENGTH)
     for override in overrides:
         apply_override(values, override)
@@ -164,18 +157,3 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, RunConfig)) from None
-
-
-def _included_base(folder: Path) -> dict[str, str]:
-    """The base model inside an exported adapter's folder, as a key of `model`; empty if it is not included."""
-    base = folder / Path(str(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).name
-    return {"name": str(base)} if (base / MODEL_CONFIG).is_file() else {}
-
-
-def _positions(folder: Path) -> int | None:
-    """`max_position_embeddings` of a model's config.json; None for an adapter."""
-    try:
-        found = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, int) else None

@@ -102,18 +102,13 @@ def test_the_configs_that_are_named_exist_and_fit(file: str, size: int) -> None:
     assert fitting_config(Machine("a GPU", 6.0, 0.8, True)) is None and (ROOT / ON_CPU).is_file()
 
 
-@pytest.fixture
-def corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"source": "a GPU", "factors": {"unsloth rollout": 1.1, "unsloth training": 1.5}}
-    monkeypatch.setattr(parts, "load_corrections", lambda: found)
-
-
-def test_measured_peaks_correct_computed_ones(request: pytest.FixtureRequest) -> None:
+def test_measured_peaks_correct_computed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that a GPU has contradicted goes on promising that a run fits; CUDA's context is not torch's to exceed.
     What a GPU's allocator took says nothing about a laptop's memory."""
     run = load_config(THINKING, "rollout.rows=8", "rloo.tokens_per_pass=4608")
     before = plan_vram(run, 12e9 / 2**30)
-    request.getfixturevalue("corrected")
+    found = {"source": "a GPU", "factors": {"unsloth rollout": 1.1, "unsloth training": 1.5}}
+    monkeypatch.setattr(parts, "load_corrections", lambda: found)
     after = plan_vram(run, 12e9 / 2**30)
     assert after.rollout_gib == pytest.approx(0.7 + 1.1 * (before.rollout_gib - 0.7))
     assert after.training_gib == pytest.approx(0.7 + 1.5 * (before.training_gib - 0.7))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rloo_kit import load_config, plan_vram
-from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.shapes import find_shape, shape_of_config
@@ -193,33 +192,18 @@ def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim
     assert 0.99 * saved < parts.saved_bytes_per_token(work, kind) < 1.2 * saved
 
 
-def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
-    """A default number of heads would plan another model."""
-    config = make_model("qwen3_5").config.to_dict()
-    del config["linear_num_value_heads"], config["layer_types"]
-    with pytest.raises(ConfigError, match="lacks layer_types, linear_num_value_heads"):
-        shape_of_config(config)
-
-
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
         ("Qwen/Qwen3-0.6B", 596_049_920),
-        ("Qwen/Qwen3-1.7B", 1_720_574_976),
         ("Qwen/Qwen3-4B", 4_022_468_096),
-        ("Qwen/Qwen3-8B", 8_190_735_360),
-        ("Qwen/Qwen3-14B", 14_768_307_200),
         ("Qwen/Qwen3-32B", 32_762_123_264),
-        ("Qwen/Qwen3.5-0.8B", 752_393_024),
         ("unsloth/Qwen3.5-2B", 1_881_825_088),
         ("Qwen/Qwen3.5-4B-Base", 4_205_751_296),
-        ("Qwen/Qwen3.5-9B", 8_953_803_264),
         ("Qwen/Qwen3.5-27B", 26_895_998_464),
         ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
         ("unsloth/DeepSeek-R1-Distill-Qwen-7B-unsloth-bnb-4bit", 7_615_616_512),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14_770_033_664),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32_763_876_352),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8_030_261_248),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", 8_190_735_360),
     ],
@@ -230,33 +214,17 @@ def test_known_names_have_the_published_number_of_weights(name: str, weights: in
     assert found.num_weights == weights and found.is_quantised == name.endswith("4bit")
 
 
-RUN = """model: {{name: {name}}}
-data: {{source: data.jsonl}}
-rewards: [{{name: answer_reward}}]
-rloo: {{max_steps: 10}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "per_token", "states"),
-    [
+def test_todays_thinking_models_are_planned_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` refused all three and asked for a download, before a newcomer knew whether the model fits."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+    for name, per_token, states in (
         ("Qwen/Qwen3.5-4B", "32 KiB", "49.5 MiB"),
         ("HuggingFaceTB/SmolLM3-3B", "72 KiB", ""),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "56 KiB", ""),
-    ],
-)
-def test_todays_thinking_models_are_planned_by_name(
-    name: str, per_token: str, states: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """`plan` refused all three and asked for a download, before a newcomer knew whether the model fits."""
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "run.yaml").write_text(RUN.format(name=name))
-    plan = plan_vram(load_config(tmp_path / "run.yaml"), 24)
-    text = str(plan)
-    assert max(map(len, text.splitlines())) <= 80
-    flat = " ".join(text.replace("│", " ").split())
-    assert per_token in flat and states in flat and ("MiB)" in flat) == bool(states)
-    assert plan.engine.name == "generate"
-    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
-    engine = plan_vram(load_config(tmp_path / "run.yaml"), 24).engine.name
-    assert engine == ("generate" if "Qwen3.5" in name else "native"), "a state per row is not in the native cache"
+    ):
+        plan = plan_vram(load_config(CONFIGS / "qwen3_4b_thinking_24gb.yaml", model={"name": name}), 24)
+        assert max(map(len, str(plan).splitlines())) <= 80
+        flat = " ".join(str(plan).replace("│", " ").split())
+        assert per_token in flat and states in flat and ("MiB)" in flat) == bool(states)
+        assert plan.engine.name == ("generate" if states else "native"), "a state per row is not in the native cache"

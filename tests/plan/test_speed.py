@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,12 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
     ("name", "engine", "four_bit", "low", "high"),
     [
         ("RTX 3060", "generate", True, 60, 60),
-        ("RTX 4090", "generate", True, 140, 140),
         ("RTX 3060", "vllm", True, 220, 220),
-        ("RTX 4090", "vllm", True, 1500, 2900),
         ("RTX 4090", "vllm", False, 1500, 2900),
         ("H100", "vllm", True, 4000, 8000),
-        ("H100", "vllm", False, 4000, 8000),
     ],
 )
 def test_the_estimates_are_met_within_a_factor_of_two(
@@ -42,27 +38,22 @@ def test_the_estimates_are_met_within_a_factor_of_two(
     assert low / 2 <= rate <= high * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "expected"),
-    [
+def test_a_gpu_is_known_by_its_name_and_size() -> None:
+    """A laptop's GPU and a slice of a large one have the name of one that is much faster."""
+    for name, gib, expected in (
         ("NVIDIA GeForce RTX 3060", 12.0, ("RTX 3060", 12)),
         ("NVIDIA GeForce RTX 3060 Ti", 8.0, ("RTX 3060 Ti", 8)),
-        ("NVIDIA GeForce RTX 4090", 23.99, ("RTX 4090", 24)),
         ("NVIDIA A100-SXM4-80GB", 79.25, ("A100", 80)),
         ("NVIDIA A100-PCIE-40GB", 39.39, ("A100", 40)),
-        ("NVIDIA H100 80GB HBM3", 79.6, ("H100", 80)),
         ("NVIDIA GeForce RTX 4060 Laptop GPU", 8.0, None),
         ("NVIDIA GeForce RTX 4070 SUPER", 12.0, None),
         ("NVIDIA A10", 22.5, None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, None),
         ("a GPU with 11.18 GiB", 11.18, ("RTX 3060", 12)),
         ("a GPU with 140 GiB", 140, None),
-    ],
-)
-def test_a_gpu_is_known_by_its_name_and_size(name: str, gib: float, expected: Any) -> None:
-    """A laptop's GPU and a slice of a large one have the name of one that is much faster."""
-    found = find_gpu(name, gib)
-    assert (found and (found.name, found.memory_gb)) == expected
+    ):
+        found = find_gpu(name, gib)
+        assert (found and (found.name, found.memory_gb)) == expected, name
 
 
 def test_the_plan_prints_it_where_it_knows_the_gpu() -> None:
