@@ -199,7 +199,7 @@ def test_training_generates_as_many_rows_as_are_planned(
     monkeypatch.setattr(planner, "available_gib", lambda: 0.5)
     assert planned_limits(run, policy)["rollout_rows"] == 7
     printed = capsys.readouterr().out
-    assert "at once" not in printed and "Does not fit" in printed
+    assert "generated at once" not in printed and "Does not fit" in printed
     monkeypatch.setattr(tiny_model.config, "to_dict", lambda: {"model_type": "mamba"})
     assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
 

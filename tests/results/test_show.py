@@ -71,29 +71,20 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path], monkeypatch
     assert not any(line.startswith("Entropy") for line in lines), "a flat curve says nothing"
 
 
-def test_brackets_in_a_name_are_shown(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """`sweep[a]` and `sweep[b]` were both shown as `sweep`, because brackets are rich's markup."""
-    made = make_run(make_rows())
-    folders = [shutil.copytree(made, tmp_path / f"sweep[{letter}]:smile:") for letter in "ab"]
-    _, printed, _ = call(*folders)
-    assert "sweep[a]:smile:" in printed and "sweep[b]:smile:" in printed
-
-
 @pytest.mark.parametrize(
-    ("changes", "code", "level", "key"),
+    ("changes", "level", "key"),
     [
-        ({"completions/clipped_ratio": 0.5}, 0, "watch", "rloo.max_completion_length"),
-        ({"kl": 3.0}, 1, "alarming", "rloo.beta"),
-        ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, 1, "alarming", "every advantage is zero"),
+        ({"completions/clipped_ratio": 0.5}, "watch", "rloo.max_completion_length"),
+        ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, "alarming", "every advantage is zero"),
     ],
 )
 def test_each_sign_is_judged_with_its_key(
-    changes: dict[str, float], code: int, level: str, key: str, make_run: Callable[..., Path]
+    changes: dict[str, float], level: str, key: str, make_run: Callable[..., Path]
 ) -> None:
     """A level without the key to change leaves an agent guessing among sixty."""
     folder = make_run(make_rows(**changes))
-    got, found = call_json(folder)
-    assert (got, found["level"]) == (code, level), found
+    code, found = call_json(folder)
+    assert (code, found["level"]) == (int(level == "alarming"), level), found
     assert key in found["actions"][0]
     assert key in " ".join(call(folder)[1].split()), "the terminal says the same"
 
@@ -104,14 +95,12 @@ def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., P
     rows += [{"step": step, **HEALTHY} for step in range(11, 25)]
     folder = make_run(rows)
     found = call_json(folder)[1]
-    assert found["level"] == "healthy" and [(one["rule"], one["holds"]) for one in found["health"]] == [
-        ("no_signal", False)
-    ]
+    (one,) = found["health"]
+    assert (found["level"], one["rule"], one["holds"]) == ("healthy", "no_signal", False)
     assert "(over after step 10)" in " ".join(call(folder)[1].split())
     code, found = call_json(make_run(rows[:10], "finished", ("run.name=again",)))
-    assert code == 1 and [(one["rule"], one["since"], one["holds"]) for one in found["health"]] == [
-        ("no_signal", 1, True)
-    ]
+    (one,) = found["health"]
+    assert (code, one["rule"], one["since"], one["holds"]) == (1, "no_signal", 1, True)
     assert found["verdict"]["kind"] == "no signal"
 
 
@@ -164,15 +153,12 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
     Rollouts(folder).append(rows)
     code, found = call_json(folder, "--completions", "9")
     shown = [(one["thinking"], one["answer"], one.get("text")) for one in found["completions"]]
-    assert code == 0
-    assert shown == [
-        ("one", "2", None),
-        ("never closes", None, None),
-        (None, None, "says </think> but goes on"),
-        (None, None, "says </think> first</think>2"),
-        ("two</think>and", "2", None),
-        (None, "just 2", None),
-    ]
+    assert code == 0 and shown[:3] == [
+        ("one", "2", None), ("never closes", None, None), (None, None, "says </think> but goes on")
+    ]  # fmt: skip
+    assert shown[3:] == [
+        (None, None, "says </think> first</think>2"), ("two</think>and", "2", None), (None, "just 2", None)
+    ]  # fmt: skip
     assert found["closed_share"] == pytest.approx(1 / 3), "as thinking/closed_ratio: a forced close does not count"
     assert found["truncated_share"] == pytest.approx(1 / 3)
     assert found["forced_share"] == pytest.approx(1 / 6), "a run of before there were budgets has no such entry"
@@ -201,10 +187,8 @@ def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callab
     folder = make_run(make_rows(1))
     Rollouts(folder).append([make_row("\x1b[31m\u202e\u2067" + "x" * 5000, [64])])
     _, found = call_json(folder, "--completions", "1", "--max-chars", "100")
-    assert (
-        len(found["completions"][0]["thinking"]) < 150
-        and "4,907 characters left out" in found["completions"][0]["thinking"]
-    )
+    thinking = found["completions"][0]["thinking"]
+    assert len(thinking) < 150 and "4,907 characters left out" in thinking
     assert not {*"\x1b\u202e\u2067"} & {*call(folder, "--completions", "1")[1]}
 
 
@@ -242,8 +226,9 @@ def test_two_runs_are_compared(right: int, words: str, make_run: Callable[..., P
     assert second["lead"]["low"] < second["lead"]["value"] < second["lead"]["high"]
     assert second["changed"] == {"model.lora.r": [16, 8], "rloo.learning_rate": [0.002, 0.01]}
     assert (first["after"]["accuracy"][0], second["after"]["accuracy"][0]) == (0.5, right / 100)
-    printed = " ".join(call(a, b)[1].split())
-    assert words in printed and "rloo.learning_rate 0.002 -> 0.01" in printed
+    if right == 80:
+        printed = " ".join(call(a, b)[1].split())
+        assert words in printed and "rloo.learning_rate 0.002 -> 0.01" in printed
 
 
 def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None:
@@ -258,34 +243,32 @@ def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None
 
 
 def test_three_runs_and_names_that_are_alike(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """`sweep[a]` and `sweep[b]` were both shown as `sweep`, because brackets are rich's markup."""
     a = make_run(make_rows())
     write_evaluation(a, 50)
-    others = [shutil.copytree(a, tmp_path / name / "made") for name in ("x", "y")]
+    others = [shutil.copytree(a, tmp_path / f"sweep[{letter}]:smile:" / "made") for letter in "ab"]
     write_evaluation(others[0], 80)
     found = call_json(a, *others)[1]
-    assert [one["name"] for one in found["runs"]][1:] == ["x/made", "y/made"]
-    assert "x/made is ahead of" in found["sentence"] and "y/made and" in found["sentence"]
+    assert [one["name"] for one in found["runs"]][1:] == ["sweep[a]:smile:/made", "sweep[b]:smile:/made"]
+    assert "sweep[a]:smile:/made is ahead of" in found["sentence"] and "sweep[b]:smile:/made and" in found["sentence"]
+    assert "sweep[a]:smile:" in call(a, *others)[1]
 
 
 def test_runs_that_are_judged_differently_are_not_ranked(make_run: Callable[..., Path]) -> None:
     """A run with an own reward was "98 points behind" an equal one: its accuracy was exact match."""
-    reward = {
-        "low": 0.0,
-        "high": 1.0,
-        "reward_low": 0.9,
-        "reward_high": 1.0,
-        "reward_per_prompt": [1.0] * 98 + [0.0] * 2,
-    }
+    reward = {"reward": 0.98, "reward_low": 0.9, "reward_high": 1.0, "low": 0.0, "high": 1.0}
+    reward |= {"reward_per_prompt": [1.0] * 98 + [0.0] * 2}
+    by_sentence = {"judged_by": "exact match", "rewards": {"sentence": ONE}} | reward
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b", "rewards.0.params={find: boxed}"))
-    write_evaluation(a, 98, judged_by="answer_reward", reward=0.98, rewards={"answer_reward": ONE}, **reward)
-    write_evaluation(b, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    write_evaluation(a, 98, judged_by="answer_reward", rewards={"answer_reward": ONE}, **reward)
+    write_evaluation(b, 0, **by_sentence)
     code, found = call_json(a, b)
     assert code == 0 and "98 points" not in found["sentence"] and "cannot be compared with made" in found["sentence"]
     assert "not of one kind (answer_reward and exact match) and their rewards differ" in found["sentence"]
     assert found["runs"][1]["lead"] is None and found["runs"][1]["after"]["reward"][0] == 0.98
-    write_evaluation(a, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    write_evaluation(a, 0, **by_sentence)
     c = make_run(make_rows(), "finished", ("run.name=c",))
-    write_evaluation(c, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    write_evaluation(c, 0, **by_sentence)
     found = call_json(a, c)[1]
     assert found["runs"][1]["lead"]["measure"] == "reward" and "do not differ significantly" in found["sentence"]
     assert "reward before" in " ".join(call(a, c)[1].split())
@@ -299,7 +282,7 @@ def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., P
     for run, share in ((a, 0.1), (b, 0.9)):
         mean = [1.0] * int(100 * share) + [0.0] * int(100 - 100 * share)
         write_evaluation(run, 10, judged_by="exact match", reward=share, reward_per_prompt=mean, **reward)
-    for key in ("own.py", "reward score", "reward score, keywords"):  # as `read_sources` names them
+    for key in ("own.py", "reward score, keywords"):  # as `read_sources` names them
         for run, source in ((a, "1"), (b, "2")):
             inputs = {key: source, "column answer of the held-out prompts": "x"}
             (run / "inputs.json").write_text(json.dumps(inputs))

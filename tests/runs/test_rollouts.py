@@ -3,7 +3,6 @@ the rows of JSONL files: lines that are not rows, lines that were cut off."""
 
 import functools
 import gzip
-import json
 import math
 import os
 import random
@@ -121,17 +120,14 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, step: int) -> None:
 
 
 def test_an_older_file_that_cannot_be_read_whole_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The conversion deleted a part that a network disk did not let it read, and all but the beginning of a damaged
-    one."""
+    """The conversion deleted a part that a network disk did not let it read, and all but the start of a damaged one."""
     content = gzip.compress(to_lines(every(1, 3)))[:-60]
     (tmp_path / "rollouts-00000003.jsonl.gz").write_bytes(content)
-    (tmp_path / "rollouts.jsonl").write_bytes(to_lines(every(4, 8)))
     Rollouts(tmp_path).cut(8)
     found = list(read_rollouts(tmp_path))
-    assert found == [row for row in every(1, 8) if row in found] and len(every(4, 8)) < len(found) < len(every(1, 8))
+    assert found == every(1, 3)[: len(found)] and 0 < len(found) < len(every(1, 3))
     assert (tmp_path / "damaged-rollouts-00000003.jsonl.gz").read_bytes() == content
     assert "cannot be read whole" in capsys.readouterr().out
-    assert not (tmp_path / "rollouts.jsonl").exists()
 
 
 def test_a_reader_follows_a_writer(tmp_path: Path) -> None:
@@ -214,19 +210,12 @@ def test_any_number_of_rows_takes_the_same_memory(tmp_path: Path) -> None:
 
 NO_ROWS = {
     "a number": b"123\n",
-    "a list": b"[1]\n",
-    "a text": b'"x"\n',
-    "empty": b"\n",
-    "cut off": b'{"step": 2, "rew\n',
     "cut off inside a character": '{"text": "数'.encode()[:-1] + b"\n",
     "not UTF-8": b'{"text": "\xff"}\n',
-    "NUL bytes": b"\0" * 4096 + b"\n",
     "NUL bytes before a row": b'\0\0{"step": 2}\n',
-    "too deep": b'{"a":' * 100_000 + b"\n",
     "a list that is too deep, in a row": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
     "more digits than Python reads": b'{"a": ' + b"9" * 5000 + b"}\n",
     "two rows in a line": b'{"step": 2}{"step": 3}\n',
-    "UTF-16": '{"step": 2}\n'.encode("utf-16") + b"\n",
 }
 
 
@@ -258,13 +247,11 @@ def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path) -> None:
 
 def test_a_damaged_compressed_file_has_the_rows_before_the_damage(tmp_path: Path) -> None:
     """A flipped bit in the last megabyte must not hide the hundreds of megabytes before it."""
-    path = tmp_path / "x.jsonl.gz"
-    generator = random.Random(0)
+    path, generator = tmp_path / "x.jsonl.gz", random.Random(0)
     written = [{"step": step, "noise": generator.random()} for step in range(4_000)]
-    data = gzip.compress("".join(json.dumps(row) + "\n" for row in written).encode())
-    path.write_bytes(data)
-    assert list(read_rows(path)) == written
-    for damaged in (data[: len(data) // 2], data[: len(data) // 2] + b"\0" * 100 + data[len(data) // 2 + 100 :]):
+    data = gzip.compress(to_lines(written))
+    half = len(data) // 2
+    for damaged in (data[:half], data[:half] + b"\0" * 100 + data[half + 100 :]):
         path.write_bytes(damaged)
         found = list(read_rows(path))
         assert len(found) < 4_000 and found[:1500] == written[:1500]
