@@ -297,11 +297,8 @@ class HeldOutHistory:
         return None if self.best is None else self.best.evaluation.value(self.measure)
 
     def observe(self, found: HeldOut, was_best: bool | None = None) -> bool:
-        """Add the next evaluation and return whether it is the new best. One that measured nothing does not count.
-
-        Args:
-            was_best: the decision at the time of the evaluation; None: decide now.
-        """
+        """Add the next evaluation and return whether it is the new best (`was_best`: the decision at its time; None:
+        decide now). One that measured nothing does not count."""
         value, best = found.evaluation.value(self.measure), self.best_value
         if value is None:
             return False

@@ -34,12 +34,8 @@ def leading_measure(has_accuracy: bool, judged_by: str | None, has_reward: bool)
 
 @dataclass(frozen=True)
 class Budget:
-    """What a thinking budget of so many `tokens` leads to. Accuracies are None without answers.
-
-    Attributes:
-        forced_share: completions whose thinking the budget closed.
-        accuracy, forced, unforced: of all completions, of those that the budget closed, and of the others.
-    """
+    """What a thinking budget of so many `tokens` leads to: the share of completions whose thinking it closed, and the
+    accuracy of all completions, of these and of the others; None without answers."""
 
     tokens: Number
     forced_share: Share

@@ -35,8 +35,7 @@ class RunOverview:
         folder: the run's. status: STATUS of `status.json`.
         level: "healthy", "watch" or "alarming", by the last logged steps; None before the first one.
         actions: what to change, the most important first. findings: of the whole run, each with `holds`.
-        judgements: single metrics over the last steps. rows: of `metrics.jsonl`. last: number of steps averaged.
-        seconds: of training.
+        judgements: single metrics over the last steps. last: number of steps averaged. seconds: of training.
     """
 
     folder: Path
@@ -131,14 +130,8 @@ class RunOverview:
 
 
 def describe_run(source: str | Path, last: int = 10) -> RunOverview:
-    """An overview of a run.
-
-    Args:
-        source: its folder, or its YAML file. last: logged steps to average for the level, at least 1.
-
-    Raises:
-        RunNotFoundError: there is no run.
-    """
+    """An overview of a run, given by its folder or YAML file; raises RunNotFoundError if there is none. `last`: logged
+    steps to average for the level, at least 1."""
     run = find_run(source)
     run_dir = RunDir(Path(run.folder))
     status = run_dir.status()

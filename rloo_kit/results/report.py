@@ -92,6 +92,12 @@ def write_report(
     kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
     counted = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
+    findings, lasting = [], {one.name for one in result.lasting}
+    for one in result.findings:
+        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
+        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
+        findings.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
+    head = ("finding", "level", "since step", "evidence", "cause", "fix")
     page = make_page(
         "report.html.jinja",
         data={
@@ -114,7 +120,7 @@ def write_report(
         curves=curves,
         constant=constant,
         steps_logged=len(in_order(result.metrics)),
-        health=_health(result),
+        health=Table("Health findings", head, findings, ids=[f"finding-{one.name}" for one in result.findings]),
         measures=Table(
             "Evaluations before and after training",
             ("measure [95 % interval]", *sides),
@@ -197,16 +203,6 @@ def _settings(
         "training time": format_duration(result.seconds) if result.seconds else None,
         "energy": f"{energy:,.1f} Wh" if isinstance(energy, int | float) else None,
     }
-
-
-def _health(result: TrainResult) -> Table:
-    rows, lasting = [], {one.name for one in result.lasting}
-    for one in result.findings:
-        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
-        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
-        rows.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
-    head = ("finding", "level", "since step", "evidence", "cause", "fix")
-    return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
 
 
 def _during(during: Sequence[HeldOut], measure: str, best: int | None) -> Table:

@@ -42,7 +42,10 @@ def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str
         end_id: the id of `</think>`, for rows of older runs without `answer_start`: the text is split at its last tag,
             if it has as many tags as the ids.
     """
-    text = text_of(row)
+    text = row.get("completion")
+    if isinstance(text, list):  # TRL stores a message if the prompt is one
+        text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
+    text = text if isinstance(text, str) else ""
     start = row.get("answer_start")
     if "answer_start" not in row:
         closings = row["completion_ids"].count(end_id) if end_id is not None else 0
@@ -65,14 +68,6 @@ def find_end_id(row: Mapping[str, Any]) -> int | None:
     """The id of `</think>`, read from a row of an older run: the id after the thinking of a closed completion."""
     place, ids = row.get("thinking_tokens"), row["completion_ids"]
     return ids[place] if row.get("closed") and isinstance(place, int) and 0 <= place < len(ids) else None
-
-
-def text_of(row: Mapping[str, Any]) -> str:
-    """The completion's text; TRL stores it as a message if the prompt is one."""
-    text = row.get("completion")
-    if isinstance(text, list):
-        text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
-    return text if isinstance(text, str) else ""
 
 
 def longest_that_fits(lengths: Iterable[int], room: int) -> int:
@@ -125,11 +120,7 @@ KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens",
 
 @dataclass(frozen=True)
 class PickedCompletions:
-    """Some completions of one step, and shares and means over all of them.
-
-    Attributes:
-        folder: the run's. step: as in `metrics.jsonl`. shares: by name. completions: `describe_completion` of each.
-    """
+    """Some completions of one step (`describe_completion` of each), and shares and means over all of them, by name."""
 
     folder: Path
     step: int
@@ -203,11 +194,8 @@ def is_whole(row: dict[str, Any]) -> bool:
 
 
 def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
-    """A row in readable form: prompt, thinking, answer (`text` if they cannot be separated) and its figures.
-
-    Args:
-        end_id: the id of `</think>`, for rows of older runs. max_chars: length above which a text loses its middle.
-    """
+    """A row in readable form: prompt, thinking, answer (`text` if they cannot be separated) and its figures; a text of
+    more than `max_chars` loses its middle. `end_id`: see `split_row`."""
     segments, answer, is_split = split_row(row, end_id)
     thinking = "\n".join(text for text, _ in segments)
     parts: dict[str, Any] = {"thinking": cut_middle(thinking, max_chars) or None, "answer": None}
@@ -280,11 +268,8 @@ class RolloutSample:
 
 
 def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
-    """Select from a run's rollouts, in the order of `runs.rollouts.read_rollouts`.
-
-    Args:
-        last_step: of the run; the shown steps are spread evenly from the first step to it.
-    """
+    """Select from a run's rollouts, in the order of `read_rollouts`; the shown steps are spread evenly up to the run's
+    last one."""
     found, due, each = RolloutSample(), None, 1
     kept: list[dict[str, Any]] = []
     top: dict[str, list[dict[str, Any]]] = {name: [] for name in TELLING}

@@ -141,13 +141,8 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
-    """Lock the folder until the returned file is closed or the process ends, however it ends.
-
-    None on a system without such locks (Windows), where two writers go undetected.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-    """
+    """Lock the folder until the returned file is closed or the process ends, however it ends; raises BlockingIOError if
+    it is locked. None on a system without such locks (Windows), where two writers go undetected."""
     try:
         import fcntl
     except ImportError:

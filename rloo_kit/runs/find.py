@@ -19,14 +19,8 @@ TRAINED = "trained.json"  # with saved weights: digest of their base; in a run a
 
 
 def find_run(source: str | Path, *overrides: str) -> RunConfig:
-    """The configuration of a run.
-
-    Args:
-        source: its YAML file, or its folder, also after a move; from the working folder. overrides: KEY=VALUE.
-
-    Raises:
-        RunNotFoundError: the folder is not a run's. ConfigError: see `load_config`.
-    """
+    """The configuration of a run, given by its YAML file, or its folder (also after a move), with overrides KEY=VALUE.
+    Raises RunNotFoundError if the folder is not a run's, ConfigError as `load_config`."""
     source = from_here(source)
     run = load_config(config_file(source), *overrides)
     if source.is_dir():
@@ -57,14 +51,9 @@ def place_run(run: RunConfig, folder: Path) -> None:
 
 
 def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
-    """The key of `model:` that loads the trained weights, and its value: "adapter", or "name" for a whole model.
-
-    Args:
-        folder: of an adapter, of a model, or of a run. named: the flag or key that gave it, for the error.
-
-    Raises:
-        RunNotFoundError: there is no such folder. ConfigError: the run's adapter is not its newest weights.
-    """
+    """The key of `model:` that loads the weights trained in the folder of an adapter, a model or a run, and its value:
+    "adapter", or "name" for a whole model. `named`: the flag or key that gave the folder, for errors: RunNotFoundError
+    if it is not there, ConfigError if the run's adapter is not its newest weights."""
     if not folder.is_dir():
         raise RunNotFoundError(f"{named} {folder}: there is no such folder; a run writes outputs/NAME/adapter".strip())
     is_adapter = (folder / ADAPTER_CONFIG).is_file()

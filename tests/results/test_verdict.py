@@ -12,7 +12,7 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT
 from rloo_kit.health.rules import Finding
 from rloo_kit.results.changes import compare
-from rloo_kit.results.evaluation import Evaluation, shared_measures
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.verdict import TrainResult, judge_run, load_result, record_verdict
 from rloo_kit.runs.folder import RunDir
@@ -123,15 +123,6 @@ def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) ->
     assert judge_run(run, result(run, metrics=tied), evaluation(0), evaluation(0)).kind == "no evidence"
 
 
-def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None:
-    """With logging_steps 5 and 62 steps every alarm counted as over, and the run only as "not evaluated"."""
-    rows = [{"step": step} for step in range(5, 61, 5)]
-    verdict = judge_run(run, result(run, finding("truncation", last=60), steps=62, metrics=rows))
-    assert verdict.kind == "no signal" and verdict.next == "change rloo.key."
-    verdict = judge_run(run, result(run, finding("truncation", last=55), steps=62, metrics=rows))
-    assert verdict.kind == "no evidence"
-
-
 def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
     before = with_reward(evaluation(300), [0.2 + 0.001 * (number % 7) for number in range(COUNT)])
     after = with_reward(evaluation(200), [0.9 + 0.001 * (number % 5) for number in range(COUNT)])
@@ -184,13 +175,6 @@ def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> No
 # ------------------------------------------------------------------------------------------------ rewards that lead
 
 
-def test_files_of_older_runs_lead_with_accuracy(run: RunConfig) -> None:
-    """They do not say what judged; their verdicts stay."""
-    before, after = (with_reward(evaluation(right), [0.5] * COUNT) for right in (88, 368))
-    assert shared_measures(before, after) == ("accuracy", "reward")
-    assert judge_run(run, result(run), before, after).sentence.startswith("Accuracy rose")
-
-
 TIED = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
 
 
@@ -201,10 +185,8 @@ TIED = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
         ({"sentence": 1.0}, {"sentence": [0.0] * COUNT}, None, False),  # never solved is no signal
         ({"sentence": 1.0}, {"sentence": [5.0] * COUNT}, None, False),  # all equal: the best is not known
         ({"sentence": 1.0}, {"sentence": [5.0] * COUNT}, {"sentence": [5.0] * 399 + [2.0]}, True),
-        ({"form": 1.0, "sentence": 1.0}, {"form": [1.0] * COUNT, "sentence": [0.0] * COUNT}, None, False),
         ({"form": 0.0, "sentence": 0.5}, {"form": [0.2] * COUNT, "sentence": [1.0] * COUNT}, None, True),
         ({"sentence": 1.0}, {"sentence": [1.0] * COUNT, "repetition_penalty": [0.0] * COUNT}, None, True),
-        ({"wordiness": -1.0}, {"wordiness": [0.0] * COUNT}, None, True),
         ({"wordiness": -1.0}, {"wordiness": [1.0] * COUNT}, None, False),
     ],
 )

@@ -159,9 +159,8 @@ def test_only_what_carries_the_runs_id_is_resumed(run):
 def test_a_run_with_a_damaged_file_is_resumed(run, name, text):
     """The checkpoints have everything a resume needs: the configuration, the number of processes and the id."""
     old = begin(run, step=4)
-    if text is None:
-        (run.folder / name).unlink()
-    else:
+    (run.folder / name).unlink()
+    if text is not None:
         (run.folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     with RunDir.create(run, resume=True) as run_dir:
         assert run_dir.id == old.id and run_dir.resumes_from.step == 4
@@ -206,8 +205,15 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(run, name, way,
 
 
 def test_without_a_whole_checkpoint_nothing_is_started_over(run):
-    """Restarting from step 0 under --resume would drop a night of metrics."""
+    """Restarting from step 0 under --resume would drop a night of metrics. A second damaged checkpoint of a step
+    deleted the first; a folder named checkpoint-² ended in a traceback."""
     begin(run, step=6)
+    (run.folder / "checkpoints" / "checkpoint-²").mkdir()
+    for name in ("damaged-6", "damaged-6-2"):
+        truncate(run.folder / "checkpoints" / "checkpoint-6" / "optimizer.pt")
+        RunDir.create(run, resume=True).close()
+        assert (run.folder / "checkpoints" / name).is_dir()
+        with_checkpoint(run, 6)
     for step in (5, 6):
         truncate(run.folder / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt")
     before = contents(run.folder)
@@ -233,8 +239,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
 
 
 def test_overwrite_leaves_what_others_keep_among_the_checkpoints(run, tmp_path):
-    """The checkpoints/ of two runs were links to one large disk with other files on it, and --overwrite of one emptied
-    it."""
+    """The checkpoints/ of two runs were links to one large disk with other files, and --overwrite of one emptied it."""
     begin(run, step=2)
     (run.folder / "checkpoints").rename(tmp_path / "large")
     (run.folder / "checkpoints").symlink_to(tmp_path / "large")
@@ -257,22 +262,6 @@ def test_checkpoints_that_are_gone_are_not_an_empty_start(run, tmp_path):
     assert contents(run.folder) == before
 
 
-def test_a_run_whose_place_was_taken_writes_no_more(run):
-    """A run's folder was moved away and another run started in its place: rows of the first went into the second's
-    files, and its failure overwrote the second's status."""
-    with RunDir.create(run) as first:
-        first.append_jsonl("metrics.jsonl", [{"step": 1}])
-        run.folder.rename(run.folder.with_name("moved"))
-        with RunDir.create(run) as second:
-            second.set_status("finished")
-        before = contents(run.folder)
-        with pytest.raises(RunNotFoundError, match="was removed during the run"):
-            first.append_jsonl("metrics.jsonl", [{"step": 2}])
-        with pytest.raises(RunNotFoundError, match="was removed during the run"):
-            first.set_status("running", step=2)
-    assert contents(run.folder) == before
-
-
 def test_files_that_the_run_could_not_write_are_refused(run):
     """A link at adapter/ was replaced by a folder, and the link's target kept old weights; a pipe hung the run."""
     begin(run, step=2)
@@ -291,18 +280,6 @@ def test_files_that_the_run_could_not_write_are_refused(run):
     (run.folder / "adapter").symlink_to("elsewhere")
     with pytest.raises(SetupError, match="adapter is a link.*run.output_dir"):
         RunDir.create(run, resume=True)
-
-
-def test_damaged_checkpoints_are_all_kept(run):
-    """A second damaged checkpoint of a step deleted the first; a folder named checkpoint-² ended in a traceback."""
-    begin(run, step=6)
-    (run.folder / "checkpoints" / "checkpoint-²").mkdir()
-    for name in ("damaged-6", "damaged-6-2"):
-        newest = run.folder / "checkpoints" / "checkpoint-6"
-        truncate(newest / "optimizer.pt")
-        RunDir.create(run, resume=True).close()
-        assert (run.folder / "checkpoints" / name).is_dir()
-        with_checkpoint(run, 6)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -356,19 +333,22 @@ def test_a_run_whose_folder_is_removed_ends(run):
         (run.folder / "checkpoints").mkdir()
 
 
-def test_another_process_does_not_write_into_the_folder_of_another_run(run, monkeypatch):
-    """With several processes, one that failed after the folder had been replaced recorded it in the new run's."""
+def test_a_run_whose_place_was_taken_writes_no_more(run, monkeypatch):
+    """A run's folder was moved away and another run started in its place: rows of the first went into the second's
+    files, and its failure, or that of another of its processes, overwrote the second's status."""
     with RunDir.create(run) as first:
-        pass
-    other = RunDir(run.folder)
-    other.writes = False
-    run.folder.rename(run.folder.with_name("moved"))
-    with RunDir.create(run):
+        other = RunDir(run.folder)
+        other.writes = False
+        run.folder.rename(run.folder.with_name("moved"))
+        with RunDir.create(run) as second:
+            second.set_status("finished")
         before = contents(run.folder)
+        with pytest.raises(RunNotFoundError, match="was removed during the run"):
+            first.append_jsonl("metrics.jsonl", [{"step": 2}])
         monkeypatch.setattr("rloo_kit.runs.folder.SECONDS_FOR_MAIN", 0.0)
         with pytest.raises(RuntimeError), other:
             raise RuntimeError("gloo: connection closed")
-        assert other.id == first.id and contents(run.folder) == before
+    assert other.id == first.id and contents(run.folder) == before
 
 
 def test_a_full_disk_is_said_in_a_line(run):
