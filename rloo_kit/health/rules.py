@@ -35,7 +35,7 @@ mean = statistics.fmean
 
 @dataclass(frozen=True)
 class Context:
-    """What the rules need to know about a run in addition to its rows: the values of `rloo:`, the modes by rule ("warn",
+    """What the rules need to know about a run besides its rows: the values of `rloo:`, the modes by rule ("warn",
     "stop", "off"; "warn" if missing), the steps in a row without signal before it is reported, the planned steps (None:
     unknown), the weights of the rewards."""
 

@@ -127,9 +127,7 @@ def test_what_vllm_samples_is_taken(path: Path) -> None:
 
 def test_all_faults_at_once_each_with_its_line(path: Path) -> None:
     """Ten mistakes should not take ten attempts; and a file of 80 lines should not have to be searched."""
-    path.write_text(
-        TEXT.replace("  max_steps: 3", "  max_stepz: 3\n  beta: -1").replace("64\nrewards", "sixty\nrewards")
-    )
+    path.write_text(TEXT.replace("max_steps: 3", "max_stepz: 3\n  beta: -1").replace("64\nrew", "sixty\nrew"))
     lines = refusal(path, "rloo.top_p=7").splitlines()
     assert lines[0].startswith(f"{path}:6: data.max_prompt_length: is 'sixty'; input should be a valid integer")
     assert f"{path}:10: rloo.max_stepz: unknown key; did you mean rloo.max_steps?" in lines
@@ -138,18 +136,13 @@ def test_all_faults_at_once_each_with_its_line(path: Path) -> None:
     assert len(lines) == 4
 
 
-def test_missing_keys(tmp_path: Path) -> None:
-    """For a file without a model the error names the key, not a missing attribute."""
-    path = tmp_path / "run.yaml"
+def test_missing_keys_and_files(path: Path) -> None:
+    """For a file without a model the error names the key; a typing error in a file's name ended in a traceback."""
+    assert f"no configuration file at {path.parent / 'rum.yaml'}; there are {path}" in refusal(path.parent / "rum.yaml")
     path.write_text("rewards: [{weight: 2}]\nrloo: {max_steps: 1}\ndata: {source: x}\n")
     message = refusal(path)
     assert "model: required but missing; add it to the file, or to the command line as model=..." in message
     assert f"{path}:1: rewards.0.name: required" in message
-
-
-def test_no_such_file_names_the_ones_there_are(path: Path) -> None:
-    """A typing error in a file's name ended in a traceback of `open`."""
-    assert f"no configuration file at {path.parent / 'rum.yaml'}; there are {path}" in refusal(path.parent / "rum.yaml")
     path.write_bytes(b"model: \xff\xfe")
     assert "cannot be read as UTF-8 text" in refusal(path)
 
@@ -158,9 +151,8 @@ def test_a_rollout_of_whole_groups_and_enough_prompts(path: Path) -> None:
     """TRL's `generation_batch_size (8) must be divisible by num_generations (3)` does not name what makes 8; and a run
     of fewer prompts than a rollout needs loaded the model, evaluated it, and ended after no step."""
     numbers = ["rloo.per_device_train_batch_size=8", "rloo.num_generations=4", "rloo.gradient_accumulation_steps=2"]
-    found = (
-        "8 completions a pass (per_device_train_batch_size) x 1 process x 2 passes (gradient_accumulation_steps) = 16"
-    )
+    passes = "2 passes (gradient_accumulation_steps)"
+    found = f"8 completions a pass (per_device_train_batch_size) x 1 process x {passes} = 16"
     message = refusal(path, *numbers, "rloo.num_generations=5")
     assert found in message and "whole groups of 5 (num_generations)" in message
     with pytest.raises(ConfigError) as caught:

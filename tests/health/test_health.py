@@ -330,13 +330,9 @@ def test_means_are_over_the_last_rows_that_have_a_number() -> None:
 
 def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
     """With beta above 0 the penalty keeps tied groups from being equal, and frac_reward_zero_std stays at 0."""
-    (found,) = judge([{"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}])
-    assert (found.name, found.level) == ("frac_score_zero_std", "alarming")
-    (found,) = judge([{"frac_reward_zero_std": 1.0}])
-    assert (found.name, found.level) == ("frac_reward_zero_std", "alarming")
     behind = WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}
     assert [one.name for one in look([behind] * 4)] == ["no_signal"]
-    assert look([behind | {"frac_score_zero_std": 0.9}] * 4) == []
+    assert "frac_score_zero_std" in {one.name for one in judge([behind]) if one.level == "alarming"}
 
 
 def test_keys_of_removed_rules_are_read() -> None:

@@ -18,21 +18,17 @@ def make_rows(steps: int, per_step: int, **changes: Any) -> Iterator[dict[str, A
     return (make_rollout(step, number, **changes) for step in range(1, steps + 1) for number in range(per_step))
 
 
-def test_a_small_run_is_shown_whole() -> None:
-    found = sample_rollouts(make_rows(30, 8), 30)
-    assert len(found.rows) == found.total == 240 and found.describe() == "All 240 rollouts."
-    assert all("whole" in row["marks"] for row in found.rows)
-
-
 def test_a_large_run_is_sampled_by_the_rule() -> None:
-    """Whole groups of the first, the last and evenly spaced steps, and the most informative of the others: the one
-    completion that ran away is the one that a reader looks for."""
+    """A small run is shown whole; else whole groups of the first, the last and evenly spaced steps, and the most
+    informative of the others: the one completion that ran away is the one that a reader looks for."""
 
     def rows() -> Iterator[dict[str, Any]]:
         for row in make_rows(46, 200):
             odd = row["step"] == 20 and row["group"] == 3
             yield row | ({"truncated": True, "completion_tokens": 999, "advantage": 3.0} if odd else {})
 
+    small = sample_rollouts(make_rows(30, 8), 30)
+    assert len(small.rows) == small.total == 240 and small.describe() == "All 240 rollouts."
     found = sample_rollouts(rows(), 46)
     whole = [row for row in found.rows if "whole" in row["marks"]]
     groups = Counter((row["step"], row["group"]) for row in whole)
@@ -105,6 +101,9 @@ def test_changes_are_counted_over_all_prompts_and_regressions_come_first() -> No
     assert found.counts["greedy"] == found.counts["temperature 1"] and found.total == 6
     assert [entry["kind"] for entry in found.prompts] == ["broken", "still wrong", "fixed", "still right"]
     assert found.prompts[0]["prompt"] == "3+1=" and found.prompts[0]["before"]["correct"] is True
+    before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
+    after.prompts_digest = "y"  # other prompts
+    assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
 
 
 def test_prompts_without_an_answer_are_in_no_kind() -> None:
@@ -116,12 +115,6 @@ def test_prompts_without_an_answer_are_in_no_kind() -> None:
         one.samples, one.more_samples = [make_sample(9, None)], [*one.samples, *one.more_samples]
     kinds = {entry["prompt"]: entry["kind"] for entry in find_changes(before, after).prompts}
     assert kinds == {"0+1=": "fixed", "1+1=": "still right", "9+1=": None}
-
-
-def test_evaluations_of_different_prompts_are_not_counted() -> None:
-    before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
-    after.prompts_digest = "y"
-    assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
 
 
 def test_prompts_of_nested_evaluations_are_counted_where_both_measured() -> None:

@@ -1,7 +1,8 @@
-"""`rloo-kit show`: a run, its completions, several runs; in the terminal and as JSON."""
+"""`rloo-kit show`: a run, its completions, several runs; in the terminal, as JSON, and the page that compares runs."""
 
 import json
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ from typer.testing import CliRunner
 
 from rloo_kit import load_config
 from rloo_kit.cli import app
+from rloo_kit.results.versus import compare_runs, write_comparison_page
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
+from tests.html_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
@@ -275,3 +278,72 @@ def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., P
         assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
     (b / "inputs.json").write_text(json.dumps(inputs | {key: "1", "column answer of the held-out prompts": "y"}))
     assert "differently (column answer of the held-out prompts)" in call_json(a, b)[1]["sentence"]
+
+
+# ---------------------------------------------------------------------------------------------- their page
+
+
+@pytest.fixture
+def two_runs(make_run: Callable[..., Path]) -> list[Path]:
+    """Two runs with a rising reward, 40 and 80 of 100 prompts right."""
+    rows = [row | {"reward": row["step"] / 30} for row in make_rows(30)]
+    folders = [make_run(rows), make_run(rows, "finished", ("run.name=<b>other<_b>", "rloo.learning_rate=0.01"))]
+    for folder, right in zip(folders, (40, 80), strict=True):
+        write_evaluation(folder, 10, name="before")
+        write_evaluation(folder, right)
+    return folders
+
+
+def report(*words: Any) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, words)])
+
+
+def test_runs_side_by_side(two_runs: list[Path], tmp_path: Path) -> None:
+    """Without links a comparison is a dead end, and a curve without a name cannot be attributed to a run."""
+    (two_runs[1] / "report.html").write_text("a report")
+    page = write_comparison_page(compare_runs(two_runs), tmp_path / "pages" / "comparison.html")
+    text = page.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert "is ahead of made: accuracy +40 points" in parsed.text
+    assert "<b>other" not in text and re.search(r'href="\.\./[^"]*report\.html"', text)
+    assert text.count("report.html") == 1, "the first has none"
+    assert text.count("<svg") == 2, "held-out accuracy and reward; a flat entropy says nothing"
+    assert re.search(r'aria-label="Reward: made 0\.0333 at step 1, 1 at step 30;', text)
+    assert "rloo.learning_rate" in parsed.text and "0.01" in parsed.text
+    assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", text)
+
+
+def test_a_page_replaces_only_a_page(two_runs: list[Path], tmp_path: Path) -> None:
+    """`report A B --output data.jsonl` replaced the training data by a page."""
+    (tmp_path / "data.jsonl").write_text("precious")
+    for path in (tmp_path / "data.jsonl", tmp_path, Path("/dev/null")):
+        done = report(*two_runs, "--output", path)
+        assert done.exit_code == 2 and f"{path} exists and is not a comparison of runs" in done.output
+    assert (tmp_path / "data.jsonl").read_text() == "precious"
+    for _ in range(2):
+        done = report(*two_runs)
+        assert done.exit_code == 0 and "is ahead of" in done.stdout and (tmp_path / "comparison.html").is_file()
+    for words in ([*two_runs, "rloo.beta=0"], [two_runs[0], "--output", "x.html"], ["rloo.beta=0"]):
+        refused = report(*words)
+        assert refused.exit_code == 2 and "rloo-kit:" in refused.stderr, words
+
+
+def test_a_full_disk_ends_in_a_line(two_runs: list[Path]) -> None:
+    """A report on a full disk ended in a traceback. A test can set a limit on file size."""
+    run, limits = two_runs[0], resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+        done = report(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.exit_code == 2 and "rloo-kit: the disk is full" in done.output and "free some space" in done.output
+    assert not [path for path in run.iterdir() if path.name.endswith((".tmp", ".html"))]
+
+
+def test_the_lead_is_over_the_prompts_with_answers(two_runs: list[Path]) -> None:
+    """The sentence said 1,000 prompts when only 40 had an answer."""
+    for folder, right in zip(two_runs, (40, 80), strict=True):
+        shares = [1.0] * (right // 4) + [0.0] * (40 - right // 4)
+        write_evaluation(folder, right, per_prompt=shares, num_judged=40, unjudged=[*range(40, 100)])
+    lead = compare_runs(two_runs).runs[1].lead
+    assert lead is not None and lead.difference.count == 40

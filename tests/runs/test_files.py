@@ -1,7 +1,6 @@
 """Atomic file writes, the git revision of a checkout, what ending a kernel needs (running saves, open runs), and which
 checkpoints are deleted and which stay."""
 
-import json
 import os
 import subprocess
 import threading
@@ -12,7 +11,7 @@ import pytest
 from rloo_kit.runs import files as saves
 from rloo_kit.runs import folder
 from rloo_kit.runs.checkpoints import list_checkpoints, prune, publish, read_checkpoint, seal
-from rloo_kit.runs.files import git_revision, running_saves, saved_paths, saving, wait_for_saves, write_text
+from rloo_kit.runs.files import git_revision, running_saves, saved_paths, saving, wait_for_saves
 from rloo_kit.runs.folder import RunDir
 from tests.runs.test_run_dir import Run
 
@@ -51,40 +50,18 @@ def test_a_run_that_failed_or_whose_thread_died_is_not_open(tmp_path: Path) -> N
     kept[0].close()
 
 
-def test_files_are_replaced_in_one_piece(tmp_path: Path) -> None:
-    """A poller that reads half of a status.json would report a healthy run as broken."""
-    path = tmp_path / "status.json"
-    texts = [json.dumps({"step": n, "pad": "x" * 50_000}) for n in range(2)]
-    write_text(path, texts[0])
-    done = threading.Event()
-
-    def write() -> None:
-        for n in range(30):
-            write_text(path, texts[n % 2])
-        done.set()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    while not done.is_set():
-        json.loads(path.read_text())
-    thread.join()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"], "no temporary file stays behind"
-
-
 def test_git_revision_is_that_of_the_checkout_that_tracks_the_file(tmp_path: Path) -> None:
     """Installed in an environment inside another repository, the kit recorded that repository's revision."""
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run([*git, "init", "-q"], check=True)
     tracked, untracked = tmp_path / "a.py", tmp_path / "b.py"
     tracked.write_text("1")
     untracked.write_text("1")
-    subprocess.run([*git, "add", "a.py"], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for words in (["init", "-q"], ["add", "a.py"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
     found = git_revision(tracked)
     assert found is not None and len(found["revision"]) == 40 and not found["changed"]
     tracked.write_text("2")
-    assert git_revision(tracked)["changed"]
-    assert git_revision(untracked) is None
+    assert git_revision(tracked)["changed"] and git_revision(untracked) is None
 
 
 # ------------------------------------------------------------------------------------------ checkpoints

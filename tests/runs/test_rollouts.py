@@ -99,10 +99,9 @@ def test_damage_costs_one_step(tmp_path: Path) -> None:
     write(tmp_path, 5)
     files = step_files(tmp_path)
     files[2].write_bytes(files[2].read_bytes()[:-60])
-    files[5].write_bytes(b"not compressed")
     files[3].write_bytes(gzip.compress(to_lines([{"step": "3"}, {"step": 4}])))
-    found = list(read_rollouts(tmp_path))
-    assert [row for row in found if row["step"] != 2] == [*rows_of(1), *rows_of(4)]
+    files[5].write_bytes(b"not compressed")
+    assert [row for row in read_rollouts(tmp_path) if row["step"] != 2] == [*rows_of(1), *rows_of(4)]
     assert read_step(tmp_path) == rows_of(4) and read_step(tmp_path, 5) == []
     Rollouts(tmp_path).cut(1)
     assert list(read_rollouts(tmp_path)) == rows_of(1)
@@ -243,18 +242,6 @@ def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path) -> None:
     for name in ("missing", ".", "pipe", "x" * 5000, "nul\0"):
         assert list(read_rows(tmp_path / name)) == []
     assert list(read_rows(tmp_path / "text.gz")) == []
-
-
-def test_a_damaged_compressed_file_has_the_rows_before_the_damage(tmp_path: Path) -> None:
-    """A flipped bit in the last megabyte must not hide the hundreds of megabytes before it."""
-    path, generator = tmp_path / "x.jsonl.gz", random.Random(0)
-    written = [{"step": step, "noise": generator.random()} for step in range(4_000)]
-    data = gzip.compress(to_lines(written))
-    half = len(data) // 2
-    for damaged in (data[:half], data[:half] + b"\0" * 100 + data[half + 100 :]):
-        path.write_bytes(damaged)
-        found = list(read_rows(path))
-        assert len(found) < 4_000 and found[:1500] == written[:1500]
 
 
 def test_rows_are_written_as_json_for_every_reader(path: Path) -> None:

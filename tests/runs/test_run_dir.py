@@ -451,6 +451,10 @@ def test_a_run_goes_on_with_the_task_family_that_it_began_with(own_family):
     RunDir.create(load_config(folder / "config.yaml", f"run.name={folder.name}"), resume=True).close()
     RunDir.create(load_config(folder / "config.yaml"), overwrite=True).close()
     assert (folder / "task_families" / "backward.py").read_bytes() == content, "its own folder had the only copy"
+    config.parent.with_name("backward.py").write_text("# another")  # one file of this name would replace the other
+    words = ("model.name=embedded/untaught", "data.source=embedded/fam/backward.py", "sft.source=embedded/backward.py")
+    with pytest.raises(ConfigError, match=r"two .*task families .*called backward.py.*: rename one"):
+        RunDir.create(load_config(config, *words, "run.name=two"))
 
 
 NEXT_TO_IT = """
@@ -479,15 +483,6 @@ def test_a_runs_config_finds_data_and_rewards_next_to_the_users_file(tmp_path, m
     ]  # fmt: skip
     assert list(saved.reward_weights) == ["right", "even", "answer_reward"], "logged under the same names"
     RunDir.create(load_config(own), resume=True).close()
-
     monkeypatch.chdir(configs)  # found from here, so from here again, wherever the project is moved
     with RunDir.create(load_config(own)) as run_dir:
         assert load_config(run_dir.folder / "config.yaml").data.all_sources[0] == "task/rows.csv"
-
-
-def test_two_task_families_of_one_name_are_refused(own_family, tmp_path):
-    """The folder stores a family under its file name, so one would replace the other."""
-    (tmp_path / "backward.py").write_text("# another")
-    words = ("model.name=embedded/untaught", "data.source=embedded/fam/backward.py", "sft.source=embedded/backward.py")
-    with pytest.raises(ConfigError, match=r"two .*task families .*called backward.py.*: rename one"):
-        RunDir.create(load_config(own_family[0], *words))
