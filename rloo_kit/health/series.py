@@ -1,4 +1,4 @@
-"""A run's metrics as series, for the rules, and the ranges of single values from the config's `health.ranges`."""
+"""A run's metrics as series, for the rules; and the healthy range of each metric, for its last values."""
 
 import math
 import statistics

@@ -15,6 +15,7 @@ from rloo_kit.health.series import LEVELS, Judgement, is_number, judge
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
 from rloo_kit.results.evaluation import Evaluation, merge_rows
+from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts
 from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
@@ -24,7 +25,7 @@ from rloo_kit.system.console import columns, fill_text, format_seconds, render_t
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
 MEANS = ("reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio")
 BLOCKS = "▁▂▃▄▅▆▇█"
-COLORS = {"learnt": "green", "no evidence": "yellow", "no signal": "red", "broken": "red", "gamed": "red"}
+COLORS = {"right": "green", "wrong": "red", "": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class RunOverview:
         head += "" if step is None else f", {step}{f' of {total}' if total else ''} steps"
         head += f", {format_seconds(self.seconds)} of training" if self.seconds else ""
         verdict = Text(str(self.verdict))
-        verdict.stylize(f"bold {COLORS[self.verdict.kind]}", 0, len(self.verdict.kind))
+        verdict.stylize(f"bold {COLORS[TONES.get(self.verdict.kind, '')]}", 0, len(self.verdict.kind))
         if self.status.get("error"):
             verdict.append(f"\n{fill_text('error: ' + str(self.status['error']))}")
         parts: list[Any] = [Text(head, style="bold"), verdict]

@@ -21,6 +21,8 @@ SMOOTH_FROM = 20  # points from which a moving mean is drawn over the values
 COLORS = 8  # for series of equal rank
 MARGIN = 0.06  # share of the range beyond the values, so that no axis cuts a point
 BAR_WIDTH, BAR_INSET = 200, 4  # of a bar's viewBox
+SAME = 1e-9  # values that differ by less count as equal
+FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
 
 
 class Point(NamedTuple):
@@ -30,15 +32,6 @@ class Point(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
-
-
-class Mark(NamedTuple):
-    """The first and last step of a finding, its name, and the rule that found it."""
-
-    since: float
-    last: float
-    name: str
-    rule: str = ""
 
 
 @dataclass
@@ -60,7 +53,7 @@ class Chart:
     form: str = "number"
     dots: bool = False
     alike: bool = False
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[Finding] = field(default_factory=list)
     labels: Sequence[str] = ()
     note: str = "step"
     ends_of: int = -1
@@ -166,7 +159,7 @@ def draw_chart(chart: Chart) -> Drawing:
     for row, mark in enumerate(chart.marks):
         start, end = (x(min(max(step, first), last)) for step in (mark.since, mark.last))
         at, anchor = (start - 4, "end") if start > WIDTH * 0.55 else (start + 4, "start")
-        bands.append((start, round(max(end - start, 1), 1), at, TOP + 2 + 12 * row, anchor, mark.name))
+        bands.append((start, round(max(end - start, 1), 1), at, TOP + 2 + 12 * row, anchor, mark.title))
     return Drawing(
         title=chart.title,
         from_to="" if chart.alike else from_to(chart),
@@ -177,7 +170,7 @@ def draw_chart(chart: Chart) -> Drawing:
         bands=bands,
         lines=lines[::-1] if chart.dots else lines,  # the strong line in front, but behind another's dots
         legend=[(kind, name) for kind, name, _ in shown if name],
-        found={mark.rule: mark.name for mark in chart.marks if mark.rule},
+        found={mark.name: mark.title for mark in chart.marks},
     )  # fmt: skip
 
 
@@ -212,7 +205,7 @@ def describe_chart(chart: Chart) -> str:
         said = (f"{format_value(one.value, chart.form)} at {place}" for one, place in zip(ends, at, strict=True))
         texts.append(f"{name} {', '.join(said)}".strip())
     text = f"{chart.title}: {'; '.join(texts)}"
-    return text + "".join(f"; {one.name} from step {one.since:g}" for one in chart.marks)
+    return text + "".join(f"; {one.title} from step {one.since:g}" for one in chart.marks)
 
 
 def from_to(chart: Chart) -> str:
@@ -300,10 +293,6 @@ def _tick_text(tick: float, form: str, ticks: Sequence[float]) -> str:
     return f"{shown + 0.0:,.{min(decimals, 6)}f}{unit}"
 
 
-SAME = 1e-9  # values that differ by less count as equal
-FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
-
-
 def choose_curves(
     metrics: Sequence[Row], findings: Sequence[Finding], held_out: Chart | None = None
 ) -> tuple[list[Drawing], list[str]]:
@@ -327,11 +316,7 @@ def choose_curves(
     reads = {rule.name: rule.metrics for rule in RULES.values()}
     drawn, constant = [], []
     for chart in charts:
-        chart.marks += [
-            Mark(one.since, one.last, one.title, one.name)
-            for one in findings
-            if chart.metrics & {"reward", *reads.get(one.name, ())}
-        ]
+        chart.marks += [one for one in findings if chart.metrics & {"reward", *reads.get(one.name, ())}]
         of_finding = any(reads.get(one.name, ("",))[0] in chart.metrics for one in findings) and len(rows) > 1
         if chart is held_out or of_finding or not is_flat(chart):
             drawn.append(draw_chart(chart))

@@ -1,4 +1,4 @@
-"""The result of a run, as `train` returns it or as read from the run's folder."""
+"""A run's result, as `train` returns it or as read from its folder, and the verdict on it."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -16,7 +16,12 @@ from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
 
+Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
+NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
+BY_SUCCESS = ("no_signal", "no_movement", "nothing_learnt")  # what a solved task shows too
+LONGEST_QUESTION = 60  # characters of an example in a command
+CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
 @dataclass
@@ -102,14 +107,6 @@ def is_over(run: RunConfig) -> bool:
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
     """The evaluation "before" or "after" training from the run's folder; None without one."""
     return Evaluation.read(run.folder / f"{when}.json")
-
-
-Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
-NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
-BY_SUCCESS = ("no_signal", "no_movement", "nothing_learnt")  # what a solved task shows too
-BROKEN, GAMED = "broken_policy", "reward_hacking"
-LONGEST_QUESTION = 60  # characters of an example in a command
-CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
 @dataclass(frozen=True)
@@ -201,11 +198,11 @@ def _decide(
 ) -> tuple[Kind, str, Finding | None]:
     """Kind, sentence, and the finding that explains them."""
     lasting = {one.name: one for one in result.lasting}
-    fallen = lasting.get(BROKEN)
+    fallen = lasting.get("broken_policy")
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
     measured = "" if change is None else f"; {_lower(str(change))}"
-    if GAMED in lasting and not (change is not None and not change.is_reward and change.rose):
-        gamed = lasting[GAMED]
+    gamed = lasting.get("reward_hacking")
+    if gamed is not None and not (change is not None and not change.is_reward and change.rose):
         return "gamed", f"The policy earns reward in an unintended way: {gamed.found}{measured}", gamed
     if change is not None and change.rose:
         return "learnt", str(change), None

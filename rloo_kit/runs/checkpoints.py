@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.runs.files import is_count, read_object, write_json
+from rloo_kit.runs.files import read_object, write_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"  # folder of a save that is in progress or was killed
@@ -97,20 +97,15 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     manifest = read_object(folder / MANIFEST)
     if manifest.pop("sha256", None) != _digest_of(manifest):
         return None
-    step, run, config, processes, files = (
-        manifest.get(name) for name in ("step", "run", "config", "processes", "files")
-    )
-    if not (isinstance(run, str) and isinstance(config, str) and isinstance(files, dict) and files):
+    try:
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        step, run, config, processes = (manifest[name] for name in ("step", "run", "config", "processes"))
+    except (AttributeError, KeyError, TypeError):
         return None
-    if not is_count(step) or not is_count(processes) or folder.name != f"{STEM}{step}":
+    is_inside = not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
+    if not files or not is_inside or folder.name != f"{STEM}{step}":
         return None
-    entries: dict[str, tuple[int, str]] = {}
-    for name, entry in files.items():
-        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if not is_count(size) or not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-            return None
-        entries[name] = (size, digest)
-    return Checkpoint(folder, step, run, config, processes, entries)
+    return Checkpoint(folder, step, run, config, processes, files)
 
 
 def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None]) -> None:

@@ -188,6 +188,10 @@ def test_training_generates_as_many_rows_as_are_planned(
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
+    monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
+    plain = load_config(CONFIGS / "arithmetic_thinking.yaml")  # 8192 tokens were planned where the trainer takes 2048
+    assert plan_vram(plain).tokens_per_pass == 2048 and "tokens_per_pass" not in planned_limits(plain, policy)
+    capsys.readouterr()
     work = read_workload(run, find_machine(), tiny_model.config.to_dict())
     free = limit_for(work, 100) + planner.CPU_RESERVE_GIB
     monkeypatch.setattr(planner, "available_gib", lambda: free + 1e-6)

@@ -76,6 +76,8 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
         ((200, 204), "", {}, "no evidence", "went from 50.0 % to 51.0 %", "rloo.max_steps"),
         ((396, 397), "", {}, "no evidence", "", "harder prompts"),
         *((sides, "truncation", {}, "no signal", "what it saw", "rloo.key") for sides in ((200, 201), ())),
+        # with logging_steps 5 and 62 steps every alarm counted as over
+        ((), "truncation", {"steps": 62, "metrics": [{"step": 30}]}, "no signal", "what it saw", "rloo.key"),
         ((300, 20), "", {}, "broken", "fell from 75 % to 5 %", "rloo.learning_rate"),
         ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.max_steps"),
         ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.max_steps"),
