@@ -1,9 +1,11 @@
 """Reading a run: overrides, names, assignments, and a resolved file that is the same run again."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from rloo_kit import plan_vram
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
@@ -141,3 +143,30 @@ def test_a_users_family_takes_no_prompts_of_another(minimal: Path, monkeypatch: 
         load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=embedded/sorting")
     run = load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=demonstrations.jsonl")
     assert run.family_files == [(minimal.parent / "own" / "backward.py").resolve()]
+
+
+# ------------------------------------------------------------------------------------------ the files that ship
+
+ON_GPU = sorted(FOLDER.glob("qwen3*.yaml"))
+
+
+@pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
+def test_a_config_fits_the_gpu_of_its_header(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config for 8 GB that needs 9 fails after ten minutes."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # which layers a checkpoint keeps in 16 bit is not known
+    run = load_config(path)
+    (gpu,) = re.findall(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
+    plan = plan_vram(run, int(gpu) * 1e9 / 2**30)
+    assert plan.fits and (path.stem.endswith(f"_{gpu}gb") or not path.stem.endswith("gb"))
+    assert run.eval.batch_size <= plan.completions, "the evaluation holds more rows in the cache than training"
+
+
+@pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
+def test_models_that_think_have_room_for_it(path: Path) -> None:
+    """The published recipe gave 128 tokens to a model that thinks for thousands: every reward was equal, and it
+    trained nothing."""
+    run = load_config(path)
+    assert run.rloo.max_completion_length >= (2048 if run.model.family == "instruct" else 4096)
+    assert run.model.family == {"4B-T": "thinking", "4B-I": "instruct"}.get(run.model.name[14:18], "hybrid")
+    assert run.model.enable_thinking is (True if run.model.family == "hybrid" else None)
+    assert run.model.name.startswith("unsloth/Qwen3-") and run.model.name.endswith("-unsloth-bnb-4bit")

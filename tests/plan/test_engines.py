@@ -12,7 +12,7 @@ from rloo_kit.plan.planner import find_machine, plan_engine, plan_vllm, read_wor
 from rloo_kit.plan.shapes import PUBLISHED
 from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.system.versions import VLLM_INSTALL
-from tests.plan.test_parts import work_of
+from tests.plan.test_shapes import work_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 THINKING = CONFIGS / "qwen3_4b_thinking_12gb.yaml"

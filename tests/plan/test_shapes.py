@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from rloo_kit import load_config, plan_vram
+from rloo_kit.config.run import OLD_TARGETS
 from rloo_kit.plan import parts
+from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_machine, read_workload
-from rloo_kit.plan.shapes import find_shape, shape_of_config
+from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, ModelShape, find_shape, shape_of_config
 from rloo_kit.plan.speed import token_step_bytes
-from tests.plan.test_parts import work_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
@@ -23,8 +24,19 @@ DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }  # fmt: skip
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = tuple(OLD_TARGETS)
 ALL_DELTA = (*ALL, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+
+
+def work_of(shape: ModelShape, **changes: Any) -> Workload:
+    """A run on a GPU: LoRA r = 16 in 4-bit with 8-bit Adam, Unsloth's checkpointing, one sequence a pass."""
+    given = Workload(
+        shape=shape, four_bit=True, weight_bytes=2, compute_bytes=2, lora_rank=16, lora_targets=ALL,
+        optim="adamw_8bit", checkpointing="offloaded", fused=True, tokens_per_pass=1, whole_groups=False,
+        reference="none", prompt_tokens=0, completion_tokens=4096, num_generations=8, completions=8,
+        on_cuda=True,
+    )  # fmt: skip
+    return replace(given, **changes)
 
 
 def make_model(kind: str, **changes: Any) -> Any:
@@ -225,3 +237,14 @@ def test_todays_thinking_models_are_planned_by_name(monkeypatch: pytest.MonkeyPa
         flat = " ".join(str(plan).replace("│", " ").split())
         assert per_token in flat and states in flat and ("MiB)" in flat) == bool(states)
         assert plan.engine.name == ("generate" if states else "native"), "a state per row is not in the native cache"
+
+
+def test_numbers_that_are_held_twice_agree() -> None:
+    """The arithmetic may not import torch, so it holds some numbers of modules that do."""
+    from rloo_kit.data import chat as tokenizer
+    from rloo_kit.models import cold_start
+
+    assert EMBEDDED_ROWS == tokenizer.ROWS
+    for plan in cold_start.PLANS.values():
+        config = cold_start.model_config(plan, tokenizer.ROWS["compact"]).to_dict()
+        assert replace(shape_of_config(config), source=EMBEDDED.source) == EMBEDDED
