@@ -52,7 +52,7 @@ def test_regressed_is_less_than_the_prompt_earned_before() -> None:
 def test_texts_are_cut_to_what_a_page_may_hold() -> None:
     """1,500 completions of 8,000 tokens are 48 MB; the answer is cut last."""
     text = "x" * 30_000 + "</think>\n\n42"
-    found = sample_rollouts(make_rows(40, 16, completion=text, answer_start=30_008), 40)
+    found = sample_rollouts(make_rows(12, 16, completion=text, answer_start=30_008), 12)
     assert found.limit is not None and len(json.dumps(found.rows)) < ROOM * 1.1
     assert all(row["answer"] == "42" for row in found.rows) and f"cut to {found.limit:,}" in found.describe()
     assert "characters left out" in found.rows[0]["thinking"][0][0]
