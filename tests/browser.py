@@ -1,6 +1,5 @@
-"""Headless Chromium for tests and pictures, driven over its debugging pipe: no library, no port, no network."""
+"""Headless Chromium for tests, driven over its debugging pipe: no library, no port, no network."""
 
-import base64
 import itertools
 import json
 import os
@@ -74,11 +73,11 @@ class Browser:
         """A command of the debugging protocol for the page; raises RuntimeError where it fails."""
         return self._send(method, values, self._session)
 
-    def view(self, width: int, height: int = 900, *, dark: bool = False, media: str = "") -> None:
-        """Size of the window in pixels, the reader's colours, and "print" for the look on paper."""
+    def view(self, width: int, height: int = 900, *, dark: bool = False) -> None:
+        """Size of the window in pixels, and the reader's colours."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
 
     def open(self, path: Path) -> None:
         """Load a file; returns when its load event has come."""
@@ -103,14 +102,6 @@ class Browser:
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **values, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **values)
-
-    def picture(self, path: Path, *, height: int | None = None) -> Path:
-        """A PNG of the page from its top, whole or `height` pixels of it."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(height or 10**6, size["height"]), "scale": 1}
-        found = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
-        return path
 
     def _send(self, method: str, values: dict[str, Any], session: str | None = None) -> dict[str, Any]:
         number = next(self._ids)

@@ -50,8 +50,7 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
     engine = values.get("rollout_engine")
     problems = [
         *_find_sampling_problems(values),
-        *_find_ratio_problems(values),
-        *_find_mean_problems(values),
+        *_find_loss_problems(values),
         *_find_thinking_problems(values),
         *_find_server_problems(engine, values.get("rollout_server_url")),
     ]
@@ -94,34 +93,28 @@ def _find_sampling_problems(values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _find_ratio_problems(values: Mapping[str, Any]) -> list[str]:
+def _find_loss_problems(values: Mapping[str, Any]) -> list[str]:
+    """A bound below the clip; a penalty or a mean per token although a completion has one ratio; two scales at once; a
+    mean over a step's tokens although their number is not known when its first rollout is trained."""
     problems = []
-    delta = values.get("delta")
+    delta, form = values.get("delta"), values.get("ratio_form")
     key = "epsilon" if values.get("epsilon_high") is None else "epsilon_high"
     if delta is not None and delta <= (least := 1 + values.get(key, 0.2)):
         problems.append(
             f"rloo.delta is {delta}; it bounds the ratio above the clip, so it must be above 1 + rloo.{key} = {least:g}"
         )
-    form = values.get("ratio_form")
     if values.get("kl_form") == "per_token" and form not in (None, "per_token"):
         problems.append(
             "rloo.kl_form is per_token, which gives every token its own advantage, but rloo.ratio_form is "
             f"{form}, one ratio for a whole completion; set rloo.ratio_form=per_token (or null), or another "
             "rloo.kl_form"
         )
-    return problems
-
-
-def _find_mean_problems(values: Mapping[str, Any]) -> list[str]:
-    """Two scales at once; a mean over tokens although a completion has one ratio, or although a step's token count is
-    not known when its first rollout is trained."""
-    problems = []
     if values.get("scale_rewards") == "group" and values.get("normalize_advantages"):
         problems.append(
             "rloo.scale_rewards is group and rloo.normalize_advantages is true, two scales for one advantage; "
             "set rloo.scale_rewards=none or rloo.normalize_advantages=false"
         )
-    mean, form = values.get("token_mean", "none"), values.get("ratio_form")
+    mean = values.get("token_mean", "none")
     if mean != "none" and form in ("sum", "length_normalized"):
         problems.append(
             f"rloo.token_mean is {mean}, a mean over tokens, but rloo.ratio_form is {form}, one ratio for a "
@@ -141,15 +134,13 @@ def _find_mean_problems(values: Mapping[str, Any]) -> list[str]:
 def _find_thinking_problems(values: Mapping[str, Any]) -> list[str]:
     thinking, answer = values.get("thinking_budget"), values.get("answer_budget")
     if thinking is None:
-        if answer is None:
-            return []
-        return [
+        text = (
             f"rloo.answer_budget is {answer}, but rloo.thinking_budget is null, so thinking is never closed by force; "
             "set rloo.thinking_budget or rloo.answer_budget=null"
-        ]
+        )
+        return [] if answer is None else [text]
     closing = CLOSE_TOKENS.get(values.get("thinking_close", "tag"), 1)
-    needed = thinking + closing + (answer or 1)
-    limit = values.get("max_completion_length")
+    limit, needed = values.get("max_completion_length"), thinking + closing + (answer or 1)
     if limit is None or needed <= limit:
         return []
     last = f"rloo.answer_budget ({answer})" if answer else "an answer of 1 token"

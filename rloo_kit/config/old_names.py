@@ -27,6 +27,8 @@ _SIZES = (
     "the old trainer computed it and overwrote what was passed; today the generation batch is "
     "per_device_train_batch_size x processes x steps_per_generation"
 )
+_SIZE_NAMES = ["batch_size", "local_batch_size", "micro_batch_size", "mini_batch_size", "local_mini_batch_size"]
+_SIZE_NAMES += ["num_total_batches", "num_updates", "world_size"]
 _PPO = "part of PPO's value function; RLOO never read it"
 _TAKES = "of the trainer takes a name or folder"
 _SCRIPT = "only the old example scripts read it; it stays readable on the config;"
@@ -73,9 +75,7 @@ CONFIG_NAMES: dict[str, OldName] = {
     ),
     "sanity_check": OldName(bool, None, _SCRIPT + " max_steps makes a short run"),
     **{name: OldName(float, None, _PPO) for name in ("vf_coef", "cliprange_value", "gamma", "lam")},
-    **{name: OldName(int, None, _SIZES) for name in ("batch_size", "local_batch_size", "micro_batch_size")},
-    **{name: OldName(int, None, _SIZES) for name in ("mini_batch_size", "local_mini_batch_size", "num_total_batches")},
-    **{name: OldName(int, None, _SIZES) for name in ("num_updates", "world_size")},
+    **{name: OldName(int, None, _SIZES) for name in _SIZE_NAMES},
     "reward_model_path": OldName(str, None, f"{_SCRIPT} reward_funcs=... {_TAKES}"),
     "sft_model_path": OldName(str, None, f"{_SCRIPT} model=... {_TAKES}"),
     "base_model": OldName(str, None, f"{_SCRIPT} model=... {_TAKES}"),

@@ -152,7 +152,17 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_sections_together(self, info: ValidationInfo) -> "RunConfig":
         self._source = info.context
-        problems = [*self._find_length_problems(), *self._find_reward_problems(), *self._find_source_problems()]
+        problems = self._find_length_problems()
+        if self.rloo.missing_eos_penalty is not None and any(one.name == "missing_eos_penalty" for one in self.rewards):
+            problems.append(
+                "rloo.missing_eos_penalty and the reward missing_eos_penalty are both set, so a truncated completion "
+                "would be punished twice; remove one of them"
+            )
+        if all(reward.weight == 0 for reward in self.rewards):
+            problems.append(
+                "every reward has weight 0, so nothing can be learned; give one a weight: rewards.0.weight=1"
+            )
+        problems += self._find_source_problems()
         problems += find_option_problems(self.to_arguments())
         problems += self.find_vllm_problems(self.rollout.engine)
         if self.run.evaluate and self.data.test_size == 0 and not self.data.separate_test:
@@ -199,10 +209,8 @@ class RunConfig(Section):
     def _find_length_problems(self) -> list[str]:
         prompt, limit = self.data.max_prompt_length, self.model.max_seq_length
         problems = []
-        for key, completion in (
-            ("rloo.max_completion_length", self.rloo.max_completion_length),
-            ("eval.max_completion_length", self.eval.max_completion_length),
-        ):
+        for section in (self.rloo, self.eval):
+            key, completion = f"{section.prefix}max_completion_length", section.max_completion_length
             if completion is not None and prompt + completion > limit:
                 room = f"{key}={limit - prompt} or " if limit > prompt else ""
                 problems.append(
@@ -244,20 +252,6 @@ class RunConfig(Section):
             problems.append(
                 f"rollout.rows is {rollout.rows} and rollout.vllm.max_num_seqs is {rollout.vllm.max_num_seqs}, but "
                 "both are the completions that vLLM samples at once; set one of them, rollout.vllm.max_num_seqs=null"
-            )
-        return problems
-
-    def _find_reward_problems(self) -> list[str]:
-        names = [reward.name for reward in self.rewards]
-        problems = []
-        if self.rloo.missing_eos_penalty is not None and "missing_eos_penalty" in names:
-            problems.append(
-                "rloo.missing_eos_penalty and the reward missing_eos_penalty are both set, so a truncated completion "
-                "would be punished twice; remove one of them"
-            )
-        if all(reward.weight == 0 for reward in self.rewards):
-            problems.append(
-                "every reward has weight 0, so nothing can be learned; give one a weight: rewards.0.weight=1"
             )
         return problems
 
@@ -381,7 +375,7 @@ def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: Keys) -> None:
 
 # ------------------------------------------------------------------------------------------------ resuming
 
-# The default before null, which adapts the same layers of the models that it fitted.
+# The default of target_modules before null, which adapts the same layers of the models that it fitted.
 OLD_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo", "rollout")
 ON_RESUME: dict[str, str | None] = {  # how a key may change, if it may

@@ -171,7 +171,13 @@ def _explain(entry: Any, model: Any, prefix: str) -> str:
         rule = f"item {keys.pop()} is missing"
     key = (prefix + ".".join(map(str, keys))).rstrip(".")
     if kind == "extra_forbidden":
-        return f"{key}: unknown key{_suggest_key(key, parent, model)}"
+        above, dot, name = key.rpartition(".")
+        old = CONFIG_NAMES.get(name)
+        new = (old and old.new) or name  # the same name, or today's for an old one, in another section
+        for section, field in model.model_fields.items():
+            if (other := _section_below(field.annotation)) is not None and new in other.model_fields:
+                return f"{key}: unknown key; did you mean {section}.{new}?"
+        return f"{key}: unknown key{suggest(name, parent.model_fields, above + dot)}"
     if kind == "missing" and entry["loc"][-1] == keys[-1]:
         return f"{key}: required but missing; add it to the file, or to the command line as {key}=..."
     if kind == "value_error":
@@ -187,17 +193,6 @@ def _section_below(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _section_below(part)) is not None), None)
-
-
-def _suggest_key(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
-    """The same name (or today's for an old one) in another section, else the nearest in this section; dotted."""
-    above, dot, name = key.rpartition(".")
-    old = CONFIG_NAMES.get(name)
-    new = (old and old.new) or name
-    for section, field in root.model_fields.items():
-        if (below := _section_below(field.annotation)) is not None and new in below.model_fields:
-            return f"; did you mean {section}.{new}?"
-    return suggest(name, parent.model_fields, above + dot)
 
 
 def suggest(word: str, known: Iterable[str], above: str = "") -> str:

@@ -104,7 +104,8 @@ def apply_override(values: dict[str, Any], override: str) -> Key:
     """Set one `section.key=value` in `values`, in place, and return its path; list items are addressed by index.
     Raises ConfigError if there is no `=`, if a key is empty, or if a path goes through a value without keys."""
     key, equals, text = override.partition("=")
-    parts: list[str | int] = [int(p) if _is_index(p) else p for p in key.strip().lstrip("-").split(".")]
+    words = key.strip().lstrip("-").split(".")  # an index has ASCII digits (unlike `²` and `٣`), at most 9
+    parts: list[str | int] = [int(p) if p.isascii() and p.isdecimal() and len(p) <= 9 else p for p in words]
     if problem := find_unwritable(override):
         raise ConfigError(f"the override '{override}' contains {problem}")
     if not equals or "" in parts:
@@ -126,11 +127,6 @@ def apply_override(values: dict[str, Any], override: str) -> Key:
             place[part] = {}
         place = place[part]
     return tuple(parts)
-
-
-def _is_index(part: str) -> bool:
-    """ASCII digits (unlike `²` and `٣`), at most 9."""
-    return part.isascii() and part.isdecimal() and len(part) <= 9
 
 
 def merge(values: dict[str, Any], section: str, changes: Any) -> None:

@@ -35,13 +35,9 @@ mean = statistics.fmean
 
 @dataclass(frozen=True)
 class Context:
-    """What the rules need to know about a run in addition to its rows.
-
-    Attributes:
-        rloo: the values of the `rloo:` section. modes: "warn", "stop" or "off" by rule name; "warn" if missing.
-        no_signal_steps: steps in a row without signal before it is reported. max_steps: planned; None: unknown.
-        weights: of the rewards.
-    """
+    """What the rules need to know about a run besides its rows: the values of `rloo:`, the modes by rule ("warn",
+    "stop", "off"; "warn" if missing), the steps in a row without signal before it is reported, the planned steps (None:
+    unknown), the weights of the rewards."""
 
     rloo: Mapping[str, Any]
     modes: Mapping[str, str] = field(default_factory=dict)
@@ -77,12 +73,8 @@ class Evidence(NamedTuple):
 
 @dataclass
 class Finding(Problem):
-    """A rule's finding in a run: `name` is the rule's, `found` the evidence.
-
-    Attributes:
-        step: when it was found. since: the first step that shows it. last: the latest so far. cause: a text.
-        explains: rules that fired as its consequences.
-    """
+    """A rule's finding in a run: `name` is the rule's, `found` the evidence. `step`: when it was found; `since` and
+    `last`: the first and the latest step that show it; `explains`: rules that fired as its consequences."""
 
     step: int = 0
     since: int = 0

@@ -1,4 +1,4 @@
-"""A run's metrics as series, for the rules, and the ranges of single values from the config's `health.ranges`."""
+"""A run's metrics as series, for the rules; and the healthy range of each metric, for its last values."""
 
 import math
 import statistics
@@ -41,11 +41,7 @@ class Point(NamedTuple):
 
 
 class Series:
-    """The values of a run's rows by metric, in step order.
-
-    Args:
-        logging_steps: number of steps that the first row covers.
-    """
+    """The values of a run's rows by metric, in step order; the first row covers `logging_steps` steps."""
 
     def __init__(self, logging_steps: int = 1) -> None:
         self.step = 0

@@ -25,7 +25,7 @@ from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_uma
 from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.source import bind_padding, check_base, check_config, digest_source, dtype_name, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
-from rloo_kit.plan.planner import choose_engine, plan_vllm
+from rloo_kit.plan.planner import plan_engine, plan_vllm
 from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.runs.files import read_object, saving, write_json
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, RUN_FILE, TRAINED, is_export, origin_of, weights_of
@@ -305,7 +305,7 @@ def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
     if not asked and run.rollout.engine != "auto":
         return None, "rollout.engine asks for it"
     try:
-        choice, plan = choose_engine(run), plan_vllm(run)
+        choice, plan = plan_engine(run), plan_vllm(run)
     except ConfigError as error:  # a model whose memory cannot be computed
         if asked:
             raise BackendError(f"rollout.engine is vllm, but its memory cannot be planned: {error}") from error

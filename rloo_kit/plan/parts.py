@@ -19,12 +19,11 @@ from rloo_kit.system.gpu import GIB
 # Tokens and vocabulary rows of one tile of logits, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 2 MiB of
 # float32. On one thread, tiles of a whole vocabulary of 151936 rows exceed the cache and take three times as long.
 TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 1024)
-CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
-PROCESS_GIB = 0.7  # without a GPU: Python with torch, transformers and trl
+CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries; without a GPU: Python with torch and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights per 8-bit absmax, and those per 32-bit absmax (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantisations, and an offset
 CACHE_BLOCK = 64  # tokens by which the KV cache grows: short rollouts take little, long ones copy often but cheaply
-JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers for decoding
+JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers with the adapter added, which the native loop decodes with
 FLOAT = 4
 BLOCK_TOKENS = 16  # per page of vLLM
 OUTSIDE_GIB = 0.13  # of vLLM outside torch's allocator: the column of unsloth_zoo's table in `load_vllm`
@@ -195,24 +194,6 @@ def cache_bytes(work: Workload, rows: int) -> int:
     return rows * (work.cache_tokens * cache_bytes_per_token(work) + state_bytes(work))
 
 
-def decoding_bytes(work: Workload, rows: int) -> int:
-    """Keys and values of one layer while it attends, copied for each query head by attention with a mask.
-
-    With as many key heads as query heads, the memory to grow one layer's keys. At least three states of a delta net.
-    """
-    shape = work.shape
-    width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
-    state = state_bytes(work) // max(shape.num_layers - shape.num_attention, 1)
-    return rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
-
-
-def joined_bytes(work: Workload) -> int:
-    """The native loop's copy of the layers with the adapter added; only for small models in float32."""
-    is_plain = work.engine == "native" and not work.four_bit and work.weight_bytes == work.compute_bytes == FLOAT
-    size = body_bytes(work) if is_plain else 0
-    return size if size <= JOINED_LIMIT_BYTES else 0
-
-
 def saved_bytes_per_token(work: Workload, kind: int = 0) -> int:
     """Bytes per token that one layer saves for its backward pass; a test counts them in a real model.
 
@@ -276,7 +257,7 @@ def sampling_bytes(work: Workload, rows: int) -> int:
 
 def context_bytes(work: Workload) -> int:
     """Memory before any weight is loaded."""
-    return int((CONTEXT_GIB if work.on_cuda else PROCESS_GIB) * GIB)
+    return int(CONTEXT_GIB * GIB)
 
 
 def vllm_weight_bytes(work: Workload) -> int:
@@ -434,8 +415,13 @@ def list_parts(work: Workload, rows: int) -> list[Part]:
             states = state_bytes(work) / 2**20
             detail = f"{rows} x ({work.cache_tokens} tokens x {kib:.4g} KiB + {states:.4g} MiB)"
         add("cache", cache_bytes(work, rows), 0, detail)
-        add("decoding", decoding_bytes(work, rows), 0, "one layer's keys and values, once per query head")
-        if joined := joined_bytes(work):
+        # With as many key heads as query heads, to grow one layer's keys; at least three states of a delta net.
+        width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
+        state = state_bytes(work) // max(shape.num_layers - shape.num_attention, 1)
+        decoding = rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
+        add("decoding", decoding, 0, "one layer's keys and values, once per query head")
+        is_plain = not work.four_bit and work.weight_bytes == work.compute_bytes == FLOAT
+        if work.engine == "native" and is_plain and (joined := body_bytes(work)) <= JOINED_LIMIT_BYTES:
             add("joined matrices", joined, 0, "a copy of the layers, for faster decoding")
         add("sampling", sampling_bytes(work, rows), 0, "logits of the rows, prefill of the prompts")
     detail = f"{work.pass_tokens} tokens in a pass, checkpointing {work.checkpointing}"

@@ -45,10 +45,9 @@ RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
 CPU_RESERVE_GIB = 0.3
 # Largest extra size of dynamic copies, as a share of the 4-bit model: Unsloth's blog "Dynamic 4-bit Quantization".
 DYNAMIC_SHARE = 0.1
-FLOAT8_CAPABILITY = (8, 0)
 BITSANDBYTES_PLUGIN = "vllm_bnb_plugin"  # since vLLM 0.28 a separate package loads its 4-bit weights
 ROWS = ("rollout.rows", "rollout.vllm.max_num_seqs")
-SHORTEST, STEP = 64, 64  # tokens: shortest proposed completion, step between proposals
+STEP = 64  # tokens between proposed lengths of a completion, and of the shortest
 # Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
 ON_GPU = (
     ("configs/qwen3_4b_thinking.yaml", 40),
@@ -93,7 +92,6 @@ def read_workload(
     fused = uses_unsloth(run, machine)
     by_machine = "float32" if model.lora is None or not machine.on_cuda else "bfloat16"
     is_wide = (by_machine if model.dtype == "auto" else model.dtype) == "float32"
-    is_mixed = is_wide and machine.on_cuda and model.lora is None
     longest = rloo.max_completion_length
     if rloo.thinking_budget is not None and rloo.answer_budget is not None:
         budgets = rloo.thinking_budget + CLOSE_TOKENS.get(rloo.thinking_close, 1) + rloo.answer_budget
@@ -102,7 +100,9 @@ def read_workload(
     if engine == "auto":
         engine = "generate" if fused or shape.delta else "native"
     vllm, share = run.rollout.vllm, run.rollout.vllm.gpu_memory_utilization
-    offloads = fused and model.gradient_checkpointing == "unsloth"
+    checkpointing = "on" if model.gradient_checkpointing else "off"
+    if fused and model.gradient_checkpointing == "unsloth":
+        checkpointing = "offloaded"
     reference = "none"
     if rloo.beta > 0:
         copies = is_continued and rloo.reference == "start"
@@ -111,11 +111,11 @@ def read_workload(
         shape=shape,
         four_bit=model.load_in_4bit or shape.is_quantised,
         weight_bytes=4 if is_wide else 2,
-        compute_bytes=4 if is_wide and not is_mixed else 2,
+        compute_bytes=4 if is_wide and not (machine.on_cuda and model.lora is None) else 2,
         lora_rank=rank,
         lora_targets=tuple(targets),
         optim=rloo.optim,
-        checkpointing="offloaded" if offloads else "on" if model.gradient_checkpointing else "off",
+        checkpointing=checkpointing,
         fused=fused,
         tokens_per_pass=1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not machine.on_cuda],
         whole_groups=rloo.memory == "fast" and rloo.beta > 0,
@@ -159,17 +159,11 @@ def uses_unsloth(run: RunConfig, machine: Machine) -> bool:
 
 
 def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[str, Any] | None = None) -> VllmPlan:
-    """Divide the GPU between vLLM and training.
+    """Divide the GPU between vLLM and training; a plan also if there is an obstacle. Keys of `rollout.vllm` and
+    `rollout.rows` that are set are kept.
 
     Args:
-        machine: what the run has to fit (`find_machine`); None: this machine.
-        config: the content of the model's `config.json`; None looks for it.
-
-    Returns:
-        The plan, also if there is an obstacle. Keys of `rollout.vllm` and `rollout.rows` that are set are kept.
-
-    Raises:
-        ConfigError: the model's shape is unknown.
+        machine: what the run has to fit; None: this machine. config: see `plan_vram`, also for what is raised.
     """
     machine = machine or find_machine()
     work = read_workload(run, machine, config, engine="vllm")
@@ -192,7 +186,7 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := run.find_vllm_problems("vllm"):
         return problems[0]
-    if work.float8_cache and machine.capability is not None and machine.capability < FLOAT8_CAPABILITY:
+    if work.float8_cache and machine.capability is not None and machine.capability < (8, 0):
         found = ".".join(map(str, machine.capability))
         return (
             f"rollout.vllm.float8_kv_cache is true, which needs compute capability 8.0, and {machine.name} has "
@@ -230,7 +224,7 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
     return None
 
 
-def choose_engine(
+def plan_engine(
     run: RunConfig, machine: Machine | None = None, config: Mapping[str, Any] | None = None
 ) -> EngineChoice:
     """The engine of `rollout.engine`; auto takes vLLM on a CUDA GPU if it is installed and fits.
@@ -242,7 +236,7 @@ def choose_engine(
     if run.rollout.engine != "auto":
         return EngineChoice(run.rollout.engine, f"rollout.engine is {run.rollout.engine}")
     machine = machine or find_machine()
-    fused, name = uses_unsloth(run, machine), read_workload(run, machine, config).engine
+    name = read_workload(run, machine, config).engine
     if not machine.on_cuda:
         return EngineChoice(name, "without a CUDA GPU")
     plan = plan_vllm(run, machine, config)
@@ -251,7 +245,8 @@ def choose_engine(
         obstacle = "assumed not installed on another machine, rollout.engine=vllm plans for it"
     if obstacle is None:
         return EngineChoice("vllm", f"installed, and {plan.max_num_seqs} completions at once fit")
-    return EngineChoice(name, f"{'Unsloth' if fused else 'transformers'}; not vLLM: {obstacle.partition('; set ')[0]}")
+    backend = "Unsloth" if uses_unsloth(run, machine) else "transformers"
+    return EngineChoice(name, f"{backend}; not vLLM: {obstacle.partition('; set ')[0]}")
 
 
 # ------------------------------------------------------------------------------------------ the plan
@@ -275,7 +270,7 @@ def plan_vram(
         ConfigError: the model's shape is unknown, or gpu_gib is not above 0.
     """
     machine = find_machine(gpu_gib)
-    choice = EngineChoice(engine, "the loaded model's") if engine else choose_engine(run, machine, config)
+    choice = EngineChoice(engine, "the loaded model's") if engine else plan_engine(run, machine, config)
     work = read_workload(run, machine, config, choice.name)
     limit = machine.usable_gib
     rows = rows_at_once(work, limit, wanted_rows(run, work))
@@ -283,6 +278,15 @@ def plan_vram(
         work = replace(work, tokens_per_pass=largest_pass(work, limit, rows))
     rollout, training = rollout_gib(work, rows), training_gib(work, rows)
     fits = max(rollout, training) <= limit
+    no_gpu = None
+    if not machine.on_cuda and work.shape.num_weights > MOST_WEIGHTS:
+        hours = (run.rloo.max_steps or 1) * step_on_cpu_s(run, work) / 3600
+        no_gpu = Problem(
+            "machine",
+            f"No GPU: {run.model.name} has {work.shape.size}, and {describe_step(run, work)}",
+            f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; {ON_CPU} fits this machine",
+            level="error" if hours > MOST_HOURS else "warning",
+        )
     gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda and work.engine != "server" else None
     return VramPlan(
         run=run.run.name or "a run without a name",
@@ -298,7 +302,7 @@ def plan_vram(
         completions=work.completions,
         tokens_per_pass=work.pass_tokens,
         margins=tuple(_find_margins(run, work, rows, machine)),
-        no_gpu=find_lack_of_gpu(run, work, machine),
+        no_gpu=no_gpu,
         changes=() if fits else tuple(find_changes(run, work, rows, limit)),
         notes=tuple(_find_notes(run, work, rows, machine, config)),
     )
@@ -342,8 +346,8 @@ def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -
         more = rollout_gib(batch, run.eval.batch_size) - max(rollout, training)
         if more > 0:
             yield Margin(more, f"the evaluation, with eval.batch_size = {run.eval.batch_size} completions at once")
-    part, peak = ("training", training) if training > rollout else ("rollout", rollout)
-    if (unmeasured := unmeasured_gib(work, peak, part)) > 0:
+    part = "training" if training > rollout else "rollout"
+    if (unmeasured := unmeasured_gib(work, max(rollout, training), part)) > 0:
         here = "on this machine" if machine.is_here else "on that GPU"
         yield Margin(unmeasured, f"not measured {here}: {work.unmeasured:.0%} of the computed peak")
 
@@ -427,14 +431,13 @@ def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[
     if not work.four_bit and work.lora_rank is not None:
         work = replace(work, four_bit=True)
         yield "model.load_in_4bit", True, work
-    whole = work
 
-    def fits(steps: int) -> bool:
+    def fits(steps: int, whole: Workload = work) -> bool:
         """Whether a completion of so many STEPs fits, one row at a time."""
         cut = replace(whole, completion_tokens=steps * STEP)
         return max(rollout_gib(cut, 1), training_gib(cut)) <= limit
 
-    tokens = largest(SHORTEST // STEP, max(work.completion_tokens // STEP, 1), fits) * STEP
+    tokens = largest(1, max(work.completion_tokens // STEP, 1), fits) * STEP
     if tokens < work.completion_tokens:
         thinking = None if run.rloo.answer_budget is None else run.rloo.thinking_budget
         less = 0 if thinking is None else thinking - (work.completion_tokens - tokens)
@@ -445,24 +448,8 @@ def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[
         yield "rloo.num_generations", 2, work
 
 
-# ------------------------------------------------------------------------------------------ without a GPU
-
-
 def fitting_config(machine: Machine) -> str | None:
     """The shipped config for this machine: the largest that fits its GPU; without a GPU the embedded model's."""
     if not machine.on_cuda:
         return ON_CPU
     return next((file for file, size in ON_GPU if size * 1e9 / GIB <= 1.01 * machine.total_gib), None)
-
-
-def find_lack_of_gpu(run: RunConfig, work: Workload, machine: Machine) -> Problem | None:
-    """A run on a CPU that takes long, an error above MOST_HOURS; None with a GPU or a small model."""
-    if machine.on_cuda or work.shape.num_weights <= MOST_WEIGHTS:
-        return None
-    hours = (run.rloo.max_steps or 1) * step_on_cpu_s(run, work) / 3600
-    return Problem(
-        "machine",
-        f"No GPU: {run.model.name} has {work.shape.size}, and {describe_step(run, work)}",
-        f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; {ON_CPU} fits this machine",
-        level="error" if hours > MOST_HOURS else "warning",
-    )

@@ -24,8 +24,10 @@ BNB_ENDING = "-bnb-4bit"
 DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit
 _ENDINGS = (DYNAMIC_ENDING, BNB_ENDING, "-instruct-2507", "-thinking-2507", "-base")
 _KEYS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
-_HEADS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-DELTA_KEYS = [f"linear_{key}" for key in _HEADS]  # the fields of DeltaNet, without its layers
+DELTA_KEYS = [  # the fields of DeltaNet, without its layers
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

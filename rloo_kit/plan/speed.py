@@ -54,12 +54,8 @@ GPUS = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """An optimizer step; computed, not measured.
-
-    Attributes:
-        gpu: the assumed GPU. rollout_s, training_s: seconds of both halves.
-        tokens_per_s: useful completion tokens per second while sampling. max_steps: of the run, if set.
-    """
+    """An optimizer step on the assumed GPU; computed, not measured. `tokens_per_s`: useful completion tokens while
+    sampling; `max_steps`: of the run, if set."""
 
     gpu: str
     rollout_s: float
@@ -100,12 +96,8 @@ def find_gpu(name: str, total_gib: float) -> GpuSpeed | None:
 def step_time(
     work: Workload, rows: int, step_completions: int, gpu: GpuSpeed, max_steps: int | None = None
 ) -> StepTime:
-    """The least time of an optimizer step.
-
-    Args:
-        work: of the run, with the engine that samples: "vllm", "native" or "generate".
-        rows: completions at once. step_completions: per optimizer step in this process.
-    """
+    """The least time of an optimizer step of `step_completions` in this process, `rows` sampled at once by the engine
+    of `work`: "vllm", "native" or "generate"."""
     mean = MEAN_SHARE * work.completion_tokens
     rollouts, of_each = max(step_completions / work.completions, 1), min(work.completions, step_completions)
     if work.engine == "generate":  # a batch runs until its longest completion ends

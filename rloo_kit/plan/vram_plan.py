@@ -101,10 +101,8 @@ class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
     Attributes:
-        run: its name. model: the loaded model. machine: what the run has to fit.
-        engine: which samples. vllm: how it divides the GPU with training, if it samples. step: the least time of an
-            optimizer step, on a GPU with known speed.
-        parts: memory by part. rollout_gib, training_gib: the two peaks, sums of the parts.
+        vllm: how it divides the GPU with training, if it samples. step: the least time of an optimizer step, on a GPU
+            with known speed. parts: memory by part. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
         margins: what the peaks do not count. no_gpu: why fitting is not enough on a machine without a GPU.
         binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and vLLM can sample
@@ -171,32 +169,22 @@ class VramPlan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; GiB with three decimals."""
 
-        def peaks(one: Part | Remedy) -> dict[str, float]:
-            return {"rollout_gib": round(one.rollout_gib, 3), "training_gib": round(one.training_gib, 3)}
+        def rounded(one: Any, *names: str) -> dict[str, Any]:
+            found = {name: getattr(one, name) for name in names}
+            return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
 
-        return {
-            "run": self.run,
-            "model": self.model,
-            "fits": self.fits,
-            "verdict": self.verdict,
+        peaks = "rollout_gib", "training_gib"
+        found = rounded(self, "run", "model", "fits", "verdict", "binds", "rows", "completions", "tokens_per_pass")
+        found |= rounded(self, *peaks, "headroom_gib", "margin_gib")
+        found |= {"machine": self.machine.name} | rounded(self.machine, "total_gib", "reserve_gib")
+        return found | {
             "no_gpu": self.no_gpu and self.no_gpu.text,
             "engine": asdict(self.engine),
             "vllm": self.vllm and self.vllm.to_dict(),
             "step": self.step and self.step.to_dict(),
-            "binds": self.binds,
-            "rows": self.rows,
-            "completions": self.completions,
-            "tokens_per_pass": self.tokens_per_pass,
-            "machine": self.machine.name,
-            "total_gib": round(self.machine.total_gib, 3),
-            "reserve_gib": round(self.machine.reserve_gib, 3),
-            "rollout_gib": round(self.rollout_gib, 3),
-            "training_gib": round(self.training_gib, 3),
-            "headroom_gib": round(self.headroom_gib, 3),
-            "margin_gib": round(self.margin_gib, 3),
-            "margins": [{"gib": round(one.gib, 3), "reason": one.reason} for one in self.margins],
-            "parts": {part.name: peaks(part) for part in self.parts},
-            "changes": [{"override": one.override, **peaks(one), "fits": one.fits} for one in self.changes],
+            "margins": [rounded(one, "gib", "reason") for one in self.margins],
+            "parts": {part.name: rounded(part, *peaks) for part in self.parts},
+            "changes": [rounded(one, "override", *peaks, "fits") for one in self.changes],
             "notes": list(self.notes),
         }
 

@@ -32,27 +32,14 @@ RIGHT = 0.5  # share of a prompt's completions from which it counts as right
 ROOM = 4_000_000  # characters of completions in a page
 # Kinds of prompts, regressions first: right or wrong; if the reward leads, the change of the prompt's mean reward.
 KINDS = (
-    "broken",
-    "still wrong",
-    "fixed",
-    "still right",
-    "reward fell",
-    "reward rose",
-    "reward the same",
-    "wrong",
-    "right",
-)
+    "broken", "still wrong", "fixed", "still right", "reward fell", "reward rose", "reward the same", "wrong", "right",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Change:
-    """`after - before` of a measure. If paired, everything is of the prompts that both measured; else the two means are
-    each evaluation's own.
-
-    Attributes:
-        measure: one of MEASURES, or the name of a reward. name: `name_of` the measure.
-        before, after: the two. difference: with its interval, and the number of prompts.
-    """
+    """`after - before` of a measure (one of MEASURES, or a reward) with its `name_of`. If paired, everything is of the
+    prompts that both measured; else the two means are each evaluation's own."""
 
     measure: str
     name: str
@@ -130,24 +117,24 @@ def pair_means(before: Evaluation, after: Evaluation, name: str) -> dict[Any, tu
     """Both means of each prompt that both measured, by prompt; empty if they share less than half of the smaller one's:
     all prompts then say more. Evaluations without a digest of each prompt share all or none."""
     whole = before.prompt_digests is None or after.prompt_digests is None
-    old, new = (_means_by_prompt(one, name, whole) for one in (before, after))
+
+    def by_prompt(one: Evaluation) -> dict[Any, float | None]:
+        """The mean of each prompt, by its digest (or that of all) and the number of earlier ones."""
+        measured = one.measure(name)
+        if measured is None or measured.per_prompt is None:
+            return {}
+        digests = one.prompt_digests or [""] * len(measured.per_prompt)
+        pairs = list(zip(digests, measured.per_prompt, strict=True))
+        if name in ACCURACIES:
+            pairs = [(digest, mean) for digest, mean in pairs if mean is not None]  # the prompts with an answer
+        keys = number_repeats((one.prompts_digest, len(pairs)) if whole else digest for digest, _ in pairs)
+        return dict(zip(keys, (mean for _, mean in pairs), strict=True))
+
+    old, new = by_prompt(before), by_prompt(after)
     shared = [key for key in old if key in new]
     if 2 * len(shared) < min(len(old), len(new)):
         return {}
     return {key: (a, b) for key in shared if (a := old[key]) is not None and (b := new[key]) is not None}
-
-
-def _means_by_prompt(one: Evaluation, name: str, whole: bool) -> dict[Any, float | None]:
-    """The measure's mean of each prompt, by its digest and number of earlier ones; `whole`: by the digest of all."""
-    measured = one.measure(name)
-    if measured is None or measured.per_prompt is None:
-        return {}
-    digests = one.prompt_digests or [""] * len(measured.per_prompt)
-    pairs = list(zip(digests, measured.per_prompt, strict=True))
-    if name in ACCURACIES:
-        pairs = [(digest, mean) for digest, mean in pairs if mean is not None]  # the prompts with an answer
-    keys = number_repeats((one.prompts_digest, len(pairs)) if whole else digest for digest, _ in pairs)
-    return dict(zip(keys, (mean for _, mean in pairs), strict=True))
 
 
 @dataclass(frozen=True)
@@ -198,11 +185,8 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
 
 @dataclass
 class Changes:
-    """Attributes:
-    counts: prompts of each kind, by measure ("greedy", "temperature 1").
-    prompts: prompts with samples, for the page's script, regressions first.
-    total: held-out prompts of the evaluations.
-    """
+    """Counts of prompts of each kind, by measure ("greedy", "temperature 1"); the prompts with samples, for the page's
+    script, regressions first; the total of held-out prompts."""
 
     counts: dict[str, dict[str, int]]
     prompts: list[dict[str, Any]]
@@ -220,21 +204,18 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
         by_reward = "reward" in shared_measures(before, after)[:1]
         leading, greedy = ("reward", "greedy reward") if by_reward else ("accuracy", "greedy")
         kinds = _kinds(before, after, leading)
-        counts[greedy] = _count(_kinds(before, after, f"greedy_{leading}"))
-        counts["reward" if by_reward else f"temperature {after.temperature:g}"] = _count(kinds)
-    counts = {name: one for name, one in counts.items() if one}
+        sampled = "reward" if by_reward else f"temperature {after.temperature:g}"
+        for title, one in ((greedy, _kinds(before, after, f"greedy_{leading}")), (sampled, kinds)):
+            if found := Counter(one.values()):
+                counts[title] = {kind: found[kind] for kind in KINDS if kind in found}
     return Changes(counts, _prompts(before, after, kinds), max(one.num_prompts for one in measured))
-
-
-def _samples(evaluation: Evaluation) -> list[dict[str, Any]]:
-    return [*evaluation.samples, *evaluation.more_samples]
 
 
 def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, int], str]:
     """The kind of each prompt that both measured, by its digest and the number of earlier ones."""
     both = pair_means(before, after, name)
     if before.prompt_digests is None or after.prompt_digests is None:  # by place then: the samples name the prompts
-        judged = [one["prompt"] for one in _samples(after) if name not in ACCURACIES or one["correct"] is not None]
+        judged = [one["prompt"] for one in after.all_samples if name not in ACCURACIES or one["correct"] is not None]
         names = dict(enumerate(number_repeats(map(digest_prompt, judged))))
         both = {names.get(key[1], key): pair for key, pair in both.items()}
     if name in ACCURACIES:
@@ -244,16 +225,11 @@ def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, 
     return {key: f"reward {how}" for key, how in moved.items()}
 
 
-def _count(kinds: dict[Any, str]) -> dict[str, int]:
-    found = Counter(kinds.values())
-    return {kind: found[kind] for kind in KINDS if kind in found}
-
-
 def _prompts(
     before: Evaluation | None, after: Evaluation | None, kinds: dict[tuple[str, int], str]
 ) -> list[dict[str, Any]]:
     sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
-    pairs = pair_samples(**{name: replace(one, samples=_samples(one)) for name, one in sides.items()})
+    pairs = pair_samples(**{name: replace(one, samples=one.all_samples) for name, one in sides.items()})
     texts = [[sample[part] for part in ("thinking", "answer")] for pair in pairs for sample in pair.samples.values()]
     limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
     found = []
@@ -285,10 +261,6 @@ class HeldOut:
 
     step: int
     evaluation: Evaluation
-
-    def measure(self, name: str) -> Measured | None:
-        """See `Evaluation.measure`."""
-        return self.evaluation.measure(name)
 
 
 class HeldOutHistory:
@@ -325,11 +297,8 @@ class HeldOutHistory:
         return None if self.best is None else self.best.evaluation.value(self.measure)
 
     def observe(self, found: HeldOut, was_best: bool | None = None) -> bool:
-        """Add the next evaluation and return whether it is the new best. One that measured nothing does not count.
-
-        Args:
-            was_best: the decision at the time of the evaluation; None: decide now.
-        """
+        """Add the next evaluation and return whether it is the new best (`was_best`: the decision at its time; None:
+        decide now). One that measured nothing does not count."""
         value, best = found.evaluation.value(self.measure), self.best_value
         if value is None:
             return False
@@ -347,7 +316,7 @@ class HeldOutHistory:
 
     def describe(self, found: HeldOut, against: Measured | None) -> str:
         """One line about `found`, already observed; `against`: `compare_with_best` before it was."""
-        measured = found.measure(self.measure)
+        measured = found.evaluation.measure(self.measure)
         if measured is None:
             return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
         text = f"held-out at step {found.step}: {name_of(self.measure, found.evaluation)} {measured}"

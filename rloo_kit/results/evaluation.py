@@ -34,12 +34,8 @@ def leading_measure(has_accuracy: bool, judged_by: str | None, has_reward: bool)
 
 @dataclass(frozen=True)
 class Budget:
-    """What a thinking budget of so many `tokens` leads to. Accuracies are None without answers.
-
-    Attributes:
-        forced_share: completions whose thinking the budget closed.
-        accuracy, forced, unforced: of all completions, of those that the budget closed, and of the others.
-    """
+    """What a thinking budget of so many `tokens` leads to: the share of completions whose thinking it closed, and the
+    accuracy of all completions, of these and of the others; None without answers."""
 
     tokens: Number
     forced_share: Share
@@ -122,6 +118,11 @@ class Evaluation:
         """Each reward's own mean, by its name."""
         return {name.removeprefix("rewards/"): one for name, one in self.measures.items() if name not in MEASURES}
 
+    @property
+    def all_samples(self) -> list[dict[str, Any]]:
+        """The samples, those for the report included."""
+        return [*self.samples, *self.more_samples]
+
     def measure(self, name: str) -> Measured | None:
         """One of MEASURES, or one reward by name; None if it was not measured."""
         return self.measures.get(name if name in MEASURES else f"rewards/{name}")
@@ -137,14 +138,10 @@ class Evaluation:
         return (None, None, None) if found is None else found.ends
 
     def take_rewards(self, total: Scores, single: dict[str, Scores]) -> None:
-        """Fill in the mean rewards.
-
-        Args:
-            total: the weighted sum for each completion of each prompt; None if it is not scored.
-            single: the same for each reward, by name.
-        """
+        """Fill in the mean rewards: `total` has the weighted sum for each completion of each prompt, None if it is not
+        scored; `single` the same of each reward by name."""
         self.reward_unscored = sum(value is None for values in total for value in values)
-        for sample, values in zip([*self.samples, *self.more_samples], total, strict=False):
+        for sample, values in zip(self.all_samples, total, strict=False):
             sample["reward"] = values[0]
         for name, scores in {"reward": total, **{f"rewards/{name}": one for name, one in single.items()}}.items():
             if (found := mean_of_completions(scores, self.num_samples)) is not None:
@@ -163,7 +160,7 @@ class Evaluation:
             except (AttributeError, KeyError, TypeError, OverflowError) as error:
                 raise ValueError(f"not an evaluation of an older version: {error!r}") from error
         found: Evaluation = TypeAdapter(cls).validate_python(values)
-        TypeAdapter(list[_Sample]).validate_python([*found.samples, *found.more_samples])
+        TypeAdapter(list[_Sample]).validate_python(found.all_samples)
         for one in (found.prompt_digests, *(measured.per_prompt for measured in found.measures.values())):
             if one is not None and len(one) != found.num_prompts:
                 raise ValueError(f"{len(one)} of {found.num_prompts} prompts have a value or a digest")
@@ -325,6 +322,13 @@ def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
     settings = {"temperature": "temperature", "max_completion_length": "completion limit"}
     pairs = [(word, getattr(before, name), getattr(after, name)) for name, word in settings.items()]
     return [f"{word} {old:g} and {new:g}" for word, old, new in pairs if old != new]
+
+
+def merge_rows(*sides: Evaluation) -> list[tuple[str, ...]]:
+    """`Evaluation.rows` of all sides as one table; "-" for what one does not have."""
+    columns = [dict(one.rows(*sides)) for one in sides]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
 
 
 def number_repeats(values: Iterable[Any]) -> list[tuple[Any, int]]:

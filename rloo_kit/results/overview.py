@@ -14,7 +14,8 @@ from rloo_kit.health.rules import Context
 from rloo_kit.health.series import LEVELS, Judgement, is_number, judge
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, merge_rows
+from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts
 from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
@@ -24,20 +25,18 @@ from rloo_kit.system.console import columns, fill_text, format_seconds, render_t
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
 MEANS = ("reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio")
 BLOCKS = "▁▂▃▄▅▆▇█"
-COLORS = {"learnt": "green", "no evidence": "yellow", "no signal": "red", "broken": "red", "gamed": "red"}
+COLORS = {"right": "green", "wrong": "red", "": "yellow"}
 
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run's status, verdict, evaluations, health and metrics.
+    """A run's status, verdict, evaluations (None if missing), health and metrics.
 
     Attributes:
-        folder: the run's. status: STATUS of `status.json`. verdict: see `judge_run`.
-        before, after: the evaluations; None if missing.
+        folder: the run's. status: STATUS of `status.json`.
         level: "healthy", "watch" or "alarming", by the last logged steps; None before the first one.
         actions: what to change, the most important first. findings: of the whole run, each with `holds`.
-        judgements: single metrics over the last steps. rows: of `metrics.jsonl`. last: number of steps averaged.
-        seconds: of training.
+        judgements: single metrics over the last steps. last: number of steps averaged. seconds: of training.
     """
 
     folder: Path
@@ -75,54 +74,42 @@ class RunOverview:
         return found | {"level": self.level, "actions": self.actions, "health": self.findings} | metrics | means
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [Text(self._head(), style="bold"), self._verdict()]
-        if self.before is not None or self.after is not None:
-            parts += [Text(""), self._numbers(), *self._prompts()]
+        step, total = self.status.get("step"), self.status.get("max_steps")
+        head = f"{self.folder}: {self.status.get('state')}"
+        head += "" if step is None else f", {step}{f' of {total}' if total else ''} steps"
+        head += f", {format_seconds(self.seconds)} of training" if self.seconds else ""
+        verdict = Text(str(self.verdict))
+        verdict.stylize(f"bold {COLORS[TONES.get(self.verdict.kind, '')]}", 0, len(self.verdict.kind))
+        if self.status.get("error"):
+            verdict.append(f"\n{fill_text('error: ' + str(self.status['error']))}")
+        parts: list[Any] = [Text(head, style="bold"), verdict]
+        if sides := {name: one for name, one in (("before", self.before), ("after", self.after)) if one is not None}:
+            table = Table("held-out", box=None, pad_edge=False)
+            for name in sides:
+                table.add_column(name, justify="right")
+            for row in merge_rows(*sides.values()):
+                table.add_row(*row)
+            parts += [Text(""), table]
+            # how many prompts broke and were fixed, by greedy completions if any, which have no sampling noise
+            for measured, counts in list(find_changes(self.before, self.after).counts.items())[:1]:
+                text = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+                parts.append(Text(fill_text(f"Prompt by prompt ({measured}): {text}.")))
         curves = self._curves()
         if curves.row_count:
             parts += [Text(""), curves]
         if self.findings:
             parts.append(Text("\nHealth, the earliest cause first"))
-            parts += [Text(fill_text(f"  {_describe(one)}")) for one in self.findings]
-        others = [text for one in self.judgements if (text := str(one)) in self.actions]
-        if others:
+            for one in self.findings:
+                over = "" if one["holds"] else f" (over after step {one['last']})"
+                text = f"  {one['rule'].replace('_', ' ')} since step {one['since']}{over}: {one['evidence']}"
+                parts.append(Text(fill_text(f"{text}. {one['cause']}. To do: {one['fix']}")))
+        if others := [text for one in self.judgements if (text := str(one)) in self.actions]:
             parts.append(Text(f"\nWorth checking, mean of the last {self.last} logged steps"))
             parts += [Text(fill_text(f"  {one}")) for one in others]
         return Group(*parts)
 
     def __str__(self) -> str:
         return render_text(self)
-
-    def _head(self) -> str:
-        step, total = self.status.get("step"), self.status.get("max_steps")
-        steps = "" if step is None else f", {step}{f' of {total}' if total else ''} steps"
-        time = f", {format_seconds(self.seconds)} of training" if self.seconds else ""
-        return f"{self.folder}: {self.status.get('state')}{steps}{time}"
-
-    def _verdict(self) -> Text:
-        text = Text(str(self.verdict))
-        text.stylize(f"bold {COLORS[self.verdict.kind]}", 0, len(self.verdict.kind))
-        if self.status.get("error"):
-            text.append(f"\n{fill_text('error: ' + str(self.status['error']))}")
-        return text
-
-    def _numbers(self) -> Table:
-        measured = {name: one for name, one in (("before", self.before), ("after", self.after)) if one}
-        sides = {name: dict(one.rows(*measured.values())) for name, one in measured.items()}
-        table = Table(box=None, pad_edge=False)
-        table.add_column("held-out")
-        for name in sides:
-            table.add_column(name, justify="right")
-        for name in dict.fromkeys(name for side in sides.values() for name in side):
-            table.add_row(name, *(side.get(name, "-") for side in sides.values()))
-        return table
-
-    def _prompts(self) -> list[Text]:
-        """How many prompts broke and were fixed, by greedy completions if any, which have no sampling noise."""
-        for measured, counts in find_changes(self.before, self.after).counts.items():
-            text = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
-            return [Text(fill_text(f"Prompt by prompt ({measured}): {text}."))]
-        return []
 
     def _curves(self) -> Table:
         """The report's curves that are not flat, with its starts and ends (means, if there are many steps)."""
@@ -144,14 +131,8 @@ class RunOverview:
 
 
 def describe_run(source: str | Path, last: int = 10) -> RunOverview:
-    """An overview of a run.
-
-    Args:
-        source: its folder, or its YAML file. last: logged steps to average for the level, at least 1.
-
-    Raises:
-        RunNotFoundError: there is no run.
-    """
+    """An overview of a run, given by its folder or YAML file; raises RunNotFoundError if there is none. `last`: logged
+    steps to average for the level, at least 1."""
     run = find_run(source)
     run_dir = RunDir(Path(run.folder))
     status = run_dir.status()
@@ -200,16 +181,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1)) if span else 0] for value in means)
 
 
-def _describe(finding: dict[str, Any]) -> str:
-    over = "" if finding["holds"] else f" (over after step {finding['last']})"
-    start = f"{finding['rule'].replace('_', ' ')} since step {finding['since']}{over}: {finding['evidence']}"
-    return f"{start}. {finding['cause']}. To do: {finding['fix']}"
-
-
 def _brief(one: Evaluation) -> dict[str, Any]:
-    accuracy = one.measure("accuracy")
-    ends = (None, None, None) if accuracy is None else accuracy.ends
-    found: dict[str, Any] = dict(zip(("accuracy", "low", "high"), ends, strict=True))
+    found: dict[str, Any] = dict(zip(("accuracy", "low", "high"), one.ends("accuracy"), strict=True))
     found |= {"greedy": one.value("greedy_accuracy"), "judged_by": one.judged_by, "reward": one.value("reward")}
     found["greedy_reward"] = one.value("greedy_reward")
     found |= {"thinking_tokens": one.mean_thinking_tokens, "closed_share": one.closed_share}

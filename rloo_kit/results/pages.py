@@ -27,13 +27,8 @@ _IN_SCRIPTS = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 @dataclass
 class Cell:
-    """A cell of a table, when it is more than a text.
-
-    Attributes:
-        text: the value. under: small, below it. link: relative address. key: class of a series, for its colour.
-        tone: "right" or "wrong", for its colour.
-        bar: the same as a picture, from `draw_bar`.
-    """
+    """A cell of a table that is more than a text: small text below it, a relative link, the class of a series or a tone
+    ("right", "wrong") for its colour, and the same as a picture, from `draw_bar`."""
 
     text: str
     under: str = ""
@@ -45,12 +40,8 @@ class Cell:
 
 @dataclass
 class Table:
-    """A table; the first cell of a row is its heading.
-
-    Attributes:
-        caption: for screen readers. head: names of the columns. rows: of plain values or `Cell`.
-        numbers: columns aligned to the right. ids: of the rows, for links.
-    """
+    """A table with a caption for screen readers. Rows have plain values or a `Cell`, the first of which is a heading;
+    `numbers` are the columns aligned to the right, `ids` those of the rows, for links."""
 
     caption: str
     head: Sequence[str]

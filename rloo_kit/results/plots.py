@@ -4,13 +4,12 @@
 """
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rloo_kit.health.rules import RULES, Finding
-from rloo_kit.health.series import is_number, logged
+from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
+from rloo_kit.health.series import Row, is_number, logged
 from rloo_kit.results.changes import HeldOut
 from rloo_kit.results.evaluation import Evaluation, name_of, says_nothing
 
@@ -22,6 +21,8 @@ SMOOTH_FROM = 20  # points from which a moving mean is drawn over the values
 COLORS = 8  # for series of equal rank
 MARGIN = 0.06  # share of the range beyond the values, so that no axis cuts a point
 BAR_WIDTH, BAR_INSET = 200, 4  # of a bar's viewBox
+SAME = 1e-9  # values that differ by less count as equal
+FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
 
 
 class Point(NamedTuple):
@@ -31,15 +32,6 @@ class Point(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
-
-
-class Mark(NamedTuple):
-    """The first and last step of a finding, its name, and the rule that found it."""
-
-    since: float
-    last: float
-    name: str
-    rule: str = ""
 
 
 @dataclass
@@ -61,7 +53,7 @@ class Chart:
     form: str = "number"
     dots: bool = False
     alike: bool = False
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[Finding] = field(default_factory=list)
     labels: Sequence[str] = ()
     note: str = "step"
     ends_of: int = -1
@@ -121,7 +113,10 @@ class Drawing:
 
 def draw_chart(chart: Chart) -> Drawing:
     """The coordinates of a chart with at least one point."""
-    first, last = _steps_shown(chart)
+    steps = [one.step for points in chart.series.values() for one in points]
+    first, last = (-0.5, len(chart.labels) - 0.5) if chart.labels else (min(steps), max(steps))
+    if first == last:
+        first, last = first - 1, last + 1
     low, high, heights = _values_shown(chart)
 
     def x(step: float) -> float:
@@ -132,7 +127,13 @@ def draw_chart(chart: Chart) -> Drawing:
         return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low), 1)
 
     def path(points: Sequence[Point]) -> str:
-        return "M" + "L".join(f"{x(one.step)} {y(one.value)}" for one in thin_out(points))
+        """Of more than MOST_POINTS the minimum and maximum of each bin, in step order."""
+        bins, kept = MOST_POINTS // 2, points
+        if len(points) > MOST_POINTS:
+            parts = [points[n * len(points) // bins : (n + 1) * len(points) // bins] for n in range(bins)]
+            ends = [{end(part, key=lambda one: one.value) for end in (min, max)} for part in parts]
+            kept = [point for both in ends for point in sorted(both, key=lambda one: one.step)]
+        return "M" + "L".join(f"{x(one.step)} {y(one.value)}" for one in kept)
 
     def line(points: Sequence[Point], kind: str) -> Line:
         if not chart.dots and len(points) > 1:
@@ -158,7 +159,7 @@ def draw_chart(chart: Chart) -> Drawing:
     for row, mark in enumerate(chart.marks):
         start, end = (x(min(max(step, first), last)) for step in (mark.since, mark.last))
         at, anchor = (start - 4, "end") if start > WIDTH * 0.55 else (start + 4, "start")
-        bands.append((start, round(max(end - start, 1), 1), at, TOP + 2 + 12 * row, anchor, mark.name))
+        bands.append((start, round(max(end - start, 1), 1), at, TOP + 2 + 12 * row, anchor, mark.title))
     return Drawing(
         title=chart.title,
         from_to="" if chart.alike else from_to(chart),
@@ -169,18 +170,17 @@ def draw_chart(chart: Chart) -> Drawing:
         bands=bands,
         lines=lines[::-1] if chart.dots else lines,  # the strong line in front, but behind another's dots
         legend=[(kind, name) for kind, name, _ in shown if name],
-        found={mark.rule: mark.name for mark in chart.marks if mark.rule},
+        found={mark.name: mark.title for mark in chart.marks},
     )  # fmt: skip
 
 
 def draw_bar(
     parts: Sequence[tuple[str, float, float | None, float | None]], top: float, bottom: float = 0.0
 ) -> list[tuple[str, ...]]:
-    """Values with their intervals on a scale from `bottom` to `top`.
+    """Values with their intervals on a scale from `bottom` to `top`; what is beyond it is drawn at its end.
 
     Args:
-        parts: class of the style, value, low and high; None without an interval. top, bottom: ends of the scale, in
-            the unit of the values; what is beyond them is drawn at the end.
+        parts: class of the style, value, low and high (None without an interval).
 
     Returns:
         class, dot, left and right end of each, in the bar's viewBox.
@@ -199,15 +199,13 @@ def draw_bar(
 def describe_chart(chart: Chart) -> str:
     """A sentence that describes the chart."""
     texts = []
-    for name, points in chart.series.items():
-        if not points:
-            continue
+    for name, points in ((name, points) for name, points in chart.series.items() if points):
         ends = [points[0], points[-1]] if len(points) > 1 else points
         at = [chart.labels[int(one.step)] if chart.labels else f"{chart.note} {one.step:g}" for one in ends]
         said = (f"{format_value(one.value, chart.form)} at {place}" for one, place in zip(ends, at, strict=True))
         texts.append(f"{name} {', '.join(said)}".strip())
     text = f"{chart.title}: {'; '.join(texts)}"
-    return text + "".join(f"; {one.name} from step {one.since:g}" for one in chart.marks)
+    return text + "".join(f"; {one.title} from step {one.since:g}" for one in chart.marks)
 
 
 def from_to(chart: Chart) -> str:
@@ -232,20 +230,8 @@ def format_value(value: float, form: str) -> str:
     return f"{value:.1f}" if form == "count" else f"{value:.3g}"
 
 
-def thin_out(points: Sequence[Point]) -> Sequence[Point]:
-    """At most MOST_POINTS of a line: the minimum and maximum of each bin, in step order."""
-    if len(points) <= MOST_POINTS:
-        return points
-    bins, kept = MOST_POINTS // 2, list[Point]()
-    for number in range(bins):
-        part = points[number * len(points) // bins : (number + 1) * len(points) // bins]
-        ends = min(part, key=lambda one: one.value), max(part, key=lambda one: one.value)
-        kept += sorted(set(ends), key=lambda one: one.step)
-    return kept
-
-
 def mean_window(rows: int) -> int:
-    """The window of the moving mean for `rows` rows."""
+    """The window of the moving mean."""
     return max(5, rows // 10)
 
 
@@ -283,15 +269,6 @@ def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) ->
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _steps_shown(chart: Chart) -> tuple[float, float]:
-    """The ends of the horizontal axis."""
-    if chart.labels:
-        return -0.5, len(chart.labels) - 0.5
-    steps = [one.step for points in chart.series.values() for one in points]
-    first, last = min(steps), max(steps)
-    return (first, last) if first < last else (first - 1, last + 1)
-
-
 def _values_shown(chart: Chart) -> tuple[float, float, list[float]]:
     """The ends of the vertical axis, and its ticks: all of a share that moves much, 0 where it is near."""
     ends = [end for points in chart.series.values() for one in points for end in one[1:] if end is not None]
@@ -316,20 +293,6 @@ def _tick_text(tick: float, form: str, ticks: Sequence[float]) -> str:
     return f"{shown + 0.0:,.{min(decimals, 6)}f}{unit}"
 
 
-Row = Mapping[str, Any]
-SAME = 1e-9  # values that differ by less count as equal
-FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
-_REWARD = re.compile(r"rewards/(.+)/mean")
-
-
-class Sampled(NamedTuple):
-    """Completion tokens generated since the row before, and the `step_time` of the steps in between."""
-
-    step: int
-    tokens: float
-    seconds: float
-
-
 def choose_curves(
     metrics: Sequence[Row], findings: Sequence[Finding], held_out: Chart | None = None
 ) -> tuple[list[Drawing], list[str]]:
@@ -338,19 +301,22 @@ def choose_curves(
     Args:
         metrics: rows with a `step`; if several have the same step, the last counts. held_out: its chart, shown first.
     """
+
+    def is_equal(one: Chart, other: Chart) -> bool:
+        mine, its = ([point for points in chart.series.values() for point in points] for chart in (one, other))
+        return len(mine) == len(its) and all(
+            a.step == b.step and abs(a.value - b.value) <= SAME for a, b in zip(mine, its, strict=True)
+        )
+
     rows = in_order(metrics)
     charts = [] if held_out is None else [held_out]
     for found in select_charts(rows):
-        if is_flat(found) or not any(_equal(found, other) for other in charts):
+        if is_flat(found) or not any(is_equal(found, other) for other in charts):
             charts.append(found)
     reads = {rule.name: rule.metrics for rule in RULES.values()}
     drawn, constant = [], []
     for chart in charts:
-        chart.marks += [
-            Mark(one.since, one.last, one.title, one.name)
-            for one in findings
-            if chart.metrics & {"reward", *reads.get(one.name, ())}
-        ]
+        chart.marks += [one for one in findings if chart.metrics & {"reward", *reads.get(one.name, ())}]
         of_finding = any(reads.get(one.name, ("",))[0] in chart.metrics for one in findings) and len(rows) > 1
         if chart is held_out or of_finding or not is_flat(chart):
             drawn.append(draw_chart(chart))
@@ -365,15 +331,6 @@ def is_flat(chart: Chart) -> bool:
     """Whether all values are nearly equal, so that a curve would show no more than the value."""
     values = chart.values
     return max(values) - min(values) <= (FLAT if chart.form == "share" else SAME * max(1.0, abs(values[0])))
-
-
-def _equal(one: Chart, other: Chart) -> bool:
-    mine, its = (
-        [(point.step, point.value) for points in chart.series.values() for point in points] for chart in (one, other)
-    )
-    return len(mine) == len(its) and all(
-        a == b and abs(x - y) <= SAME for (a, x), (b, y) in zip(mine, its, strict=True)
-    )
 
 
 def held_out_chart(
@@ -397,7 +354,7 @@ def held_out_chart(
 
 def measured_points(found: Sequence[HeldOut], measure: str) -> list[Point]:
     """A measure in evaluations, at their steps."""
-    measured = ((one.step, one.measure(measure)) for one in found)
+    measured = ((one.step, one.evaluation.measure(measure)) for one in found)
     return [Point(step, *one.ends) for step, one in measured if one is not None]
 
 
@@ -425,14 +382,14 @@ def budget_chart(before: Evaluation | None, after: Evaluation | None) -> Chart |
 
 def tokens_generated(metrics: Sequence[Row]) -> float:
     """Total completion tokens of a run's rollouts, from the mean lengths of its logged steps."""
-    return sum(one.tokens for one in read_sampled(metrics))
+    return sum(tokens for _, tokens, _ in read_sampled(metrics))
 
 
 def tokens_per_second(metrics: Sequence[Row], after: int = 0) -> float | None:
     """Completion tokens generated per second of `step_time` (rollout, forward, backward) in the steps later than
     `after`: evaluations and saves do not count. None without a rollout."""
-    found = [one for one in read_sampled(metrics) if one.step > after]
-    return sum(one.tokens for one in found) / sum(one.seconds for one in found) if found else None
+    found = [(tokens, seconds) for step, tokens, seconds in read_sampled(metrics) if step > after]
+    return sum(tokens for tokens, _ in found) / sum(seconds for _, seconds in found) if found else None
 
 
 def signal_shares(metrics: Sequence[Row]) -> list[Point]:
@@ -446,15 +403,15 @@ def in_order(metrics: Sequence[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def read_sampled(metrics: Sequence[Row]) -> Iterable[Sampled]:
-    """The rollouts of a run's rows; a step that reuses one adds its time to the next."""
+def read_sampled(metrics: Sequence[Row]) -> Iterable[tuple[int, float, float]]:
+    """Of each row with a rollout: its step, and the completion tokens and the `step_time` since the one before it."""
     episode, step, seconds = 0.0, 0, 0.0
     for row in in_order(metrics):
         found: list[Any] = [row.get(name) for name in ("step", "step_time", "completions/mean_length", "episode")]
         now, each, length, count = (one if is_number(one) else 0 for one in found)
         seconds, step = seconds + each * (now - step), now
         if length and count > episode and seconds:
-            yield Sampled(now, length * (count - episode), seconds)
+            yield now, length * (count - episode), seconds
             episode, seconds = count, 0.0
 
 
@@ -469,7 +426,9 @@ def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
         if points := take(*metrics):
             yield Chart(title, {"": points}, form, metrics={*metrics})
 
-    rewards = list(dict.fromkeys(found[1] for row in rows[:50] for name in row if (found := _REWARD.fullmatch(name))))
+    rewards = list(
+        dict.fromkeys(found[1] for row in rows[:50] for name in row if (found := REWARD_MEAN.fullmatch(name)))
+    )
     if len(rewards) == 1:
         yield from chart(f"Reward: {rewards[0]}", "number", "reward", f"rewards/{rewards[0]}/mean")
     else:
@@ -490,5 +449,5 @@ def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
     yield from chart("Entropy, nats", "number", "entropy")
     yield from chart("KL to the reference, nats", "number", "kl")
     yield from chart("Gradient norm", "number", "grad_norm")
-    if speed := [Point(one.step, one.tokens / one.seconds) for one in read_sampled(rows)]:
+    if speed := [Point(step, tokens / seconds) for step, tokens, seconds in read_sampled(rows)]:
         yield Chart("Tokens per second", {"": speed}, "count")

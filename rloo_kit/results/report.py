@@ -8,7 +8,6 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import EXACT
 from rloo_kit.results.changes import (
-    Changes,
     HeldOut,
     HeldOutHistory,
     change_of,
@@ -17,7 +16,14 @@ from rloo_kit.results.changes import (
     parse_evaluations,
     read_evaluations,
 )
-from rloo_kit.results.evaluation import ACCURACIES, Evaluation, name_of, says_nothing, shared_measures
+from rloo_kit.results.evaluation import (
+    ACCURACIES,
+    Evaluation,
+    merge_rows,
+    name_of,
+    says_nothing,
+    shared_measures,
+)
 from rloo_kit.results.pages import Table, format_count, format_duration, make_page
 from rloo_kit.results.plots import (
     budget_chart,
@@ -65,16 +71,8 @@ ENDS = {
 def write_report(
     run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
 ) -> Path:
-    """Write `report.html` into the run's folder, the evaluations it shows as `before.json` and `after.json`, and the
-    verdict into `status.json`.
-
-    Args:
-        result: its folder, steps, metrics, seconds, stopped, adapter_step, method and findings are read.
-        before, after: evaluations; None if the run was not evaluated.
-
-    Returns:
-        The file.
-    """
+    """Write `report.html` into the run's folder, the evaluations it shows as `before.json` and `after.json` (None if
+    the run was not evaluated), and the verdict into `status.json`; returns the page's file."""
     folder = Path(result.folder)
     folder.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(folder)
@@ -91,7 +89,15 @@ def write_report(
     )
     budgets = budget_chart(before, after)
     changes = find_changes(before, after)
+    kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
+    counted = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
+    findings, lasting = [], {one.name for one in result.lasting}
+    for one in result.findings:
+        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
+        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
+        findings.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
+    head = ("finding", "level", "since step", "evidence", "cause", "fix")
     page = make_page(
         "report.html.jinja",
         data={
@@ -114,13 +120,18 @@ def write_report(
         curves=curves,
         constant=constant,
         steps_logged=len(in_order(result.metrics)),
-        health=_health(result),
-        measures=_measures(sides),
+        health=Table("Health findings", head, findings, ids=[f"finding-{one.name}" for one in result.findings]),
+        measures=Table(
+            "Evaluations before and after training",
+            ("measure [95 % interval]", *sides),
+            merge_rows(*sides.values()),
+            numbers=(1, 2),
+        ),
         comparison=compare(before, after) if before is not None and after is not None else None,
         last=after or before,
         budgets=None if budgets is None else draw_chart(budgets),
         changes=changes,
-        changed=_changed(changes),
+        changed=Table("Held-out prompts by change", ("measure", *kinds), counted, numbers=range(1, 9)),
         evaluations=during,
         during=_during(during, measure, evaluations[-1].get("best_step")) if during else None,
         measure=name_of(measure, *(one.evaluation for one in during)),
@@ -194,31 +205,6 @@ def _settings(
     }
 
 
-def _health(result: TrainResult) -> Table:
-    rows, lasting = [], {one.name for one in result.lasting}
-    for one in result.findings:
-        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
-        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
-        rows.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
-    head = ("finding", "level", "since step", "evidence", "cause", "fix")
-    return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
-
-
-def _measures(sides: Mapping[str, Evaluation]) -> Table:
-    columns = [dict(one.rows(*sides.values())) for one in sides.values()]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
-    head = ("measure [95 % interval]", *sides)
-    return Table("Evaluations before and after training", head, rows, numbers=(1, 2))
-
-
-def _changed(changes: Changes) -> Table:
-    """The counts over all prompts; the page's script shows the prompts themselves."""
-    kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
-    rows = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
-    return Table("Held-out prompts by change", ("measure", *kinds), rows, numbers=range(1, 9))
-
-
 def _during(during: Sequence[HeldOut], measure: str, best: int | None) -> Table:
     """Each evaluation during training, against the best before it."""
     history, sides = HeldOutHistory(measure, None), [one.evaluation for one in during]
@@ -226,7 +212,7 @@ def _during(during: Sequence[HeldOut], measure: str, best: int | None) -> Table:
     thinks = any(one.mean_thinking_tokens is not None for one in sides)
     rows = []
     for one in during:
-        values = [str(value) for name in shown if (value := one.measure(name)) is not None]
+        values = [str(value) for name in shown if (value := one.evaluation.measure(name)) is not None]
         if thinks:
             mean = one.evaluation.mean_thinking_tokens
             values.append("-" if mean is None else f"{mean:.1f}")

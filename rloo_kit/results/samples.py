@@ -4,6 +4,7 @@ The id of the closing tag, not the text, decides whether a completion closed its
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,6 @@ from rloo_kit.runs.rollouts import read_rollouts, read_step
 from rloo_kit.system.console import picture_controls, plain_prompt, render_text
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
-MISSING = object()
 Segments = list[list[Any]]  # texts, each with whether the budget forced it
 
 
@@ -42,9 +42,12 @@ def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str
         end_id: the id of `</think>`, for rows of older runs without `answer_start`: the text is split at its last tag,
             if it has as many tags as the ids.
     """
-    text = text_of(row)
-    start = row.get("answer_start", MISSING)
-    if start is MISSING:
+    text = row.get("completion")
+    if isinstance(text, list):  # TRL stores a message if the prompt is one
+        text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
+    text = text if isinstance(text, str) else ""
+    start = row.get("answer_start")
+    if "answer_start" not in row:
         closings = row["completion_ids"].count(end_id) if end_id is not None else 0
         if text.count(THINK_END) != closings:
             return [], text, False
@@ -65,14 +68,6 @@ def find_end_id(row: Mapping[str, Any]) -> int | None:
     """The id of `</think>`, read from a row of an older run: the id after the thinking of a closed completion."""
     place, ids = row.get("thinking_tokens"), row["completion_ids"]
     return ids[place] if row.get("closed") and isinstance(place, int) and 0 <= place < len(ids) else None
-
-
-def text_of(row: Mapping[str, Any]) -> str:
-    """The completion's text; TRL stores it as a message if the prompt is one."""
-    text = row.get("completion")
-    if isinstance(text, list):
-        text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
-    return text if isinstance(text, str) else ""
 
 
 def longest_that_fits(lengths: Iterable[int], room: int) -> int:
@@ -125,11 +120,7 @@ KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens",
 
 @dataclass(frozen=True)
 class PickedCompletions:
-    """Some completions of one step, and shares and means over all of them.
-
-    Attributes:
-        folder: the run's. step: as in `metrics.jsonl`. shares: by name. completions: `describe_completion` of each.
-    """
+    """Some completions of one step (`describe_completion` of each), and shares and means over all of them, by name."""
 
     folder: Path
     step: int
@@ -203,18 +194,13 @@ def is_whole(row: dict[str, Any]) -> bool:
 
 
 def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
-    """A row in readable form: prompt, thinking, answer (`text` if they cannot be separated) and its figures.
-
-    Args:
-        end_id: the id of `</think>`, for rows of older runs. max_chars: length above which a text loses its middle.
-    """
+    """A row in readable form: prompt, thinking, answer (`text` if they cannot be separated) and its figures; a text of
+    more than `max_chars` loses its middle. `end_id`: see `split_row`."""
     segments, answer, is_split = split_row(row, end_id)
     thinking = "\n".join(text for text, _ in segments)
-    parts: dict[str, Any] = {"thinking": None, "answer": None}
-    if is_split:
-        parts = {"thinking": cut_middle(thinking, max_chars) or None, "answer": cut_middle(answer, max_chars) or None}
-    else:
-        parts["text"] = cut_middle(answer.strip(), max_chars)
+    parts: dict[str, Any] = {"thinking": cut_middle(thinking, max_chars) or None, "answer": None}
+    parts |= {"answer": cut_middle(answer, max_chars) or None} if is_split else {}
+    parts |= {} if is_split else {"text": cut_middle(answer.strip(), max_chars)}
     row = {"forced": False} | row  # absent in runs older than thinking budgets
     start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars)}
     return start | parts | {key: row[key] for key in KEPT} | {"columns": row.get("columns", {})}
@@ -224,9 +210,9 @@ def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     count = len(rows)
     scored = [row["reward"] for row in rows if row["reward"] is not None]
     thinking = [row["thinking_tokens"] for row in rows if row["closed"]]
-    groups: dict[str, set[Any]] = {}
+    groups: defaultdict[str, set[Any]] = defaultdict(set)
     for row in rows:
-        groups.setdefault(str(row.get("group", row["prompt"])), set()).add(row["reward"])
+        groups[str(row.get("group", row["prompt"]))].add(row["reward"])
     return {
         "num_completions": count,
         "closed_share": sum(row["closed"] and not row.get("forced") for row in rows) / count,
@@ -255,11 +241,8 @@ TELLING: dict[str, Callable[[dict[str, Any]], float | None]] = {  # the greatest
 
 @dataclass
 class RolloutSample:
-    """Attributes:
-    rows: for the page's script, in run order. prompts: texts that the rows refer to by index.
-    rewards: names. total: rollouts of the run. limit: length to which the longest were cut; None if none were.
-    steps: those with whole groups.
-    """
+    """The rows for the page's script, in run order, the prompts that they refer to by index, the names of the rewards,
+    the run's number of rollouts, the length to which the longest were cut (None: none), the steps with whole groups."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
@@ -285,19 +268,21 @@ class RolloutSample:
 
 
 def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
-    """Select from a run's rollouts, in the order of `runs.rollouts.read_rollouts`.
-
-    Args:
-        last_step: of the run; the shown steps are spread evenly from the first step to it.
-    """
+    """Select from a run's rollouts, in the order of `read_rollouts`; the shown steps are spread evenly up to the run's
+    last one."""
     found, due, each = RolloutSample(), None, 1
     kept: list[dict[str, Any]] = []
     top: dict[str, list[dict[str, Any]]] = {name: [] for name in TELLING}
     earned: dict[int, float] = {}  # each prompt's most recent mean reward
     for step, groups, is_last in _read_steps(rows):
         found.total += (size := sum(map(len, groups)))
-        for group in groups:
-            _compare(group, earned)
+        for group in groups:  # mark completions below the mean of their prompt's last group, if this one's mean fell
+            scored = [record["reward"] for record in group if record["reward"] is not None]
+            key, mean = hash(group[0]["prompt"]), sum(scored) / len(scored) if scored else 0.0
+            for record in group if scored and mean < earned.get(key, mean) else ():
+                record["was"] = earned[key]
+                record["regressed"] = record["reward"] is not None and record["reward"] < earned[key]
+            earned |= {key: mean} if scored else {}
         if due is None:  # every step has about as many rollouts as the first
             ahead = max(last_step - step, 0)
             count = min(max(WHOLE // size, STEPS), ahead + 1)
@@ -362,20 +347,6 @@ def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, A
         "advantage": row["advantage"] if is_number(row.get("advantage")) else None, "rewards": rewards,
         "gold": columns.get("answer"), "was": None, "regressed": False,
     }  # fmt: skip
-
-
-def _compare(group: list[dict[str, Any]], earned: dict[int, float]) -> None:
-    """Mark completions that earned less than the mean of their prompt's previous group, if this group's mean fell."""
-    scored = [record["reward"] for record in group if record["reward"] is not None]
-    if not scored:
-        return
-    key, mean = hash(group[0]["prompt"]), sum(scored) / len(scored)
-    before = earned.get(key)
-    if before is not None and mean < before:
-        for record in group:
-            record["was"] = before
-            record["regressed"] = record["reward"] is not None and record["reward"] < before
-    earned[key] = mean
 
 
 def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The result of a run, as `train` returns it or as read from the run's folder."""
+"""A run's result, as `train` returns it or as read from its folder, and the verdict on it."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -16,7 +16,12 @@ from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
 
+Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
+NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
+BY_SUCCESS = ("no_signal", "no_movement", "nothing_learnt")  # what a solved task shows too
+LONGEST_QUESTION = 60  # characters of an example in a command
+CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
 @dataclass
@@ -65,10 +70,7 @@ def load_result(run: RunConfig) -> TrainResult:
     if not status:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train writes one")
     metrics = run_dir.read_metrics()
-    known: list[Any] = [
-        status.get("seconds"),
-        metrics[-1].get("seconds") if metrics else None,
-    ]  # a killed run has the second
+    known: list[Any] = [status.get("seconds"), *(row.get("seconds") for row in metrics[-1:])]  # killed: the second
     seconds = next(filter(is_number, known), 0.0)
     state, rule = status.get("state"), status.get("stopped_by")
     ended = EARLY if status.get("stopped_early") else None
@@ -105,14 +107,6 @@ def is_over(run: RunConfig) -> bool:
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
     """The evaluation "before" or "after" training from the run's folder; None without one."""
     return Evaluation.read(run.folder / f"{when}.json")
-
-
-Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
-NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
-BY_SUCCESS = ("no_signal", "no_movement", "nothing_learnt")  # what a solved task shows too
-BROKEN, GAMED = "broken_policy", "reward_hacking"
-LONGEST_QUESTION = 60  # characters of an example in a command
-CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,14 @@ def judge_run(
         words = measured_words(before, after, change.measure)
         sentence += f", {words}" if words else ""
         if kind == "learnt":
-            sentence += _context_of(change, before, after)
+            greedy = change_of(f"greedy_{change.measure}", before, after)  # a sharper policy does not raise it
+            if greedy is not None:
+                old, new = greedy.before.value, greedy.after.value
+                shares = f"{100 * old:.0f} % to {100 * new:.0f} %"
+                sentence += f"; greedy from {f'{old:.2f} to {new:.2f}' if greedy.is_reward else shares}"
+            if before.mean_thinking_tokens is not None and after.mean_thinking_tokens is not None:
+                lengths = f"{before.mean_thinking_tokens:.0f} to {after.mean_thinking_tokens:.0f}"
+                sentence += f"; thinking from {lengths} tokens"
             if result.adapter_step not in (None, result.steps):
                 step = result.adapter_step
                 sentence += f"; the weights are the best evaluation's, of step {step}, so part of it is luck"
@@ -172,7 +173,14 @@ def judge_run(
     is_tied = kind in ("no evidence", "no signal") and (cause is None or cause.name in BY_SUCCESS)
     if solved and is_tied and result.stopped in (None, EARLY, "no signal"):
         advice = f"it was solved before training{solved}: use harder prompts (data.source)"
-    commands = _commands(result.folder, kind, after)
+    place = shlex.quote(str(result.folder))
+    commands: tuple[str, ...] = (f"rloo-kit show {place}",)
+    if kind == "learnt":
+        question = plain_prompt(after.samples[0]["prompt"]) if after is not None and after.samples else "..."
+        if len(question) > LONGEST_QUESTION or not question.isprintable():
+            question = "..."
+        quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
+        commands = (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")
     rule = None if cause is None else cause.name
     return Verdict(kind, f"{sentence}.", f"{advice}." if advice else "", commands, change, rule)
 
@@ -190,11 +198,11 @@ def _decide(
 ) -> tuple[Kind, str, Finding | None]:
     """Kind, sentence, and the finding that explains them."""
     lasting = {one.name: one for one in result.lasting}
-    fallen = lasting.get(BROKEN)
+    fallen = lasting.get("broken_policy")
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
     measured = "" if change is None else f"; {_lower(str(change))}"
-    if GAMED in lasting and not (change is not None and not change.is_reward and change.rose):
-        gamed = lasting[GAMED]
+    gamed = lasting.get("reward_hacking")
+    if gamed is not None and not (change is not None and not change.is_reward and change.rose):
         return "gamed", f"The policy earns reward in an unintended way: {gamed.found}{measured}", gamed
     if change is not None and change.rose:
         return "learnt", str(change), None
@@ -231,19 +239,6 @@ def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     return f"measured {' and '.join(words)}" if words else ""
 
 
-def _context_of(change: Change, before: Evaluation, after: Evaluation) -> str:
-    """The context of a rise: the greedy measure, which a sharper policy does not raise, and the thinking's length."""
-    words = ""
-    if (greedy := change_of(f"greedy_{change.measure}", before, after)) is not None:
-        old, new = greedy.before.value, greedy.after.value
-        shares = f"{100 * old:.0f} % to {100 * new:.0f} %"
-        words += f"; greedy from {f'{old:.2f} to {new:.2f}' if greedy.is_reward else shares}"
-    lengths = (before.mean_thinking_tokens, after.mean_thinking_tokens)
-    if None not in lengths:
-        words += "; thinking from {:.0f} to {:.0f} tokens".format(*lengths)
-    return words
-
-
 def _was_solved(
     run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None
 ) -> str:
@@ -277,8 +272,6 @@ def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> st
 
 def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
     """What to do, for a verdict without a finding that says it."""
-    if kind == "learnt":
-        return ""
     if kind == "gamed":
         return "read the best completions, then fix the reward or change the weights of rewards"
     if kind == "no signal":
@@ -289,7 +282,7 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
     if kind == "broken":
         keep = ", and keep the best weights with eval.every_steps and eval.save_best"
         return f"lower {result.method}.learning_rate{keep if result.method == 'rloo' else ' or sft.max_steps'}"
-    if result.stopped == "running":
+    if kind == "learnt" or result.stopped == "running":
         return ""
     if result.stopped not in (None, EARLY):
         return "continue with --resume"
@@ -304,17 +297,6 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
             "resolve a change of this size"
         )
     return f"train longer ({result.method}.max_steps) or with a higher {result.method}.learning_rate"
-
-
-def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, ...]:
-    place = shlex.quote(str(folder))
-    if kind != "learnt":
-        return (f"rloo-kit show {place}",)
-    question = plain_prompt(after.samples[0]["prompt"]) if after is not None and after.samples else "..."
-    if len(question) > LONGEST_QUESTION or not question.isprintable():
-        question = "..."
-    quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
-    return (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")
 
 
 def _lower(text: str) -> str:

@@ -30,10 +30,9 @@ from rloo_kit.system.console import fill_text, format_seconds, render_text
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of the runs.
+    """One of the runs, with a short and unique name; the verdict is on this run alone.
 
     Attributes:
-        name: short and unique. run, result, before, after: from its folder. verdict: on this run alone.
         lead: how far its `after` is above the first run's; None for the first, and if they cannot be compared.
         word: why they cannot be compared, or a caveat; empty without one.
         changed: dotted keys that differ from the first run's.
@@ -118,14 +117,8 @@ class RunComparison:
 
 
 def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
-    """Compare runs with the first of them.
-
-    Args:
-        sources: folders of runs, or their YAML files; at least two.
-
-    Raises:
-        ConfigError: fewer than two. RunNotFoundError: one of them is not a run.
-    """
+    """Compare two or more runs, given by their folders or YAML files, with the first of them. Raises ConfigError for
+    fewer than two, RunNotFoundError if one of them is not a run."""
     if len(sources) < 2:
         raise ConfigError(f"a comparison takes two or more runs; got {len(sources)}")
     runs = [find_run(source) for source in sources]
@@ -218,7 +211,12 @@ def write_comparison_page(found: RunComparison, path: Path) -> Path:
     there and not such a page."""
     if path.exists() and not (path.is_file() and TITLE.encode() in path.read_bytes()):
         raise ConfigError(f"{path} exists and is not a comparison of runs, so it is kept: name another file")
-    changed = _changed_keys(found.runs)
+    rows = []
+    for key in sorted({key for one in found.runs for key in one.changed or {}}):
+        pairs = [(one.changed or {}).get(key) for one in found.runs]
+        first = next(pair[0] for pair in pairs if pair is not None)
+        rows.append((key, *(first if pair is None else pair[1] for pair in pairs)))
+    changed = PageTable("Keys that differ", ("key", *(one.name for one in found.runs)), rows)
     page = make_page(
         "comparison.html.jinja",
         title=TITLE,
@@ -260,31 +258,19 @@ def _value(found: Measured, sign: str = "") -> Cell:
 def _curves(runs: Sequence[Contestant]) -> list[Drawing]:
     measure = measure_of(runs)
     form = "share" if measure.endswith("accuracy") else "number"
-    held_out = {one.name: held_out_points(one, measure) for one in runs}
-    charts = [Chart(f"Held-out {name_of(measure, *(one.after for one in runs))}", held_out, form, dots=True)]
+    held_out = {}  # before, during and after training
+    for one in runs:
+        folder = Path(one.result.folder)
+        sides = {found.step: found for found in parse_evaluations(read_evaluations(folder, RunDir(folder).id))}
+        ends = {0: one.before, one.result.kept_step: one.after}
+        sides |= {step: HeldOut(step, side) for step, side in ends.items() if side is not None}
+        held_out[one.name] = measured_points([sides[step] for step in sorted(sides)], measure)
+    charts = [
+        Chart(f"Held-out {name_of(measure, *(one.after for one in runs))}", held_out, form, dots=True, alike=True)
+    ]
     for title, form, metric in PANELS:
         points = {one.name: [Point(*found) for found in logged(one.result.metrics, metric)] for one in runs}
         if not metric:
             points = {one.name: signal_shares(one.result.metrics) for one in runs}
-        charts.append(Chart(title, points, form))
-    for chart in charts:
-        chart.alike = True
+        charts.append(Chart(title, points, form, alike=True))
     return [draw_chart(chart) for chart in charts if len(set(chart.values)) > 1]
-
-
-def held_out_points(one: Contestant, measure: str) -> list[Point]:
-    """A run's held-out measure over its steps: before, during and after training."""
-    folder = Path(one.result.folder)
-    sides = {found.step: found for found in parse_evaluations(read_evaluations(folder, RunDir(folder).id))}
-    ends = {0: one.before, one.result.kept_step: one.after}
-    sides |= {step: HeldOut(step, side) for step, side in ends.items() if side is not None}
-    return measured_points([sides[step] for step in sorted(sides)], measure)
-
-
-def _changed_keys(runs: Sequence[Contestant]) -> PageTable:
-    rows = []
-    for key in sorted({key for one in runs for key in one.changed or {}}):
-        pairs = [(one.changed or {}).get(key) for one in runs]
-        first = next(pair[0] for pair in pairs if pair is not None)
-        rows.append((key, *(first if pair is None else pair[1] for pair in pairs)))
-    return PageTable("Keys that differ", ("key", *(one.name for one in runs)), rows)

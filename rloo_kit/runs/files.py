@@ -92,7 +92,12 @@ def write_bytes(path: Path, content: bytes) -> Path:
 
 def write_json(path: Path, value: Any) -> Path:
     """`write_text` of `value` as JSON; NaN and infinities become null."""
-    return write_text(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+    return write_text(path, to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """The text of `write_json`."""
+    return json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
 
 
 def now() -> str:
@@ -136,13 +141,8 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
-    """Lock the folder until the returned file is closed or the process ends, however it ends.
-
-    None on a system without such locks (Windows), where two writers go undetected.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-    """
+    """Lock the folder until the returned file is closed or the process ends, however it ends; raises BlockingIOError if
+    it is locked. None on a system without such locks (Windows), where two writers go undetected."""
     try:
         import fcntl
     except ImportError:
@@ -209,7 +209,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         if path.is_file():  # a FIFO would block
             with _open(path) as file:
-                yield from filter(None, map(parse_row, file))
+                for line in file:
+                    row = None
+                    with suppress(ValueError, RecursionError):  # NaN and infinities become None, as they are written
+                        row = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+                    if isinstance(row, dict):
+                        yield row
     except DAMAGE:
         return
 
@@ -226,16 +231,6 @@ def find_damage(path: Path) -> str:
 
 def _open(path: Path) -> BufferedIOBase:
     return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line, or None. NaN and infinities become None, as `append_rows` writes them."""
-    if not line.lstrip().startswith(b"{"):
-        return None
-    try:
-        return json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
-        return None
 
 
 def row_step(row: dict[str, Any]) -> int | None:

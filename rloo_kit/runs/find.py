@@ -1,6 +1,5 @@
 """Finds a run by its folder, its config or an export, and its trained weights."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,8 @@ TRAINED = "trained.json"  # with saved weights: digest of their base; in a run a
 
 
 def find_run(source: str | Path, *overrides: str) -> RunConfig:
-    """The configuration of a run.
-
-    Args:
-        source: its YAML file, or its folder, also after a move; from the working folder. overrides: KEY=VALUE.
-
-    Raises:
-        RunNotFoundError: the folder is not a run's. ConfigError: see `load_config`.
-    """
+    """The configuration of a run, given by its YAML file, or its folder (also after a move), with overrides KEY=VALUE.
+    Raises RunNotFoundError if the folder is not a run's, ConfigError as `load_config`."""
     source = from_here(source)
     run = load_config(config_file(source), *overrides)
     if source.is_dir():
@@ -58,14 +51,9 @@ def place_run(run: RunConfig, folder: Path) -> None:
 
 
 def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
-    """The key of `model:` that loads the trained weights, and its value: "adapter", or "name" for a whole model.
-
-    Args:
-        folder: of an adapter, of a model, or of a run. named: the flag or key that gave it, for the error.
-
-    Raises:
-        RunNotFoundError: there is no such folder. ConfigError: the run's adapter is not its newest weights.
-    """
+    """The key of `model:` that loads the weights trained in the folder of an adapter, a model or a run, and its value:
+    "adapter", or "name" for a whole model. `named`: the flag or key that gave the folder, for errors: RunNotFoundError
+    if it is not there, ConfigError if the run's adapter is not its newest weights."""
     if not folder.is_dir():
         raise RunNotFoundError(f"{named} {folder}: there is no such folder; a run writes outputs/NAME/adapter".strip())
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
@@ -92,25 +80,22 @@ def find_stale(folder: Path) -> str:
     )
 
 
-NO_PROMPTS = "any.jsonl"  # a configuration has to name a data source; this one is never read
+# What a configuration has to name and `ask` does not read.
+UNREAD: dict[str, Any] = {
+    "data": {"source": "any.jsonl"}, "rewards": [{"name": "answer_reward"}], "rloo": {"max_steps": 1},
+}  # fmt: skip
 RUN_FILE = "rloo_kit.yaml"  # in an export: the part of its run's configuration that `ask` reads
 
 
 def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
     """The text of `RUN_FILE`: the part of a run's configuration that `ask` reads, without anything about the machine.
-
-    Args:
-        base: keys of `model` that locate the base model on the target machine: `name`, and others if needed.
-    """
+    `base`: keys of `model` that locate the base model on the target machine: `name`, and others if needed."""
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
-    values = {
-        "run": {"name": run.name, "seed": run.run.seed},
+    values = {"run": {"name": run.name, "seed": run.run.seed}} | {
         "model": run.model.model_dump(mode="json") | base | {"adapter": None},
-        "data": {"source": NO_PROMPTS, "system_prompt": run.data.system_prompt},
-        "rewards": [{"name": "answer_reward"}],
-        "rloo": {"max_steps": 1} | lengths,
-        "eval": run.eval.model_dump(mode="json"),
-    }
+        "data": {**UNREAD["data"], "system_prompt": run.data.system_prompt},
+        "rewards": UNREAD["rewards"], "rloo": {**UNREAD["rloo"], **lengths}, "eval": run.eval.model_dump(mode="json"),
+    }  # fmt: skip
     return dump_yaml(values)
 
 
@@ -142,21 +127,18 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     above = (one / "config.yaml" for one in (folder.parent, folder.parent.parent))
     around = next((file for file in above if file.is_file()), None)
     if (folder / RUN_FILE).is_file():
-        base = _included_base(folder) if around is None else {"name": load_config(around).model.name}
+        inside = folder / Path(str(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).name
+        if around is not None:
+            base = {"name": load_config(around).model.name}
+        else:
+            base = {"name": str(inside)} if (inside / MODEL_CONFIG).is_file() else {}
         run = load_config(folder / RUN_FILE, *overrides, model=base)
         run._source = around or run.source
         return run
     if around is not None:
         return load_config(around, *overrides)
-    values: dict[str, Any] = {
-        "run": {"name": folder.name},
-        "model": {"name": str(folder)},
-        # required in a run, but not read by `ask`
-        "data": {"source": NO_PROMPTS},
-        "rewards": [{"name": "answer_reward"}],
-        "rloo": {"max_steps": 1},
-    }
-    if (positions := _positions(folder)) is not None:
+    values: dict[str, Any] = {"run": {"name": folder.name}, "model": {"name": str(folder)}} | UNREAD
+    if isinstance(positions := read_object(folder / MODEL_CONFIG).get("max_position_embeddings"), int):
         values["model"]["max_seq_length"] = min(positions, THINKING_LENGTH)
     for override in overrides:
         apply_override(values, override)
@@ -164,18 +146,3 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, RunConfig)) from None
-
-
-def _included_base(folder: Path) -> dict[str, str]:
-    """The base model inside an exported adapter's folder, as a key of `model`; empty if it is not included."""
-    base = folder / Path(str(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).name
-    return {"name": str(base)} if (base / MODEL_CONFIG).is_file() else {}
-
-
-def _positions(folder: Path) -> int | None:
-    """`max_position_embeddings` of a model's config.json; None for an adapter."""
-    try:
-        found = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, int) else None

@@ -30,6 +30,7 @@ from rloo_kit.runs.files import (
     read_object,
     read_rows,
     row_step,
+    to_json,
     to_lines,
     write_bytes,
     write_json,
@@ -92,7 +93,7 @@ class RunDir:
         self.resumed = False
         self.resumes_from: Checkpoint | None = None
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
-        self.inputs = ""  # digest of INPUTS
+        self.inputs = ""
         self.accepts_changes = False
         self._ended: dict[str, Any] = {}  # the status before a resume, until the run trains further
         self._config = self._written = ""
@@ -150,11 +151,23 @@ class RunDir:
 
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
         self._check(resume, overwrite)
-        self._config, self._families = run.to_yaml(), _read_families(run)
+        self._config = run.to_yaml()
+        for file in run.family_files:
+            content = file.read_bytes()
+            if self._families.setdefault(file.name, content) != content:
+                raise ConfigError(
+                    f"two different task families of the run are called {file.name} (one is {file}): rename one"
+                )
         self._written = run.with_absolute_files().to_yaml()  # a checkpoint holds the other: a project may be moved
         if not resume:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        try:
+            self._lock = lock_folder(self.folder)
+        except BlockingIOError:
+            raise RunExistsError(
+                f"{self.folder} is being written by another process ({self.status().get('pid', 'unknown')}): wait for "
+                "it, stop it, or choose another name with run.name=..."
+            ) from None
         self.id = read_run_id(self.folder)
         self._check(resume, overwrite)  # again: another process may have written before the lock
         self._refuse_odd_files()
@@ -190,20 +203,16 @@ class RunDir:
                 f"({carriers} carries an id), so nothing in it is touched: choose another folder with run.name=... or "
                 "run.output_dir=..."
             )
-        if not overwrite and not self._never_began():
-            status = self.status()
+        status = self.status()
+        began = any(any(self.folder.glob(name)) for name in ("checkpoints/*", "metrics.jsonl", "rollouts*"))
+        never_began = status.get("state") == "failed" and not status.get("step") and not began  # a mistyped model
+        if not overwrite and not never_began:
             step = f" at step {status['step']}" if status.get("step") else ""
             raise RunExistsError(
                 f"{self.folder} already contains a run ({status.get('state')}{step}): continue it with --resume "
                 "(resume=True in Python), delete it and start over with --overwrite (overwrite=True), or choose "
                 "another name with run.name=..."
             )
-
-    def _never_began(self) -> bool:
-        """Whether the run failed before its first step (a mistyped model): there is nothing to resume."""
-        began = (*self.folder.glob("checkpoints/*"), *self.folder.glob("metrics.jsonl"), *self.folder.glob("rollouts*"))
-        status = self.status()
-        return bool(self.id) and status.get("state") == "failed" and not status.get("step") and not began
 
     def _refuse_odd_files(self) -> None:
         for path in (self.folder / name for name in ("adapter", "best")):
@@ -236,16 +245,7 @@ class RunDir:
                 (self.folder / name).unlink(missing_ok=True)
         Rollouts(self.folder).delete()
 
-    # ------------------------------------------------------------------------------------------------ lock and id
-
-    def _take_lock(self) -> None:
-        try:
-            self._lock = lock_folder(self.folder)
-        except BlockingIOError:
-            raise RunExistsError(
-                f"{self.folder} is being written by another process ({self.status().get('pid', 'unknown')}): wait for "
-                "it, stop it, or choose another name with run.name=..."
-            ) from None
+    # ------------------------------------------------------------------------------------------------ lost folders
 
     def check_there(self) -> None:
         """Raise RunNotFoundError if the folder that this process opened was removed, or replaced by another run's."""
@@ -282,11 +282,7 @@ class RunDir:
 
     def set_status(self, state: str, **fields: Any) -> None:
         """Write `status.json`: the state (one of STATES), the process, the time, and `fields`, which update old ones.
-
-        Fields are `step`, `max_steps`, `error`, `command` (that made the run), `resume` (that resumes it),
-        `adapter_step` (the step of the weights in `adapter/`), `seconds` (of training), `stopped_early` (why),
-        `stopped_by` (a rule of `health:`), `method` ("sft" if it is not RLOO), `energy_wh` and `verdict`.
-        """
+        docs/runs.md lists the fields."""
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")
         if self.writes:
@@ -360,7 +356,7 @@ class RunDir:
 
     @property
     def checkpoint_record(self) -> dict[str, Any]:
-        """The run's entries in a checkpoint's manifest; see `checkpoints.seal`."""
+        """Arguments of `checkpoints.seal`."""
         return {"run": self.id, "config": self._config, "processes": count_processes()}
 
     def drop_results(self, *others: str) -> None:
@@ -394,8 +390,7 @@ class RunDir:
 
     def write_json(self, name: str, value: Any) -> Path:
         """`write_text` of `value` as JSON; NaN and infinities become null."""
-        self.check_there()
-        return write_json(self.folder / name, value) if self.writes else self.folder / name
+        return self.write_text(name, to_json(value))
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Append one line per row in a single write, so that a crash loses none of them."""
@@ -475,18 +470,6 @@ class RunDir:
             text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "))
             text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
             self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
-
-
-def _read_families(run: RunConfig) -> dict[str, bytes]:
-    """The user's task families by their file names in the run's folder."""
-    found: dict[str, bytes] = {}
-    for file in run.family_files:
-        content = file.read_bytes()
-        if found.setdefault(file.name, content) != content:
-            raise ConfigError(
-                f"two different task families of the run are called {file.name} (one is {file}): rename one"
-            )
-    return found
 
 
 def open_runs() -> list[Path]:

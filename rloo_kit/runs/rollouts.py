@@ -23,22 +23,14 @@ OLDER = re.compile(r"rollouts(-\d{8,18})?\.jsonl(\.gz)?")
 
 
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield every stored completion of a run, oldest first, one in memory at a time. The run may still be writing.
-
-    Args:
-        folder: the run's.
-    """
+    """Yield every stored completion of a run, oldest first, one in memory at a time. The run may still be writing."""
     files = step_files(Path(folder))
     steps = itertools.chain.from_iterable(_read_file(step, file) for step, file in files.items())
     return heapq.merge(steps, _read_older(Path(folder), files), key=lambda row: row["step"])
 
 
 def read_step(folder: str | Path, step: int | None = None) -> list[dict[str, Any]]:
-    """The completions of one step, by default the last; only its file is read.
-
-    Args:
-        folder: the run's. step: as in `metrics.jsonl`, from 1.
-    """
+    """The completions of one step of a run (from 1; by default the last); only its file is read."""
     files = step_files(Path(folder))
     for number in reversed(files):
         if step in (None, number) and (rows := list(_read_file(number, files[number]))):
@@ -78,12 +70,8 @@ def _read_older(folder: Path, but: Container[int]) -> Iterator[dict[str, Any]]:
 
 
 class Rollouts:
-    """Writes a run's completions. Only the process that holds the run's lock may use it.
-
-    Args:
-        folder: the run's.
-        keep_gib: size on disk above which the oldest steps are deleted; None keeps all.
-    """
+    """Writes a run's completions; above `keep_gib` on disk the oldest steps are deleted (None keeps all). Only the
+    process that holds the run's lock may use it."""
 
     def __init__(self, folder: Path, keep_gib: float | None = None):
         self.folder, self.keep_gib = folder, keep_gib

@@ -59,39 +59,34 @@ def test_a_short_file_has_room_to_think_and_learns_from_four_prompts(model: Any,
 
 
 # Values of the four keys that agree with each other, in a small and a large run.
-KEYS = ("max_seq_length", "max_prompt_length", "max_completion_length", "thinking_budget")
-SANE = [
-    dict(zip(KEYS, values, strict=True))
-    for values in ((1024, 64, 700, 600), (20000, 3000, 16000, 12000), (600, 300, 300, 200))
-]
+KEYS = {
+    "max_seq_length": "model",
+    "max_prompt_length": "data",
+    "max_completion_length": "rloo",
+    "thinking_budget": "rloo",
+}
+SANE = [(1024, 64, 700, 600), (20000, 3000, 16000, 12000), (600, 300, 300, 200)]
 SUBSETS = [names for size in range(5) for names in itertools.combinations(KEYS, size)]
 
 
 @pytest.mark.parametrize("model", ["some/model", THINKING, "embedded/thinking"])
-@pytest.mark.parametrize(
-    ("answer", "close", "evaluated"), itertools.product((None, 20), (None, "sentence"), (None, 250))
-)
-def test_no_subset_of_the_lengths_is_made_to_contradict(
-    model: str, answer: int | None, close: str | None, evaluated: int | None
-) -> None:
+@pytest.mark.parametrize("with_all", [False, True])
+def test_no_subset_of_the_lengths_is_made_to_contradict(model: str, with_all: bool) -> None:
     """A derived prompt of 512 tokens turned `max_completion_length: 1900` into an error about a key not set."""
-    places = {"max_seq_length": "model", "max_prompt_length": "data"}
     for values, names in itertools.product(SANE, SUBSETS):
         sections: dict[str, dict[str, Any]] = {"model": {"name": model}, "data": {}, "rloo": {}, "eval": {}}
-        for name in names:
-            sections[places.get(name, "rloo")][name] = values[name]
-        if answer and ("thinking_budget" in names or model == THINKING):
-            sections["rloo"]["answer_budget"] = answer
-        if close:
-            sections["rloo"]["thinking_close"] = close
-        if evaluated:
-            sections["eval"] |= {"max_completion_length": evaluated, "thinking_budgets": [8, 200]}
+        given = {name: value for name, value in zip(KEYS, values, strict=True) if name in names}
+        for name, value in given.items():
+            sections[KEYS[name]][name] = value
+        if with_all:
+            sections["rloo"]["thinking_close"] = "sentence"
+            if "thinking_budget" in names or model == THINKING:
+                sections["rloo"]["answer_budget"] = 20
+            sections["eval"] |= {"max_completion_length": 250, "thinking_budgets": [8, 200]}
         run = build(sections.pop("model"), **sections)
-        longest = 200 + CLOSE_TOKENS[close or "tag"] + 32 if evaluated else 0  # of eval.thinking_budgets
+        longest = 200 + CLOSE_TOKENS["sentence"] + 32 if with_all else 0  # of eval.thinking_budgets
         assert run.data.max_prompt_length + longest <= run.model.max_seq_length
-        for name in names:
-            assert getattr(getattr(run, places.get(name, "rloo")), name) == values[name]
-        assert RunConfig.model_validate(run.model_dump()) == run
+        assert all(getattr(getattr(run, KEYS[name]), name) == value for name, value in given.items())
 
 
 def test_a_null_and_what_is_no_number_stay_what_they_are() -> None:
@@ -143,16 +138,14 @@ OFF = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [ALWAYS, BY_DEFAULT, OFF], ids=["always", "by default", "off"])
-def test_what_thinks_by_its_name(names: tuple[str, ...]) -> None:
+def test_what_thinks_by_its_name() -> None:
     """Qwen3.5, R1, SmolLM3 and Phi-4-reasoning got 2,048 tokens and no budget: no thought ended. A folder called
     thinking above the model does not think, and the small Qwen3.5 do not unless asked to."""
-    thinks = names is not OFF
-    for name in names:
-        assert always_thinks(name) is (names is ALWAYS), name
-        assert lengths(build(name)) == ((6144, 1536, 4608, 4095) if thinks else (2048, 512, 1536, None)), name
-        asked = {"name": name, "enable_thinking": not thinks}
-        assert names is ALWAYS or thinks_by_keys(asked) is not thinks, name
+    for name in (*ALWAYS, *BY_DEFAULT, *OFF):
+        thinks = name not in OFF
+        assert always_thinks(name) is (name in ALWAYS), name
+        assert thinks_by_keys({"name": name}) is thinks, name
+        assert name in ALWAYS or thinks_by_keys({"name": name, "enable_thinking": not thinks}) is not thinks, name
     assert not thinks_by_keys({"name": THINKING, "family": "plain"})
 
 

@@ -1,15 +1,16 @@
 """Reading a run: overrides, names, assignments, and a resolved file that is the same run again."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from rloo_kit import plan_vram
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
-CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("batch_"))
 DEMO = FOLDER / "arithmetic_thinking.yaml"
 MINIMAL = """
 model: {name: embedded/thinking, max_seq_length: 256}
@@ -35,10 +36,8 @@ def test_overrides_win_over_sections_and_these_over_the_file(minimal: Path) -> N
     assert run.eval.thinking_budgets == [8, 16]
     run = load_config(minimal, "model.lora=null", "rewards.0.weight=0.5", "rewards.0.params.find=boxed")
     assert run.model.lora is None and run.rewards[0].weight == 0.5 and run.rewards[0].params == {"find": "boxed"}
-    assert load_config(minimal, "model.lora.r=4").model.lora.r == 4
-    assert load_config(minimal, "--rloo.beta = 0.1").rloo.beta == 0.1
-    run = load_config(minimal, "rloo.learning_rate=5e-6", "run.name=2026-11-21", "run.report=off")
-    assert (run.rloo.learning_rate, run.name, run.run.report) == (5e-6, "2026-11-21", False)
+    run = load_config(minimal, "--rloo.beta = 0.1", "model.lora.r=4", "run.name=2026-11-21", "run.report=off")
+    assert (run.rloo.beta, run.model.lora.r, run.name, run.run.report) == (0.1, 4, "2026-11-21", False)
 
 
 def test_name_and_folder(minimal: Path) -> None:
@@ -49,15 +48,15 @@ def test_name_and_folder(minimal: Path) -> None:
     assert load_config(minimal, "run.output_dir=~/runs").folder == Path.home() / "runs" / "try_one", "no folder named ~"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_resolved_file_loads_back_to_an_equal_run(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stem", ["arithmetic_thinking", "qwen3_4b_thinking_12gb", "smollm2_sums"])
+def test_resolved_file_loads_back_to_an_equal_run(stem: str, tmp_path: Path) -> None:
     """The copy in the run's folder is what a resume and a report read; a key that changes on the way is another run."""
-    run = load_config(path)
+    run = load_config(FOLDER / f"{stem}.yaml")
     run.data.system_prompt, run.rloo.reward_clip_range = "no", (-1.0, 1.0)
     copy = tmp_path / "config.yaml"
     copy.write_text(run.to_yaml())
     again = load_config(copy)
-    assert again == run and again.name == path.stem and again.source == copy
+    assert again == run and again.name == stem and again.source == copy
     again.rloo.beta = 0.123
     assert again != run
 
@@ -144,3 +143,30 @@ def test_a_users_family_takes_no_prompts_of_another(minimal: Path, monkeypatch: 
         load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=embedded/sorting")
     run = load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=demonstrations.jsonl")
     assert run.family_files == [(minimal.parent / "own" / "backward.py").resolve()]
+
+
+# ------------------------------------------------------------------------------------------ the files that ship
+
+ON_GPU = sorted(FOLDER.glob("qwen3*.yaml"))
+
+
+@pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
+def test_a_config_fits_the_gpu_of_its_header(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config for 8 GB that needs 9 fails after ten minutes."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # which layers a checkpoint keeps in 16 bit is not known
+    run = load_config(path)
+    (gpu,) = re.findall(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
+    plan = plan_vram(run, int(gpu) * 1e9 / 2**30)
+    assert plan.fits and (path.stem.endswith(f"_{gpu}gb") or not path.stem.endswith("gb"))
+    assert run.eval.batch_size <= plan.completions, "the evaluation holds more rows in the cache than training"
+
+
+@pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
+def test_models_that_think_have_room_for_it(path: Path) -> None:
+    """The published recipe gave 128 tokens to a model that thinks for thousands: every reward was equal, and it
+    trained nothing."""
+    run = load_config(path)
+    assert run.rloo.max_completion_length >= (2048 if run.model.family == "instruct" else 4096)
+    assert run.model.family == {"4B-T": "thinking", "4B-I": "instruct"}.get(run.model.name[14:18], "hybrid")
+    assert run.model.enable_thinking is (True if run.model.family == "hybrid" else None)
+    assert run.model.name.startswith("unsloth/Qwen3-") and run.model.name.endswith("-unsloth-bnb-4bit")

@@ -112,9 +112,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "rows", "options", "key"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)]
-)
+@pytest.mark.parametrize(("rule", "rows", "options", "key"), CASES, ids=[case[0] for case in CASES])
 def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[str, Any], key: str) -> None:
     """Each rule fires on made-up rows of its fault, and its fix names a key to change."""
     (found,) = look(rows, **options)
@@ -143,11 +141,12 @@ def hacked(truth: str, half: float = 0.0) -> list[dict[str, Any]]:
     return falls
 
 
-@pytest.mark.parametrize("truth", [ANSWER, "eval/accuracy"])
-def test_a_reward_that_is_gamed(truth: str) -> None:
+def test_a_reward_that_is_gamed() -> None:
     """The reward rose for a whole night while the model stopped answering."""
-    (found,) = look(hacked(truth, 0.02))
-    assert found.name == "reward_hacking" and "mine rose" in found.found and "--order best" in found.fix
+    for truth in (ANSWER, "eval/accuracy"):
+        (found,) = look(hacked(truth, 0.02))
+        assert found.name == "reward_hacking" and "mine rose" in found.found and "--order best" in found.fix
+    assert look(hacked("eval/accuracy", 0.6)) == [], "within its interval"
 
 
 def learnt() -> list[dict[str, Any]]:
@@ -164,24 +163,19 @@ def more_right(rows: list[dict[str, Any]], **more: float) -> list[dict[str, Any]
 ODD = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
 ALMOST = WELL | {"frac_score_zero_std": 0.99, "completions/clipped_ratio": 0.79, "grad_norm": 1e-4}
 SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "nothing": ([], {}),
     "healthy": ([WELL] * 50, {}),
     "at the limits": ([ALMOST] * 50, {}),
     "two tied batches now and then": ([TIED, TIED, WELL] * 10, {}),
     "learnt, by its reward": (learnt(), {"steps": 40}),
     "learnt, by its answers": ([row | {ANSWER: row["reward"]} for row in learnt()], {"steps": 40}),
     "longer thoughts, more right": (more_right(drift("completions/mean_length", 60, 180)), {}),
-    "shorter thoughts, more right": (more_right(drift("completions/mean_length", 60, 20)), {}),
     "a length penalty that longer thinking pays": (
         [row | {"reward": 0.4 + 0.01 * n} for n, row in enumerate(
             more_right(drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})))], {}),
     "accuracy falls with the reward": ([row | {"reward": 1 - row["reward"]} for row in hacked("eval/accuracy")], {}),
-    "accuracy falls within its interval": (hacked("eval/accuracy", 0.6), {}),
     "equal groups without a baseline": ([WELL | {"frac_score_zero_std": 1.0}] * 5, {"baseline": "none"}),
     "a gap between samplers twice in twelve steps": (apart(0, 0.44, *[0] * 8, 0.79, 0), {}),
-    "a gap twice, and long after": (apart(0.4, 0.5, *[0] * 12, 0.4), {}),
     "not a number": ([ODD] * 10, {}),
-    "not a number, in the file": ([dict.fromkeys(ODD)] * 10, {}),
     "each rollout used twice": ([WELL, {"grad_norm": 0.2, "loss": 0.0}] * 5, {"patience": 1}),
 }  # fmt: skip
 
@@ -311,24 +305,17 @@ def test_what_stops_a_run_and_what_does_not() -> None:
 
 # ------------------------------------------------------------------------------------------------ single metrics
 
-LEVELS = [("completions/clipped_ratio", 0.3, "healthy", ""), ("frac_score_zero_std", 0.8, "healthy", "")]
-LEVELS += [
-    ("completions/clipped_ratio", *pair, "rloo.max_completion_length") for pair in ((0.31, "watch"), (0.81, "alarming"))
-]
-LEVELS += [("entropy", 0.05, "healthy", ""), ("entropy", 5.0, "watch", "rloo.learning_rate")]
-LEVELS += [("entropy", *pair, "rloo.temperature") for pair in ((0.04, "watch"), (0.009, "alarming"))]
-LEVELS += [("frac_score_zero_std", 0.81, "alarming", "rloo.num_generations"), ("kl", 2.1, "alarming", "rloo.beta")]
-LEVELS += [("grad_norm", *rest, "rloo.learning_rate") for rest in ((0.0001, "watch"), (10.1, "alarming"))]
+LEVELS = [("completions/clipped_ratio", 0.3, "healthy", ""), ("entropy", 0.05, "healthy", "")]
+LEVELS += [("completions/clipped_ratio", 0.31, "watch", "rloo.max_completion_length")]
+LEVELS += [("entropy", 5.0, "watch", "rloo.learning_rate"), ("entropy", 0.009, "alarming", "rloo.temperature")]
 LEVELS += [("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1")]
-LEVELS += [("thinking/closed_ratio", 0.19, "alarming", "think_format_reward")]
-LEVELS += [("completions/repeated_ratio", 0.4, "watch", "rollouts/")]
 
 
-@pytest.mark.parametrize(("metric", "value", "level", "key"), LEVELS)
-def test_levels_at_the_limits(metric: str, value: float, level: str, key: str) -> None:
+def test_levels_at_the_limits() -> None:
     """A limit that includes its own value would call a healthy run alarming."""
-    (found,) = judge([{metric: value}])
-    assert found.level == level and key in found.fix and bool(found.fix) == (level != "healthy")
+    for metric, value, level, key in LEVELS:
+        (found,) = judge([{metric: value}])
+        assert found.level == level and key in found.fix and bool(found.fix) == (level != "healthy")
 
 
 def test_means_are_over_the_last_rows_that_have_a_number() -> None:
@@ -343,13 +330,9 @@ def test_means_are_over_the_last_rows_that_have_a_number() -> None:
 
 def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
     """With beta above 0 the penalty keeps tied groups from being equal, and frac_reward_zero_std stays at 0."""
-    (found,) = judge([{"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}])
-    assert (found.name, found.level) == ("frac_score_zero_std", "alarming")
-    (found,) = judge([{"frac_reward_zero_std": 1.0}])
-    assert (found.name, found.level) == ("frac_reward_zero_std", "alarming")
     behind = WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}
     assert [one.name for one in look([behind] * 4)] == ["no_signal"]
-    assert look([behind | {"frac_score_zero_std": 0.9}] * 4) == []
+    assert "frac_score_zero_std" in {one.name for one in judge([behind]) if one.level == "alarming"}
 
 
 def test_keys_of_removed_rules_are_read() -> None:

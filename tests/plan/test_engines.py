@@ -8,11 +8,11 @@ import pytest
 from rloo_kit import load_config, plan_vram
 from rloo_kit.plan import parts, planner
 from rloo_kit.plan.parts import GIB, comfortable_gib, rollout_gib, training_gib
-from rloo_kit.plan.planner import choose_engine, find_machine, plan_vllm, read_workload
+from rloo_kit.plan.planner import find_machine, plan_engine, plan_vllm, read_workload
 from rloo_kit.plan.shapes import PUBLISHED
 from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.system.versions import VLLM_INSTALL
-from tests.plan.test_parts import work_of
+from tests.plan.test_shapes import work_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 THINKING = CONFIGS / "qwen3_4b_thinking_12gb.yaml"
@@ -35,24 +35,20 @@ def gpu(gb: float) -> Machine:
     return find_machine(gb * 1e9 / GIB)
 
 
-# Weights, torch's peak and memory outside it in GiB, by tokens of a pass and rows: the comment in `load_vllm` of
-# unsloth_zoo, of a 4B model in bf16 with an adapter.
+# Torch's peak in GiB by tokens of a pass and rows, of a 4B model in bf16 with an adapter: `load_vllm` of unsloth_zoo.
 MEASURED = {
-    (2048, 8): 0.18, (4096, 8): 0.32, (8192, 8): 0.62, (8192, 64): 0.62, (8192, 256): 1.45, (8192, 1024): 5.59,
-    (16384, 8): 1.20, (32768, 8): 2.38,
+    (2048, 8): 0.18, (4096, 8): 0.32, (8192, 8): 0.62, (8192, 256): 1.45, (8192, 1024): 5.59, (32768, 8): 2.38,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("tokens", "rows"), MEASURED)
-def test_buffers_are_those_that_unsloth_measured(tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_those_that_unsloth_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only measurement of vLLM's own memory at hand; a formula that misses it plans a pool that is not there."""
     work = work_of(PUBLISHED["4b"], four_bit=False, fused=False, engine="vllm", enforce_eager=True)
-    monkeypatch.setattr(parts, "BATCHED_TOKENS", tokens)
     outside = parts.OUTSIDE_GIB * GIB + parts.adapter_bytes(work)
-    peak = (parts.buffer_bytes(work, rows) - outside) / GIB
-    assert MEASURED[tokens, rows] * 0.8 <= peak <= MEASURED[tokens, rows] * 1.2
-    weights = (parts.vllm_weight_bytes(work) + parts.adapter_bytes(work)) / GIB
-    assert weights == pytest.approx(7.56, abs=0.02)
+    for (tokens, rows), measured in MEASURED.items():
+        monkeypatch.setattr(parts, "BATCHED_TOKENS", tokens)
+        assert (parts.buffer_bytes(work, rows) - outside) / GIB == pytest.approx(measured, rel=0.2)
+    assert (parts.vllm_weight_bytes(work) + parts.adapter_bytes(work)) / GIB == pytest.approx(7.56, abs=0.02)
 
 
 def test_shared_weights_are_counted_once() -> None:
@@ -74,7 +70,7 @@ def test_shared_weights_are_counted_once() -> None:
 def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
     """All completions of a step go to vLLM, as many at once as the pool holds; a share that is set is kept."""
     run = load_config(THINKING, "rollout.engine=vllm")
-    for gb, rows in ((12, 8), (24, 25), (80, 32)):
+    for gb, rows in ((12, 8), (80, 32)):
         plan, work = plan_vllm(run, gpu(gb)), read_workload(run, gpu(gb))
         assert plan.obstacle is None and plan.max_num_seqs == rows and work.completions == 32
         assert plan.pool_gib * GIB >= rows * parts.row_bytes(work)
@@ -84,9 +80,8 @@ def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
     assert half.gpu_memory_utilization == pytest.approx(0.6)
     small = plan_vllm(load_config(THINKING, "rollout.vllm.float8_kv_cache=true"), gpu(12))
     assert small.max_num_seqs in (15, 16), "half the bytes of a row"
-    for words in (["rollout.rows=5"], ["rollout.vllm.max_num_seqs=5"]):
-        assert plan_vllm(load_config(THINKING, *words), gpu(12)).max_num_seqs == 5
-        assert plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), 12e9 / GIB).rows == 5
+    for word in ("rollout.rows=5", "rollout.vllm.max_num_seqs=5"):
+        assert plan_vllm(load_config(THINKING, word), gpu(12)).max_num_seqs == 5
 
 
 @pytest.mark.parametrize(
@@ -105,30 +100,30 @@ def test_what_keeps_vllm_from_a_run(words: list[str], machine: Machine, expected
     run = load_config(THINKING, *words)
     obstacle = plan_vllm(run, machine).obstacle or ""
     assert not [part for part in expected.split("|") if part not in obstacle], obstacle
-    choice = choose_engine(run, machine)
+    choice = plan_engine(run, machine)
     assert choice.name in ("generate", "native") and obstacle.partition("; set ")[0] in choice.reason
 
 
 def test_auto_takes_vllm_where_it_is_installed_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says why not where it does not: a run that is three times slower than it need be has no other sign of it."""
     run = load_config(THINKING)
-    assert choose_engine(run, HERE).name == "native" and VLLM_INSTALL in choose_engine(run, HERE).reason
+    assert plan_engine(run, HERE).name == "native" and VLLM_INSTALL in plan_engine(run, HERE).reason
     install(monkeypatch, "unsloth")
-    assert choose_engine(run, HERE).name == "generate"
+    assert plan_engine(run, HERE).name == "generate"
     install(monkeypatch, "unsloth", "vllm", version="0.27.1")
-    assert choose_engine(run, HERE).name == "vllm" and "8 completions" in choose_engine(run, HERE).reason
+    assert plan_engine(run, HERE).name == "vllm" and "8 completions" in plan_engine(run, HERE).reason
     install(monkeypatch, "unsloth", "vllm", version="0.31.0")
-    assert "vllm_bnb_plugin" in choose_engine(run, HERE).reason
+    assert "vllm_bnb_plugin" in plan_engine(run, HERE).reason
     install(monkeypatch, "unsloth", "vllm", "vllm_bnb_plugin", version="0.31.0")
-    assert choose_engine(run, HERE).name == "vllm"
+    assert plan_engine(run, HERE).name == "vllm"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert choose_engine(run, HERE).name == "generate" and "2 processes" in choose_engine(run, HERE).reason
+    assert plan_engine(run, HERE).name == "generate" and "2 processes" in plan_engine(run, HERE).reason
     monkeypatch.delenv("WORLD_SIZE")
     cpu = Machine("the CPU", 64, 0.3, False)
-    assert choose_engine(run, cpu).name == "native" and "GPU" in choose_engine(run, cpu).reason
+    assert plan_engine(run, cpu).name == "native" and "GPU" in plan_engine(run, cpu).reason
     for engine in ("native", "generate", "vllm", "server"):
         words = [f"rollout.engine={engine}", "rollout.server_url=http://node1:8000"][: 2 if engine == "server" else 1]
-        assert choose_engine(load_config(THINKING, *words), cpu).name == engine
+        assert plan_engine(load_config(THINKING, *words), cpu).name == engine
 
 
 def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
@@ -138,7 +133,7 @@ def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
     machine = replace(gpu(12), total_gib=alone + 0.8 + 0.1)
     obstacle = plan_vllm(run, machine).obstacle or ""
     assert "asleep" in obstacle and "rollout.vllm.enforce_eager=true" in obstacle
-    assert choose_engine(run, machine).name == "generate"
+    assert plan_engine(run, machine).name == "generate"
 
 
 def test_the_plan_says_which_engine_it_is_for() -> None:
@@ -152,10 +147,7 @@ def test_the_plan_says_which_engine_it_is_for() -> None:
     assert "decoding" not in names["vllm"]
     assert any("rollout.engine=vllm" in note and VLLM_INSTALL in note for note in plans["auto"].notes)
     assert str(plans["vllm"].vllm) in " ".join(str(plans["vllm"]).split())
-
-
-def test_a_plan_with_an_obstacle_is_none_that_fits() -> None:
-    """`plan` exited with 0 for a run that `train` refuses."""
+    # `plan` exited with 0 for a run that `train` refuses
     plan = plan_vram(load_config(THINKING, "rollout.engine=vllm", "rollout.vllm.gpu_memory_utilization=0.15"), 24)
     assert plan.headroom_gib > 0 and not plan.fits
     assert "Cannot run" in str(plan) and "rollout.vllm.gpu_memory_utilization is 0.15" in " ".join(str(plan).split())

@@ -26,11 +26,11 @@ def shape_named(name: str, **keys: Any) -> Any:
     return find_shape(load_config(THINKING, model={"name": name} | keys))
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B-AWQ", "google/gemma-3-4b-it", "me/my-qwen3-4b"])
-def test_an_unknown_model_is_refused_with_what_to_do(name: str) -> None:
+def test_an_unknown_model_is_refused_with_what_to_do() -> None:
     """A guess by part of the name plans a mixture of experts as a dense model of its size."""
-    with pytest.raises(ConfigError, match=re.escape(f"hf download {name} config.json")):
-        shape_named(name)
+    for name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B-AWQ", "me/my-qwen3-4b"):
+        with pytest.raises(ConfigError, match=re.escape(f"hf download {name} config.json")):
+            shape_named(name)
 
 
 def test_a_file_in_the_cache_wins_over_the_table(tmp_path: Path) -> None:
@@ -68,15 +68,14 @@ def test_folders_of_models_and_adapters(tiny_folder: Path, tmp_path: Path) -> No
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(ConfigError, match="a folder without config.json"):
         shape_named(str(tmp_path))
-
-
-@pytest.mark.parametrize("change", [{"model_type": "mamba"}, {"num_experts": 128}, {"hidden_size": None}])
-def test_other_kinds_of_models_are_refused(tmp_path: Path, tiny_folder: Path, change: dict[str, Any]) -> None:
-    """Experts counted as one dense layer come out at a tenth of their size."""
-    config = json.loads((tiny_folder / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="cannot be planned"):
-        shape_named(str(tmp_path))
+    # experts counted as one dense layer come out at a tenth of their size
+    config = json.loads((tiny_folder / "config.json").read_text())
+    lacks = {"model_type": "qwen3_5", "layer_types": None}
+    for change in ({"model_type": "mamba"}, {"num_experts": 128}, {"hidden_size": None}, lacks):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ConfigError, match="cannot be planned") as caught:
+            shape_named(str(tmp_path))
+    assert "lacks layer_types, linear_num_key_heads" in str(caught.value), "a default would plan another model"
 
 
 def limit_for(work: Any, rows: int) -> float:
@@ -84,7 +83,7 @@ def limit_for(work: Any, rows: int) -> float:
     return rollout_gib(work, rows) + unmeasured_gib(work, rollout_gib(work, rows), "rollout")
 
 
-@pytest.mark.parametrize(("gib", "rows"), [(48, 32), (24, 24), (12, 9), (8, 4), (6, 1)])
+@pytest.mark.parametrize(("gib", "rows"), [(48, 32), (12, 9), (6, 1)])
 def test_rows_are_planned(gib: float, rows: int) -> None:
     """One run file for every GPU: a smaller one generates fewer rows at once, and trains the same."""
     run = load_config(THINKING, "rollout.engine=native")
@@ -132,10 +131,8 @@ def test_a_run_that_does_not_fit_says_what_to_change() -> None:
     assert changed.fits and not changed.changes
     assert changed.peak_gib == pytest.approx(max(plan.changes[-1].rollout_gib, plan.changes[-1].training_gib))
     # lowering max_completion_length below the budgets is refused by the configuration
-    words = ["rloo.thinking_budget=3500", "rloo.answer_budget=500", "rloo.memory=low"]
-    plan = plan_vram(load_config(THINKING, *words), 5)
+    plan = plan_vram(load_config(THINKING, "rloo.thinking_budget=3500", "rloo.answer_budget=500", "rloo.memory=low"), 5)
     assert [change.key for change in plan.changes] == ["rloo.thinking_budget"] and plan.changes[0].fits
-    load_config(THINKING, *words, plan.changes[0].override)
 
 
 def test_the_whole_memory_of_the_gpu_counts(run_fresh: Any, repository: Path) -> None:
@@ -160,8 +157,6 @@ def test_without_a_gpu_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("3000\n")
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 400\nactive_file 300\nfile_mapped 7\n")
     assert _free_in_container(tmp_path) == 1700
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _free_in_container(tmp_path) > 2**50
 
 
 def test_widths_follow_the_run() -> None:
@@ -193,16 +188,20 @@ def test_training_generates_as_many_rows_as_are_planned(
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
+    monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
+    plain = load_config(CONFIGS / "arithmetic_thinking.yaml")  # 8192 tokens were planned where the trainer takes 2048
+    assert plan_vram(plain).tokens_per_pass == 2048 and "tokens_per_pass" not in planned_limits(plain, policy)
+    capsys.readouterr()
     work = read_workload(run, find_machine(), tiny_model.config.to_dict())
     free = limit_for(work, 100) + planner.CPU_RESERVE_GIB
     monkeypatch.setattr(planner, "available_gib", lambda: free + 1e-6)
     assert planned_limits(run, policy) == {"rollout_rows": 100}
     assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
     run.rollout.rows = 7
-    assert planned_limits(run, policy) == {"rollout_rows": 7}
-    assert "at once" not in capsys.readouterr().out
     monkeypatch.setattr(planner, "available_gib", lambda: 0.5)
-    assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
+    assert planned_limits(run, policy)["rollout_rows"] == 7
+    printed = capsys.readouterr().out
+    assert "generated at once" not in printed and "Does not fit" in printed
     monkeypatch.setattr(tiny_model.config, "to_dict", lambda: {"model_type": "mamba"})
     assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
 
@@ -221,12 +220,12 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
     free = limit_for(read_workload(run, find_machine(), config), 100) + planner.CPU_RESERVE_GIB + 1e-6
     monkeypatch.setattr(planner, "available_gib", lambda: free)
     chosen = EngineChoice("vllm", "installed, and it fits")
-    monkeypatch.setattr("rloo_kit.plan.planner.choose_engine", lambda *_: chosen)
+    monkeypatch.setattr("rloo_kit.plan.planner.plan_engine", lambda *_: chosen)
     assert plan_vram(run, config=config).engine == chosen
     assert planned_limits(run, policy)["rollout_rows"] == 100 and load_of(run, policy).engine == "native"
     assert "100 of the 128" in capsys.readouterr().out
 
-    monkeypatch.setattr("rloo_kit.plan.planner.choose_engine", lambda *_: EngineChoice("native", "vLLM does not fit"))
+    monkeypatch.setattr("rloo_kit.plan.planner.plan_engine", lambda *_: EngineChoice("native", "vLLM does not fit"))
     monkeypatch.setattr("rloo_kit.rollout.engine.find_vllm", lambda model: object() if model is tiny_model else None)
     assert "rollout_rows" not in planned_limits(run, policy) and load_of(run, policy).engine == "vllm"
     assert "generated at once" not in capsys.readouterr().out
@@ -234,18 +233,3 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
     assert plan.vllm is not None and plan.rows == plan.vllm.max_num_seqs
     asked = load_config(CONFIGS / "arithmetic_thinking.yaml", "rollout.engine=vllm")
     assert "rollout_rows" not in planned_limits(asked, policy)
-
-
-def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
-    """The plan counted 8192 tokens where the trainer takes 2048, and its limit of a little less than 8192 tokens undid
-    the trainer's small passes."""
-    from rloo_kit.loop.options import planned_limits
-
-    monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
-    run = load_config(CONFIGS / "arithmetic_thinking.yaml")
-    policy = SimpleNamespace(model=tiny_model, backend="transformers")
-    group = plan_vram(load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=1")).tokens_per_pass
-    assert group < plan_vram(run).tokens_per_pass == 2048
-    assert "tokens_per_pass" not in planned_limits(run, policy)
-    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.memory=low")
-    assert planned_limits(run, policy)["tokens_per_pass"] < 2048

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rloo_kit import load_config, plan_vram
-from rloo_kit.errors import ConfigError
+from rloo_kit.config.run import OLD_TARGETS
 from rloo_kit.plan import parts
+from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_machine, read_workload
-from rloo_kit.plan.shapes import find_shape, shape_of_config
+from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, ModelShape, find_shape, shape_of_config
 from rloo_kit.plan.speed import token_step_bytes
-from tests.plan.test_parts import work_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
@@ -24,8 +24,19 @@ DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }  # fmt: skip
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = tuple(OLD_TARGETS)
 ALL_DELTA = (*ALL, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+
+
+def work_of(shape: ModelShape, **changes: Any) -> Workload:
+    """A run on a GPU: LoRA r = 16 in 4-bit with 8-bit Adam, Unsloth's checkpointing, one sequence a pass."""
+    given = Workload(
+        shape=shape, four_bit=True, weight_bytes=2, compute_bytes=2, lora_rank=16, lora_targets=ALL,
+        optim="adamw_8bit", checkpointing="offloaded", fused=True, tokens_per_pass=1, whole_groups=False,
+        reference="none", prompt_tokens=0, completion_tokens=4096, num_generations=8, completions=8,
+        on_cuda=True,
+    )  # fmt: skip
+    return replace(given, **changes)
 
 
 def make_model(kind: str, **changes: Any) -> Any:
@@ -56,8 +67,7 @@ def cache_bytes(cache: Any) -> int:
     return total
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3", "smollm3", "qwen3_5"])
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("smollm3", False), ("qwen3_5", True)])
 def test_weights_are_those_of_the_model(kind: str, tied: bool) -> None:
     """`plan` had no shape for either. Qwen3.5's gates, convolutions and four input matrices are easily forgotten."""
     model = make_model(kind, tie_word_embeddings=tied)
@@ -69,8 +79,7 @@ def test_weights_are_those_of_the_model(kind: str, tied: bool) -> None:
     assert shape.vector_weights == vectors and shape.body_weights == shape.num_weights - vectors - shape.table_weights
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3", "smollm3", "qwen3_5"])
+@pytest.mark.parametrize(("kind", "half"), [("qwen3", True), ("smollm3", False), ("qwen3_5", True)])
 def test_the_cache_is_that_of_a_forward_pass(kind: str, half: bool) -> None:
     """Four of Qwen3.5's five layers here have a state per row, in float32 whatever the weights, and no cache per
     token."""
@@ -114,7 +123,6 @@ def weigh_in_4_bit(model: Any, folder: Any, kept: list[str]) -> tuple[dict[str, 
     [
         ("qwen3", []),
         ("qwen3", ["lm_head", "model.layers.1.mlp", "model.layers.0.self_attn.q_proj"]),
-        ("qwen3_5", []),
         ("qwen3_5", ["lm_head", "model.layers.1.linear_attn", "model.layers.4.mlp.up_proj"]),
     ],
 )
@@ -172,13 +180,12 @@ def count_saved_bytes(layers: int, kind: str, half: bool, heads: dict[str, int])
 
     mixed = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
-        model.get_base_model().model(input_ids=torch.randint(0, 300, (2, 192)), attention_mask=torch.ones(2, 192))
+        model.get_base_model().model(input_ids=torch.randint(0, 300, (2, 128)), attention_mask=torch.ones(2, 128))
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    return sum(size for place, size in found.items() if place not in own) / (2 * 192)
+    return sum(size for place, size in found.items() if place not in own) / (2 * 128)
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("kind", "key_heads", "dim"), [(0, 2, 64), (1, 2, 128), (1, 4, 64), (1, 1, 128)])
+@pytest.mark.parametrize(("kind", "key_heads", "dim", "half"), [(0, 2, 64, True), (1, 4, 64, False), (1, 2, 128, True)])
 def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim: int, half: bool) -> None:
     """transformers' own delta net saves three times what an attention layer does: counted as attention, a pass that
     "fits" runs out of memory. The plan is on the high side, by at most a fifth."""
@@ -192,33 +199,18 @@ def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim
     assert 0.99 * saved < parts.saved_bytes_per_token(work, kind) < 1.2 * saved
 
 
-def test_a_file_of_qwen3_5_without_its_keys_is_refused() -> None:
-    """A default number of heads would plan another model."""
-    config = make_model("qwen3_5").config.to_dict()
-    del config["linear_num_value_heads"], config["layer_types"]
-    with pytest.raises(ConfigError, match="lacks layer_types, linear_num_value_heads"):
-        shape_of_config(config)
-
-
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
         ("Qwen/Qwen3-0.6B", 596_049_920),
-        ("Qwen/Qwen3-1.7B", 1_720_574_976),
         ("Qwen/Qwen3-4B", 4_022_468_096),
-        ("Qwen/Qwen3-8B", 8_190_735_360),
-        ("Qwen/Qwen3-14B", 14_768_307_200),
         ("Qwen/Qwen3-32B", 32_762_123_264),
-        ("Qwen/Qwen3.5-0.8B", 752_393_024),
         ("unsloth/Qwen3.5-2B", 1_881_825_088),
         ("Qwen/Qwen3.5-4B-Base", 4_205_751_296),
-        ("Qwen/Qwen3.5-9B", 8_953_803_264),
         ("Qwen/Qwen3.5-27B", 26_895_998_464),
         ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
         ("unsloth/DeepSeek-R1-Distill-Qwen-7B-unsloth-bnb-4bit", 7_615_616_512),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14_770_033_664),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32_763_876_352),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8_030_261_248),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", 8_190_735_360),
     ],
@@ -229,33 +221,28 @@ def test_known_names_have_the_published_number_of_weights(name: str, weights: in
     assert found.num_weights == weights and found.is_quantised == name.endswith("4bit")
 
 
-RUN = """model: {{name: {name}}}
-data: {{source: data.jsonl}}
-rewards: [{{name: answer_reward}}]
-rloo: {{max_steps: 10}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "per_token", "states"),
-    [
+def test_todays_thinking_models_are_planned_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` refused all three and asked for a download, before a newcomer knew whether the model fits."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+    for name, per_token, states in (
         ("Qwen/Qwen3.5-4B", "32 KiB", "49.5 MiB"),
         ("HuggingFaceTB/SmolLM3-3B", "72 KiB", ""),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "56 KiB", ""),
-    ],
-)
-def test_todays_thinking_models_are_planned_by_name(
-    name: str, per_token: str, states: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """`plan` refused all three and asked for a download, before a newcomer knew whether the model fits."""
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "run.yaml").write_text(RUN.format(name=name))
-    plan = plan_vram(load_config(tmp_path / "run.yaml"), 24)
-    text = str(plan)
-    assert max(map(len, text.splitlines())) <= 80
-    flat = " ".join(text.replace("│", " ").split())
-    assert per_token in flat and states in flat and ("MiB)" in flat) == bool(states)
-    assert plan.engine.name == "generate"
-    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
-    engine = plan_vram(load_config(tmp_path / "run.yaml"), 24).engine.name
-    assert engine == ("generate" if "Qwen3.5" in name else "native"), "a state per row is not in the native cache"
+    ):
+        plan = plan_vram(load_config(CONFIGS / "qwen3_4b_thinking_24gb.yaml", model={"name": name}), 24)
+        assert max(map(len, str(plan).splitlines())) <= 80
+        flat = " ".join(str(plan).replace("│", " ").split())
+        assert per_token in flat and states in flat and ("MiB)" in flat) == bool(states)
+        assert plan.engine.name == ("generate" if states else "native"), "a state per row is not in the native cache"
+
+
+def test_numbers_that_are_held_twice_agree() -> None:
+    """The arithmetic may not import torch, so it holds some numbers of modules that do."""
+    from rloo_kit.data import chat as tokenizer
+    from rloo_kit.models import cold_start
+
+    assert EMBEDDED_ROWS == tokenizer.ROWS
+    for plan in cold_start.PLANS.values():
+        config = cold_start.model_config(plan, tokenizer.ROWS["compact"]).to_dict()
+        assert replace(shape_of_config(config), source=EMBEDDED.source) == EMBEDDED

@@ -1,4 +1,4 @@
-"""The curves of a report: which are drawn, that none is clipped, and that a long run takes linear time."""
+"""The curves of a report: which are drawn, and with how many points."""
 
 import math
 from typing import Any
@@ -7,9 +7,7 @@ import pytest
 
 from rloo_kit.health.rules import Finding
 from rloo_kit.results.plots import (
-    HEIGHT,
     MOST_POINTS,
-    WIDTH,
     Chart,
     Point,
     choose_curves,
@@ -59,17 +57,6 @@ def test_every_reward_has_its_panel() -> None:
     parts = {"rewards__a__mean": lambda step: step / 10, "rewards__b__mean": lambda step: 1 - step / 10}
     metrics = rows(9, reward=lambda step: 2 * step, **parts, frac_score_zero_std=lambda step: step / 10)
     assert titles(metrics) == ["Reward, weighted sum", "Reward: a", "Reward: b"], "the signal is the curve of b"
-    damaged = [{"step": 1, "reward": 0.1, "kl": None}, {"step": 2, "reward": float("nan")}, {"step": 3, "reward": 0.4}]
-    assert titles([*damaged, {"loss": 1.0}]) == ["Reward, weighted sum"]
-
-
-@pytest.mark.parametrize("values", [[0.0, 1.0], [3.0, 3.0], [-5.0, 1e-9], [1e12, 2e12], [0.5], [-1e150, 1e150]])
-def test_no_point_is_cut_by_an_axis(values: list[float]) -> None:
-    """The dot of a share of exactly 1 was half outside the frame."""
-    (line,) = draw_chart(Chart("x", {"": [Point(*one) for one in enumerate(values)]}, dots=True)).lines
-    assert len(line.dots) == len(values)
-    for x, y in line.dots:
-        assert 3.5 <= x <= WIDTH - 3.5 and 3.5 <= y <= HEIGHT - 30 - 3.5
 
 
 def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
@@ -80,9 +67,9 @@ def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
     ]
     assert tokens_generated(metrics) == 12 * 8 * 10
     assert titles(metrics) == [] and "tokens per second 40.0" in choose_curves(metrics, [])[1]
+    samples = {"step_time": 3.0, "completions/mean_length": 10.0}
     metrics = [
-        {"step": step, "episode": 8.0 * ((step + 1) // 2), "step_time": 3.0 if step % 2 else 1.0}
-        | ({"completions/mean_length": 10.0} if step % 2 else {})
+        {"step": step, "episode": 8.0 * ((step + 1) // 2)} | (samples if step % 2 else {"step_time": 1.0})
         for step in range(1, 6)
     ]
     assert tokens_per_second(metrics) == 3 * 80 / (3 + 1 + 3 + 1 + 3)

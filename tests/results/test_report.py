@@ -18,6 +18,7 @@ from rloo_kit.results.intervals import Measured
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import TrainResult
 from rloo_kit.runs.files import saved_paths
+from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
 from tests.evaluations import mean_of
 from tests.html_page import Page
@@ -147,28 +148,21 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     assert {*flags} == {"repetition", "truncation"}, "they are in the curves where they show"
 
 
-def test_what_made_the_run_and_what_it_cost(run: RunConfig, result: Any, evaluations: Any) -> None:
-    """The command line writes them into status.json; a run from a notebook has neither."""
-    assert "Made by" not in words(write_report(run, result, *evaluations).read_text("utf-8"))
-    status = result.folder / "status.json"
-    status.write_text('{"command": "rloo-kit train a.yaml run.name=\\"x y\\"", "energy_wh": 12.34}')
-    try:
-        text = words(write_report(run, result, *evaluations).read_text("utf-8"))
-    finally:
-        status.unlink()
-    assert 'Made by rloo-kit train a.yaml run.name="x y"' in text and "energy 12.3 Wh" in text
-
-
 def test_the_evaluations_are_kept_beside_the_report(
     run: RunConfig, result: Any, evaluations: tuple[Evaluation, Evaluation]
 ) -> None:
     """A notebook stored no before.json, so `rloo-kit report` lost its accuracies and a batch had none to compare."""
     page = write_report(run, result, *evaluations).read_text()
     saved = [
-        Evaluation.from_dict(json.loads((result.folder / name).read_text())) for name in ("before.json", "after.json")
+        Evaluation.from_dict(json.loads((result.folder / f"{when}.json").read_text())) for when in ("before", "after")
     ]
     assert tuple(saved) == evaluations
-    assert "before.json" in page and write_report(run, result, *saved).read_text() == page
+    assert "before.json" in page and "Made by" not in words(page)
+    status = result.folder / "status.json"  # the command line writes what made the run and what it cost
+    status.write_text('{"command": "rloo-kit train a.yaml run.name=\\"x y\\"", "energy_wh": 12.34}')
+    text = words(write_report(run, result, *saved).read_text("utf-8"))
+    status.unlink()
+    assert 'Made by rloo-kit train a.yaml run.name="x y"' in text and "energy 12.3 Wh" in text
 
 
 def test_report_is_self_contained(written: str) -> None:
@@ -203,21 +197,11 @@ def test_nothing_of_a_model_becomes_markup(run: RunConfig, result: Any) -> None:
     assert text.count("</script>") == 2 and "<!--" not in text
     data = embedded(text)
     shown = HOSTILE.replace("\x00", "␀").replace("\x1b", "␛")
-    assert (
-        data["prompts"][0]["before"]["thinking"] == data["prompts"][0]["prompt"] == data["prompts"][0]["gold"] == shown
-    )
+    (one,) = data["prompts"]
+    assert one["before"]["thinking"] == one["prompt"] == one["gold"] == shown
     row = data["rollouts"]["rows"][0]
     assert row["thinking"] == [[shown, False]] and row["answer"] == row["gold"] == shown
     assert data["rollouts"]["prompts"] == data["rollouts"]["rewards"] == [shown]
-
-
-def test_supervised_training_is_called_by_its_name(run: RunConfig, result: Any) -> None:
-    """The report of outputs/NAME-sft was headed "RLOO run", with the K and learning rate of another training."""
-    result.method = "sft"
-    run.sft.learning_rate = 0.00321
-    shown = words(write_report(run, result).read_text(encoding="utf-8")).partition("Configuration")[0]
-    assert "Supervised run" in shown and "RLOO" not in shown and "learning rate 0.00321" in shown
-    assert "completions per prompt" not in shown
 
 
 def test_report_of_what_was_not_measured(run: RunConfig, result: Any) -> None:
@@ -227,32 +211,33 @@ def test_report_of_what_was_not_measured(run: RunConfig, result: Any) -> None:
     text = write_report(run, result, only).read_text("utf-8")
     assert "not measured: no answers" in words(text) and "gold" not in embedded(text)["prompts"][0]
     assert "cannot be compared prompt by prompt" in words(write_report(run, result, only, only).read_text("utf-8"))
-    result.metrics, result.stopped = [], "interrupted"
+    result.method = "sft"  # the report of outputs/NAME-sft was headed "RLOO run", with the K of another training
+    shown = words(write_report(run, result).read_text("utf-8")).partition("Configuration")[0]
+    assert "Supervised run" in shown and "RLOO" not in shown and "completions per prompt" not in shown
+    result.metrics, result.stopped, result.method = [], "interrupted", "rloo"
     shown = words(write_report(run, result).read_text("utf-8"))
     assert "The run was not evaluated" in shown and "No step was logged" in shown and "was interrupted" in shown
     assert "None" not in shown and "NaN" not in shown and "No health rule found a problem." in shown
 
 
-def with_reward(label: str, values: list[float], **single: list[float]) -> Evaluation:
-    """An evaluation without answers: `values` are each prompt's weighted sum, `single` those of each reward."""
-    found = Evaluation(label, len(values), 1, 1.0, 64, prompts_digest="x")
-    found.take_rewards([[value] for value in values], {name: [[v] for v in one] for name, one in single.items()})
+def by_reward(values: list[float]) -> Evaluation:
+    """An evaluation without answers: `values` are each prompt's weighted sum."""
+    found = Evaluation("", len(values), 1, 1.0, 64, prompts_digest="x")
+    found.take_rewards([[value] for value in values], {"brevity": [[value] for value in values]})
     return found
 
 
 def test_report_shows_the_evaluations_during_training(run: RunConfig, result: Any) -> None:
     """No readable file said which step adapter/ is from. A damaged row is left out."""
-    from rloo_kit.runs.folder import RunDir
-
     rows = []
     for step, value, best in ((0, 1.0, 0), (10, 2.0, 10), (20, 1.25, 10)):
-        found = with_reward("", [value, value + 1, value - 1], brevity=[value] * 3)
+        found = by_reward([value, value + 1, value - 1])
         row = {"run": RunDir(result.folder).id, "step": step, "measure": "reward", "best_step": best, "value": value}
         row["inputs"] = "now"
         rows.append(json.dumps(row | {"evaluation": found.to_dict()}))
     damaged = ['{"step": 30, "measure": "reward"}', '{"step": 4, "measure": "reward", "evaluation": [1]}', "{", "7"]
     path = result.folder / "evaluations.jsonl"
-    by_an_edited_reward = with_reward("", [77.0, 78.0, 76.0], brevity=[77.0] * 3).to_dict()
+    by_an_edited_reward = by_reward([77.0, 78.0, 76.0]).to_dict()
     before = json.loads(rows[0]) | {"inputs": "then", "step": 5, "evaluation": by_an_edited_reward}
     path.write_text("\n".join([*rows, json.dumps(before), *damaged]))
     try:

@@ -46,12 +46,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_config("a-run-" + "long" * 20, tmp_path_factory.mktemp("outputs"))
     run.folder.mkdir(parents=True)
     rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
-    rows[1] |= {
-        "forced": True,
-        "completion": "sum. Time is up\n</think>\n\n5",
-        "answer_start": 24,
-        "forced_chars": [5, 26],
-    }
+    rows[1] |= {"completion": "sum. Time is up\n</think>\n\n5", "answer_start": 24}
+    rows[1] |= {"forced": True, "forced_chars": [5, 26]}
     rows[2] |= {"completion": f"{HOSTILE}</think>{'w' * 400}", "answer_start": len(HOSTILE) + 8, "truncated": True}
     Rollouts(run.folder).append(rows)
     since = {"since": 16, "last": 30, "explains": ["no_signal"]}
@@ -64,7 +60,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run, result, before, after)
 
 
-@pytest.fixture(params=[(WIDE, False), (WIDE, True), (NARROW, False), (NARROW, True)], ids=str)
+@pytest.fixture(params=[(WIDE, False), (NARROW, True)], ids=str)
 def page(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Browser:
     """The report, opened at a given width in light or dark."""
     width, dark = request.param
@@ -109,8 +105,7 @@ def test_axe_finds_nothing_serious(page: Browser) -> None:
     assert not violations(page)
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize(("width", "dark"), [(WIDE, False), (NARROW, True)])
 def test_the_comparison_of_runs_is_as_readable(browser: Browser, report: Path, width: int, dark: bool) -> None:
     """Eight colours on two backgrounds, and a table wider than a phone."""
     folder = report.parent
@@ -145,9 +140,6 @@ def test_prompts_are_filtered_regressions_first(browser: Browser, report: Path) 
     assert text_of(browser, "#prompt-browser article").startswith("broken")
     choose(browser, "prompt-browser", "Show", "fixed")
     assert text_of(browser, "#prompt-browser .count") == "2 of 2 prompts"
-    choose(browser, "prompt-browser", "Show", "")
-    choose(browser, "prompt-browser", "Prompt contains", "7+1")
-    assert text_of(browser, "#prompt-browser .count") == "1 of 1 prompts"
     choose(browser, "prompt-browser", "Prompt contains", "nothing like it")
     assert text_of(browser, "#prompt-browser .count") == "no prompts"
 
@@ -171,9 +163,6 @@ def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, 
     browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
     browser.run("new Promise((done) => setTimeout(done, 50))")
     assert text_of(browser, "#rollout-browser mark") == "Time is up\n</think>"
-    choose(browser, "rollout-browser", "Show", "best")
-    shown = browser.run("[...document.querySelectorAll('#rollout-browser .rollout')].map((one) => one.innerText)")
-    assert len(shown) == 20 and all("+0.50" in one for one in shown)
 
 
 def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None:

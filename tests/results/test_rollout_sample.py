@@ -18,43 +18,32 @@ def make_rows(steps: int, per_step: int, **changes: Any) -> Iterator[dict[str, A
     return (make_rollout(step, number, **changes) for step in range(1, steps + 1) for number in range(per_step))
 
 
-def test_a_small_run_is_shown_whole() -> None:
-    found = sample_rollouts(make_rows(30, 8), 30)
-    assert len(found.rows) == found.total == 240 and found.describe() == "All 240 rollouts."
-    assert all("whole" in row["marks"] for row in found.rows)
-
-
 def test_a_large_run_is_sampled_by_the_rule() -> None:
-    """Whole groups of the first, the last and evenly spaced steps, and the most informative of the others."""
-    found = sample_rollouts(make_rows(100, 200), 100)
-    whole = [row for row in found.rows if "whole" in row["marks"]]
-    groups = Counter((row["step"], row["group"]) for row in whole)
-    assert found.total == 20_000 and set(groups.values()) == {K}
-    assert found.steps == [1, 12, 23, 34, 45, 56, 67, 78, 89, 100] and len(whole) == WHOLE
-    assert WHOLE < len(found.rows) <= WHOLE + 5 * EACH
-    assert "of 20,000 rollouts: whole groups from 10 steps" in found.describe()
-
-
-def test_what_is_telling_is_kept_from_any_step() -> None:
-    """The one completion that ran away is the one that a reader looks for."""
+    """A small run is shown whole; else whole groups of the first, the last and evenly spaced steps, and the most
+    informative of the others: the one completion that ran away is the one that a reader looks for."""
 
     def rows() -> Iterator[dict[str, Any]]:
-        for row in make_rows(100, 200):
-            odd = row["step"] == 50 and row["group"] == 3
+        for row in make_rows(46, 200):
+            odd = row["step"] == 20 and row["group"] == 3
             yield row | ({"truncated": True, "completion_tokens": 999, "advantage": 3.0} if odd else {})
 
-    found = [row for row in sample_rollouts(rows(), 100).rows if row["tokens"] == 999]
-    assert len(found) == K and all("truncated" in row["marks"] for row in found)
+    small = sample_rollouts(make_rows(30, 8), 30)
+    assert len(small.rows) == small.total == 240 and small.describe() == "All 240 rollouts."
+    found = sample_rollouts(rows(), 46)
+    whole = [row for row in found.rows if "whole" in row["marks"]]
+    groups = Counter((row["step"], row["group"]) for row in whole)
+    assert found.total == 9200 and set(groups.values()) == {K}
+    assert found.steps == [*range(1, 47, 5)] and len(whole) == WHOLE
+    assert WHOLE < len(found.rows) <= WHOLE + 5 * EACH
+    assert "of 9,200 rollouts: whole groups from 10 steps" in found.describe()
+    telling = [row for row in found.rows if row["tokens"] == 999]
+    assert len(telling) == K and all("truncated" in row["marks"] for row in telling)
 
 
 def test_regressed_is_less_than_the_prompt_earned_before() -> None:
     """A skill that was learnt and lost again does not show in a mean over other prompts."""
     rewards = {1: [1.0, 1.0, 0.0, 1.0], 2: [1.0, 0.0, 0.0, 0.0], 3: [1.0, 0.0, 1.0, 0.0]}
-    rows = [
-        make_rollout(step, n, prompt="p", reward=one)
-        for step, values in rewards.items()
-        for n, one in enumerate(values)
-    ]
+    rows = [make_rollout(step, n, prompt="p", reward=one) for step, of in rewards.items() for n, one in enumerate(of)]
     found = sample_rollouts(rows, 3).rows
     assert [("regressed" in row["marks"], row.get("was")) for row in found[4:8]] == [(False, 0.75)] + [(True, 0.75)] * 3
     assert not any("regressed" in row["marks"] for row in [*found[:4], *found[8:]])
@@ -63,7 +52,7 @@ def test_regressed_is_less_than_the_prompt_earned_before() -> None:
 def test_texts_are_cut_to_what_a_page_may_hold() -> None:
     """1,500 completions of 8,000 tokens are 48 MB; the answer is cut last."""
     text = "x" * 30_000 + "</think>\n\n42"
-    found = sample_rollouts(make_rows(100, 16, completion=text, answer_start=30_008), 100)
+    found = sample_rollouts(make_rows(12, 16, completion=text, answer_start=30_008), 12)
     assert found.limit is not None and len(json.dumps(found.rows)) < ROOM * 1.1
     assert all(row["answer"] == "42" for row in found.rows) and f"cut to {found.limit:,}" in found.describe()
     assert "characters left out" in found.rows[0]["thinking"][0][0]
@@ -85,15 +74,10 @@ def test_rows_of_older_runs_are_split_by_what_they_have() -> None:
 def test_damaged_rows_and_messages_are_no_trouble() -> None:
     """Rows cut off by a full disk, and prompts that are messages, as TRL has them."""
     messages = [{"role": "user", "content": "1+1="}]
-    rows = [
-        {"step": 1},
-        {"step": "x"},
-        make_rollout(1, 0, rewards=None),
-        make_rollout(1, 1, columns=7, reward="x", advantage=None),
-    ]
-    rows.append(
-        make_rollout(1, 2, prompt=messages, completion=[{"role": "assistant", "content": "2"}], answer_start=None)
-    )
+    rows = [{"step": 1}, {"step": "x"}, make_rollout(1, 0, rewards=None)]
+    rows.append(make_rollout(1, 1, columns=7, reward="x", advantage=None))
+    said = [{"role": "assistant", "content": "2"}]
+    rows.append(make_rollout(1, 2, prompt=messages, completion=said, answer_start=None))
     found = sample_rollouts(rows, 1)
     assert found.total == 2 and found.prompts[1] == "user: 1+1=" and found.rows[1]["answer"] == "2"
     assert sample_rollouts([], 5).total == 0
@@ -117,6 +101,9 @@ def test_changes_are_counted_over_all_prompts_and_regressions_come_first() -> No
     assert found.counts["greedy"] == found.counts["temperature 1"] and found.total == 6
     assert [entry["kind"] for entry in found.prompts] == ["broken", "still wrong", "fixed", "still right"]
     assert found.prompts[0]["prompt"] == "3+1=" and found.prompts[0]["before"]["correct"] is True
+    before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
+    after.prompts_digest = "y"  # other prompts
+    assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
 
 
 def test_prompts_without_an_answer_are_in_no_kind() -> None:
@@ -128,12 +115,6 @@ def test_prompts_without_an_answer_are_in_no_kind() -> None:
         one.samples, one.more_samples = [make_sample(9, None)], [*one.samples, *one.more_samples]
     kinds = {entry["prompt"]: entry["kind"] for entry in find_changes(before, after).prompts}
     assert kinds == {"0+1=": "fixed", "1+1=": "still right", "9+1=": None}
-
-
-def test_evaluations_of_different_prompts_are_not_counted() -> None:
-    before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
-    after.prompts_digest = "y"
-    assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
 
 
 def test_prompts_of_nested_evaluations_are_counted_where_both_measured() -> None:

@@ -1,7 +1,8 @@
-"""`rloo-kit show`: a run, its completions, several runs; in the terminal and as JSON."""
+"""`rloo-kit show`: a run, its completions, several runs; in the terminal, as JSON, and the page that compares runs."""
 
 import json
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ from typer.testing import CliRunner
 
 from rloo_kit import load_config
 from rloo_kit.cli import app
+from rloo_kit.results.versus import compare_runs, write_comparison_page
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
+from tests.html_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
@@ -71,29 +74,20 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path], monkeypatch
     assert not any(line.startswith("Entropy") for line in lines), "a flat curve says nothing"
 
 
-def test_brackets_in_a_name_are_shown(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """`sweep[a]` and `sweep[b]` were both shown as `sweep`, because brackets are rich's markup."""
-    made = make_run(make_rows())
-    folders = [shutil.copytree(made, tmp_path / f"sweep[{letter}]:smile:") for letter in "ab"]
-    _, printed, _ = call(*folders)
-    assert "sweep[a]:smile:" in printed and "sweep[b]:smile:" in printed
-
-
 @pytest.mark.parametrize(
-    ("changes", "code", "level", "key"),
+    ("changes", "level", "key"),
     [
-        ({"completions/clipped_ratio": 0.5}, 0, "watch", "rloo.max_completion_length"),
-        ({"kl": 3.0}, 1, "alarming", "rloo.beta"),
-        ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, 1, "alarming", "every advantage is zero"),
+        ({"completions/clipped_ratio": 0.5}, "watch", "rloo.max_completion_length"),
+        ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, "alarming", "every advantage is zero"),
     ],
 )
 def test_each_sign_is_judged_with_its_key(
-    changes: dict[str, float], code: int, level: str, key: str, make_run: Callable[..., Path]
+    changes: dict[str, float], level: str, key: str, make_run: Callable[..., Path]
 ) -> None:
     """A level without the key to change leaves an agent guessing among sixty."""
     folder = make_run(make_rows(**changes))
-    got, found = call_json(folder)
-    assert (got, found["level"]) == (code, level), found
+    code, found = call_json(folder)
+    assert (code, found["level"]) == (int(level == "alarming"), level), found
     assert key in found["actions"][0]
     assert key in " ".join(call(folder)[1].split()), "the terminal says the same"
 
@@ -104,14 +98,12 @@ def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., P
     rows += [{"step": step, **HEALTHY} for step in range(11, 25)]
     folder = make_run(rows)
     found = call_json(folder)[1]
-    assert found["level"] == "healthy" and [(one["rule"], one["holds"]) for one in found["health"]] == [
-        ("no_signal", False)
-    ]
+    (one,) = found["health"]
+    assert (found["level"], one["rule"], one["holds"]) == ("healthy", "no_signal", False)
     assert "(over after step 10)" in " ".join(call(folder)[1].split())
     code, found = call_json(make_run(rows[:10], "finished", ("run.name=again",)))
-    assert code == 1 and [(one["rule"], one["since"], one["holds"]) for one in found["health"]] == [
-        ("no_signal", 1, True)
-    ]
+    (one,) = found["health"]
+    assert (code, one["rule"], one["since"], one["holds"]) == (1, "no_signal", 1, True)
     assert found["verdict"]["kind"] == "no signal"
 
 
@@ -123,17 +115,6 @@ def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> 
     code, found = call_json(folder)
     assert code == 1 and found["state"] == "failed" and found["error"] == "RewardError: it failed"
     assert "RewardError: it failed" in call(folder)[1]
-
-
-def test_what_is_no_run_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    code, _, errors = call(tmp_path)
-    assert code == 2 and "not a run's folder" in errors
-    folder = make_run(make_rows())
-    (folder / "config.yaml").write_text("rloo: {bta: 1}\n")  # a run of an older version may hold keys that are gone
-    code, _, errors = call(folder)
-    assert code == 2 and "bta" in errors
-    code, _, errors = call(folder, folder, "--completions", "2")
-    assert code == 2 and "one run" in errors
 
 
 # ---------------------------------------------------------------------------------------------- completions
@@ -164,15 +145,12 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
     Rollouts(folder).append(rows)
     code, found = call_json(folder, "--completions", "9")
     shown = [(one["thinking"], one["answer"], one.get("text")) for one in found["completions"]]
-    assert code == 0
-    assert shown == [
-        ("one", "2", None),
-        ("never closes", None, None),
-        (None, None, "says </think> but goes on"),
-        (None, None, "says </think> first</think>2"),
-        ("two</think>and", "2", None),
-        (None, "just 2", None),
-    ]
+    assert code == 0 and shown[:3] == [
+        ("one", "2", None), ("never closes", None, None), (None, None, "says </think> but goes on")
+    ]  # fmt: skip
+    assert shown[3:] == [
+        (None, None, "says </think> first</think>2"), ("two</think>and", "2", None), (None, "just 2", None)
+    ]  # fmt: skip
     assert found["closed_share"] == pytest.approx(1 / 3), "as thinking/closed_ratio: a forced close does not count"
     assert found["truncated_share"] == pytest.approx(1 / 3)
     assert found["forced_share"] == pytest.approx(1 / 6), "a run of before there were budgets has no such entry"
@@ -181,7 +159,9 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
     assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 2" in printed
 
 
-def test_completions_by_order_and_step(make_run: Callable[..., Path]) -> None:
+def test_completions_by_order_and_step(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    code, _, errors = call(tmp_path)
+    assert code == 2 and "not a run's folder" in errors
     folder = make_run(make_rows(2))
     rows = [make_row(f"text {n}", [64] * n, step=step, reward=float(n)) for step in (1, 2) for n in (2, 3, 1)]
     Rollouts(folder).append(rows)
@@ -196,15 +176,11 @@ def test_completions_by_order_and_step(make_run: Callable[..., Path]) -> None:
 
 
 def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callable[..., Path]) -> None:
-    """Four completions with ten thousand tokens of thinking fill an agent's context; an escape sequence can control a
-    terminal."""
+    """Ten thousand tokens of thinking fill an agent's context; an escape sequence can control a terminal."""
     folder = make_run(make_rows(1))
     Rollouts(folder).append([make_row("\x1b[31m\u202e\u2067" + "x" * 5000, [64])])
-    _, found = call_json(folder, "--completions", "1", "--max-chars", "100")
-    assert (
-        len(found["completions"][0]["thinking"]) < 150
-        and "4,907 characters left out" in found["completions"][0]["thinking"]
-    )
+    thinking = call_json(folder, "--completions", "1", "--max-chars", "100")[1]["completions"][0]["thinking"]
+    assert len(thinking) < 150 and "4,907 characters left out" in thinking
     assert not {*"\x1b\u202e\u2067"} & {*call(folder, "--completions", "1")[1]}
 
 
@@ -222,26 +198,23 @@ def write_evaluation(folder: Path, right: int, digest: str = "same", name: str =
     RunDir(folder).write_json(f"{name}.json", found | changes)
 
 
-@pytest.mark.parametrize(
-    ("right", "words"),
-    [
-        (80, "b is ahead of made: accuracy +30 points, 95 % CI"),
-        (52, "b and made do not differ significantly"),
-        (20, "made is ahead of b: accuracy +30 points, 95 % CI"),
-    ],
-)
-def test_two_runs_are_compared(right: int, words: str, make_run: Callable[..., Path]) -> None:
+def test_two_runs_are_compared(make_run: Callable[..., Path]) -> None:
     """A difference is given with its interval and the keys that differ; one within the interval counts as none."""
     a = make_run(make_rows())
     b = make_run(make_rows(), "finished", ("run.name=b", "rloo.learning_rate=0.01", "model.lora.r=8"))
     write_evaluation(a, 50)
-    write_evaluation(b, right)
-    code, found = call_json(a, b)
-    assert code == 0 and found["sentence"].startswith(words)
+    for right, words in (
+        (52, "b and made do not differ significantly"),
+        (20, "made is ahead of b: accuracy +30 points, 95 % CI"),
+        (80, "b is ahead of made: accuracy +30 points, 95 % CI"),
+    ):
+        write_evaluation(b, right)
+        code, found = call_json(a, b)
+        assert code == 0 and found["sentence"].startswith(words)
     first, second = found["runs"]
     assert second["lead"]["low"] < second["lead"]["value"] < second["lead"]["high"]
     assert second["changed"] == {"model.lora.r": [16, 8], "rloo.learning_rate": [0.002, 0.01]}
-    assert (first["after"]["accuracy"][0], second["after"]["accuracy"][0]) == (0.5, right / 100)
+    assert (first["after"]["accuracy"][0], second["after"]["accuracy"][0]) == (0.5, 0.8)
     printed = " ".join(call(a, b)[1].split())
     assert words in printed and "rloo.learning_rate 0.002 -> 0.01" in printed
 
@@ -258,34 +231,32 @@ def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None
 
 
 def test_three_runs_and_names_that_are_alike(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """`sweep[a]` and `sweep[b]` were both shown as `sweep`, because brackets are rich's markup."""
     a = make_run(make_rows())
     write_evaluation(a, 50)
-    others = [shutil.copytree(a, tmp_path / name / "made") for name in ("x", "y")]
+    others = [shutil.copytree(a, tmp_path / f"sweep[{letter}]:smile:" / "made") for letter in "ab"]
     write_evaluation(others[0], 80)
     found = call_json(a, *others)[1]
-    assert [one["name"] for one in found["runs"]][1:] == ["x/made", "y/made"]
-    assert "x/made is ahead of" in found["sentence"] and "y/made and" in found["sentence"]
+    assert [one["name"] for one in found["runs"]][1:] == ["sweep[a]:smile:/made", "sweep[b]:smile:/made"]
+    assert "sweep[a]:smile:/made is ahead of" in found["sentence"] and "sweep[b]:smile:/made and" in found["sentence"]
+    assert "sweep[a]:smile:" in call(a, *others)[1]
 
 
 def test_runs_that_are_judged_differently_are_not_ranked(make_run: Callable[..., Path]) -> None:
     """A run with an own reward was "98 points behind" an equal one: its accuracy was exact match."""
-    reward = {
-        "low": 0.0,
-        "high": 1.0,
-        "reward_low": 0.9,
-        "reward_high": 1.0,
-        "reward_per_prompt": [1.0] * 98 + [0.0] * 2,
-    }
+    reward = {"reward": 0.98, "reward_low": 0.9, "reward_high": 1.0, "low": 0.0, "high": 1.0}
+    reward |= {"reward_per_prompt": [1.0] * 98 + [0.0] * 2}
+    by_sentence = {"judged_by": "exact match", "rewards": {"sentence": ONE}} | reward
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b", "rewards.0.params={find: boxed}"))
-    write_evaluation(a, 98, judged_by="answer_reward", reward=0.98, rewards={"answer_reward": ONE}, **reward)
-    write_evaluation(b, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    write_evaluation(a, 98, judged_by="answer_reward", rewards={"answer_reward": ONE}, **reward)
+    write_evaluation(b, 0, **by_sentence)
     code, found = call_json(a, b)
     assert code == 0 and "98 points" not in found["sentence"] and "cannot be compared with made" in found["sentence"]
     assert "not of one kind (answer_reward and exact match) and their rewards differ" in found["sentence"]
     assert found["runs"][1]["lead"] is None and found["runs"][1]["after"]["reward"][0] == 0.98
-    write_evaluation(a, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    write_evaluation(a, 0, **by_sentence)
     c = make_run(make_rows(), "finished", ("run.name=c",))
-    write_evaluation(c, 0, judged_by="exact match", reward=0.98, rewards={"sentence": ONE}, **reward)
+    write_evaluation(c, 0, **by_sentence)
     found = call_json(a, c)[1]
     assert found["runs"][1]["lead"]["measure"] == "reward" and "do not differ significantly" in found["sentence"]
     assert "reward before" in " ".join(call(a, c)[1].split())
@@ -299,7 +270,7 @@ def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., P
     for run, share in ((a, 0.1), (b, 0.9)):
         mean = [1.0] * int(100 * share) + [0.0] * int(100 - 100 * share)
         write_evaluation(run, 10, judged_by="exact match", reward=share, reward_per_prompt=mean, **reward)
-    for key in ("own.py", "reward score", "reward score, keywords"):  # as `read_sources` names them
+    for key in ("own.py", "reward score, keywords"):  # as `read_sources` names them
         for run, source in ((a, "1"), (b, "2")):
             inputs = {key: source, "column answer of the held-out prompts": "x"}
             (run / "inputs.json").write_text(json.dumps(inputs))
@@ -307,3 +278,72 @@ def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., P
         assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
     (b / "inputs.json").write_text(json.dumps(inputs | {key: "1", "column answer of the held-out prompts": "y"}))
     assert "differently (column answer of the held-out prompts)" in call_json(a, b)[1]["sentence"]
+
+
+# ---------------------------------------------------------------------------------------------- their page
+
+
+@pytest.fixture
+def two_runs(make_run: Callable[..., Path]) -> list[Path]:
+    """Two runs with a rising reward, 40 and 80 of 100 prompts right."""
+    rows = [row | {"reward": row["step"] / 30} for row in make_rows(30)]
+    folders = [make_run(rows), make_run(rows, "finished", ("run.name=<b>other<_b>", "rloo.learning_rate=0.01"))]
+    for folder, right in zip(folders, (40, 80), strict=True):
+        write_evaluation(folder, 10, name="before")
+        write_evaluation(folder, right)
+    return folders
+
+
+def report(*words: Any) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, words)])
+
+
+def test_runs_side_by_side(two_runs: list[Path], tmp_path: Path) -> None:
+    """Without links a comparison is a dead end, and a curve without a name cannot be attributed to a run."""
+    (two_runs[1] / "report.html").write_text("a report")
+    page = write_comparison_page(compare_runs(two_runs), tmp_path / "pages" / "comparison.html")
+    text = page.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert "is ahead of made: accuracy +40 points" in parsed.text
+    assert "<b>other" not in text and re.search(r'href="\.\./[^"]*report\.html"', text)
+    assert text.count("report.html") == 1, "the first has none"
+    assert text.count("<svg") == 2, "held-out accuracy and reward; a flat entropy says nothing"
+    assert re.search(r'aria-label="Reward: made 0\.0333 at step 1, 1 at step 30;', text)
+    assert "rloo.learning_rate" in parsed.text and "0.01" in parsed.text
+    assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", text)
+
+
+def test_a_page_replaces_only_a_page(two_runs: list[Path], tmp_path: Path) -> None:
+    """`report A B --output data.jsonl` replaced the training data by a page."""
+    (tmp_path / "data.jsonl").write_text("precious")
+    for path in (tmp_path / "data.jsonl", tmp_path, Path("/dev/null")):
+        done = report(*two_runs, "--output", path)
+        assert done.exit_code == 2 and f"{path} exists and is not a comparison of runs" in done.output
+    assert (tmp_path / "data.jsonl").read_text() == "precious"
+    for _ in range(2):
+        done = report(*two_runs)
+        assert done.exit_code == 0 and "is ahead of" in done.stdout and (tmp_path / "comparison.html").is_file()
+    for words in ([*two_runs, "rloo.beta=0"], [two_runs[0], "--output", "x.html"], ["rloo.beta=0"]):
+        refused = report(*words)
+        assert refused.exit_code == 2 and "rloo-kit:" in refused.stderr, words
+
+
+def test_a_full_disk_ends_in_a_line(two_runs: list[Path]) -> None:
+    """A report on a full disk ended in a traceback. A test can set a limit on file size."""
+    run, limits = two_runs[0], resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+        done = report(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.exit_code == 2 and "rloo-kit: the disk is full" in done.output and "free some space" in done.output
+    assert not [path for path in run.iterdir() if path.name.endswith((".tmp", ".html"))]
+
+
+def test_the_lead_is_over_the_prompts_with_answers(two_runs: list[Path]) -> None:
+    """The sentence said 1,000 prompts when only 40 had an answer."""
+    for folder, right in zip(two_runs, (40, 80), strict=True):
+        shares = [1.0] * (right // 4) + [0.0] * (40 - right // 4)
+        write_evaluation(folder, right, per_prompt=shares, num_judged=40, unjudged=[*range(40, 100)])
+    lead = compare_runs(two_runs).runs[1].lead
+    assert lead is not None and lead.difference.count == 40

@@ -12,7 +12,7 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT
 from rloo_kit.health.rules import Finding
 from rloo_kit.results.changes import compare
-from rloo_kit.results.evaluation import Evaluation, shared_measures
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.verdict import TrainResult, judge_run, load_result, record_verdict
 from rloo_kit.runs.folder import RunDir
@@ -74,10 +74,10 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
     ("sides", "rule", "changes", "kind", "words", "advice"),
     [
         ((200, 204), "", {}, "no evidence", "went from 50.0 % to 51.0 %", "rloo.max_steps"),
-        ((200, 201), "", {}, "no evidence", "", "rloo.max_steps"),
         ((396, 397), "", {}, "no evidence", "", "harder prompts"),
-        *(((*sides,), rule, {}, "no signal", "what it saw", "rloo.key") for sides in ((200, 201), ())
-          for rule in ("no_signal", "truncation", "cold_start", "no_movement", "all_none")),
+        *((sides, "truncation", {}, "no signal", "what it saw", "rloo.key") for sides in ((200, 201), ())),
+        # with logging_steps 5 and 62 steps every alarm counted as over
+        ((), "truncation", {"steps": 62, "metrics": [{"step": 30}]}, "no signal", "what it saw", "rloo.key"),
         ((300, 20), "", {}, "broken", "fell from 75 % to 5 %", "rloo.learning_rate"),
         ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.max_steps"),
         ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.max_steps"),
@@ -86,7 +86,6 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
         ((200, 199), "reward_hacking", {}, "gamed", "what it saw", "rloo.key"),
         ((100, 300), "reward_hacking", {}, "learnt", "rose from 25 % to 75 %", ""),
         ((88,), "", {"steps": 7, "stopped": "interrupted"}, "no evidence", "step 7", "--resume"),
-        ((88,), "", {"steps": 0, "stopped": "running"}, "no evidence", "has not ended", ""),
         ((88,), "", {"steps": 1, "stopped": "running", "metrics": [{"step": 1, "frac_score_zero_std": 1.0}]},
          "no evidence", "has not ended", ""),
         ((88, 368), "", {"adapter_step": 10}, "learnt", "of step 10, so part of it is luck", ""),
@@ -126,26 +125,6 @@ def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) ->
     assert judge_run(run, result(run, metrics=tied), evaluation(0), evaluation(0)).kind == "no evidence"
 
 
-def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None:
-    """With logging_steps 5 and 62 steps every alarm counted as over, and the run only as "not evaluated"."""
-    rows = [{"step": step} for step in range(5, 61, 5)]
-    verdict = judge_run(run, result(run, finding("truncation", last=60), steps=62, metrics=rows))
-    assert verdict.kind == "no signal" and verdict.next == "change rloo.key."
-    verdict = judge_run(run, result(run, finding("truncation", last=55), steps=62, metrics=rows))
-    assert verdict.kind == "no evidence"
-
-
-def test_what_stopped_a_run_is_known_from_its_folder_too(run: RunConfig) -> None:
-    """`rloo-kit report` wrote "ended as failed" over "no learning signal"."""
-    with RunDir.create(run) as run_dir:
-        run_dir.set_status("failed", step=4, max_steps=30, stopped_by="no signal", error="why")
-    assert load_result(run).stopped == "no signal"
-    with RunDir.create(run, resume=True) as run_dir:
-        assert load_result(run).stopped == "running"
-        run_dir.set_status("failed", step=4, stopped_by={})
-    assert load_result(run).stopped == "failed"
-
-
 def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
     before = with_reward(evaluation(300), [0.2 + 0.001 * (number % 7) for number in range(COUNT)])
     after = with_reward(evaluation(200), [0.9 + 0.001 * (number % 5) for number in range(COUNT)])
@@ -154,14 +133,12 @@ def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
     assert "accuracy fell" in verdict.sentence
 
 
-@pytest.mark.parametrize(
-    "changes, word",
-    [({"temperature": 0.5}, "temperature 1 and 0.5"), ({"max_completion_length": 32}, "completion limit 64 and 32")],
-)
-def test_evaluations_made_differently_are_not_compared(run: RunConfig, changes: dict[str, Any], word: str) -> None:
-    verdict = judge_run(run, result(run), evaluation(88), evaluation(368, **changes))
-    assert verdict.kind == "no evidence" and word in verdict.sentence and verdict.change is None
-    assert f"made differently: {word}" in str(compare(evaluation(88), evaluation(368, **changes)))
+def test_evaluations_made_differently_are_not_compared(run: RunConfig) -> None:
+    after = evaluation(368, temperature=0.5, max_completion_length=32)
+    verdict = judge_run(run, result(run), evaluation(88), after)
+    assert verdict.kind == "no evidence" and verdict.change is None
+    assert "temperature 1 and 0.5" in verdict.sentence and "completion limit 64 and 32" in verdict.sentence
+    assert "made differently: temperature 1 and 0.5" in str(compare(evaluation(88), after))
     assert "differently" not in str(compare(evaluation(88), evaluation(368)))
 
 
@@ -175,16 +152,16 @@ def test_other_prompts_and_sample_counts_are_compared_with_a_word(run: RunConfig
     verdict = judge_run(run, result(run), before, half)
     assert "on the 300 prompts that both measured" in verdict.sentence and "different" not in verdict.sentence
     change = verdict.change
-    assert (change.before.value, change.after.value, change.difference.value) == (0.0, 0.8, 0.8), (
-        "22 % of all were right"
-    )
-    assert change.difference.count == 300
+    assert (change.before.value, change.after.value, change.difference.value) == (0.0, 0.8, 0.8), "not 22 %"
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, num_samples=4))
     assert "from 1 and 4 completions per prompt" in verdict.sentence
 
 
 def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> None:
+    """`rloo-kit report` wrote "ended as failed" over "no learning signal"."""
     with RunDir.create(run) as run_dir:
+        run_dir.set_status("failed", step=4, max_steps=30, stopped_by="no signal", error="why")
+        assert load_result(run).stopped == "no signal"
         run_dir.set_status("finished", step=30, max_steps=30, adapter_step=20, stopped_early="why")
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368))
     record_verdict(run.folder, verdict)
@@ -200,13 +177,6 @@ def test_the_verdict_is_kept_beside_the_rest_of_the_status(run: RunConfig) -> No
 # ------------------------------------------------------------------------------------------------ rewards that lead
 
 
-def test_files_of_older_runs_lead_with_accuracy(run: RunConfig) -> None:
-    """They do not say what judged; their verdicts stay."""
-    before, after = (with_reward(evaluation(right), [0.5] * COUNT) for right in (88, 368))
-    assert shared_measures(before, after) == ("accuracy", "reward")
-    assert judge_run(run, result(run), before, after).sentence.startswith("Accuracy rose")
-
-
 TIED = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
 
 
@@ -217,10 +187,8 @@ TIED = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
         ({"sentence": 1.0}, {"sentence": [0.0] * COUNT}, None, False),  # never solved is no signal
         ({"sentence": 1.0}, {"sentence": [5.0] * COUNT}, None, False),  # all equal: the best is not known
         ({"sentence": 1.0}, {"sentence": [5.0] * COUNT}, {"sentence": [5.0] * 399 + [2.0]}, True),
-        ({"form": 1.0, "sentence": 1.0}, {"form": [1.0] * COUNT, "sentence": [0.0] * COUNT}, None, False),
         ({"form": 0.0, "sentence": 0.5}, {"form": [0.2] * COUNT, "sentence": [1.0] * COUNT}, None, True),
         ({"sentence": 1.0}, {"sentence": [1.0] * COUNT, "repetition_penalty": [0.0] * COUNT}, None, True),
-        ({"wordiness": -1.0}, {"wordiness": [0.0] * COUNT}, None, True),
         ({"wordiness": -1.0}, {"wordiness": [1.0] * COUNT}, None, False),
     ],
 )

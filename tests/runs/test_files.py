@@ -1,6 +1,7 @@
-"""Atomic file writes, the git revision of a checkout, and what ending a kernel needs: running saves and open runs."""
+"""Atomic file writes, the git revision of a checkout, what ending a kernel needs (running saves, open runs), and which
+checkpoints are deleted and which stay."""
 
-import json
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from rloo_kit.runs import files as saves
 from rloo_kit.runs import folder
-from rloo_kit.runs.files import git_revision, running_saves, saved_paths, saving, wait_for_saves, write_text
+from rloo_kit.runs.checkpoints import list_checkpoints, prune, publish, read_checkpoint, seal
+from rloo_kit.runs.files import git_revision, running_saves, saved_paths, saving, wait_for_saves
 from rloo_kit.runs.folder import RunDir
 from tests.runs.test_run_dir import Run
 
@@ -35,9 +37,12 @@ def test_what_is_saved_again_is_named_once_and_last(tmp_path: Path, monkeypatch:
     assert saved_paths() == [tmp_path / "b", tmp_path / "a"]
 
 
-def test_a_run_whose_thread_died_is_not_open(tmp_path: Path) -> None:
-    """It is no longer training, but it kept the kernel alive."""
-    kept = []
+def test_a_run_that_failed_or_whose_thread_died_is_not_open(tmp_path: Path) -> None:
+    """Both kept the kernel alive: the traceback of a failed cell holds the run's folder object."""
+    with pytest.raises(ValueError, match="reward"), RunDir.create(Run(tmp_path / "one")) as opened:
+        assert folder.open_runs() == [opened.folder]
+        raise ValueError("a reward failed")
+    kept: list[RunDir] = []
     thread = threading.Thread(target=lambda: kept.append(RunDir.create(Run(tmp_path / "two"))))
     thread.start()
     thread.join()
@@ -45,45 +50,72 @@ def test_a_run_whose_thread_died_is_not_open(tmp_path: Path) -> None:
     kept[0].close()
 
 
-def test_a_run_that_failed_is_not_open(tmp_path: Path) -> None:
-    """The traceback of a failed cell keeps the run's folder object alive, although the run is over."""
-    with pytest.raises(ValueError, match="reward"), RunDir.create(Run(tmp_path / "one")) as opened:
-        assert folder.open_runs() == [opened.folder]
-        raise ValueError("a reward failed")
-    assert folder.open_runs() == []
-
-
-def test_files_are_replaced_in_one_piece(tmp_path: Path) -> None:
-    """A poller that reads half of a status.json would report a healthy run as broken."""
-    path = tmp_path / "status.json"
-    texts = [json.dumps({"step": n, "pad": "x" * 50_000}) for n in range(2)]
-    write_text(path, texts[0])
-    done = threading.Event()
-
-    def write() -> None:
-        for n in range(100):
-            write_text(path, texts[n % 2])
-        done.set()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    while not done.is_set():
-        json.loads(path.read_text())
-    thread.join()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"], "no temporary file stays behind"
-
-
 def test_git_revision_is_that_of_the_checkout_that_tracks_the_file(tmp_path: Path) -> None:
     """Installed in an environment inside another repository, the kit recorded that repository's revision."""
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run([*git, "init", "-q"], check=True)
     tracked, untracked = tmp_path / "a.py", tmp_path / "b.py"
     tracked.write_text("1")
     untracked.write_text("1")
-    subprocess.run([*git, "add", "a.py"], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for words in (["init", "-q"], ["add", "a.py"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
     found = git_revision(tracked)
     assert found is not None and len(found["revision"]) == 40 and not found["changed"]
     tracked.write_text("2")
-    assert git_revision(tracked)["changed"]
-    assert git_revision(untracked) is None
+    assert git_revision(tracked)["changed"] and git_revision(untracked) is None
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+RUN = "0123456789ab"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(step, run, at)`: a published checkpoint whose manifest has file time `at`, in seconds."""
+
+    def build(step, run=RUN, at=0):
+        staged = tmp_path / "unfinished" / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        (staged / "optimizer.pt").write_text(f"{run} {step}")
+        (staged / "state..1").write_text("two dots in a name")
+        seal(staged, step, run)
+        os.utime(staged / "manifest.json", (at, at))
+        publish(staged, tmp_path / f"checkpoint-{step}")
+        return tmp_path / f"checkpoint-{step}"
+
+    return build
+
+
+def steps(folder, run=RUN):
+    return [one.step for one in list_checkpoints(folder, run)]
+
+
+def test_the_newest_stay_and_nothing_of_others_goes(tmp_path, write):
+    """A foreign checkpoint-99999 counted as the newest, and the run's own checkpoints were deleted because of it."""
+    for step in (1, 2, 10, 9):
+        write(step)
+    write(99999, run="ba9876543210")
+    (tmp_path / "checkpoint-500").mkdir()
+    prune(tmp_path, 2, RUN, needed=(10,))
+    assert steps(tmp_path) == [10, 9] and (tmp_path / "checkpoint-500").is_dir()
+    assert steps(tmp_path, "ba9876543210") == [99999]
+    prune(tmp_path, 1, RUN, needed=(10, 9))
+    assert steps(tmp_path) == [10, 9], "the best one stays"
+    for keep in (None, 0, -1):
+        prune(tmp_path, keep, RUN, needed=(10,))
+        assert steps(tmp_path) == [10, 9]
+
+
+def test_without_a_run_the_last_one_written_stays(tmp_path, write):
+    """A second training in one output_dir deleted its own checkpoint-2 and kept an old checkpoint-4."""
+    write(4, run="", at=100)
+    write(2, run="", at=200)
+    prune(tmp_path, 1, "", needed=(2,))
+    assert steps(tmp_path, "") == [2]
+
+
+def test_a_checkpoint_reads_back_as_it_was_sealed(write):
+    """A file name with two dots made a checkpoint unreadable."""
+    found = read_checkpoint(write(3))
+    assert found.step == 3 and found.run == RUN and found.find_damage() == ""
+    assert sorted(found.files) == ["optimizer.pt", "state..1"]
