@@ -47,7 +47,6 @@ class Option(NamedTuple):
 
     @property
     def field(self) -> FieldInfo:
-        """The declaration: annotation with bounds, default, description."""
         return self.section.model_fields[self.key]
 
     @property
@@ -350,8 +349,11 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     are_old = given.get("reward_model") is not None and all(hasattr(reward, "named_parameters") for reward in rewards)
     if are_old and arguments.get("reward_processing_classes") is None:  # old TRL scored with the policy's tokenizer
         arguments["reward_processing_classes"] = [arguments.get("processing_class")] * len(rewards)
-    args = _with_reward_weights(arguments.get("args") or _default_config(arguments["model"]), rewards)
-    arguments["args"] = args
+    args, model = arguments.get("args"), arguments["model"]
+    if not args:  # TRL's default refuses to run without an accelerator
+        name = model if isinstance(model, str) else model.config.name_or_path
+        args = RLOOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-RLOO")
+    args = arguments["args"] = _with_reward_weights(args, rewards)
     for name in ("train_dataset", "eval_dataset"):
         found = arguments.get(name)
         for dataset in found.values() if isinstance(found, dict) else [found]:
@@ -361,7 +363,9 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
                     f"{name} has input_ids and no prompt, as old TRL wanted it: give it a column prompt with the text, "
                     "which the trainer tokenizes"
                 )
-    columns = _columns(arguments.get("train_dataset"), args)
+    columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
+    if columns is not None and getattr(args, "thinking_budget", None) is not None:
+        columns = [*columns, "thinking_forced"]
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)
@@ -440,20 +444,6 @@ def _take_vllm(args: Any) -> None:
     if args.vllm_mode == "server":
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         args.rollout_engine, args.rollout_server_url = "server", getattr(args, "rollout_server_url", None) or url
-
-
-def _columns(dataset: Any, args: Any) -> list[str] | None:
-    """The dataset's columns that rewards get by name; None if it does not declare them."""
-    names = getattr(dataset, "column_names", None)
-    if names is None:
-        return None
-    return [*names, *(["thinking_forced"] if getattr(args, "thinking_budget", None) is not None else [])]
-
-
-def _default_config(model: Any) -> RLOOConfig:
-    """TRL's default `args`, as the kit's own class: TRL's refuses to run without an accelerator."""
-    name = model if isinstance(model, str) else model.config.name_or_path
-    return RLOOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-RLOO")
 
 
 def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
