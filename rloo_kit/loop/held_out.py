@@ -144,7 +144,7 @@ class Evaluations(TrainerCallback):
 
     def _evaluate(self, state: Any, control: Any) -> HeldOut:
         started, step = time.monotonic(), state.global_step
-        found = HeldOut(step, self._measure(f"at step {step}"))
+        found = HeldOut(step, self._measure(step))
         against = self.history.compare_with_best(found)
         is_best = self.history.observe(found)
         self._measured.add(step)
@@ -160,9 +160,9 @@ class Evaluations(TrainerCallback):
         self._count += 1
         return found
 
-    def _measure(self, label: str) -> Evaluation:
+    def _measure(self, step: int) -> Evaluation:
         with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
-            return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, label)
+            return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, f"at step {step}")
 
     def _record(self, found: HeldOut) -> dict[str, Any]:
         measure = self.history.measure
@@ -271,7 +271,7 @@ class Evaluations(TrainerCallback):
         wait_for_all()
         if not load_weights(self.trainer, self.run_dir / BEST):
             return
-        found = HeldOut(best.step, self._measure(f"at step {best.step}"))
+        found = HeldOut(best.step, self._measure(best.step))
         if not load_weights(self.trainer, current):
             raise SetupError(f"the weights of this step were saved in {current} and cannot be read: resume again")
         self.history.observe(found)

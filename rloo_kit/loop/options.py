@@ -155,7 +155,10 @@ class RLOOConfig(trl.RLOOConfig):
     is_from_file = False  # made from a run's file, whose keys messages then name
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        given = _name_positional(positional, keywords)
+        named = inspect.signature(_STOCK).bind_partial(*positional).arguments
+        if twice := [name for name in named if name in keywords]:
+            raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
+        given = named | keywords
         if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
             raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{suggest(name, _PARAMETERS)}" for name in unknown))
         # a parser passes every field, and only a value that is not the default can contradict an old name
@@ -192,14 +195,6 @@ _PARAMETERS = {
     if f.init and f.name not in CONFIG_NAMES
 }
 RLOOConfig.__signature__ = inspect.Signature(list(_PARAMETERS.values()))  # what help() shows
-
-
-def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments under the names that TRL's own class gives them."""
-    named = inspect.signature(_STOCK).bind_partial(*positional).arguments
-    if twice := [name for name in named if name in keywords]:
-        raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
-    return named | keywords
 
 
 def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
@@ -327,9 +322,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 
 def mixed_precision(run: RunConfig) -> dict[str, bool]:
-    """`bf16` and `fp16`: the file's, else the machine's.
-
-    ACCELERATE_MIXED_PRECISION, which overrides `bf16=False`, is set to match."""
+    """`bf16` and `fp16`: the file's, else the machine's; ACCELERATE_MIXED_PRECISION, which beats both, is set to it."""
     chosen = environment.current().precision
     bf16, fp16 = run.rloo.bf16, run.rloo.fp16
     bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16

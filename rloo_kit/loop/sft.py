@@ -138,7 +138,7 @@ def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: Ru
 
 
 def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) -> str:
-    """The command that goes on with RLOO from the weights of `result`, with the run's file and the overrides, KEY=VALUE.
+    """The command that goes on with RLOO from the weights of `result`, with the run's file and its overrides.
     A key whose default follows the model's name keeps its value if the name is now that of a folder."""
     adapter, source = result.adapter_folder, run.source
     if adapter.resolve().is_relative_to(Path.cwd()):

@@ -65,10 +65,8 @@ def check_start(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[A
 
 
 def check_sampling(run: RunConfig, policy: Policy) -> None:
-    """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts.
-
-    Raises ConfigError (a budget for a model that does not think, a missing adapter) or BackendError (an engine).
-    """
+    """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts: ConfigError (a
+    budget for a model that does not think, a missing adapter) or BackendError (an engine)."""
     check_budget(run, policy.family)
     name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
     if name == "server" and not hasattr(policy.model, "peft_config"):

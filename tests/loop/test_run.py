@@ -44,20 +44,6 @@ def assert_same_weights(one, other):
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_training_around_a_trainer_of_ones_own(start, write_config, make_trainer, capsys):
-    """`train` after the second drop-in trainer on a model ended in "Adapter with name 'ref' already exists". A file's
-    run names a file's keys, the drop-in those of RLOOConfig."""
-    policy = load_policy(load_config(write_config()))
-    own = {"lora": False, "beta": 0.1, "max_steps": 1, "max_completion_length": 6, "per_device_train_batch_size": 8}
-    for _ in range(2):
-        make_trainer([by_ids], model=policy.model, rollout_engine="native", **own).train()
-    assert "rollout_engine asks for it" in capsys.readouterr().out
-    result = start("rloo.max_steps=1", "rloo.beta=0.1", "rollout.engine=native", policy=policy)
-    assert result.metrics[0]["kl"] == pytest.approx(0.0, abs=1e-6) and result.metrics[0]["grad_norm"] > 0
-    assert "rollout.engine asks for it" in capsys.readouterr().out
-    make_trainer([by_ids], model=policy.model, **own).train()
-
-
 def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path):
     """Such a run ended at once, as finished, with the adapter that it started from."""
     with pytest.raises(PreflightError, match="1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"):
