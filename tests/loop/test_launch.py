@@ -73,7 +73,6 @@ def command_of(how, config, *words):
         "torchrun": [*python, "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "rloo_kit.cli",
                      *train],
         "kit": [*python, "rloo_kit.cli", *train, "--launch", str(CPU_TWO)],
-        "one": [*python, "rloo_kit.cli", *train],
     }[how]  # fmt: skip
 
 

@@ -10,27 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from peft import (
-    AdaLoraConfig,
-    BOFTConfig,
-    FourierFTConfig,
-    IA3Config,
-    LoHaConfig,
-    LoKrConfig,
-    LoraConfig,
-    OFTConfig,
-    PeftModel,
-    PolyConfig,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    VeraConfig,
-    get_peft_model,
-)
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 
 import rewards
@@ -46,12 +30,12 @@ TARGETS = {"target_modules": ["q_proj", "v_proj"]} | CAUSAL
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 
 
-def lora(**options: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 2} | TARGETS | options)
+def lora(**options: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"r": 2} | TARGETS | options)
 
 
 def wrapped(model: Any, **options: Any) -> Any:
-    return get_peft_model(model, lora(**options))
+    return peft.get_peft_model(model, lora(**options))
 
 
 # ------------------------------------------------------------------------------------- arguments, rewards, evaluation
@@ -299,7 +283,7 @@ def test_tokenizers_and_end_tokens(trl_train, make_tiny_model, tiny_tokenizer):
 def test_an_adapter_on_fused_experts(trl_train):
     """Experts lie in one matrix, which an adapter names by its parameter; their auxiliary loss is there by default."""
     target = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    adapter = LoraConfig(r=2, target_modules=[], target_parameters=target)
+    adapter = peft.LoraConfig(r=2, target_modules=[], target_parameters=target)
     run = trl_train(arguments={"model": mixture(), "peft_config": adapter}, beta=0.1)
     trained = {name for name, value in run.trainer.model.named_parameters() if value.requires_grad}
     assert run.moved == trained and any("experts" in name for name in trained)
@@ -320,9 +304,9 @@ ADAPTERS = {
     "some tokens, not at zero": (lora(trainable_token_indices=[10, 16], **MOVED), True),
     "pissa": (lora(init_lora_weights="pissa"), False),
     "pissa, wrapped": (lora(init_lora_weights="pissa"), True),
-    "FourierFT": (FourierFTConfig(n_frequency=20, **TARGETS), False),
-    "IA3": (IA3Config(feedforward_modules=[], init_ia3_weights=False, **TARGETS), True),
-    "AdaLoRA": (AdaLoraConfig(total_step=9, **TARGETS), False),
+    "FourierFT": (peft.FourierFTConfig(n_frequency=20, **TARGETS), False),
+    "IA3": (peft.IA3Config(feedforward_modules=[], init_ia3_weights=False, **TARGETS), True),
+    "AdaLoRA": (peft.AdaLoraConfig(total_step=9, **TARGETS), False),
 }
 MORE_ADAPTERS = {
     "one layer": (lora(layers_to_transform=[0]), False),
@@ -331,11 +315,11 @@ MORE_ADAPTERS = {
     "embeddings saved": (lora(modules_to_save=["embed_tokens"]), False),
     "some tokens": (lora(trainable_token_indices=[10, 16]), False),
     "olora": (lora(init_lora_weights="olora"), True),
-    "BOFT": (BOFTConfig(boft_block_size=4, boft_dropout=0.5, init_weights=False, **TARGETS), True),
-    "LoHa": (LoHaConfig(r=2, init_weights=False, module_dropout=0.5, **TARGETS), True),
-    "LoKr": (LoKrConfig(r=2, init_weights=False, rank_dropout=0.5, **TARGETS), False),
-    "OFT": (OFTConfig(oft_block_size=4, r=0, use_cayley_neumann=False, **TARGETS), True),
-    "VeRA": (VeraConfig(r=4, **TARGETS), False),
+    "BOFT": (peft.BOFTConfig(boft_block_size=4, boft_dropout=0.5, init_weights=False, **TARGETS), True),
+    "LoHa": (peft.LoHaConfig(r=2, init_weights=False, module_dropout=0.5, **TARGETS), True),
+    "LoKr": (peft.LoKrConfig(r=2, init_weights=False, rank_dropout=0.5, **TARGETS), False),
+    "OFT": (peft.OFTConfig(oft_block_size=4, r=0, use_cayley_neumann=False, **TARGETS), True),
+    "VeRA": (peft.VeraConfig(r=4, **TARGETS), False),
 }
 
 
@@ -348,7 +332,7 @@ def test_adapters(kind, trl_train, make_tiny_model):
     adapter's. A trained copy of the head that nothing scores with would never move."""
     model, (config, is_wrapped) = make_tiny_model(tie_word_embeddings=False), (ADAPTERS | MORE_ADAPTERS)[kind]
     base, config = copy.deepcopy(model.state_dict()), copy.deepcopy(config)
-    arguments = {"model": get_peft_model(model, config)} if is_wrapped else {"model": model, "peft_config": config}
+    arguments = {"model": peft.get_peft_model(model, config)} if is_wrapped else {"model": model, "peft_config": config}
     ids, started = torch.arange(60, 80), []
 
     def look(trainer):
@@ -376,7 +360,7 @@ def test_adapters(kind, trl_train, make_tiny_model):
 
 def test_a_fresh_adapter_is_its_own_reference(trl_train, make_tiny_model):
     """A copy of an adapter that changes nothing is memory, and a reference pass of the first step time."""
-    states, model = [], get_peft_model(make_tiny_model(tie_word_embeddings=False), lora(**EMBEDDINGS))
+    states, model = [], peft.get_peft_model(make_tiny_model(tie_word_embeddings=False), lora(**EMBEDDINGS))
     before = lambda trainer: states.append(trainer.rloo.scorer.is_reference())  # noqa: E731
     run = trl_train(arguments={"model": model}, beta=0.1, before=before)
     assert states == [True] and not run.trainer.rloo.scorer.is_reference()
@@ -425,7 +409,7 @@ def test_a_resumed_run_has_the_reference_that_it_started_from(trl_train, make_ti
     found = []
     for seed, more in ((0, {"max_steps": 1}), (1, {"max_steps": 2, "before": resume})):
         torch.manual_seed(seed)
-        arguments = {"model": get_peft_model(make_tiny_model(), lora(init_lora_weights=False))}
+        arguments = {"model": peft.get_peft_model(make_tiny_model(), lora(init_lora_weights=False))}
         if not seed:
             arguments = {"model": make_tiny_model(), "peft_config": lora(init_lora_weights=False)}
         run = trl_train(arguments=arguments, **options, **more)
@@ -452,7 +436,7 @@ def changed(model: Any, change: Callable[[Any], Any]) -> Any:
 
 def frozen(model: Any, folder: Path) -> Any:
     wrapped(copy.deepcopy(model), init_lora_weights=False).save_pretrained(folder)
-    return PeftModel.from_pretrained(model, str(folder))
+    return peft.PeftModel.from_pretrained(model, str(folder))
 
 
 def bare(_model: Any, _folder: Path) -> dict[str, Any]:
@@ -496,7 +480,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any]
     "two active": (lambda m, _: {"model": several(m, "default", "other")}, {}, "default, other: merge"),
     "another active": (lambda m, _: {"model": several(m, "other")}, {}, "adapters are other: merge"),
     "another name": (
-        lambda m, _: {"model": get_peft_model(m, lora(), adapter_name="mine")}, {}, "adapters are mine: merge"),
+        lambda m, _: {"model": peft.get_peft_model(m, lora(), adapter_name="mine")}, {}, "adapters are mine: merge"),
     "transformers' own": (
         lambda m, _: {"model": changed(m, lambda one: one.add_adapter(lora()))}, {}, "get_peft_model"),
     "inside": (lambda m, _: {"model": wrapped(m).get_base_model()}, {}, "get_peft_model"),
@@ -517,7 +501,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any]
         lambda m, _: {"model": m, "peft_config": lora(), "optimizers": (torch.optim.AdamW(m.parameters()), None)}, {},
         "leave optimizers out"),
     "a wrapped AdaLoRA": (
-        lambda m, _: {"model": get_peft_model(m, AdaLoraConfig(total_step=9, **TARGETS))}, {}, "peft_config"),
+        lambda m, _: {"model": peft.get_peft_model(m, peft.AdaLoraConfig(total_step=9, **TARGETS))}, {}, "peft_config"),
     "a reference without a name": (
         lambda m, _: {"model": m}, {"beta": 0.1}, "beta is 0.1 .* names none: .* set beta=0.0"),
     "TRL's continuous batching": (
@@ -543,11 +527,11 @@ def test_arguments_that_cannot_work(case, trl_train, make_tiny_model, tmp_path):
 
 
 KINDS = {
-    "prompt tuning": PromptTuningConfig(num_virtual_tokens=4, **CAUSAL),
-    "prefix tuning": PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
-    "p-tuning": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, **CAUSAL),
+    "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, **CAUSAL),
     "aLoRA": lora(alora_invocation_tokens=[28]),
-    "Poly": PolyConfig(r=2, target_modules=["q_proj", "v_proj"], **CAUSAL),
+    "Poly": peft.PolyConfig(r=2, target_modules=["q_proj", "v_proj"], **CAUSAL),
 }
 
 
@@ -555,7 +539,10 @@ KINDS = {
 def test_kinds_that_cannot_be_scored(kind, trl_train, make_tiny_model):
     """They act through PEFT's own forward: a traceback, or tokens sampled from the model without them."""
     config = copy.deepcopy(KINDS[kind])
-    for model, new in ((make_tiny_model(), config), (get_peft_model(make_tiny_model(), copy.deepcopy(config)), None)):
+    for model, new in (
+        (make_tiny_model(), config),
+        (peft.get_peft_model(make_tiny_model(), copy.deepcopy(config)), None),
+    ):
         with pytest.raises(ConfigError, match="use a plain LoraConfig"):
             trl_train(arguments={"model": model, "peft_config": new})
 
@@ -566,7 +553,7 @@ def test_a_cell_with_peft_config_that_is_run_again(trl_train, make_tiny_model):
     for _ in range(2):
         run = trl_train(arguments={"model": model, "peft_config": lora()}, beta=0.1)
         assert run.moved and run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
-    ia3 = IA3Config(target_modules=["q_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False, **CAUSAL)
+    ia3 = peft.IA3Config(target_modules=["q_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False, **CAUSAL)
     for config in (lora(target_modules=["q_proj"]), ia3):
         with pytest.raises(ConfigError, match="load it again"):
             trl_train(arguments={"model": model, "peft_config": config}, beta=0.0)
