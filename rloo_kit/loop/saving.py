@@ -79,9 +79,10 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
                 state.best_model_checkpoint = str(best)  # its published name: transformers looked in the staging folder
             if writes:
                 state.save_to_json(str(staged / TRAINER_STATE_NAME))
-                loop = {"rewards": rloo.rewarder.moments.to_dict(), "episodes": rloo.recorder.episodes}
-                loop["reservoir"] = None if rloo.reservoir is None else rloo.reservoir.state_dict()
-                write_json(staged / LOOP_STATE, loop | {"stream": None if place is None else asdict(place)})
+                reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
+                loop = {"rewards": rloo.rewarder.moments.to_dict(), "reservoir": reservoir}
+                loop |= {"episodes": rloo.recorder.episodes, "stream": None if place is None else asdict(place)}
+                write_json(staged / LOOP_STATE, loop)
             wait_for_all()  # every process has written its part
             if writes:
                 seal(staged, step, **record)

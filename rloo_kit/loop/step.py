@@ -60,7 +60,7 @@ class StepSettings:
     sampler_correction_cap: float
 
 
-@dataclass
+@dataclass(eq=False)
 class RLOOStep:
     """The step, with its collaborators.
 
