@@ -54,12 +54,8 @@ def find_micro_step(args: Any, state: Any, pass_length: int) -> int:
 
 
 def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> None:
-    """Save `trainer` as `folder/checkpoint-N`, N its step, and delete checkpoints beyond `save_total_limit`.
-
-    Args:
-        trainer: an `RLOOTrainer`; all processes call this at once.
-        write: saves transformers' part, in `checkpoint-N` of the trainer's `_staging`.
-    """
+    """Save an `RLOOTrainer` as `folder/checkpoint-N`, N its step, and delete checkpoints beyond `save_total_limit`; all
+    processes call this at once. `write` saves transformers' part, in `checkpoint-N` of the trainer's `_staging`."""
     step, record = trainer.state.global_step, trainer.checkpoint_record
     target, staged = folder / f"{STEM}{step}", folder / UNFINISHED / f"{STEM}{step}"
     writes, run = trainer.args.should_save, record.get("run", "")
