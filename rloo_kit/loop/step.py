@@ -171,9 +171,10 @@ class RLOOStep:
     def loss(
         self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], backward: Backward, micro_steps: float = 1
     ) -> torch.Tensor:
-        """The negative objective, summed over the rows (ascending; all of them if advantages are open), with the graph of
-        the last pass. Earlier passes go through `backward` here, so that only one graph is alive at a time.
-        `micro_steps`: how many the rows represent."""
+        """The negative objective, summed over the rows, ascending, with the graph of the last pass.
+
+        All of the batch's rows if its advantages are open. Earlier passes go through `backward` here, so that only one
+        graph is alive at a time. `micro_steps`: how many the rows represent."""
         self.scorer.choose_layout(batch.groups(range(len(batch))))  # one layout for all steps of the batch
         is_open = batch.advantages is None
         weight = self._weigh(batch, rows)
