@@ -311,30 +311,32 @@ def test_shards_train_evaluate_and_go_on_as_copies_do(config, copies, shards):
     assert first[1]["after"]["samples"] == whole["after"]["samples"]
 
 
-@pytest.mark.parametrize("side", ["copies", "shards"])
-def test_processes_keep_the_best_weights_together(config, side, request):
+def test_processes_keep_the_best_weights_together(config, copies, shards):
     """Each process decided by its own part of the prompts, and one stopped alone; or adapter/ had the last weights,
     because what is shared out cannot be loaded as a file."""
     from safetensors.torch import load_file
 
     from rloo_kit import evaluate, load_config, load_data, load_policy
 
-    *kind, found, printed = request.getfixturevalue(side)
-    first, second = (jobs[2 if kind else 1] for jobs in found)
-    folder = config.parent / "outputs" / f"best_{kind[0] if kind else 'copies'}"
-    assert first == second and (first["stopped"], first["steps"], first["adapter_step"]) == ("early", 3, 1)
-    rows = read_lines(folder / "evaluations.jsonl")
-    assert [(row["step"], row["value"]) for row in rows] == [(0, 1.0), (1, 2.0), (2, -3.0), (3, -4.0)]
-    assert printed.count("held-out at step 1:") == 1
-    assert json.loads((folder / "status.json").read_text())["adapter_step"] == 1
-    best = load_file(folder / "best" / "adapter_model.safetensors")
-    adapter, last = adapter_of(folder), load_file(folder / "checkpoints" / "checkpoint-3" / "adapter_model.safetensors")
-    assert adapter.keys() == best.keys() and all(best[key].equal(value) for key, value in adapter.items())
-    assert not all(last[key].equal(value) for key, value in adapter.items())
-    loaded = load_config(config, f"model.adapter={folder / 'adapter'}")
-    policy = load_policy(loaded)
-    again = evaluate(loaded, policy, load_data(loaded, policy.tokenizer).test)
-    assert again.to_dict()["samples"] == first["after"]["samples"], "what is in memory is what adapter/ holds"
+    for kind, place, (found, printed) in (("copies", 1, copies), (shards[0], 2, shards[1:])):
+        first, second = (jobs[place] for jobs in found)
+        folder = config.parent / "outputs" / f"best_{kind}"
+        assert first == second and (first["stopped"], first["steps"], first["adapter_step"]) == ("early", 3, 1)
+        rows = read_lines(folder / "evaluations.jsonl")
+        assert [(row["step"], row["value"]) for row in rows] == [(0, 1.0), (1, 2.0), (2, -3.0), (3, -4.0)]
+        assert printed.count("held-out at step 1:") == 1
+        assert json.loads((folder / "status.json").read_text())["adapter_step"] == 1
+        best = load_file(folder / "best" / "adapter_model.safetensors")
+        adapter, last = (
+            adapter_of(folder),
+            load_file(folder / "checkpoints" / "checkpoint-3" / "adapter_model.safetensors"),
+        )
+        assert adapter.keys() == best.keys() and all(best[key].equal(value) for key, value in adapter.items())
+        assert not all(last[key].equal(value) for key, value in adapter.items())
+        loaded = load_config(config, f"model.adapter={folder / 'adapter'}")
+        policy = load_policy(loaded)
+        again = evaluate(loaded, policy, load_data(loaded, policy.tokenizer).test)
+        assert again.to_dict()["samples"] == first["after"]["samples"], "what is in memory is what adapter/ holds"
 
 
 def test_copies_of_a_4bit_model_train_and_measure_together(config, copies):
