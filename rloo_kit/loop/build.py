@@ -173,15 +173,22 @@ def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:
 
 
 def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
-    args = trainer.args
-    wanted = args.rollout_engine
+    args, wanted, vllm = trainer.args, trainer.args.rollout_engine, None
+    model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
             "use_transformers_continuous_batching is set, but the kit samples with its own engines: leave it out "
             "and set rollout_engine=auto"
         )
+    if wanted == "vllm":  # to start it with, if the model was not loaded with it
+        longest = args.vllm_max_model_length or trainer.max_completion_length + PROMPT_TOKENS
+        vllm = VllmSettings(
+            max_tokens=min(longest, model.config.get_text_config().max_position_embeddings),
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            four_bit=getattr(trainer.model, "is_loaded_in_4bit", False),
+        )
     return build_engine(
-        trainer.accelerator.unwrap_model(trainer.model),
+        model,
         wanted,
         backend="transformers" if load_stack().unsloth is None else "unsloth",
         temperature=trainer.temperature,
@@ -189,20 +196,9 @@ def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
         pad_id=trainer._tokenizer.pad_token_id,
         rows=args.rollout_rows,
         server=_server_settings(trainer) if wanted == "server" else None,
-        vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
+        vllm=vllm,
         filters=read_filters(args),
         say=lambda line: print(name_settings(line, args)),
-    )
-
-
-def _vllm_settings(trainer: trl.RLOOTrainer) -> VllmSettings:
-    """Settings to start vLLM with if the model was not loaded with it."""
-    args, config = trainer.args, trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
-    longest = args.vllm_max_model_length or trainer.max_completion_length + PROMPT_TOKENS
-    return VllmSettings(
-        max_tokens=min(longest, config.max_position_embeddings),
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        four_bit=getattr(trainer.model, "is_loaded_in_4bit", False),
     )
 
 
@@ -210,8 +206,8 @@ def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
     """Where the engine "server" samples, and how the policy's adapter gets there."""
     from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
 
-    args = trainer.args
-    if problem := find_handover_problem(trainer.accelerator.unwrap_model(trainer.model)):
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    if problem := find_handover_problem(model):
         raise ConfigError(problem)
     folder = args.rollout_server_adapters or f"{args.output_dir}/server_adapters"
 
@@ -219,8 +215,9 @@ def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
         write_adapter(trainer.accelerator, trainer.model_wrapped, target)
 
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
-    vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
-    return ServerSettings(args.rollout_server_url, Path(folder), hand_over, run, vocabulary)
+    return ServerSettings(
+        args.rollout_server_url, Path(folder), hand_over, run, model.config.get_text_config().vocab_size
+    )
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -52,16 +52,10 @@ def use_text_progress(trainer: Any) -> None:
 
 
 class RolloutLog:
-    """A rollout listener: writes every completion to `rollouts/` and keeps the last batch.
+    """A rollout listener: writes every completion to `rollouts/` and keeps the last batch, of all processes in order.
 
     The trainer numbers a rollout by the optimizer steps done before it. Here a row carries the step it trains, so that
-    it joins with `metrics.jsonl`.
-
-    Args:
-        keep_gib: `run.rollouts_gib`.
-
-    Attributes:
-        rows: the last generation batch, of all processes in order.
+    it joins with `metrics.jsonl`. `keep_gib`: `run.rollouts_gib`.
     """
 
     def __init__(self, run_dir: RunDir, keep_gib: float | None = None):
@@ -71,10 +65,9 @@ class RolloutLog:
 
     def __call__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = [row | {"step": row["step"] + 1} for row in gather_lists(rows)]
-        if not self.run_dir.writes:
-            return
-        self.run_dir.check_there()
-        self.files.append(self.rows)
+        if self.run_dir.writes:
+            self.run_dir.check_there()
+            self.files.append(self.rows)
 
 
 class MetricsWriter(TrainerCallback):
@@ -112,11 +105,10 @@ class MetricsWriter(TrainerCallback):
         self.run_dir.set_status("running", saved=state.global_step, **self._energy())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not is_step_row(logs):
-            return
-        row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3), "run": self.run_dir.id}
-        self.rows.append(row)
-        self.run_dir.append_jsonl("metrics.jsonl", [row])
+        if is_step_row(logs):
+            row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3), "run": self.run_dir.id}
+            self.rows.append(row)
+            self.run_dir.append_jsonl("metrics.jsonl", [row])
 
     def _energy(self) -> dict[str, float]:
         now = read_energy()
@@ -149,11 +141,8 @@ class TimedSaves(TrainerCallback):
 class ProgressLine(TrainerCallback):
     """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step.
 
-    Args:
-        writer: its rows, which it writes before this callback is called. after_s: duration of what follows the steps.
-
-    Attributes:
-        evaluations: those during training, whose time counts towards the time left; None without any.
+    The writer has written its row before. `after_s`: duration of what follows the steps; `evaluations`: those during
+    training, whose time counts towards the time left; None without any.
     """
 
     def __init__(self, writer: MetricsWriter, every_s: float, after_s: float = 0.0):
@@ -260,12 +249,8 @@ class Interrupts(TrainerCallback):
 
 
 class SampleTable(TrainerCallback):
-    """Prints a table of sample completions after the first step and every `every_steps`, thinking and answer separated.
-
-    Args:
-        rollouts: keeps the last batch. tokenizer, tags: how a completion is split and decoded.
-        every_steps: 0 for never. num_samples: rows of the table.
-    """
+    """Prints a table of `num_samples` completions after the first step and every `every_steps` (0: never), thinking and
+    answer separated."""
 
     def __init__(self, rollouts: RolloutLog, tokenizer: Any, tags: ThinkTags, every_steps: int, num_samples: int):
         self.rollouts = rollouts
@@ -305,17 +290,11 @@ def _shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
-SAMPLED = 2**16  # trained parameters whose movement is measured
-
-
 class HealthGuard(TrainerCallback):
     """Prints each finding of the rules once and writes it to `health.jsonl` and `status.json`.
 
-    Saves and stops if `health:` says so.
-
-    Args:
-        rows: the lines of `metrics.jsonl`, which grow during the run. Existing ones belong to an earlier part of the
-            run, and their findings are not printed again.
+    Saves and stops if `health:` says so. Lines of `metrics.jsonl` that are there already belong to an earlier part of
+    the run, and their findings are not printed again.
 
     Attributes:
         findings: the causes found so far in the whole run. stopped_by: the rule that stopped it; None if none did.
@@ -383,24 +362,20 @@ class Movement(TrainerCallback):
     """Logs `policy/moved`: how far the trained weights are from the initial ones.
 
     Initial means before the trainer loads a checkpoint, so a resumed run logs the same values. It is the norm of the
-    difference over the initial norm, on a sample of about SAMPLED entries of all trained tensors. Nothing is logged
-    for sharded weights.
+    difference over the initial norm, on a sample of about 2**16 entries. Nothing is logged for sharded weights.
     """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         is_whole = trainer.rloo.parallel.kind != "shards"
-        self._begun = self._sample() if is_whole and self._trained() else None
+        self._begun = self._sample() if is_whole else None
 
-    def _trained(self) -> list[torch.Tensor]:
-        return [one for one in self.trainer.model.parameters() if one.requires_grad]
-
-    def _sample(self) -> torch.Tensor:
-        tensors = self._trained()
-        stride = max(sum(one.numel() for one in tensors) // SAMPLED, 1)
-        return torch.cat([one.detach().reshape(-1)[::stride].float() for one in tensors])
+    def _sample(self) -> torch.Tensor | None:
+        tensors = [one.detach() for one in self.trainer.model.parameters() if one.requires_grad]
+        stride = max(sum(one.numel() for one in tensors) // 2**16, 1)
+        return torch.cat([one.reshape(-1)[::stride].float() for one in tensors]) if tensors else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._begun is not None:
-            moved = (self._sample() - self._begun).norm() / self._begun.norm().clamp(min=1e-12)
+        if self._begun is not None and (now := self._sample()) is not None:
+            moved = (now - self._begun).norm() / self._begun.norm().clamp(min=1e-12)
             self.trainer.rloo.recorder.count("policy/moved", moved.item())

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +30,7 @@ class Sampler:
     texts only, so `complete` keeps the engine's `Rollout` in `_rollout`, where `sample` finds the forced spans and the
     log-probabilities. It stays None if a subclass samples by itself.
 
-    Args:
-        trainer: TRL's. engine: samples. limits: of a completion's length.
-        parallel: gathers sharded weights for sampling.
+    `limits`: of a completion's length; `parallel` gathers sharded weights for sampling.
     """
 
     def __init__(self, trainer: Any, engine: Engine, limits: Limits, parallel: Parallel):
@@ -71,29 +69,21 @@ class Sampler:
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
         expected = [self._lengths.get(key, usual) for key in keys] if waits else None
-        with self._weights():
+        with ExitStack() as stack:
+            if self.engine.name not in FOREIGN:  # those have their own base and precision
+                stack.enter_context(self.parallel.whole_weights(self.trainer.model_wrapped))
+                stack.enter_context(self.parallel.accelerator.autocast())
             self._rollout = self.engine.sample(prompt_ids, self.limits, expected, self.on_progress)
         for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
         return self._rollout.completion_ids
 
-    @contextmanager
-    def _weights(self) -> Iterator[None]:
-        """The whole policy in the trainer's precision; a foreign engine has its own base and precision."""
-        if self.engine.name in FOREIGN:
-            yield
-            return
-        with self.parallel.whole_weights(self.trainer.model_wrapped), self.parallel.accelerator.autocast():
-            yield
-
 
 class Rewarder:
     """Scores completions: rewards, their weighted sum, penalties, normalisation, and failing rewards.
 
-    Args:
-        trainer: TRL's, with guarded reward functions, their names and weights. Its `_calculate_rewards` calls them,
-            including models and async ones.
-        tells_forced: whether rewards get the column `thinking_forced`.
+    The `_calculate_rewards` of TRL's trainer calls them, models and async ones too; `tells_forced`: whether they get
+    the column `thinking_forced`.
     """
 
     def __init__(self, trainer: Any, parallel: Parallel, tells_forced: bool = False):
@@ -142,14 +132,9 @@ class Rewarder:
         return scores.clamp(*clip) if clip else scores
 
     def watch(self, share: float, failures: list[str]) -> None:
-        """Report rewards that failed in a training rollout.
+        """Report rewards that failed in a training rollout, for a `share` (0 to 1) of all processes' samples.
 
-        Args:
-            share: of all processes' samples with a failed reward, 0 to 1. failures: as in `Judged`.
-
-        Raises:
-            RewardError: too many failed in too many rollouts in a row; a checkpoint is saved first.
-        """
+        Raises RewardError if too many failed in too many rollouts in a row; a checkpoint is saved first."""
         if share and not failures:
             failures = ["a reward model returned infinity, or a reward failed in another process"]
         if self.failures.add(" | ".join(failures) if share else None, counts=share > self.failure_share):
@@ -200,24 +185,18 @@ class FailureCount:
 
     @property
     def exceeded(self) -> bool:
-        """Whether there were `patience` failures in a row."""
         return self.in_a_row >= self.patience
 
     def add(self, reason: str | None, counts: bool = True) -> bool:
-        """Count a step or rollout; returns whether to report it: the 1st, 2nd, 4th, 8th ... and the one that ends the
-        run.
-
-        Args:
-            reason: why it failed; None if it did not. counts: whether it is one of those in a row.
-        """
+        """Count a step or rollout that failed for a reason (None: it did not); returns whether to report it: the 1st,
+        2nd, 4th, 8th ... and the one that ends the run. `counts`: whether it is one of those in a row."""
         self.in_a_row = self.in_a_row + 1 if counts and reason is not None else 0
         if reason is None:
             return False
         self.total, self.reason = self.total + 1, reason
-        if self.total < self._reports_at and not self.exceeded:
-            return False
-        self._reports_at = 2 * self.total
-        return True
+        reports = self.total >= self._reports_at or self.exceeded
+        self._reports_at = 2 * self.total if reports else self._reports_at
+        return reports
 
 
 # ------------------------------------------------------------------------------------------------- dynamic sampling
@@ -232,13 +211,8 @@ def replace_tied_groups(
     parallel: Parallel,
 ) -> tuple[Judged, int]:
     """Dynamic sampling (DAPO, section 3.2): groups without a signal, because all scores are equal or fewer than two
-    completions are scored, give way to groups of fresh prompts that have one. The batch keeps its size.
-
-    Args:
-        judge: samples and scores rows of the dataset. rounds: of drawing; groups that are still tied after them stay.
-
-    Returns:
-        the batch, and the number of groups that were replaced in it.
+    completions are scored, give way to groups of fresh prompts that have one. The batch keeps its size; groups that are
+    still tied after so many rounds of drawing stay. Returns the batch, and the number of groups that were replaced.
     """
     mine, processes, replaced = parallel.rows(len(judged.completions.rows)), parallel.accelerator.num_processes, 0
     for _ in range(rounds):
@@ -266,10 +240,7 @@ def replace_tied_groups(
 
         judged = Judged(
             Completions(*map(list, zip(*kept, strict=True))),
-            rewards_per_func=exchange("rewards_per_func"),
-            failed=exchange("failed"),
-            raw_scores=exchange("raw_scores"),
-            scores=exchange("scores"),
+            **{name: exchange(name) for name in ("rewards_per_func", "failed", "raw_scores", "scores")},
             failures=judged.failures or fresh.failures,
         )
         replaced += len(pairs)
@@ -279,12 +250,8 @@ def replace_tied_groups(
 class PromptReservoir:
     """Training prompts in a separate shuffled order, for the groups that are replaced.
 
-    Each pass over the dataset has a different order, fixed by the seed; prompts that are currently in the batch are
-    skipped. The trainer's own sampler is not affected: these prompts come in addition.
-
-    Args:
-        dataset: with a length and rows by index (`datasets.Dataset`); a row is a dict with `prompt`.
-        seed: of the order.
+    Each pass over the dataset (rows by index, a dict with `prompt` each) has a different order, fixed by the seed;
+    prompts that are currently in the batch are skipped. They come in addition to those of the trainer's own sampler.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:

@@ -39,14 +39,8 @@ from rloo_kit.system.processes import is_main_process, keep_random_numbers, say
 
 
 def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> str:
-    """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward.
-
-    Args:
-        test: the held-out prompts. reward_funcs: as `train` takes them.
-
-    Raises:
-        ConfigError: it is none of those, or cannot be measured.
-    """
+    """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward; raises ConfigError if it is none of
+    those, or cannot be measured. `test`: the held-out prompts; `reward_funcs`: as `train` takes them."""
     wanted = run.eval.measure
     guarded = [guard(reward) for reward in reward_funcs]
     names = log_names([reward_name(reward) for reward in guarded], guarded)
@@ -84,26 +78,19 @@ class Evaluations(TrainerCallback):
     """Evaluates before the first step, after every `eval.every_steps` and after the last one.
 
     Attributes:
-        history: the evaluations so far, and the best of them.
-        seconds: their total time in this process.
+        history: the evaluations so far, and the best of them. seconds: their total time in this process.
         stopped: why patience ran out, in words; None if it has not.
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        policy: Policy,
-        test: Any,
-        reward_funcs: Sequence[Any],
-        run_dir: RunDir,
-        interrupts: Interrupts,
+        self, run: RunConfig, policy: Policy, test: Any, rewards: Sequence[Any], run_dir: RunDir, interrupts: Interrupts
     ) -> None:
         self.run, self.policy = settings_during_training(run), policy
         self.run_dir, self.interrupts = run_dir, interrupts
         self.prompts = draw_prompts(run, test)
-        self.rewards = HeldOutRewards(run, reward_funcs)
-        self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts), reward_funcs)
-        self.history = HeldOutHistory(choose_measure(run, test, reward_funcs), run.eval.patience)
+        self.rewards = HeldOutRewards(run, rewards)
+        self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts), rewards)
+        self.history = HeldOutHistory(choose_measure(run, test, rewards), run.eval.patience)
         self.seconds = 0.0
         self.stopped: str | None = None
         self.trainer: Any = None
@@ -157,7 +144,7 @@ class Evaluations(TrainerCallback):
 
     def _evaluate(self, state: Any, control: Any) -> HeldOut:
         started, step = time.monotonic(), state.global_step
-        found = HeldOut(step, self._measure(f"at step {step}"))
+        found = HeldOut(step, self._measure(step))
         against = self.history.compare_with_best(found)
         is_best = self.history.observe(found)
         self._measured.add(step)
@@ -173,9 +160,9 @@ class Evaluations(TrainerCallback):
         self._count += 1
         return found
 
-    def _measure(self, label: str) -> Evaluation:
+    def _measure(self, step: int) -> Evaluation:
         with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
-            return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, label)
+            return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, f"at step {step}")
 
     def _record(self, found: HeldOut) -> dict[str, Any]:
         measure = self.history.measure
@@ -202,7 +189,7 @@ class Evaluations(TrainerCallback):
         best = self.history.best
         if best is None or best.step == 0 or not self.run.eval.save_best:
             return
-        if self._staged is None and share(self._best_on_disk()) != best.step:
+        if self._staged is None and self._best_on_disk() != best.step:
             if best.step == step:
                 self._stage(best)
             else:
@@ -220,14 +207,15 @@ class Evaluations(TrainerCallback):
         last = self.run_dir.last_checkpoint()
         self._publish(share(last.step if last else 0))
         best = self.history.best
-        if best is None or best.step == 0:
-            if best is not None:
-                say(
-                    f"WARNING: no evaluation was better than the start ({self.history.measure} "
-                    f"{self.history.best_value:.3f} at step 0): adapter/ holds the weights of the last step"
-                )
+        if best is None:
             return None
-        if share(self._best_on_disk()) != best.step:
+        if best.step == 0:
+            say(
+                f"WARNING: no evaluation was better than the start ({self.history.measure} "
+                f"{self.history.best_value:.3f} at step 0): adapter/ holds the weights of the last step"
+            )
+            return None
+        if self._best_on_disk() != best.step:
             say(f"WARNING: {self.run_dir / BEST} is gone: adapter/ holds the weights of the last step")
             return None
         wait_for_all()
@@ -235,27 +223,25 @@ class Evaluations(TrainerCallback):
 
     def _stage(self, found: HeldOut) -> None:
         """Write the weights to a staging folder; `_publish` moves them into place once their checkpoint is complete."""
-        staged = self.staging
         if is_main_process():
-            shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(self.staging, ignore_errors=True)
         wait_for_all()
-        save_adapter(self.policy, staged)
+        save_adapter(self.policy, self.staging)
         if is_main_process():
-            write_json(staged / RECORD, self._record(found) | {"prompts": len(self.prompts)})
+            write_json(self.staging / RECORD, self._record(found) | {"prompts": len(self.prompts)})
         self._staged = found.step
 
     def _publish(self, saved: int) -> None:
         """Publish staged weights if the run's last checkpoint, `saved`, is at their step or later."""
         if self._staged is None or self._staged > saved:
             return
-        target = self.run_dir / BEST
         if is_main_process() and self.staging.is_dir():
-            with saving(target):
+            with saving(target := self.run_dir / BEST):
                 publish(self.staging, target)
         self._staged = None
 
     def _best_on_disk(self) -> int | None:
-        return read_best_step(self.run_dir.folder, self.run_dir.id)
+        return share(read_best_step(self.run_dir.folder, self.run_dir.id))
 
     def _restore(self) -> None:
         """Replay the run's earlier evaluations with what they led to; `_fresh` is set if their best was measured with
@@ -279,13 +265,13 @@ class Evaluations(TrainerCallback):
         if self._fresh is None or best is None:
             return
         self.history, self._fresh = self._fresh, None
-        if best.step == 0 or share(self._best_on_disk()) != best.step:
+        if best.step == 0 or self._best_on_disk() != best.step:
             return
         save_adapter(self.policy, current)
         wait_for_all()
         if not load_weights(self.trainer, self.run_dir / BEST):
             return
-        found = HeldOut(best.step, self._measure(f"at step {best.step}"))
+        found = HeldOut(best.step, self._measure(best.step))
         if not load_weights(self.trainer, current):
             raise SetupError(f"the weights of this step were saved in {current} and cannot be read: resume again")
         self.history.observe(found)

@@ -81,10 +81,8 @@ class MemoryPeak:
 class MemoryWatch:
     """Measures this process from `start` to `report`; a rollout listener that records the longest rows in between.
 
-    Off a GPU it counts the growth of resident memory, which excludes what else a notebook has loaded.
-
-    Args:
-        load, machine: from the plan. rows: completions at once.
+    Off a GPU it counts the growth of resident memory, which excludes what else a notebook has loaded. `rows`:
+    completions at once.
     """
 
     def __init__(self, load: Workload, machine: Machine, rows: int) -> None:

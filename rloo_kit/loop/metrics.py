@@ -35,9 +35,7 @@ REPEATED_TOKENS = 8  # length of the token runs that are counted as repeated wit
 class Recorder:
     """Writes a step's metrics to the log of TRL's trainer, which averages them, and calls the listeners.
 
-    Args:
-        trainer: TRL's, with the records that its `log` reads. tags: of the model's thinking.
-        settings: of the penalty. has_budget: whether thinking may be closed by force.
+    `settings`: of the penalty; `has_budget`: whether thinking may be closed by force.
 
     Attributes:
         listeners: called once a generation batch with one dict for each completion of this process.
@@ -172,9 +170,8 @@ class Recorder:
         for index, numbers in enumerate(described.tolist()):
             column = dict(zip(COLUMNS, numbers, strict=True))
             closed, among_all = bool(column["closed"]), batch.first + index
-            rewards = zip(
-                self.trainer.reward_func_names, batch.judged.rewards_per_func[among_all].tolist(), strict=True
-            )
+            values = batch.judged.rewards_per_func[among_all].tolist()
+            rewards = zip(self.trainer.reward_func_names, values, strict=True)
             ids, text, span = found.completion_ids[index], found.texts[index], found.forced[index]
             plain = text if isinstance(text, str) else str(text[-1]["content"])  # a message, if the prompt is one
             rows.append(
@@ -318,12 +315,8 @@ def kl_share(penalty: torch.Tensor, scores: torch.Tensor, beta: float) -> float:
     >>> kl_share(torch.tensor([2.0, -2.0]), torch.tensor([1.0, 0.0]), beta=0.25)
     0.5
 
-    Args:
-        penalty: (A,), `advantages.kl_charge`.
-        scores: (A,), what is subtracted from; NaN where a sample is not scored, which leaves it out.
-
-    Returns:
-        the share; 0 where both are 0, NaN where nothing is scored.
+    `penalty`: (A,), `advantages.kl_charge`. `scores`: (A,), what is subtracted from; NaN leaves a sample out. 0 where
+    both are 0, NaN where nothing is scored.
     """
     scored = ~scores.isnan()
     if not scored.any():
@@ -339,13 +332,9 @@ def kl_spread_ratio(penalty: torch.Tensor, scores: torch.Tensor, beta: float, nu
     >>> kl_spread_ratio(penalty, scores, beta=1.0, num_generations=2)
     2.0
 
-    Args:
-        penalty, scores: as for `kl_share`. num_generations: K.
-
-    Returns:
-        mean standard deviation of a group's penalties over that of its scores, groups with fewer than two scored
-        samples left out; infinity where no group's scores differ but penalties do (the penalty alone makes the
-        gradient); None where neither differs or no group has two scored samples.
+    The mean standard deviation of a group's penalties over that of its scores (groups of `num_generations`; those with
+    fewer than two scored samples are left out). Infinity where no group's scores differ but penalties do, so that the
+    penalty alone makes the gradient; None where neither differs or no group has two scored samples.
     """
     grouped, charges = scores.view(-1, num_generations), (beta * penalty).view(-1, num_generations)
     spreads = [
@@ -362,8 +351,7 @@ def kl_spread_ratio(penalty: torch.Tensor, scores: torch.Tensor, beta: float, nu
 def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torch.Tensor | None:
     """The answer reward's values, (A,), or None if the run has no such reward; the verifier's if it has both.
 
-    Args:
-        rewards_per_func: (A, F), unweighted, NaN where a reward does not apply. names: of the F reward functions.
+    `rewards_per_func`: (A, F), unweighted, NaN where a reward does not apply; `names`: of the F reward functions.
     """
     index = next((index for index, name in enumerate(names) if name in REWARDS_WITH_ANSWERS), None)
     by_text = None if index is None else rewards_per_func[:, index]
@@ -376,12 +364,8 @@ def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torc
 def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict[str, float]:
     """`thinking/forced_ratio`; with answers also `thinking/forced_accuracy` and `thinking/unforced_accuracy`.
 
-    Args:
-        forced: (A,) bool, whether the budget closed the completion's thinking.
-        answers: (A,), the answer reward's values (`find_answer_column`); NaN, where it does not apply, is left out.
-
-    Returns:
-        The metrics; an accuracy over no completions at all is NaN, which TRL's log leaves out.
+    `forced`: (A,) bool, whether the budget closed the thinking; `answers`: (A,), from `find_answer_column`, NaN where
+    it does not apply. An accuracy over no completions at all is NaN, which TRL's log leaves out.
 
     >>> thinking_metrics(torch.tensor([True, False, False, False]), torch.tensor([0.0, 1.0, 1.0, float("nan")]))
     {'thinking/forced_ratio': 0.25, 'thinking/forced_accuracy': 0.0, 'thinking/unforced_accuracy': 1.0}

@@ -47,7 +47,6 @@ class Option(NamedTuple):
 
     @property
     def field(self) -> FieldInfo:
-        """The declaration: annotation with bounds, default, description."""
         return self.section.model_fields[self.key]
 
     @property
@@ -156,7 +155,10 @@ class RLOOConfig(trl.RLOOConfig):
     is_from_file = False  # made from a run's file, whose keys messages then name
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        given = _name_positional(positional, keywords)
+        named = inspect.signature(_STOCK).bind_partial(*positional).arguments
+        if twice := [name for name in named if name in keywords]:
+            raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
+        given = named | keywords
         if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
             raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{suggest(name, _PARAMETERS)}" for name in unknown))
         # a parser passes every field, and only a value that is not the default can contradict an old name
@@ -193,14 +195,6 @@ _PARAMETERS = {
     if f.init and f.name not in CONFIG_NAMES
 }
 RLOOConfig.__signature__ = inspect.Signature(list(_PARAMETERS.values()))  # what help() shows
-
-
-def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments under the names that TRL's own class gives them."""
-    named = inspect.signature(_STOCK).bind_partial(*positional).arguments
-    if twice := [name for name in named if name in keywords]:
-        raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
-    return named | keywords
 
 
 def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
@@ -328,9 +322,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 
 def mixed_precision(run: RunConfig) -> dict[str, bool]:
-    """`bf16` and `fp16`: the file's, else the machine's.
-
-    ACCELERATE_MIXED_PRECISION, which overrides `bf16=False`, is set to match."""
+    """`bf16` and `fp16`: the file's, else the machine's; ACCELERATE_MIXED_PRECISION, which beats both, is set to it."""
     chosen = environment.current().precision
     bf16, fp16 = run.rloo.bf16, run.rloo.fp16
     bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16
@@ -350,8 +342,11 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     are_old = given.get("reward_model") is not None and all(hasattr(reward, "named_parameters") for reward in rewards)
     if are_old and arguments.get("reward_processing_classes") is None:  # old TRL scored with the policy's tokenizer
         arguments["reward_processing_classes"] = [arguments.get("processing_class")] * len(rewards)
-    args = _with_reward_weights(arguments.get("args") or _default_config(arguments["model"]), rewards)
-    arguments["args"] = args
+    args, model = arguments.get("args"), arguments["model"]
+    if not args:  # TRL's default refuses to run without an accelerator
+        name = model if isinstance(model, str) else model.config.name_or_path
+        args = RLOOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-RLOO")
+    args = arguments["args"] = _with_reward_weights(args, rewards)
     for name in ("train_dataset", "eval_dataset"):
         found = arguments.get(name)
         for dataset in found.values() if isinstance(found, dict) else [found]:
@@ -361,7 +356,9 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
                     f"{name} has input_ids and no prompt, as old TRL wanted it: give it a column prompt with the text, "
                     "which the trainer tokenizes"
                 )
-    columns = _columns(arguments.get("train_dataset"), args)
+    columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
+    if columns is not None and getattr(args, "thinking_budget", None) is not None:
+        columns = [*columns, "thinking_forced"]
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)
@@ -440,20 +437,6 @@ def _take_vllm(args: Any) -> None:
     if args.vllm_mode == "server":
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         args.rollout_engine, args.rollout_server_url = "server", getattr(args, "rollout_server_url", None) or url
-
-
-def _columns(dataset: Any, args: Any) -> list[str] | None:
-    """The dataset's columns that rewards get by name; None if it does not declare them."""
-    names = getattr(dataset, "column_names", None)
-    if names is None:
-        return None
-    return [*names, *(["thinking_forced"] if getattr(args, "thinking_budget", None) is not None else [])]
-
-
-def _default_config(model: Any) -> RLOOConfig:
-    """TRL's default `args`, as the kit's own class: TRL's refuses to run without an accelerator."""
-    name = model if isinstance(model, str) else model.config.name_or_path
-    return RLOOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-RLOO")
 
 
 def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:

@@ -109,12 +109,8 @@ class RolloutBatch:
     def passes(
         self, rows: Iterable[int], tokens: Callable[[list[Group]], int], limit: int, whole_groups: bool
     ) -> list[list[int]]:
-        """The rows of each pass: groups together up to `limit` tokens, and a group that exceeds it row by row.
-
-        Args:
-            tokens: tokens that a pass over some groups computes. limit: if below those of a row, that row is a pass.
-            whole_groups: a group is never cut.
-        """
+        """The rows of each pass: groups together up to `limit` of the `tokens` that a pass computes, and a group
+        that exceeds it row by row, or whole. A row that exceeds it is a pass."""
         found: list[list[int]] = []
         for part in self.by_group(rows):
             stays_whole = whole_groups or tokens(self.groups(part)) <= limit

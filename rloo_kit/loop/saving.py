@@ -46,23 +46,16 @@ class StreamPlace:
 
 
 def find_micro_step(args: Any, state: Any, pass_length: int) -> int:
-    """The micro-steps before the optimizer step of `state`; the last step of a pass may have fewer than the others.
-
-    Args:
-        pass_length: micro-steps of a pass over the prompts.
-    """
+    """The micro-steps before the optimizer step of `state`, of `pass_length` in a pass over the prompts; the last step
+    of a pass may have fewer than the others."""
     steps_a_pass = max(math.ceil(pass_length / args.gradient_accumulation_steps), 1)
     passes, rest = divmod(state.global_step, steps_a_pass)
     return passes * pass_length + rest * args.gradient_accumulation_steps
 
 
 def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> None:
-    """Save `trainer` as `folder/checkpoint-N`, N its step, and delete checkpoints beyond `save_total_limit`.
-
-    Args:
-        trainer: an `RLOOTrainer`; all processes call this at once.
-        write: saves transformers' part, in `checkpoint-N` of the trainer's `_staging`.
-    """
+    """Save an `RLOOTrainer` as `folder/checkpoint-N`, N its step, and delete checkpoints beyond `save_total_limit`; all
+    processes call this at once. `write` saves transformers' part, in `checkpoint-N` of the trainer's `_staging`."""
     step, record = trainer.state.global_step, trainer.checkpoint_record
     target, staged = folder / f"{STEM}{step}", folder / UNFINISHED / f"{STEM}{step}"
     writes, run = trainer.args.should_save, record.get("run", "")
@@ -76,18 +69,23 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
             wait_for_all()
             trainer._staging = staged.parent
             write()
-            _place_best(trainer.state, folder)
+            state, rloo, place = trainer.state, trainer.rloo, trainer._place
+            best = folder / f"{STEM}{state.best_global_step}"
+            if state.best_global_step and (state.best_global_step == step or best.is_dir()):
+                state.best_model_checkpoint = str(best)  # its published name: transformers looked in the staging folder
             if writes:
-                trainer.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-                write_json(staged / LOOP_STATE, _describe(trainer.rloo, trainer._place))
+                state.save_to_json(str(staged / TRAINER_STATE_NAME))
+                reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
+                loop = {"rewards": rloo.rewarder.moments.to_dict(), "reservoir": reservoir}
+                loop |= {"episodes": rloo.recorder.episodes, "stream": None if place is None else asdict(place)}
+                write_json(staged / LOOP_STATE, loop)
             wait_for_all()  # every process has written its part
             if writes:
                 seal(staged, step, **record)
                 if target.exists() and (there is None or there.run != run):
                     say(f"WARNING: {target} is not of this run; it is kept as {set_aside(target).name}")
                 publish(staged, target)
-                needed = (step, trainer.state.best_global_step)
-                prune(folder, trainer.args.save_total_limit, run, needed)
+                prune(folder, trainer.args.save_total_limit, run, (step, state.best_global_step))
         except Exception:
             if writes:  # frees the space again if the disk is full
                 shutil.rmtree(staged.parent, ignore_errors=True)
@@ -98,32 +96,14 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
 
 
 def publish_adapter(policy: Policy, run_dir: RunDir, **record: Any) -> Path:
-    """Save what was trained as `adapter/` of the run, replaced atomically; all processes call it.
-
-    Args:
-        record: for `trained.json`, as in `save_adapter`.
-    """
+    """Save what was trained as `adapter/` of the run, replaced atomically, with a `record` for `trained.json` (see
+    `save_adapter`); all processes call it."""
     target, staged = run_dir / "adapter", run_dir / UNFINISHED / "adapter"
     with saving(target):
         save_adapter(policy, staged, **record)
         if is_main_process():
             publish(staged, target)
     return target
-
-
-def _place_best(state: Any, folder: Path) -> None:
-    """Point to the best checkpoint (`load_best_model_at_end`) by its published name; transformers looked for it in the
-    staging folder."""
-    best = folder / f"{STEM}{state.best_global_step}"
-    if state.best_global_step and (state.best_global_step == state.global_step or best.is_dir()):
-        state.best_model_checkpoint = str(best)
-
-
-def _describe(rloo: RLOOStep, place: StreamPlace | None) -> dict[str, Any]:
-    reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
-    moments = rloo.rewarder.moments.to_dict()
-    stream = None if place is None else asdict(place)
-    return {"rewards": moments, "reservoir": reservoir, "episodes": rloo.recorder.episodes, "stream": stream}
 
 
 def read_place(folder: str | None) -> StreamPlace | None:

@@ -138,12 +138,8 @@ def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: Ru
 
 
 def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) -> str:
-    """The command that continues with RLOO from the weights of `result`.
-
-    Args:
-        run: read from a file, with `overrides` (KEY=VALUE), which are repeated. A key whose default follows the
-            model's name keeps its value if the name is now that of a folder.
-    """
+    """The command that goes on with RLOO from the weights of `result`, with the run's file and its overrides.
+    A key whose default follows the model's name keeps its value if the name is now that of a folder."""
     adapter, source = result.adapter_folder, run.source
     if adapter.resolve().is_relative_to(Path.cwd()):
         adapter = adapter.resolve().relative_to(Path.cwd())
@@ -206,11 +202,8 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
 def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder: Path) -> "SftTrainer":
     """The trainer of `policy` on `worked`; `folder` is TRL's output folder, which stays empty."""
     rows = [
-        {
-            "input_ids": example.prompt_ids + example.completion_ids,
-            "labels": [-100] * len(example.prompt_ids) + example.completion_ids,
-        }
-        for example in worked.examples
+        {"input_ids": one.prompt_ids + one.completion_ids, "labels": [-100] * len(one.prompt_ids) + one.completion_ids}
+        for one in worked.examples
     ]
     # TRL's defaults, even if Unsloth generated the class
     values = {one.name: default_of(one) for one in fields(_STOCK) if one.init} | _arguments(run, policy, folder)
@@ -281,9 +274,10 @@ class SftTrainer(trl.SFTTrainer):
     ) -> Any:
         """The sum over this micro-step's completion tokens, divided by the number of those in the optimizer step (or in
         the micro-step if transformers does not count them)."""
-        groups = [
-            _group(*row) for row in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True)
-        ]
+        groups = []
+        for ids, labels, mask in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True):
+            length, trained = int(mask.sum()), int((labels != -100).sum())
+            groups.append(Group(ids[: length - trained], [ids[length - trained : length]]))
         scores = self.scorer.score(model, groups)
         self.tokens += sum(len(group.completions[0]) for group in groups)
         assert scores.entropies is not None
@@ -298,12 +292,6 @@ class SftTrainer(trl.SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save nothing here: the weights are saved once, at the end."""
-
-
-def _group(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Group:
-    length = int(mask.sum())
-    prompt = length - int((labels != -100).sum())
-    return Group(ids[:prompt], [ids[prompt:length]])
 
 
 class _ProgressLine(ProgressLine):

@@ -60,38 +60,31 @@ class StepSettings:
     sampler_correction_cap: float
 
 
+@dataclass(eq=False)
 class RLOOStep:
-    """The step. Its collaborators are typed attributes.
+    """The step, with its collaborators.
 
     Attributes:
         broken: what was NaN or infinite in this step. skipped: counts the steps that were dropped for it.
     """
 
-    def __init__(
-        self,
-        settings: StepSettings,
-        sampler: Sampler,
-        rewarder: Rewarder,
-        scorer: PolicyScorer,
-        recorder: Recorder,
-        parallel: Parallel,
-        skipped: FailureCount,
-        reservoir: PromptReservoir | None = None,
-    ):
-        self.settings, self.sampler, self.rewarder = settings, sampler, rewarder
-        self.scorer, self.recorder, self.parallel = scorer, recorder, parallel
-        self.skipped, self.reservoir = skipped, reservoir
-        self.broken: str | None = None
+    settings: StepSettings
+    sampler: Sampler
+    rewarder: Rewarder
+    scorer: PolicyScorer
+    recorder: Recorder
+    parallel: Parallel
+    skipped: FailureCount
+    reservoir: PromptReservoir | None = None
+    broken: str | None = None
 
     # ------------------------------------------------------------------------------------------------ the rollout
 
     def roll_out(self, model: torch.nn.Module, rows: list[dict[str, Any]], leave_open: bool = False) -> RolloutBatch:
-        """Sample completions of prompts, with their rewards and, unless left open, their advantages.
+        """Sample completions of B rows of the dataset, each prompt K times, with their rewards and advantages.
 
-        Args:
-            model: the policy; its mode says if this is training. rows: B rows of the dataset, each prompt K times.
-            leave_open: KL and advantages may wait for the pass that scores the policy, see `StepSettings.scores_first`.
-        """
+        The policy's mode says if this is training. `leave_open`: KL and advantages may wait for the pass that scores
+        the policy, see `StepSettings.scores_first`."""
         self.recorder.begin()
         judged = self.judge(rows)
         if model.training and self.reservoir is not None:
@@ -167,10 +160,9 @@ class RLOOStep:
     def settle(self, batch: RolloutBatch) -> None:
         """Compute the advantages of the whole batch and record the rollout, so the log has what is trained."""
         kl = None if batch.kl is None else pick(batch.kl)
-        together = (self.parallel.gather, self.parallel.rows(len(batch)))
-        settings = self.settings.advantage
+        together = self.settings.advantage, self.parallel.gather, self.parallel.rows(len(batch))
         batch.advantages = make_advantages(
-            batch.scores, kl, pick(batch.mask), batch.lengths, batch.group_size, settings, *together
+            batch.scores, kl, pick(batch.mask), batch.lengths, batch.group_size, *together
         )
         self.recorder.rollout(batch)
 
@@ -179,15 +171,10 @@ class RLOOStep:
     def loss(
         self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], backward: Backward, micro_steps: float = 1
     ) -> torch.Tensor:
-        """The negative objective, summed over the rows, with the graph of the last pass.
+        """The negative objective, summed over the rows, ascending, with the graph of the last pass.
 
-        Earlier passes go through `backward` here, so that only one graph is alive at a time.
-
-        Args:
-            rows: of the batch, ascending; all of them if its advantages are open.
-            backward: backpropagates a loss that is summed over rows.
-            micro_steps: the number of micro-steps that the rows represent.
-        """
+        All of the batch's rows if its advantages are open. Earlier passes go through `backward` here, so that only one
+        graph is alive at a time. `micro_steps`: how many the rows represent."""
         self.scorer.choose_layout(batch.groups(range(len(batch))))  # one layout for all steps of the batch
         is_open = batch.advantages is None
         weight = self._weigh(batch, rows)
@@ -324,11 +311,8 @@ class RLOOStep:
     def close(self, parameters: list[torch.nn.Parameter], number: int) -> None:
         """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity, and count it.
 
-        A step without a learning signal has gradients of 0, not none, as in TRL: Adam's momentum still moves.
-
-        Args:
-            parameters: the trained ones. number: of the optimizer step, from 1.
-        """
+        A step without a learning signal has gradients of 0, not none, as in TRL: Adam's momentum still moves. `number`:
+        of the optimizer step, from 1."""
         gradients = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
         scales_itself = self.parallel.accelerator.scaler is not None  # float16: the scaler skips steps itself
         if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):

@@ -167,16 +167,14 @@ class RLOOTrainer(trl.RLOOTrainer):
         """TRL's; after a step's last pass, gradients are averaged over processes, before clipping."""
         loss = super().training_step(*arguments, **keywords)
         if self.accelerator.sync_gradients:
-            self.rloo.parallel.average_gradients(self._trained_parameters())
+            self.rloo.parallel.average_gradients([one for one in self.model.parameters() if one.requires_grad])
         return loss
-
-    def _trained_parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _close_step(self) -> None:
         """Before the optimizer's step; too many broken steps in a row end the run after a checkpoint."""
         skipped = self.rloo.skipped
-        self.rloo.close(self._trained_parameters(), self.state.global_step + 1)
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.rloo.close(trained, self.state.global_step + 1)
         if skipped.exceeded:
             self._save_checkpoint(self.model, trial=None)
             raise NonFiniteError(

@@ -65,10 +65,8 @@ def check_start(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[A
 
 
 def check_sampling(run: RunConfig, policy: Policy) -> None:
-    """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts.
-
-    Raises ConfigError (a budget for a model that does not think, a missing adapter) or BackendError (an engine).
-    """
+    """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts: ConfigError (a
+    budget for a model that does not think, a missing adapter) or BackendError (an engine)."""
     check_budget(run, policy.family)
     name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
     if name == "server" and not hasattr(policy.model, "peft_config"):
@@ -78,14 +76,10 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
 
 def check_inputs(run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
     """Record what a run's configuration only names (its rows, its rewards' sources, its base), and compare it with what
-    a resumed run has; once for each open folder.
+    a resumed run has; once for each open folder. Raises ConfigError, with a list, if they have changed.
 
     Changes that `run_dir` accepts, or that come before anything is trained, are recorded, and what was measured before
-    them is deleted.
-
-    Raises:
-        ConfigError: rows, rewards or weights have changed; lists them.
-    """
+    them is deleted."""
     if not run_dir.inputs:
         run_dir.inputs = share_from_main(lambda: _compare_inputs(run_dir, _read_inputs(policy, data, reward_funcs)))
 

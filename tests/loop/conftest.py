@@ -54,6 +54,22 @@ def unless_72(completion_ids, **_):
     return [None if ids[0] == 72 else float(len(ids)) for ids in completion_ids]
 
 
+SIZES = {
+    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": 256,
+}  # fmt: skip
+
+
+def mixture():
+    """A random mixture of four experts, always the same."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, head_dim=8, **experts))
+
+
 def with_adapter(model):
     """A trained LoRA on a model, always the same: in a fresh one B is zero, and with it the KL and most gradients."""
     import torch

@@ -1,6 +1,7 @@
-"""A script of a few lines, as a user writes it, started by torchrun for `test_launch`; each process writes what it got.
+"""Scripts of a few lines, as a user writes them, one after the other in the same processes, started by torchrun for
+`test_launch`; each process writes what it got.
 
-    torchrun --nproc_per_node 2 launched_script.py '{"config": ..., "out": ..., "sharding": "fsdp2", ...}'
+    torchrun --nproc_per_node 2 launched_script.py '{"config": ..., "out": ..., "sharding": "fsdp2", "jobs": [...]}'
 
 `sharding` ("fsdp2", "zero3") shares the weights out, which accelerate does on accelerators only: `parallel_step` says
 what is replaced for it.
@@ -15,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rloo_kit as kit
+from rloo_kit.collective import end_processes
 from tests.loop.parallel_step import shard_on_the_cpu
 
 
@@ -87,10 +89,9 @@ def main(settings: dict[str, Any]) -> None:
     kit.setup_environment()
     if settings.get("sharding"):
         shard_on_the_cpu(settings["sharding"])
-    found = {"train": train, "fail": fail, "measure": measure}[settings.get("do", "train")](settings)
+    jobs = {"train": train, "fail": fail, "measure": measure}
+    found = [jobs[job.get("do", "train")](settings | job) for job in settings["jobs"]]
     Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))
-    from rloo_kit.collective import end_processes
-
     end_processes()
 
 

@@ -1,14 +1,32 @@
-"""What a run prints and writes, on a trainer that is only its state: lines, throttle, tables, signals."""
+"""What a run prints, writes and measures: lines, throttle, tables, metrics, and its peak next to its plan."""
 
+import gc
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from rloo_kit import load_config
 from rloo_kit.loop import callbacks
 from rloo_kit.loop.callbacks import MetricsWriter, ProgressLine, RolloutLog, SampleTable
+from rloo_kit.loop.memory_watch import MemoryPeak, MemoryWatch
+from rloo_kit.loop.metrics import kl_share, kl_spread_ratio, repeated_share, thinking_metrics
+from rloo_kit.plan import parts
+from rloo_kit.plan.parts import rollout_gib
+from rloo_kit.plan.planner import read_workload
+from rloo_kit.plan.vram_plan import Machine
+from rloo_kit.runs.files import write_json
 from rloo_kit.runs.folder import RunDir
+from rloo_kit.system.memory import resident_gib, trim_heap
 from rloo_kit.think_tags import ThinkTags
 
+NAN, GIB = float("nan"), 2**30
+THINKING = Path(__file__).resolve().parents[2] / "configs" / "qwen3_4b_thinking_12gb.yaml"
+GPU = Machine("RTX 3060", 11.2, 0.8, True)
 TAGS = ThinkTags(start_id=259, end_id=260)
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
 LOGS = {"loss": 0.0, "reward": 0.25, "rewards/answer_reward/mean": 0.5, "thinking/mean_length": 41.0}
@@ -109,3 +127,136 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
     assert "same prompt" not in printed, "one completion of each prompt before a second one"
     assert "im_start" not in printed and "assistant" not in printed and "5+5=" in printed
     assert max(map(len, printed.splitlines())) <= 100, "a wider table wraps in the middle of its frame"
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_what_the_penalty_weighs_next_to_the_reward():
+    """Signs must not cancel: half the completions charged and half paid back is not a penalty of 0. Long thoughts
+    everywhere cost everyone the same, which a baseline takes out. And a ratio of 0/0 logged as 0 would say that all is
+    well where nothing is known."""
+    tensor, scores, tied = torch.tensor, torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.ones(4)
+    assert kl_share(tensor([3.0, -3.0]), tensor([0.5, 0.5]), beta=0.1) == pytest.approx(0.3 / 0.8)
+    assert kl_share(tensor([3.0, 9.0]), tensor([1.0, NAN]), beta=1.0) == pytest.approx(0.75)
+    assert kl_share(torch.zeros(2), torch.zeros(2), beta=1.0) == 0.0
+    assert math.isnan(kl_share(torch.ones(2), tensor([NAN, NAN]), beta=1.0))
+    assert kl_spread_ratio(tensor([100.0, 100.0, 7.0, 7.0]), scores, 0.05, 2) == 0.0
+    unlike = tensor([0.0, 40.0, 7.0, 7.0])
+    assert kl_spread_ratio(unlike, scores, 0.05, 2) == pytest.approx(1.0)
+    assert kl_spread_ratio(unlike, tensor([0.0, 1.0, 1.0, NAN]), 0.05, 2) == pytest.approx(2.0)
+    assert kl_spread_ratio(tensor([1.0, 2.0, 1.0, 1.0]), tied, 0.1, 2) == math.inf
+    assert kl_spread_ratio(tied, tied, 0.1, 2) is kl_spread_ratio(tied, tensor([1.0, NAN, NAN, NAN]), 0.1, 2) is None
+
+
+def test_accuracies_are_over_their_own_side():
+    """One accuracy over both hides that every cut-off thought is wrong; half a point is not a right answer. A row
+    of another task, to which the answer reward does not apply, is not a wrong one."""
+    forced = torch.tensor([True, True, False, False, False, False])
+    found = thinking_metrics(forced, torch.tensor([1.0, 0.5, 1.0, NAN, 1.0, 0.0]))
+    assert found["thinking/forced_ratio"] == torch.tensor(2 / 6).item()
+    assert found["thinking/forced_accuracy"] == 0.5
+    assert math.isclose(found["thinking/unforced_accuracy"], 2 / 3, rel_tol=1e-6)
+    # a run that never needs its budget has no forced accuracy; a 0.0 would look like an alarm
+    found = thinking_metrics(torch.zeros(3, dtype=torch.bool), torch.ones(3))
+    assert found["thinking/forced_ratio"] == 0.0 and found["thinking/unforced_accuracy"] == 1.0
+    assert math.isnan(found["thinking/forced_accuracy"])
+    everyone = thinking_metrics(torch.ones(3, dtype=torch.bool), torch.ones(3))
+    assert math.isnan(everyone["thinking/unforced_accuracy"]) and everyone["thinking/forced_accuracy"] == 1.0
+
+
+def test_what_a_completion_repeats():
+    """Text that goes in circles and a step that is written twice are different things."""
+    assert repeated_share([5] * 40) == pytest.approx(1 - 1 / 33)
+    assert repeated_share(list(range(20)) * 2) == pytest.approx(1 - 20 / 33)
+    assert repeated_share([1, 2, 3] * 2 + list(range(10, 40))) == 0.0, "three tokens come again in any text"
+    assert repeated_share([]) == repeated_share([5] * 7) == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def watch_of(machine: Machine, rows: int = 8) -> MemoryWatch:
+    load = replace(read_workload(load_config(THINKING), machine), factors=(1.0, 1.0), tokens_per_pass=1)
+    return MemoryWatch(load, machine, rows)
+
+
+def folder_of(path):
+    return SimpleNamespace(write_json=lambda name, value: write_json(path / name, value))
+
+
+def sampled(prompt: int, *completions: int) -> list[dict[str, int]]:
+    return [{"prompt_tokens": prompt, "completion_tokens": tokens} for tokens in completions]
+
+
+def test_the_peak_on_a_gpu_is_compared_at_the_lengths_of_the_run(monkeypatch, tmp_path, capsys):
+    """Against the plan of full completions every run looks fine; the run that proves the plan wrong has short ones."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    calls = []
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        synchronize=lambda: None,
+        reset_peak_memory_stats=lambda: calls.append("reset"),
+        max_memory_allocated=lambda: int(6.0 * GIB),
+        max_memory_reserved=lambda: int(7.5 * GIB),
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    watch = watch_of(GPU)
+    watch.start()
+    watch(sampled(100, 900, 2000))
+    watch(sampled(112, 50))
+    watch.report(folder_of(tmp_path))
+    seen = replace(watch.load, prompt_tokens=112, completion_tokens=2000)
+    computed, planned = rollout_gib(seen, 8), rollout_gib(watch.load, 8)
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert calls == ["reset"] and found["measured_gib"] == 6.7 and found["spare_gib"] == 1.5, "with CUDA's context"
+    assert found["computed_gib"] == pytest.approx(computed, abs=0.001) and found["row_tokens"] == 2112
+    assert found["planned_gib"] == pytest.approx(planned, abs=0.001) and found["part"] == "rollout"
+    line = " ".join(capsys.readouterr().out.split())
+    assert f"planned {planned:.2f} GiB" in line and "measured peak 6.70 GiB" in line
+    assert f"({6.7 / computed:.2f})" in line
+
+
+def test_a_run_on_the_cpu_is_measured_by_what_it_added(monkeypatch, tmp_path, capsys):
+    """A notebook that holds a dataset of 20 GiB would double every plan of its machine."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    ballast = torch.ones(2**25)
+    watch = watch_of(Machine("the CPU", 16.0, 0.3, False), rows=1)
+    watch.start()
+    torch.ones(2**27).sum()
+    watch(sampled(100, 200))
+    watch.report(folder_of(tmp_path))
+    found = json.loads((tmp_path / "memory.json").read_text())
+    there = parts.context_bytes(watch.load) + parts.body_bytes(watch.load) + parts.table_bytes(watch.load)
+    there += parts.FLOAT * parts.trained_weights(watch.load)
+    assert found["measured_gib"] == pytest.approx(there / GIB + 0.5, abs=0.1) and ballast is not None
+    assert "measured peak" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_peak_is_seen_though_it_is_gone():
+    """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
+    gc.collect()
+    trim_heap()  # gives back what other tests left
+    with MemoryPeak() as peak:
+        before = resident_gib()
+        torch.ones(2**27).sum()  # half a GiB
+    assert peak.gib - before == pytest.approx(0.5, abs=0.1) and resident_gib() - before < 0.1
+    with MemoryPeak() as after:
+        pass
+    assert after.gib < peak.gib - 0.3
+
+
+def test_a_peak_without_the_kernels_help(monkeypatch):
+    """Some containers do not let a process reset its own peak."""
+
+    def refuse(self, *_args, **_named):
+        raise PermissionError(str(self))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with MemoryPeak() as peak:
+        before = resident_gib()
+        held = torch.ones(2**27)
+        for _ in range(5):
+            held.add_(1)
+        del held
+    assert peak.gib - before == pytest.approx(0.5, abs=0.1)

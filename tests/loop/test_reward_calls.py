@@ -4,7 +4,6 @@ import asyncio
 import functools
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class Judge:
         return [1.0] * len(completions)
 
 
-def test_published_rewards_train(make_trainer: Callable[..., Any]) -> None:
+def test_published_rewards_train(make_trainer):
     """`def length_reward(completions)` failed on every sample: TRL passes all it has, whatever the signature. Awaited
     one after the other, judges behind an API take as long as all of them together: the first one here waits for the
     second. Under one name a second reward's figures were those of the first."""
@@ -76,10 +75,16 @@ def test_published_rewards_train(make_trainer: Callable[..., Any]) -> None:
     assert all(row["rewards"]["scaled_2"] == 6 * row["rewards"]["scaled"] for row in rows)
 
 
-def test_a_sum_that_overflows_leaves_its_sample_unscored(
-    make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two finite rewards had an infinite sum: every advantage of the group was NaN, and no message named a reward."""
+def test_what_a_reward_must_not_spoil(make_trainer, capsys):
+    """Two finite rewards had an infinite sum: every advantage of the group was NaN, and no message named a reward. With
+    `torch.manual_seed(0)` in a reward every rollout was drawn from the same random numbers, without a word."""
+    options = {"max_steps": 1, "per_device_train_batch_size": 8, "beta": 0.0}
+
+    def rows_of(rewards, **more):
+        trainer, rows = make_trainer(rewards, **options | more), []
+        trainer.rollout_listeners.append(rows.extend)
+        trainer.train()
+        return trainer.state.log_history[0], rows
 
     def large(completions):
         return [1e38, *range(1, 8)]
@@ -87,45 +92,27 @@ def test_a_sum_that_overflows_leaves_its_sample_unscored(
     def larger(completions):
         return [1.5e38, *range(1, 8)]
 
-    trainer = make_trainer(
-        [large, larger], completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8, beta=0.0,
-        reward_weights=[1.0, 2.0],
-    )  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    trainer.rollout_listeners.append(rows.extend)
-    trainer.train()
+    logs, rows = rows_of([large, larger], completions=COMPLETIONS, reward_weights=[1.0, 2.0])
     assert "the weighted sum of the rewards of sample 0 is beyond float32" in (printed := capsys.readouterr().out)
     assert "large 1e+38 x 1, larger 1.5e+38 x 2 (12% of the samples" in printed
-    logs = trainer.state.log_history[0]
     assert logs["rewards/failed_ratio"] == logs["rewards/unscored_ratio"] == 1 / 8
     assert [row["reward"] for row in rows] == [None, *(3.0 * n for n in range(1, 8))]
     advantages = [row["advantage"] for row in rows]
     assert advantages[:4] == pytest.approx([0.0, 3 - 7.5, 6 - 6.0, 9 - 4.5]), "siblings are compared with each other"
 
-
-def test_a_reward_that_seeds_changes_no_rollout(make_trainer: Callable[..., Any], tiny_tokenizer: Any) -> None:
-    """With `torch.manual_seed(0)` in a reward every rollout was drawn from the same random numbers, without a word."""
-
     def plain(completion_ids):
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     def seeding(completion_ids):
-        random.seed(0)
-        numpy.random.seed(0)
-        torch.manual_seed(0)
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(0)
         return plain(completion_ids)
 
-    def rollouts(reward: Any) -> list[Any]:
-        options = {"max_steps": 3, "per_device_train_batch_size": 8, "max_completion_length": 6, "seed": 3}
-        trainer = make_trainer(reward, **options)
-        rows: list[dict[str, Any]] = []
-        trainer.rollout_listeners.append(rows.extend)
-        trainer.train()
-        return [(row["prompt"], row["completion_ids"]) for row in rows]
-
-    seen = rollouts(seeding)
-    assert seen == rollouts(plain)
-    assert len({str(ids) for _, ids in seen}) > 8
+    found = [
+        [(row["prompt"], row["completion_ids"]) for row in rows_of(reward, max_steps=3, max_completion_length=6)[1]]
+        for reward in (seeding, plain)
+    ]
+    assert found[0] == found[1] and len({str(ids) for _, ids in found[0]}) > 8
 
 
 TEXTS = ["so 5 </think> <answer>5</answer>", "no no no no <answer>7</answer>", "", "2 and 3 </think> 5"]
@@ -144,10 +131,8 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("way", ["command", "notebook", "text", "messages"])
-def test_rewards_of_published_recipes(
-    way: str, trl_train: Any, tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("way", ["command", "text", "messages"])
+def test_rewards_of_published_recipes(way, trl_train, tiny_folder, tiny_tokenizer, tmp_path):
     """`completion[0]["content"]` failed on every sample of a run's data, `solution` and `problem` were gone after they
     were named in `data`, and the question was in no column. Rewards must not depend on who calls them: a config's
     worker, a notebook's list, TRL's trainer on text and on messages; an evaluation that comes first included."""
@@ -162,7 +147,7 @@ def test_rewards_of_published_recipes(
         rloo={"max_steps": 1},
     )
     functions: list[Any] = make_rewards(run, tiny_tokenizer) if way == "command" else recipes.RECIPES
-    if way in ("command", "notebook"):
+    if way == "command":
         data = load_data(run, tiny_tokenizer).train
     else:
         asked = [row["problem"] for row in ROWS]
@@ -170,7 +155,7 @@ def test_rewards_of_published_recipes(
         columns = {"prompt": prompts, "answer": [row["solution"] for row in ROWS]}
         data = Dataset.from_dict(columns | {name: [row[name] for row in ROWS] for name in ROWS[0]})
     ids = [[*tiny_tokenizer(text)["input_ids"], tiny_tokenizer.eos_token_id] for text in TEXTS]
-    if way in ("command", "notebook"):
+    if way == "command":
         held_out = HeldOutRewards(run, functions)
         done = [Completion(0, ids[place], text, True, True, 1) for place, text in enumerate(TEXTS)]
         _, measured = held_out.score(data.select([0]), done, 4)

@@ -44,56 +44,11 @@ def assert_same_weights(one, other):
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_training_around_a_trainer_of_ones_own(start, write_config, make_trainer, capsys):
-    """`train` after the second drop-in trainer on a model ended in "Adapter with name 'ref' already exists". A file's
-    run names a file's keys, the drop-in those of RLOOConfig."""
-    policy = load_policy(load_config(write_config()))
-    own = {"lora": False, "beta": 0.1, "max_steps": 1, "max_completion_length": 6, "per_device_train_batch_size": 8}
-    for _ in range(2):
-        make_trainer([by_ids], model=policy.model, rollout_engine="native", **own).train()
-    assert "rollout_engine asks for it" in capsys.readouterr().out
-    result = start("rloo.max_steps=1", "rloo.beta=0.1", "rollout.engine=native", policy=policy)
-    assert result.metrics[0]["kl"] == pytest.approx(0.0, abs=1e-6) and result.metrics[0]["grad_norm"] > 0
-    assert "rollout.engine asks for it" in capsys.readouterr().out
-    make_trainer([by_ids], model=policy.model, **own).train()
-
-
-def test_a_run_leaves_everything_in_its_folder(start, capsys):
-    """A run whose rollouts were not kept cannot be explained afterwards: ids, thinking, rewards, advantages."""
-    result = start("rloo.max_steps=2")
-    assert result.steps == 2 and result.stopped is None and len(result.metrics) == 2
-    assert status(result.folder)["state"] == "finished" and status(result.folder)["step"] == 2
-    for name in ("config.yaml", "versions.json", "checkpoints/checkpoint-2", "adapter/adapter_config.json"):
-        assert (result.folder / name).exists(), name
-    versions = json.loads((result.folder / "versions.json").read_text())
-    assert versions["versions"]["torch"] and len(versions["git"]["revision"]) == 40
-    rollouts = list(read_rollouts(result.folder))
-    assert [row["step"] for row in rollouts] == [1] * 8 + [2] * 8
-    for row in rollouts:
-        assert row["rewards"] == {"by_ids": pytest.approx(sum(row["completion_ids"]) % 17 / 17)}
-        assert {"thinking_tokens", "closed", "advantage", "reward"} <= set(row)
-    assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2]
-    assert all(tensor.any() for name, tensor in adapter_weights(result).items() if "lora_B" in name), "it has trained"
-    printed = capsys.readouterr().out
-    assert "step 1/2 | reward" in printed and "tok/s | eta" in printed
-    assert "{'loss'" not in printed and "%|" not in printed, "the libraries' own printing is off"
-    assert "Completions of step 1" in printed and "thinking" in printed
-
-
 def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path):
     """Such a run ended at once, as finished, with the adapter that it started from."""
     with pytest.raises(PreflightError, match="1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"):
         start("data.num_prompts=3")
     assert not (tmp_path / "outputs").exists()
-
-
-def test_every_metric_is_explained(start, repository):
-    """A number that is hard to read is ignored on the day it would have warned."""
-    page = (repository / "docs" / "metrics.md").read_text()
-    row = start("rloo.max_steps=1", "rloo.beta=0.1").metrics[-1]
-    assert {"kl", "thinking/mean_length", "eps", "val/ratio"} <= set(row)
-    missing = [name for name in row if f"`{name.replace('by_ids', 'NAME')}`" not in page]
-    assert missing == []
 
 
 def test_the_model_decodes_by_itself_after_training(write_config):
@@ -115,7 +70,6 @@ def test_the_model_decodes_by_itself_after_training(write_config):
 
 
 RESUMED = {
-    "an adapter": [],
     # 3 of 5 prompts are for training: a step is a pass, and TRL's sampler shuffles a second pass as it did the first
     "a second pass": ["data.num_prompts=5"],
     # the whole model is the state, and the reference is the model as it was published
@@ -132,103 +86,17 @@ def test_resume_equals_a_run_that_was_never_cut(case, start):
     """A resume that loses the optimizer, the sampler's place, the random state or the reference trains another run."""
     words = RESUMED[case]
     if case == "a continued adapter":
-        words = [*words, f"model.adapter={start('rloo.max_steps=2', 'run.name=first').adapter_folder}"]
-    whole = start("rloo.max_steps=4", "run.name=whole", *words)
-    start("rloo.max_steps=2", *words)
+        words = [*words, f"model.adapter={start('rloo.max_steps=1', 'run.name=first').adapter_folder}"]
+    whole = start("rloo.max_steps=3", "run.name=whole", *words)
+    start("rloo.max_steps=1", *words)
     policy = start.policy if case == "in the process that was cut" else None
-    result = start("rloo.max_steps=4", *words, resume=True, policy=policy)
-    assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
-    assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [row["step"] for row in read_rollouts(result.folder)] == [*[1] * 8, *[2] * 8, *[3] * 8, *[4] * 8]
+    result = start("rloo.max_steps=3", *words, resume=True, policy=policy)
+    assert [row["step"] for row in result.metrics] == [1, 2, 3]
+    assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_rollouts(result.folder)] == [*[1] * 8, *[2] * 8, *[3] * 8]
     assert_same_weights(result, whole)
     if "rloo.beta=0.5" in words:
         assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6) != 0.0
-
-
-OWN_REWARD = (
-    "import helper\n\ndef score(completion_ids, **_):\n    return [helper.value(ids) for ids in completion_ids]\n"
-)
-HELPER = "def value(ids):\n    return sum(ids) % 17 / 17\n"
-
-
-@pytest.fixture
-def project(write_config, tmp_path, tiny_folder):
-    """`project(*words, **flags)` trains a run on a base, rows and a reward of its own, all next to its config."""
-    folder = tmp_path / "project"
-    shutil.copytree(tiny_folder, folder / "base")
-    text = write_config().read_text().replace(str(tiny_folder), "base").replace(str(tmp_path / "prompts.jsonl"), "rows")
-    text = text.replace("data: {source: rows", "data: {source: rows.jsonl").replace("length_reward", "'own.py:score'")
-    text = text.replace(str(tmp_path / "outputs"), "outputs")
-    (folder / "run.yaml").write_text(text)
-    rows = [json.dumps({"prompt": f"add {n}", "answer": str(n)}) for n in range(16)]
-    for name, content in {"own.py": OWN_REWARD, "helper.py": HELPER, "rows.jsonl": "\n".join(rows)}.items():
-        (folder / name).write_text(content)
-
-    def run(*words, file=folder / "run.yaml", **flags):
-        config = load_config(file, "rloo.save_steps=1", *words)
-        policy = load_policy(config)
-        return train(
-            config, policy, load_data(config, policy.tokenizer), build_rewards(config, policy.tokenizer), **flags
-        )
-
-    run.folder = folder
-    return run
-
-
-def test_a_resume_refuses_inputs_that_have_changed(project, make_tiny_model, monkeypatch):
-    """A reward was edited, answers were corrected, rows added, the base replaced: the run went on under its name, and
-    the verdict compared two different things."""
-    monkeypatch.chdir(project.folder)
-    folder = project("rloo.max_steps=1").folder
-    rows = (project.folder / "rows.jsonl").read_text()
-    (project.folder / "own.py").write_text("# a comment\n\n" + OWN_REWARD)
-    assert project("rloo.max_steps=1", resume=True).steps == 1
-    (project.folder / "own.py").write_bytes(b"\xef\xbb\xbf" + OWN_REWARD.encode())  # as editors on Windows write it
-    changes = {
-        "helper.py": (HELPER.replace("17", "16"), "helper.py"),
-        "own.py": (OWN_REWARD.replace("value(ids)", "value(ids) + 5"), "own.py"),
-        "rows.jsonl": (
-            rows.replace('"answer": "3"', '"answer": "33"'),
-            "column answer of the (training|held-out) prompts",
-        ),
-    }
-    for name, (content, words) in changes.items():
-        kept = (project.folder / name).read_text()
-        (project.folder / name).write_text(content)
-        with pytest.raises(ConfigError, match=f"Changed: {words}[.] Restore.*--accept-changes"):
-            project("rloo.max_steps=2", resume=True)
-        (project.folder / name).write_text(kept)
-    assert status(folder)["state"] == "finished", "a refusal leaves the run as it was"
-    make_tiny_model(seed=1).save_pretrained(project.folder / "base")
-    with pytest.raises(ConfigError, match="Changed: weights of the base[.]"):
-        project("rloo.max_steps=2", resume=True)
-    make_tiny_model().save_pretrained(project.folder / "base")
-    (project.folder / "rows.jsonl").write_text(
-        rows + "".join(f'\n{{"prompt": "sub {n}", "answer": "0"}}' for n in range(4))
-    )
-    (folder / "before.json").write_text("{}")
-    again = project("rloo.max_steps=2", resume=True, accept_changes=True)
-    assert again.steps == 2 and not (folder / "before.json").exists(), "it is measured again"
-    assert "from step 1 on other inputs: number of training prompts (14 then, 18 now)" in status(folder)["changed"]
-    assert "continued from step 1 on other inputs" in judge_run(load_config(folder / "config.yaml"), again).sentence
-    assert project("rloo.max_steps=3", resume=True).steps == 3, "they were accepted"
-    for name in ("inputs.json", "adapter/trained.json"):  # of an older version
-        (folder / name).unlink()
-    (project.folder / "helper.py").write_text(HELPER + "\n")
-    assert project("rloo.max_steps=4", resume=True).steps == 4
-
-
-def test_a_moved_project_resumes(project, tmp_path, monkeypatch):
-    """The path of a file was compared, not its content: after a move, or from the config in its folder, a run was
-    refused."""
-    monkeypatch.chdir(tmp_path)
-    words = (f"run.output_dir={project.folder}/outputs", "run.name=run")
-    first = project("rloo.max_steps=1", *words)
-    file = first.folder / "config.yaml"
-    assert project("rloo.max_steps=2", *words, file=file, resume=True).steps == 2
-    moved = project.folder.rename(tmp_path / "moved")
-    words = (f"run.output_dir={moved}/outputs", "run.name=run")
-    assert project("rloo.max_steps=3", *words, file=moved / "run.yaml", resume=True).steps == 3
 
 
 NOTEBOOK = """
@@ -266,9 +134,7 @@ other = Base()
 """
 
 
-@pytest.mark.parametrize(
-    "reward", ["comprehension", "Score()", "Score().judge", "functools.partial(comprehension, offset=0)"]
-)
+@pytest.mark.parametrize("reward", ["Score()", "Score().judge", "functools.partial(comprehension, offset=0)"])
 def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeypatch):
     """A cell was edited and run again: the function's name is the same, and so are its arguments. The usual form, a
     comprehension, hid the function that it calls; an object had no source at all."""
@@ -312,22 +178,6 @@ def test_rewards_are_known_by_their_files(tmp_path):
     assert found[0].keys() == found[1].keys() == {"score.py"} and found[0] != found[1]
 
 
-def test_a_refused_resume_leaves_the_record_of_an_interruption(start):
-    """The run was "failed" afterwards, and what its adapter/ holds was forgotten."""
-
-    def interrupting(completion_ids, trainer_state, **_):
-        if trainer_state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return by_ids(completion_ids)
-
-    result = start("rloo.max_steps=4", "rloo.save_steps=1", rewards=[interrupting])
-    kept = status(result.folder)
-    assert kept["state"] == "interrupted"
-    with pytest.raises(ConfigError, match="Changed: rewards"):
-        start("rloo.max_steps=4", "rloo.save_steps=1", rewards=[by_ids], resume=True)
-    assert status(result.folder) == kept
-
-
 def test_a_step_is_saved_once(start, tmp_path):
     """A reward that fails for good saves the step again: a kill between the two renames left no checkpoint at all."""
 
@@ -347,28 +197,6 @@ def test_a_step_is_saved_once(start, tmp_path):
     with pytest.raises(RewardError):
         start(*words, rewards=[failing], resume=True)
     assert saved.stat().st_ino == before and status(saved.parents[1])["saved"] == 2
-
-
-def test_a_run_that_trains_on_drops_its_last_results(start):
-    """Two steps were evaluated, two more trained and interrupted: the report showed the first two's accuracy."""
-    folder = start("rloo.max_steps=2").folder
-    (folder / "after.json").write_text("{}")
-    (folder / "report.html").write_text("old")
-    assert start("rloo.max_steps=2", resume=True).steps == 2 and (folder / "after.json").exists()
-    assert start("rloo.max_steps=3", resume=True).steps == 3
-    assert not (folder / "after.json").exists() and not (folder / "report.html").exists()
-
-
-def test_training_time_and_energy_add_up_over_the_processes_of_a_run(start, monkeypatch):
-    """`seconds` began at 0 again with every resume, so a run of three nights seemed to have taken one."""
-    joules = iter(range(0, 10**6, 3600))
-    monkeypatch.setattr("rloo_kit.loop.callbacks.read_energy", lambda: float(next(joules)))
-    first = start("rloo.max_steps=2")
-    used = status(first.folder)["energy_wh"]
-    again = start("rloo.max_steps=4", resume=True)
-    seconds = [row["seconds"] for row in again.metrics]
-    assert seconds == sorted(seconds) and again.seconds >= seconds[-1] > first.metrics[-1]["seconds"]
-    assert used >= 1.0 and status(again.folder)["energy_wh"] > used
 
 
 def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tmp_path, capsys):
@@ -423,31 +251,6 @@ def test_a_training_cell_that_is_run_again_is_refused(start, write_config):
     assert evaluate(run, load_policy(run), test, "before").label == "before"
 
 
-def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
-    """The current step may take minutes; a second signal exits with the state of the last whole step."""
-
-    def insisting(completion_ids, trainer_state, **_):
-        if trainer_state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-        return by_ids(completion_ids)
-
-    before = signal.getsignal(signal.SIGINT)
-    result = start(rewards=[insisting])
-    assert signal.getsignal(signal.SIGINT) is before, "the process gets its handler back"
-    assert result.stopped == "interrupted" and result.steps == 2
-    assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
-    assert start(resume=True, accept_changes=True).steps == 4
-
-
-def test_movement_of_the_weights_is_logged(start):
-    """An adapter that did not move ended as "finished"; with a rate of 0 the metric has to be 0, else above."""
-    moved = [row["policy/moved"] for row in start("rloo.max_steps=3").metrics]
-    assert 0 < moved[0] < moved[1] < moved[2]
-    still = start("rloo.max_steps=2", "rloo.learning_rate=0.0", overwrite=True).metrics
-    assert [row["policy/moved"] for row in still] == [0.0, 0.0]
-
-
 def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
     """ACCELERATE_MIXED_PRECISION, left over from another run, beats `bf16=False` and trains in another precision."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
@@ -462,20 +265,140 @@ def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
-def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
-    """The code that ends the kernel checks both; an unnoticed save would be cut in the middle of a file."""
+def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
+    """The current step may take minutes; a second signal exits with the state of the last whole step. A refused resume
+    made the run "failed", and what its adapter/ holds was forgotten."""
+
+    def insisting(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return by_ids(completion_ids)
+
+    before, steps = signal.getsignal(signal.SIGINT), "rloo.max_steps=2"
+    result = start(steps, rewards=[insisting])
+    assert signal.getsignal(signal.SIGINT) is before, "the process gets its handler back"
+    assert result.stopped == "interrupted" and result.steps == 1
+    assert (result.folder / "checkpoints/checkpoint-1/trainer_state.json").exists()
+    kept = status(result.folder)
+    with pytest.raises(ConfigError, match="Changed: rewards"):
+        start(steps, resume=True)
+    assert status(result.folder) == kept and kept["state"] == "interrupted"
+    assert start(steps, resume=True, accept_changes=True).steps == 2
+
+
+def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
+    """A run whose rollouts were not kept cannot be explained afterwards, nor by a metric without an explanation. The
+    code that ends the kernel checks the open runs and their saves: a save that it misses is cut in the middle."""
     seen = []
 
     def watching(completion_ids, **_):
         seen.append(open_runs())
         return by_ids(completion_ids)
 
-    result = start("rloo.max_steps=2", "rloo.save_steps=1", rewards=(watching,))
-    assert seen and all(found == [result.folder.absolute()] for found in seen)
-    assert open_runs() == []
-    checkpoints = [result.folder.absolute() / "checkpoints" / f"checkpoint-{step}" for step in (1, 2)]
-    mine = [path for path in saved_paths() if path.is_relative_to(result.folder.absolute())]
-    assert [path for path in mine if path.exists()] == [
-        *checkpoints,
-        result.adapter_folder.absolute(),
-    ]
+    result = start("rloo.max_steps=2", "rloo.beta=0.1", "rloo.save_steps=1", rewards=[watching])
+    folder = result.folder
+    assert result.steps == 2 and result.stopped is None and len(result.metrics) == 2
+    assert status(folder)["state"] == "finished" and status(folder)["step"] == 2
+    for name in ("config.yaml", "versions.json", "checkpoints/checkpoint-2", "adapter/adapter_config.json"):
+        assert (folder / name).exists(), name
+    versions = json.loads((folder / "versions.json").read_text())
+    assert versions["versions"]["torch"] and len(versions["git"]["revision"]) == 40
+    rollouts = list(read_rollouts(folder))
+    assert [row["step"] for row in rollouts] == [1] * 8 + [2] * 8
+    for row in rollouts:
+        assert row["rewards"] == {"watching": pytest.approx(sum(row["completion_ids"]) % 17 / 17)}
+        assert {"thinking_tokens", "closed", "advantage", "reward"} <= set(row)
+    assert [row["step"] for row in lines(folder, "metrics.jsonl")] == [1, 2]
+    assert all(tensor.any() for name, tensor in adapter_weights(result).items() if "lora_B" in name), "it has trained"
+    printed = capsys.readouterr().out
+    assert "step 1/2 | reward" in printed and "tok/s | eta" in printed
+    assert "{'loss'" not in printed and "%|" not in printed, "the libraries' own printing is off"
+    assert "Completions of step 1" in printed and "thinking" in printed
+
+    memory = json.loads((folder / "memory.json").read_text())
+    assert memory["measured_gib"] > 0 and memory["planned_gib"] >= memory["computed_gib"] > 0
+    assert "measured peak" in " ".join(printed.split())
+
+    page = (repository / "docs" / "metrics.md").read_text()
+    assert {"kl", "thinking/mean_length", "eps", "val/ratio", "policy/moved"} <= set(result.metrics[-1])
+    assert [name for name in result.metrics[-1] if f"`{name.replace('watching', 'NAME')}`" not in page] == []
+    assert 0 < result.metrics[0]["policy/moved"] < result.metrics[1]["policy/moved"]
+
+    assert seen and all(found == [folder.absolute()] for found in seen) and open_runs() == []
+    mine = [path for path in saved_paths() if path.is_relative_to(folder.absolute()) and path.exists()]
+    checkpoints = [folder.absolute() / "checkpoints" / f"checkpoint-{step}" for step in (1, 2)]
+    assert mine == [*checkpoints, result.adapter_folder.absolute()]
+
+
+def test_a_run_that_trains_on_drops_its_last_results(start, monkeypatch):
+    """Two steps were evaluated, two more trained: the report showed the first two's accuracy. `seconds` began at 0 with
+    every resume, so a run of three nights seemed to have taken one."""
+    joules = iter(range(0, 10**6, 3600))
+    monkeypatch.setattr("rloo_kit.loop.callbacks.read_energy", lambda: float(next(joules)))
+    first = start("rloo.max_steps=1")
+    folder, used = first.folder, status(first.folder)["energy_wh"]
+    (folder / "after.json").write_text("{}")
+    (folder / "report.html").write_text("old")
+    assert start("rloo.max_steps=1", resume=True).steps == 1 and (folder / "after.json").exists()
+    again = start("rloo.max_steps=2", resume=True)
+    assert again.steps == 2 and not (folder / "after.json").exists() and not (folder / "report.html").exists()
+    seconds = [row["seconds"] for row in again.metrics]
+    assert seconds == sorted(seconds) and again.seconds >= seconds[-1] > first.metrics[-1]["seconds"]
+    assert used >= 1.0 and status(folder)["energy_wh"] > used
+
+
+def test_a_resume_refuses_inputs_that_have_changed(write_config, tmp_path, tiny_folder, make_tiny_model, monkeypatch):
+    """A reward was edited, answers were corrected, rows added, the base replaced: the run went on under its name, and
+    the verdict compared two different things. Paths were compared, not contents: after a move, or from the config in
+    its folder, a run was refused."""
+    project = tmp_path / "project"
+    shutil.copytree(tiny_folder, project / "base")
+    text = write_config().read_text().replace(str(tiny_folder), "base").replace("length_reward", "'own.py:score'")
+    (project / "run.yaml").write_text(text.replace(str(tmp_path / "prompts.jsonl"), "rows.jsonl"))
+    rows = "\n".join(json.dumps({"prompt": f"add {n}", "answer": str(n)}) for n in range(16))
+    own = "import helper\n\ndef score(completion_ids, **_):\n    return [helper.value(ids) for ids in completion_ids]\n"
+    helper = "def value(ids):\n    return sum(ids) % 17 / 17\n"
+    for name, content in {"own.py": own, "helper.py": helper, "rows.jsonl": rows}.items():
+        (project / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+
+    def go(steps, place=project, file=None, **flags):
+        words = (f"rloo.max_steps={steps}", "rloo.save_steps=1", f"run.output_dir={place}/outputs", "run.name=run")
+        config = load_config(file or place / "run.yaml", *words)
+        policy = load_policy(config)
+        data, rewards = load_data(config, policy.tokenizer), build_rewards(config, policy.tokenizer)
+        return train(config, policy, data, rewards, **flags)
+
+    folder = go(1).folder
+    own = "# a comment, and the mark of editors on Windows\n\n" + own
+    (project / "own.py").write_bytes(b"\xef\xbb\xbf" + own.encode())
+    changes = {
+        "helper.py": helper.replace("17", "16"),
+        "own.py": own.replace("value(ids)", "value(ids) + 5"),
+        "rows.jsonl": rows.replace('"answer": "3"', '"answer": "33"'),
+    }
+    kept = {name: (project / name).read_bytes() for name in changes}
+    for name, content in changes.items():
+        (project / name).write_text(content)
+    make_tiny_model(seed=1).save_pretrained(project / "base")
+    with pytest.raises(ConfigError, match="Changed: .*[.] Restore.*--accept-changes") as refused:
+        go(2, resume=True)
+    said = str(refused.value)
+    assert all(name in said for name in ("helper.py", "own.py", "column answer of the", "weights of the base"))
+    assert status(folder)["state"] == "finished", "a refusal leaves the run as it was"
+    for name, content in kept.items():
+        (project / name).write_bytes(content)
+    make_tiny_model().save_pretrained(project / "base")
+    (project / "rows.jsonl").write_text(rows + "".join(f'\n{{"prompt": "sub {n}", "answer": "0"}}' for n in range(4)))
+    (folder / "before.json").write_text("{}")
+    again = go(2, file=folder / "config.yaml", resume=True, accept_changes=True)
+    assert again.steps == 2 and not (folder / "before.json").exists(), "it is measured again"
+    assert "from step 1 on other inputs: number of training prompts (14 then, 18 now)" in status(folder)["changed"]
+    assert "continued from step 1 on other inputs" in judge_run(load_config(folder / "config.yaml"), again).sentence
+    moved = project.rename(tmp_path / "moved")
+    assert go(3, moved, resume=True).steps == 3, "they were accepted"
+    for name in ("inputs.json", "adapter/trained.json"):  # of an older version
+        (moved / "outputs" / "run" / name).unlink()
+    (moved / "helper.py").write_text(helper + "\n")
+    assert go(4, moved, resume=True).steps == 4

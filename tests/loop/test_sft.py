@@ -254,21 +254,16 @@ def test_the_next_command(load, tmp_path, monkeypatch):
     then = load_config(*shlex.split(next_command(run, [], result))[2:])
     assert then.model.adapter == "out #1: mine/adapter", "YAML takes the rest for a comment"
 
-
-def test_a_model_under_another_name_keeps_its_lengths(tmp_path, tiny_folder):
-    """Defaults follow the model's name (6144 tokens for a Thinking model), and a folder's is "adapter"."""
-    file = tmp_path / "full.yaml"
+    file = tmp_path / "full.yaml"  # defaults follow the model's name (6144 tokens), and a folder's is "adapter"
     file.write_text(
         "model: {name: Qwen/Qwen3-4B-Thinking-2507, lora: null}\ndata: {source: rows.jsonl}\n"
         "rewards: [{name: answer_reward}]\nrloo: {max_steps: 1}\n"
     )
-    run = load_config(file)
-    folder = tmp_path / "outputs" / "full-sft" / "adapter"
+    run, folder = load_config(file), tmp_path / "outputs" / "full-sft" / "adapter"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     command = next_command(run, [], sft.SftResult(folder.parent, folder, 1, [], 1.0, None)).split()
     then = load_config(*command[2:])
     assert then.model.max_seq_length == run.model.max_seq_length == 6144
     assert then.model.model_dump(exclude={"name"}) == run.model.model_dump(exclude={"name"})
-    for name in ("data", "rloo", "rollout", "eval"):
-        assert getattr(then, name) == getattr(run, name)
+    assert all(getattr(then, name) == getattr(run, name) for name in ("data", "rloo", "rollout", "eval"))

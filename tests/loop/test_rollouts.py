@@ -1,0 +1,388 @@
+"""Rollouts in the trainer and in runs: what a sampler's gap weighs, who counts in a baseline, budgets, fresh prompts,
+streams (`datasets.IterableDataset`: no length, and no row has a number), a prompt that opens the thinking."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rewards
+import rloo_kit as kit
+from rloo_kit.errors import DataError
+from rloo_kit.loop.collaborators import PromptReservoir
+from rloo_kit.results.samples import split_row
+from rloo_kit.runs.rollouts import read_rollouts
+from rloo_kit.think_tags import opens_thinking
+from tests.loop.conftest import EOS, by_ids, stream
+
+THINK_END = 260
+
+
+@pytest.fixture
+def make_batches(make_trainer):
+    """`make_batches(reward, **options)`: two groups a step by the kit's own engine, without a KL penalty."""
+    defaults = {"max_completion_length": 12, "per_device_train_batch_size": 8, "max_steps": 1, "beta": 0.0}
+
+    def build(reward, prompts=8, **options):
+        trainer = make_trainer(reward, prompts=prompts, **defaults | options)
+        trainer.rows = []
+        trainer.rollout_listeners.append(trainer.rows.extend)
+        return trainer
+
+    return build
+
+
+@pytest.fixture
+def start_long(start):
+    """The loop's `start`, with room for an answer."""
+    words = ("rloo.max_steps=2", "rloo.max_completion_length=8", "run.sample_every_steps=1", "run.num_samples=4")
+    return partial(start, *words)
+
+
+def first_id(completion_ids, **_):
+    return [float(ids[0]) for ids in completion_ids]
+
+
+def test_the_close_of_a_thought_carries_nothing(make_batches):
+    """Closing a thought must not be learnt as the model's own doing."""
+    trainer, batches = make_batches(first_id, thinking_budget=5, answer_budget=3), []
+    plain = trainer.rloo.settle
+    trainer.rloo.settle = lambda batch: (plain(batch), batches.append(batch))
+    trainer.train()
+    forced = [index for index, row in enumerate(trainer.rows) if row["forced"]]
+    assert len(forced) >= 4, "random weights seldom close by themselves"
+    for index, row in enumerate(trainer.rows):
+        kept = batches[0].mask[index].int().tolist()
+        if index in forced:
+            assert row["completion_ids"][5] == THINK_END and len(kept) <= 5 + 1 + 3
+            assert kept == [1] * 5 + [0] + [1] * (len(kept) - 6)
+            assert math.isnan(batches[0].sampler_logps[index][5])
+        else:
+            assert all(kept)
+
+
+def test_sampler_and_trainer_agree_where_they_are_one_program(make_batches):
+    """The gap is what 4-bit kernels and bf16 make; in float32 on one machine there is none to speak of. A step without
+    any signal has one too: the log had a hole there, just where one looks for the reason."""
+    trainer = make_batches(lambda completion_ids, **_: [1.0] * len(completion_ids), temperature=0.8)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert 0 <= logs["sampling/logp_difference_mean"] < 1e-5
+    assert logs["sampling/logp_difference_max"] < 1e-4
+
+
+@pytest.fixture
+def corrected_gradient(make_batches):
+    """`corrected_gradient(form, shift)`: a step's gradient and its log where the sampler's log-probabilities are lower
+    than the trainer's by `shift` (nats): one number, or one for each of the 8 completions."""
+
+    def run(form, shift, **options):
+        shifts = shift if isinstance(shift, list) else [shift] * 8
+        torch.manual_seed(0)
+        trainer = make_batches(
+            first_id, sampler_correction=form, sampler_correction_cap=2.0, max_grad_norm=0.0, **options
+        )
+        sample, close, kept = trainer.rloo.sampler.engine.sample, trainer._close_step, []
+
+        def shifted(*arguments):
+            rollout = sample(*arguments)
+            rows = zip(rollout.sampler_logps, shifts, strict=True)
+            return type(rollout)(rollout.completion_ids, rollout.forced, [[p - by for p in row] for row, by in rows])
+
+        def keep():
+            close()
+            kept.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]))
+
+        trainer.rloo.sampler.engine.sample, trainer._close_step = shifted, keep
+        trainer.train()
+        return kept[0], trainer.state.log_history[0], trainer.rows
+
+    return run
+
+
+@pytest.mark.parametrize("form", ["token", "sequence"])
+def test_the_correction_weighs_gradients_by_the_gap(form, corrected_gradient):
+    """A sampler that is off by a factor biases every step; the weight that corrects it is cut off at the cap."""
+    plain, logs, _ = corrected_gradient("none", 10.0)
+    assert logs["sampling/logp_difference_mean"] == pytest.approx(10.0, abs=1e-3)
+    weighed, logs, _ = corrected_gradient(form, 10.0)
+    assert logs["sampling/importance_weight_mean"] == pytest.approx(2.0)
+    assert torch.allclose(weighed, 2.0 * plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["token_mask", "sequence_mask"])
+def test_a_masked_correction_drops_a_completion_alone(form, corrected_gradient):
+    """Its siblings go on being compared with it: the advantages stay, and only its own part leaves the gradient."""
+    plain, _, _ = corrected_gradient("none", 0.0)
+    alone, rest = 5, [row for row in range(8) if row != 5]
+    without, logs, rows = corrected_gradient(form, [10.0 * (row == alone) for row in range(8)])
+    only, _, others = corrected_gradient(form, [10.0 * (row != alone) for row in range(8)])
+    assert [row["advantage"] for row in rows] == [row["advantage"] for row in others]
+    assert rows[alone]["advantage"] != 0 and without.any() and only.any()
+    assert torch.allclose(without + only, plain, rtol=1e-3, atol=1e-6)
+    assert not torch.allclose(without, plain, rtol=1e-3, atol=1e-6)
+    lengths = [len(row["completion_ids"]) for row in rows]
+    kept = sum(lengths[row] for row in rest) / sum(lengths)
+    assert logs["sampling/importance_weight_mean"] == pytest.approx(kept, abs=1e-4)
+
+
+def test_a_masked_completion_leaves_the_baseline_by_choice(make_batches):
+    """TRL masks a truncated completion's gradient and goes on comparing its siblings with it."""
+    completions = [[70, EOS], [71, EOS], [72, EOS], [90, 91, 92]] * 2
+    for counts, siblings in ((True, [71, 72, 90]), (False, [71, 72])):
+        trainer = make_batches(first_id, mask_truncated_completions=True, baseline_includes_masked=counts)
+        trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions]
+        trainer.train()
+        assert trainer.rows[0]["advantage"] == pytest.approx(70 - sum(siblings) / len(siblings))
+        assert (trainer.rows[3]["advantage"] == 0.0) is not counts
+
+
+def test_a_forced_close_is_seen_by_rewards_and_kept(start_long, capsys):
+    """A random model never closes its thinking: without a budget each completion is a cut-off thought, with one each
+    has an answer that is scored, and the close earns nothing."""
+    seen = []
+
+    def watch(completion_ids, thinking_forced, **columns):
+        assert "prompt" not in columns and len(thinking_forced) == len(completion_ids)
+        seen.append(list(thinking_forced))
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    form = rewards.think_format_reward.with_(think_end_id=260, eos_token_ids=(258, 256))
+    budget = ("rloo.thinking_budget=3", "rloo.answer_budget=4")
+    answer = rewards.answer_reward.with_(think_end_id=260)
+    result = start_long(*budget, rewards=[watch, form, answer])
+    rows = list(read_rollouts(result.folder))
+    assert [row["forced"] for row in rows] == [flag for batch in seen for flag in batch]
+    assert sum(row["forced"] for row in rows) > len(rows) / 2
+    for row in rows:
+        if not row["forced"]:
+            continue
+        assert row["completion_ids"][3] == 260 and row["thinking_tokens"] == 3 and row["closed"]
+        assert len(row["completion_ids"]) <= 8 and row["rewards"]["think_format_reward"] == 0.0
+        assert set(row["columns"]) == {"answer", "question"}, "the flag is no column of the data"
+    for metrics in result.metrics:
+        step = [row for row in rows if row["step"] == metrics["step"]]
+        assert metrics["thinking/forced_ratio"] == pytest.approx(sum(row["forced"] for row in step) / len(step))
+        assert metrics["thinking/forced_accuracy"] == pytest.approx(
+            sum(row["rewards"]["answer_reward"] for row in step if row["forced"]) / sum(row["forced"] for row in step)
+        )
+    assert "closed by the budget" in capsys.readouterr().out, "in the table of samples"
+
+
+def tied_for_even_prompts(prompts, completion_ids, **columns):
+    """Equal for every completion of an even prompt; different for nearly every one of an odd prompt."""
+    even = [int(answer) % 2 == 0 for answer in columns["answer"]]
+    return [0.5 if tied else sum(ids) % 97 / 97 for tied, ids in zip(even, completion_ids, strict=True)]
+
+
+def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start_long):
+    """With enough rounds a batch holds groups that differ and nothing else, each of one prompt, and its own rewards."""
+    result = start_long("rollout.resample_rounds=6", "rloo.max_steps=3", rewards=[tied_for_even_prompts])
+    rows = list(read_rollouts(result.folder))
+    assert len(rows) == 3 * 8
+    replaced = [metrics["rollout/resampled_groups"] for metrics in result.metrics]
+    assert sum(replaced) > 0, "half of the prompts are tied, so some of the six groups are"
+    for start_row in range(0, len(rows), 4):
+        group = rows[start_row : start_row + 4]
+        assert len({row["prompt"] for row in group}) == 1
+        assert int(group[0]["columns"]["answer"]) % 2 == 1, "an even prompt is left"
+        for row in group:
+            assert row["reward"] == pytest.approx(sum(row["completion_ids"]) % 97 / 97), "another row's reward"
+            assert f"add {row['columns']['answer']}<" in row["prompt"]
+        assert len({row["reward"] for row in group}) > 1
+    for metrics in result.metrics:
+        assert metrics["frac_score_zero_std"] == 0.0
+        assert metrics["sampling/logp_difference_max"] < 1e-4, "another row's log-probabilities"
+
+
+def test_rounds_are_a_limit(start_long):
+    """Where every prompt is tied, drawing until the batch is full never ends."""
+    calls = []
+
+    def always(completion_ids, **_):
+        calls.append(len(completion_ids))
+        return [1.0] * len(completion_ids)
+
+    result = start_long("rollout.resample_rounds=2", "rloo.max_steps=1", rewards=[always])
+    assert calls == [8, 8, 8] and len(list(read_rollouts(result.folder))) == 8
+    assert result.metrics[0]["rollout/resampled_groups"] == 0 and result.metrics[0]["frac_score_zero_std"] == 1.0
+
+
+def test_a_resumed_run_draws_what_the_whole_one_drew(start_long):
+    """The reservoir's place and the rewards' moments are part of the state: without them a resumed run trains on other
+    prompts, and with another scale of every advantage, than the uncut one."""
+    options = ("rollout.resample_rounds=2", "rloo.normalize_rewards=running")
+
+    def go(steps, *words, **flags):
+        return start_long(f"rloo.max_steps={steps}", *options, *words, rewards=[tied_for_even_prompts], **flags)
+
+    whole = go(3, "run.name=whole")
+    go(1)
+    resumed = go(3, resume=True)
+    assert [row["episode"] for row in resumed.metrics] == [8.0, 16.0, 24.0], "of the whole run"
+    ids = [[row["completion_ids"] for row in read_rollouts(one.folder)] for one in (resumed, whole)]
+    assert ids[0] == ids[1]
+    expected, found = (load_file(one.adapter_folder / "adapter_model.safetensors") for one in (whole, resumed))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_accepted_filters_are_corrected_and_logged(engine, make_trainer, capsys):
+    """The sampler's log-probabilities are those of what the filter left, the trainer's those of the whole: the weight
+    of each token is the share that was kept, and the gap is in the log."""
+    options = {"max_steps": 1, "per_device_train_batch_size": 8, "max_completion_length": 6, "rollout_engine": engine}
+    steps = {}
+    for correction in ("auto", "none"):
+        trainer = make_trainer(
+            [by_ids], accept_truncated_sampling=True, top_k=20, sampler_correction=correction, beta=0.0, **options
+        )
+        assert "truncated sampling: top_p=1, top_k=20" in capsys.readouterr().out
+        trainer.train()
+        (steps[correction],) = [logs for logs in trainer.state.log_history if "loss" in logs]
+    for step in steps.values():  # of 264 tokens of a random model 20 have a tenth of the probability, or less
+        assert step["sampling/logp_difference_mean"] > 1
+    assert 0 < steps["auto"]["sampling/importance_weight_mean"] < 0.3
+    assert "sampling/importance_weight_mean" not in steps["none"]
+    assert 0 < steps["auto"]["grad_norm"] < 0.3 * steps["none"]["grad_norm"]
+
+
+# -------------------------------------------------------------------------------------------------------- fresh prompts
+
+
+def some_rows(count):
+    return [{"prompt": f"p{number}", "answer": number} for number in range(count)]
+
+
+def names(drawn):
+    return [row["prompt"] for row in drawn]
+
+
+def test_every_prompt_comes_once_a_pass():
+    """Drawing with replacement would leave a third of the prompts out of a pass."""
+    reservoir = PromptReservoir(some_rows(10), seed=3)
+    first = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
+    second = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
+    assert sorted(first) == sorted(second) == [f"p{n}" for n in range(10)]
+    assert first != second, "each pass is reshuffled"
+    assert names(PromptReservoir(some_rows(10), seed=3).draw(10, [])) == first
+    assert names(PromptReservoir(some_rows(10), seed=4).draw(10, [])) != first
+
+
+def test_what_is_in_the_batch_is_passed_over_and_small_data_ends():
+    """With 4 prompts and 3 of them in the batch one is left: a loop until there are enough would never end."""
+    reservoir = PromptReservoir(some_rows(4), seed=0)
+    assert names(reservoir.draw(3, names(some_rows(3)))) == ["p3"]
+    assert reservoir.draw(3, names(some_rows(4))) == []
+    repeated = PromptReservoir([{"prompt": "same"}] * 5, seed=0)
+    assert len(repeated.draw(3, [])) == 1, "groups of one prompt are one group's worth of news"
+
+
+def test_a_reservoir_of_other_data_is_refused():
+    """Another number of rows has another order, so a resumed run would train on other prompts."""
+    with pytest.raises(DataError, match=r"7 training prompts, and there are 6 now.*data\.\*"):
+        PromptReservoir(some_rows(6), seed=1).load_state_dict(PromptReservoir(some_rows(7), seed=1).state_dict())
+
+
+# -------------------------------------------------------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in order"])
+def test_a_stream_that_ends_starts_over(shuffled, trl_train):
+    """Every prompt once a pass; each pass in another order, unless shuffling is off."""
+    run = trl_train(arguments={"train_dataset": stream(5)}, max_steps=10, shuffle_dataset=shuffled)
+    prompts = [row["prompt"] for row in run.rows][::4]
+    assert [row["prompt"] for row in run.rows] == [prompt for prompt in prompts for _ in range(4)], "whole groups"
+    first, second, everything = prompts[:5], prompts[5:], [f"{n}+2=" for n in range(5)]
+    assert sorted(first) == sorted(second) == everything
+    assert (first != second) if shuffled else first == second == everything
+
+
+CASES = {
+    "in the first pass": (20, 4, 2, {}),
+    "between two passes": (5, 7, 5, {}),
+    "short steps": (5, 8, 5, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}),
+    "reused rollouts, in a later pass": (3, 10, 8, {"num_iterations": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_goes_on_in_the_stream(case, trl_train, tmp_path):
+    """transformers takes a stream for one pass: resumed behind its end a run skipped the rest of the first pass, and
+    started over with the second one."""
+    number, steps, cut, more = CASES[case]
+    options = {"output_dir": str(tmp_path / "cut"), "max_steps": steps, "save_strategy": "steps", "save_steps": cut}
+    data = {"train_dataset": stream(number)}
+    whole = trl_train(arguments=data, **options, **more)
+
+    def resume(trainer):
+        plain = trainer.train
+        trainer.train = lambda: plain(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{cut}"))
+
+    resumed = trl_train(arguments=data, before=resume, **options, **more)
+    assert resumed.trainer.state.global_step == steps
+    assert 0 < len(resumed.rows) < len(whole.rows)
+    rest = whole.rows[-len(resumed.rows) :]
+    for name in ("prompt", "completion_ids", "step"):
+        assert [row[name] for row in resumed.rows] == [row[name] for row in rest], name
+    assert resumed.steps[-1]["grad_norm"] == whole.steps[-1]["grad_norm"]
+
+
+# ------------------------------------------------------------------------------------- a prompt that opens the thinking
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n"
+    "{% endif %}{{ '' }}"
+)
+
+
+@pytest.fixture
+def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
+    """`load(*overrides)`: a run on the tiny model with that template, its policy and its data. The random model hardly
+    ever closes its thinking."""
+
+    def build(*overrides):
+        folder = tmp_path / "model"
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = TEMPLATE
+        make_tiny_model().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        run = kit.load_config(write_config(), f"model.name={folder}", "eval.num_completions=2", *overrides)
+        policy = kit.load_policy(run)
+        return run, policy, kit.load_data(run, policy.tokenizer)
+
+    return build
+
+
+def test_a_thought_that_never_ends_is_no_answer_anywhere(load):
+    """By its family it was split as if the model had not begun to think: before.json, the table of samples and
+    `split_thinking` as documented took the unfinished thought for the answer."""
+    run, policy, data = load("rloo.max_steps=1")
+    assert policy.family == "hybrid" and all(map(opens_thinking, data.train["prompt"]))
+    samples = [sample for sample in kit.evaluate(run, policy, data.test).samples if not sample["closed"]]
+    assert samples and all(sample["thinking"] and not sample["answer"] for sample in samples)
+    result = kit.train(run, policy, data, kit.build_rewards(run, policy.tokenizer))
+    assert all("thinking/closed_ratio" in row for row in result.metrics), "every completion is a thought"
+    rows = [row for row in kit.read_rollouts(result.folder) if not row["closed"]]
+    assert rows and not any(split_row(row, THINK_END)[1] for row in rows), "the report's split"
+    pieces = []
+    given = kit.ask(run, policy, "add 3", max_tokens=4, stream=lambda part, text: pieces.append(part))
+    assert given.thinking and not given.answer and set(pieces) == {"thinking"} and given.thinking_tokens == given.tokens
+
+
+def test_a_budget_closes_what_the_prompt_opened(load):
+    """One close by force, after the budget, and rewards that see it; without thinking the budget is refused."""
+    budget = ("rloo.thinking_budget=3", "rloo.answer_budget=2", "rloo.max_steps=1")
+    with pytest.raises(kit.RlooKitError, match="rloo.thinking_budget=null"):
+        load("model.enable_thinking=false", *budget)
+    run, policy, data = load(*budget, 'rewards=[{"name": "thinking_budget_reward"}]')
+    result = kit.train(run, policy, data, kit.build_rewards(run, policy.tokenizer))
+    for row in kit.read_rollouts(result.folder):
+        ids = row["completion_ids"]
+        assert not row["forced"] or (ids.index(THINK_END) == 3 and ids.count(THINK_END) == 1)
+        assert row["forced"] or THINK_END in ids[:3] or ids[-1] == EOS
+        assert row["rewards"]["thinking_budget_reward"] == 0.0
