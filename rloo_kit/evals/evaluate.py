@@ -1,4 +1,4 @@
-"""Held-out rewards: calls a run's rewards as training does, without a trainer."""
+"""Measures a policy on held-out prompts: accuracy, the run's rewards, greedy decoding, thinking budgets."""
 
 import hashlib
 import math

@@ -87,7 +87,7 @@ def limits(policy: Any, length: int = 40, **budgets: Any) -> Any:
     return make_limits(policy.tokenizer, policy.tags, length, **budgets)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.2, 2.0])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 def test_every_token_is_as_likely_as_the_trainer_says(temperature, policy, data):
     """Log-probabilities before the temperature, or of the base without the adapter, look plausible and are wrong."""
     disturb(policy.model, 1)
