@@ -25,10 +25,6 @@ THINKING, ANSWER = "thinking", "answer"
 MOST_HELD = 64  # tokens held back while the text ends in an incomplete character, which has up to four bytes
 BASE = "base"  # title of the base model's answer, which comes first
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-NO_BASE = (
-    "this policy has no separate base (every parameter was trained, or the adapter is merged): load the base with "
-    "base = kit.load_policy(...) and its model.name, and pass base=base"
-)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,10 @@ def ask(
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
         raise ConfigError(f"this model does not think (family {policy.family}): drop --budget (budget={budget})")
     if base is True and not hasattr(policy.model, "peft_config"):
-        raise ConfigError(NO_BASE)
+        raise ConfigError(
+            "this policy has no separate base (every parameter was trained, or the adapter is merged): load the base "
+            "with base = kit.load_policy(...) and its model.name, and pass base=base"
+        )
     options = {"temperature": run.eval.temperature if temperature is None else temperature, "seed": seed}
     system = run.data.system_prompt if system is None else system or None
 
@@ -187,7 +186,7 @@ def count_room(run: RunConfig, policy: Policy) -> int:
     """Maximum tokens of a prompt and its completion together."""
     vllm = find_vllm(policy.model) if run.rollout.engine in ("auto", "vllm") else None
     others = [getattr(policy.model.config, "max_position_embeddings", None), vllm and vllm.max_tokens]
-    return min(limit for limit in [run.model.max_seq_length, *others] if limit)
+    return min(filter(None, [run.model.max_seq_length, *others]))
 
 
 class TextStream:

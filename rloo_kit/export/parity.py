@@ -1,5 +1,4 @@
-"""Check that an exported model is the one that was trained: load it with the program that it is for, in a separate
-process, and compare it with the policy token by token."""
+"""Check that an export is what was trained: the program that it is for loads it, and every token is compared."""
 
 import json
 import os
@@ -8,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ExportError, shorten
@@ -22,8 +21,7 @@ LONGEST = 256  # tokens of a greedy completion; thousands of tokens of thinking 
 REFUSED = "the export is not what was trained"
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """Largest and mean difference of a token's log-probability in nats, and the least share of equal greedy texts."""
 
     largest: float
@@ -148,8 +146,12 @@ def check_parity(reference: Reference, loader: str, model: Path, kind: str, **re
     holds = TYPES.get(kind, kind)
     allowed = (OF_FILE[holds], OF_COMPUTING[reference.compute])
     lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
-    largest, mean, least = max(differences), sum(differences) / len(differences), min(one.equal for one in allowed)
-    limits = Tolerance(*(max(getattr(one, key) for one in allowed) + lost for key in ("largest", "mean")), equal=least)
+    limits = Tolerance(
+        max(one.largest for one in allowed) + lost,
+        max(one.mean for one in allowed) + lost,
+        min(one.equal for one in allowed),
+    )
+    largest, mean = max(differences), sum(differences) / len(differences)
     prompts, tokens = len(reference.rows), len(differences) + unseen
     problems = []
     if largest > limits.largest:

@@ -76,10 +76,9 @@ def sampled(run, policy, prompt, **named):
 PROMPT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
-@pytest.mark.parametrize("engine", ["native", "generate"])
-def test_the_model_reads_what_it_was_trained_on(run_folder, engine):
+def test_the_model_reads_what_it_was_trained_on(trained):
     """Without the run's system prompt or template, the model is asked something it has never seen."""
-    run, policy = load_trained(run_folder, f"rollout.engine={engine}")
+    run, policy = trained
     pieces: list[tuple[str, str]] = []
     given = ask(run, policy, "1+2=", seed=5, stream=lambda *piece: pieces.append(piece))
     wanted = sampled(run, policy, PROMPT, seed=5)
@@ -263,13 +262,6 @@ def test_the_parts_are_those_of_split_thinking(tiny_tokenizer, opened):
             assert found == whole, (ids, step)
 
 
-def test_bytes_that_become_no_character_are_shown_in_the_end(tiny_tokenizer):
-    """Held back for ever they would leave an empty screen while a random model writes on."""
-    lead = tiny_tokenizer("😀")["input_ids"][0]
-    assert joined(stream(tiny_tokenizer, [15, lead], opened=False))[1].startswith("0\ufffd")
-    assert len(joined(stream(tiny_tokenizer, [lead] * 40, opened=False))[1]) >= 10
-
-
 # ------------------------------------------------------------------------------------------------ the dialogue
 
 
@@ -331,24 +323,16 @@ def command(*words):
 
 
 @pytest.mark.slow
-def test_json_is_alone_on_stdout(run_folder):
-    """A library's line between two objects breaks any program that reads them."""
-    words = command(run_folder, "1+2=", "3+4=", "--json", "--base", "--budget", "2", "--temperature", "0")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    first, second = map(json.loads, done.stdout.splitlines())
-    assert (first["question"], second["question"]) == ("1+2=", "3+4=")
+def test_a_question_comes_through_a_pipe_and_json_is_alone_on_stdout(run_folder):
+    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is not a question. A library's line
+    in front of an object breaks any program that reads it."""
+    words = command(run_folder, "--json", "--base", "--budget", "2", "--temperature", "0")
+    done = subprocess.run(words, input="1+2=\n", capture_output=True, text=True, timeout=120)
+    (found,) = map(json.loads, done.stdout.splitlines())
     keys = ["question", "thinking", "answer", "tokens", "thinking_tokens", "ended", "closed", "forced"]
     keys += ["seconds", "base"]
-    assert list(first) == keys and list(first["base"]) == keys
-    assert first["thinking_tokens"] == 2 and first["forced"] and first["base"]["base"] is None
-
-
-@pytest.mark.slow
-def test_a_question_comes_through_a_pipe(run_folder):
-    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is not a question."""
-    done = subprocess.run(command(run_folder, "--json"), input="1+2=\n", capture_output=True, text=True, timeout=120)
-    assert json.loads(done.stdout)["question"] == "1+2=", done.stderr
+    assert list(found) == keys and list(found["base"]) == keys and found["question"] == "1+2=", done.stderr
+    assert found["thinking_tokens"] == 2 and found["forced"] and found["base"]["base"] is None
     empty = subprocess.run(command(run_folder), input="\n", capture_output=True, text=True, timeout=120)
     assert empty.returncode == 2 and "there is no question" in empty.stderr
 

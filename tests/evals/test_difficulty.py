@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from rloo_kit import load_config
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
-from rloo_kit.errors import ConfigError, DataError, SetupError
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals import difficulty
 from rloo_kit.evals.difficulty import (
     PassRateCache,
@@ -171,13 +171,6 @@ def test_other_conditions_are_measured_once_more(policy, sampled, tmp_path):
     assert cached() == 0
 
 
-def test_equal_prompts_are_measured_once(policy, sampled):
-    """A dataset that repeats its prompts ten times must not be sampled ten times."""
-    prompts = make_dataset(["7"] * 3)["prompt"][:]
-    rates, _ = measure_pass_rates(make_run(), policy, prompts * 2, ["7"] * 6, 4)
-    assert sampled == [prompts] and rates == [0.0, 0.25, 0.5] * 2
-
-
 def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
     """A resume that measures or selects again would continue with another order of prompts."""
     dataset = make_dataset(["7"] * 7)
@@ -211,14 +204,6 @@ def test_without_answers_nothing_can_be_measured(policy, folder):
     dataset = make_dataset(["7"] * 3).remove_columns("answer")
     with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
         select_prompts(make_run(), policy, dataset, folder)
-
-
-def test_a_cache_on_a_file_is_said(tmp_path, monkeypatch):
-    """A traceback during the measurement does not say which variable moves the cache."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(SetupError, match=r"file.*RLOO_KIT_CACHE.*difficulty_samples=0"):
-        PassRateCache({"model": "m"}).add([("p", "1", 0)])
 
 
 def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_model):

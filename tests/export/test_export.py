@@ -81,6 +81,7 @@ def test_the_embedded_model_is_what_was_trained(
     assert vars(answers[1]) | {"seconds": 0} == vars(answers[0]) | {"seconds": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "most"), [("f32", 1e-4), ("q8_0", 0.2)])
 def test_llama_cpp_answers_as_the_embedded_model(embedded_run: Path, tmp_path: Path, kind: str, most: float) -> None:
     """8 bits: 0.005 to 0.115 nats, by the processor that built the embedded model."""
@@ -119,6 +120,7 @@ def test_a_4bit_base(make_run: Callable[..., Path], tmp_path: Path, to: str) -> 
             kit.ask(*merged, "58+67=", base=True, stream=False)
 
 
+@pytest.mark.slow
 def test_another_run_of_the_same_file_is_its_own(make_run: Callable[..., Path], unchecked: None) -> None:
     """The weights of one run were published in the folder of the other, under its name and with its figures."""
     first, second = make_run("first"), make_run("second", scale=0.03)
@@ -130,6 +132,7 @@ def test_another_run_of_the_same_file_is_its_own(make_run: Callable[..., Path], 
     assert not (first / "export").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_an_adapter_is_exported_merged(
     make_run: Callable[..., Path], tmp_path: Path, unchecked: None
 ) -> None:
@@ -205,6 +208,7 @@ def test_without_a_quantiser_no_q4_is_claimed(embedded_run: Path, tmp_path: Path
     assert certified(found, 2)["holds"] == "float16"
 
 
+@pytest.mark.slow
 def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[..., Path], unchecked: None) -> None:
     """`rloo-kit export RUN`: the folder, the certificate's line, JSON; a second time only with --overwrite."""
     run = make_run("once")

@@ -63,7 +63,7 @@ def make_policy(make_base: Callable[[], Any]) -> Callable[[], Any]:
 
 @pytest.fixture
 def server(make_base: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    monkeypatch.setattr(server_module, "SETTLE_S", 0.05)
+    monkeypatch.setattr(server_module, "SETTLE_S", 0.1)
     stand_in = StandIn(make_base)
     yield stand_in
     stand_in.stop()
@@ -309,8 +309,7 @@ def test_a_proxy_that_answers_for_the_server_is_waited_for(server, make_policy, 
     shake(model, 2)
     server.failures += [(path, 502, "Bad Gateway") for path in (COMPLETE, "/health")]
     check_against(model, engine.sample(PROMPTS, Limits(4)))
-    assert not server.failures and len(server.posted(LOAD)) == 2
-    assert ["waiting 30 s" in line for line in engine.said] == [True]
+    assert not server.failures and len(server.posted(LOAD)) == 2 and not engine.said
 
 
 def test_completions_that_a_shutdown_aborts_are_sent_again(server, make_policy, make_engine):
@@ -339,6 +338,7 @@ def test_a_restarted_server_gets_the_adapter_and_the_completions_again(
     never answers it, for which the run would have waited an hour. The next server knows no adapter. Of four
     completions, `hung` are never answered and the others with 500."""
     monkeypatch.setattr(server_module, "LOOK_S", 0.5)
+    monkeypatch.setattr(server_module, "SETTLE_S", 0.3)
     first, release, asked = StandIn(make_base), threading.Event(), threading.Barrier(5)
     answer, numbers, restarted = first.answer, iter(range(4)), []
 

@@ -131,17 +131,6 @@ def test_budgets_close_the_thinking_and_bound_the_answer(policy, data):
     check_logps(policy.model, prompts, sampled, tolerance=MOST)
 
 
-def test_filters_reach_vllm(policy, data):
-    """`top_k` that is accepted and not followed is a distribution that was not requested."""
-    from rloo_kit.rollout.types import Filters
-
-    prompts = prompts_of(policy, data)
-    only = make_engine(policy, filters=Filters(top_k=1)).sample(prompts, limits(policy))
-    greedy = make_engine(policy, 0.0).sample(prompts, limits(policy))
-    assert only.completion_ids == greedy.completion_ids and greedy.sampler_logps is None
-    assert {logp for row in only.sampler_logps for logp in row} == {0.0}
-
-
 def test_an_error_leaves_no_request_behind(policy, data):
     """Ctrl-C in a rollout once left requests that the next rollout waited for."""
     engine, prompts = make_engine(policy), prompts_of(policy, data)
@@ -193,8 +182,6 @@ def test_a_temperature_that_vllm_raises_is_refused(policy):
     [
         ({"use_rslora": True}, None),
         ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern.*rollout.engine=generate"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern.*rollout.engine=generate"),
-        ({"r": 4, "init_lora_weights": "gaussian"}, None),
         ({"r": 32}, "vLLM cannot load the adapter.*rank"),
         ({"use_dora": True}, "uses DoRA.*use_dora=False"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save.*rollout.engine=generate"),
@@ -220,15 +207,6 @@ def test_adapters_of_other_kinds(settings, refusal, policy, data, embedded_folde
             engine.sample(prompts, limits(policy))
         return
     check_logps(model, prompts, engine.sample(prompts, limits(policy)), tolerance=MOST)
-
-
-def test_a_completion_that_does_not_fit_is_refused(policy, data, run):
-    """vLLM would cut the prompt, or the completion."""
-    from rloo_kit.errors import BackendError
-
-    needed = run.model.max_seq_length + len(prompts_of(policy, data)[0])
-    with pytest.raises(BackendError, match=f"model.max_seq_length={needed}"):
-        make_engine(policy).sample(prompts_of(policy, data, 1), limits(policy, run.model.max_seq_length))
 
 
 def test_evaluation_difficulty_and_notebooks_sample_with_it(run, policy, data, monkeypatch):
@@ -267,37 +245,6 @@ def train(run: Any, policy: Any, data: Any) -> Callable[..., Any]:
         return kit.train(own, policy, data, kit.build_rewards(own, policy.tokenizer))
 
     return start
-
-
-@pytest.mark.long
-def test_it_learns_as_the_native_engine_does(train, policy, monkeypatch):
-    """25 steps from the same adapter. TRL's own path merges the adapter into the base at each sync and unmerges it: a
-    4-bit base is re-quantised each time, and a 16-bit one drifts."""
-    from peft.tuners.lora import LoraModel
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the adapter is merged into the base")
-
-    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
-        monkeypatch.setattr(LoraModel, name, refuse)
-    parameters = dict(policy.model.named_parameters())
-    start = {name: value.detach().clone() for name, value in parameters.items()}
-    found = {}
-    for engine in ("vllm", "native"):
-        with torch.no_grad():
-            for name, value in parameters.items():
-                value.copy_(start[name])
-        rows = train(f"learn-{engine}", f"rollout.engine={engine}", "rloo.max_steps=25").metrics
-        found[engine] = [row["reward"] for row in rows]
-        assert all(torch.equal(start[name], value) for name, value in parameters.items() if not value.requires_grad)
-        assert max(row["sampling/logp_difference_max"] for row in rows) < MOST
-        weights = [row.get("sampling/importance_weight_mean") for row in rows]  # vLLM's tokens are corrected by default
-        assert weights == ([pytest.approx(1, abs=1e-3)] * 25 if engine == "vllm" else [None] * 25)
-    first, last = ({engine: sum(rows) / 5 for engine, rows in ends.items()} for ends in (
-        {engine: rows[:5] for engine, rows in found.items()}, {engine: rows[-5:] for engine, rows in found.items()},
-    ))  # fmt: skip
-    assert all(last[engine] > first[engine] + 0.25 for engine in found), found
-    assert abs(last["vllm"] - last["native"]) < 0.2, found
 
 
 def test_use_vllm_of_trl_is_this_engine(policy, data, tmp_path):
