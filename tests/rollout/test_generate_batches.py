@@ -12,7 +12,7 @@ from rloo_kit.errors import BackendError
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.rollout import decoders
 from rloo_kit.rollout.decoders import SlotCache
-from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import Limits
 from tests.models.zoo import make_model
 from tests.rollout.models import PROMPTS, adapted, check_logps, engine_for
@@ -109,7 +109,7 @@ def test_a_patched_generate_is_called(patch, make_tiny_model, monkeypatch):
     assert engine.name == "generate" and __name__ in engine.reason
     engine.sample(PROMPTS, Limits(3))
     assert calls
-    name, reason = choose_engine("native", "transformers", model)
+    name, reason = resolve_engine("native", "transformers", model)
     assert name == "native" and f"own generate ({__name__}) is not called" in reason
 
 
@@ -120,8 +120,8 @@ def test_what_the_libraries_put_there_is_no_patch(make_tiny_model):
     model = with_adapter(make_tiny_model())
     register_fsdp_forward_method(model, "generate")
     model.generate = torch.no_grad()(model.generate)
-    assert choose_engine("auto", "transformers", model)[0] == "native"
-    assert "not called" not in choose_engine("native", "transformers", model)[1]
+    assert resolve_engine("auto", "transformers", model)[0] == "native"
+    assert "not called" not in resolve_engine("native", "transformers", model)[1]
 
 
 def test_a_generate_that_drops_the_logits_processor_is_named(make_tiny_model):

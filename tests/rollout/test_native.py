@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout import decoders
-from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.native import draw, make_decoder
 from rloo_kit.rollout.types import Limits
 from tests.rollout.models import (
@@ -312,17 +312,17 @@ def test_broken_weights_are_told(make_model):
 def test_the_choice_is_explained(make_model, make_tiny_model):
     """One line says which engine runs and why; an engine that cannot run is refused with the key to change."""
     model = make_model()
-    assert choose_engine("auto", "transformers", model)[0] == "native"
-    assert choose_engine("auto", "unsloth", model)[0] == "generate"
-    assert choose_engine("generate", "transformers", model) == ("generate", "rollout.engine asks for it")
+    assert resolve_engine("auto", "transformers", model)[0] == "native"
+    assert resolve_engine("auto", "unsloth", model)[0] == "generate"
+    assert resolve_engine("generate", "transformers", model) == ("generate", "rollout.engine asks for it")
     engine = engine_for(model, "auto")
     assert engine.name == "native" and engine.reason and "\n" not in engine.reason
     sliding = make_tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    name, reason = choose_engine("auto", "transformers", sliding)
+    name, reason = resolve_engine("auto", "transformers", sliding)
     assert name == "generate" and "qwen3 has layers that do not attend to all tokens" in reason
     flash = make_tiny_model()
     flash.config._attn_implementation = "flash_attention_2"  # takes (B, L) only: it was handed the loop's 4-D mask
-    assert choose_engine("auto", "transformers", flash)[0] == "generate"
+    assert resolve_engine("auto", "transformers", flash)[0] == "generate"
     with pytest.raises(BackendError, match="its attention, flash_attention_2, does not take a mask"):
         engine_for(flash, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but qwen3 has layers.*rollout.engine=generate"):
