@@ -223,6 +223,7 @@ def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_mod
     assert fingerprint(trained) != plain
 
 
+@pytest.mark.slow
 def test_training_takes_the_chosen_prompts(start, tmp_path, sampled):
     """Through `train`: skipped prompts are never sampled in training, and a resume continues with the same prompts."""
     rows = tmp_path / "data.jsonl"

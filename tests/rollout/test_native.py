@@ -300,7 +300,7 @@ def test_nothing_of_a_rollout_stays_alive(make_model, monkeypatch):
         gc.enable()
 
 
-def test_broken_weights_are_told(make_model):
+def test_broken_weights_are_named(make_model):
     """From NaN logits any token can be drawn, and a run went on for hours on noise."""
     model = make_model(lora=False)
     with torch.no_grad():

@@ -5,7 +5,7 @@ One vLLM serves all tests of the file. Its model is the embedded one in float32.
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,23 +228,6 @@ def test_evaluation_difficulty_and_notebooks_sample_with_it(run, policy, data, m
         for named in ({}, {"engine": "auto"}, {"engine": "vllm"})
     }
     assert len(texts) == 1
-
-
-@pytest.fixture
-def train(run: Any, policy: Any, data: Any) -> Callable[..., Any]:
-    """`train(name, *overrides)`: the run's result under another name."""
-    import rloo_kit as kit
-
-    def start(name: str, *words: str) -> Any:
-        folder = Path(run.run.output_dir)
-        own = kit.load_config(
-            THINKING, "model.lora.alpha=32", f"run.output_dir={folder}", f"run.name={name}", "run.sample_every_steps=0",
-            *words,
-        )  # fmt: skip
-        policy.trained.clear()  # a run refuses one that is trained; here any weights will do
-        return kit.train(own, policy, data, kit.build_rewards(own, policy.tokenizer))
-
-    return start
 
 
 def test_use_vllm_of_trl_is_this_engine(policy, data, tmp_path):
