@@ -205,7 +205,7 @@ def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch
     dataset = make_dataset(["1"] * NUM_PROMPTS)
     whole = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
     first = evaluate(make_run(greedy=False, num_completions=2, num_prompts=5), make_policy(), dataset)
-    assert first.num_prompts == 5 and first.more_samples == whole.more_samples[:3], "the same before and after"
+    assert first.num_prompts == 5 and first.prompt_digests == whole.prompt_digests[:5], "the same before and after"
     assert len(whole.samples) == 2 and len(whole.more_samples) == NUM_PROMPTS - 2
     assert [one["prompt"] for one in [*whole.samples, *whole.more_samples]] == list(dataset["prompt"])
     assert evaluate(make_run(greedy=False, num_completions=0), make_policy(), dataset).more_samples == []

@@ -339,7 +339,7 @@ def test_a_restarted_server_gets_the_adapter_and_the_completions_again(
     completions, `hung` are never answered and the others with 500."""
     monkeypatch.setattr(server_module, "LOOK_S", 0.5)
     monkeypatch.setattr(server_module, "SETTLE_S", 0.3)
-    first, release, asked = StandIn(make_base), threading.Event(), threading.Barrier(5)
+    first, release, stopped, asked = StandIn(make_base), threading.Event(), threading.Event(), threading.Barrier(5)
     answer, numbers, restarted = first.answer, iter(range(4)), []
 
     def die(path: str, body: dict[str, Any] | None) -> Any:
@@ -347,6 +347,7 @@ def test_a_restarted_server_gets_the_adapter_and_the_completions_again(
             return answer(path, body)
         number = next(numbers)
         asked.wait(60)
+        stopped.wait(60)
         if number < hung:
             release.wait(60)
         raise Refusal(500, ENGINE_DIED)
@@ -354,6 +355,7 @@ def test_a_restarted_server_gets_the_adapter_and_the_completions_again(
     def restart() -> None:
         asked.wait(60)
         first.stop()
+        stopped.set()
         time.sleep(0.5)
         restarted.append(StandIn(make_base, port=first.server.server_address[1]))
 
