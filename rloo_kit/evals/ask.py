@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,6 @@ THINKING, ANSWER = "thinking", "answer"
 MOST_HELD = 64  # tokens held back while the text ends in an incomplete character, which has up to four bytes
 BASE = "base"  # title of the base model's answer, which comes first
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-NO_BASE = (
-    "this policy has no separate base (every parameter was trained, or the adapter is merged): load the base with "
-    "base = kit.load_policy(...) and its model.name, and pass base=base"
-)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,10 @@ def ask(
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
         raise ConfigError(f"this model does not think (family {policy.family}): drop --budget (budget={budget})")
     if base is True and not hasattr(policy.model, "peft_config"):
-        raise ConfigError(NO_BASE)
+        raise ConfigError(
+            "this policy has no separate base (every parameter was trained, or the adapter is merged): load the base "
+            "with base = kit.load_policy(...) and its model.name, and pass base=base"
+        )
     options = {"temperature": run.eval.temperature if temperature is None else temperature, "seed": seed}
     system = run.data.system_prompt if system is None else system or None
 
@@ -118,12 +117,18 @@ def ask(
             prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
             asked = question if isinstance(question, str) else str(question[-1]["content"])
         limits = _find_limits(run, policy, len(policy.tokenizer(prompt)["input_ids"]), budget, max_tokens)
-        with _shown(stream, title) as on_text:
-            given = _sample(run, policy, prompt, on_text, **options, **limits)
-            given = replace(given, question=asked, base=base)
-            if isinstance(on_text, Printed):
-                on_text.close(given.summary)
-        return given
+        printed, on_text = Printed(title) if stream is True else None, None
+        if callable(stream):
+            name = f"{title} " if title == BASE else ""
+            on_text = lambda part, text: stream(name + part, text)  # noqa: E731
+        try:
+            given = _sample(run, policy, prompt, printed or on_text, **options, **limits)
+            if printed is not None:
+                printed.close(given.summary)
+        finally:  # also on Ctrl-C
+            if printed is not None:
+                printed.end_line()
+        return replace(given, question=asked, base=base)
 
     if base is False:
         return answer(policy, "")
@@ -141,20 +146,12 @@ def _sample(run: RunConfig, policy: Policy, prompt: str, on_text: OnText | None,
     if text is not None:
         text.feed(found.ids)
         text.close()
-    thinking, answer = split_thinking(found.ids, policy.tokenizer, tags, opened)
-    is_open = opened or tags.start_id in found.ids[:1]
-    unclosed = len(found.ids) - found.ended if is_open else 0
-    return Answer(
-        question=prompt,
-        thinking=thinking,
-        answer=answer,
-        tokens=len(found.ids),
-        thinking_tokens=unclosed if found.thinking_tokens is None else found.thinking_tokens,
-        ended=found.ended,
-        closed=found.closed,
-        forced=found.forced,
-        seconds=time.monotonic() - started,
-    )
+    parts = split_thinking(found.ids, policy.tokenizer, tags, opened)
+    thought, count = found.thinking_tokens, len(found.ids)
+    if thought is None:
+        thought = count - found.ended if opened or tags.start_id in found.ids[:1] else 0
+    seconds = time.monotonic() - started
+    return Answer(prompt, *parts, count, thought, found.ended, found.closed, found.forced, seconds)
 
 
 def _find_limits(
@@ -189,7 +186,7 @@ def count_room(run: RunConfig, policy: Policy) -> int:
     """Maximum tokens of a prompt and its completion together."""
     vllm = find_vllm(policy.model) if run.rollout.engine in ("auto", "vllm") else None
     others = [getattr(policy.model.config, "max_position_embeddings", None), vllm and vllm.max_tokens]
-    return min(limit for limit in [run.model.max_seq_length, *others] if limit)
+    return min(filter(None, [run.model.max_seq_length, *others]))
 
 
 class TextStream:
@@ -250,23 +247,6 @@ class TextStream:
         if rest:
             self._shown = True
             self._on_text(self._part, rest)
-
-
-@contextmanager
-def _shown(stream: bool | OnText, title: str) -> Iterator[OnText | None]:
-    """The receiver of the pieces of text. An unfinished line is ended on exit, even on Ctrl-C."""
-    if stream is False:
-        yield None
-        return
-    if stream is not True:
-        name = f"{title} " if title == BASE else ""
-        yield lambda part, text: stream(name + part, text)
-        return
-    printed = Printed(title)
-    try:
-        yield printed
-    finally:
-        printed.end_line()
 
 
 class Printed:

@@ -84,18 +84,12 @@ def measure_pass_rates(
     """The share of right ones among `samples` completions of each rendered prompt, cached or measured, and how many
     were cached."""
     judge = AnswerJudge(run, policy.tokenizer, answers)
+    judged_by = judge.reward if judge.gym_reward is None else (judge.reward, judge.gym_reward)
+    adapter = None if run.model.adapter is None else str(run.model.adapter)
+    conditions = {"model": run.model.name, "adapter": adapter, "weights": fingerprint(policy.model), "samples": samples}
+    conditions |= {**_sampling_of(run), "judge": repr(judged_by), "kit": rloo_kit.__version__}
     try:
-        cache = PassRateCache(
-            {
-                "model": run.model.name,
-                "adapter": None if run.model.adapter is None else str(run.model.adapter),
-                "weights": fingerprint(policy.model),
-                "samples": samples,
-                **_sampling_of(run),
-                "judge": repr(judge.reward) if judge.gym_reward is None else repr((judge.reward, judge.gym_reward)),
-                "kit": rloo_kit.__version__,
-            }
-        )
+        cache = PassRateCache(conditions)
         pairs = list(dict.fromkeys(zip(prompts, answers, strict=True)))
         todo = share([pair for pair in pairs if cache.get(*pair) is None])  # each machine has its own cache
         _measure(run, policy, judge, cache, [todo[place] for place in share_of(todo)], samples)
@@ -183,28 +177,25 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
             "rollout.difficulty_samples=0"
         )
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
-    prompts = list(dataset["prompt"])
-    samples = run.rollout.difficulty_samples
-    rates, cached = measure_pass_rates(
-        run, policy, [prompts[row] for row in judged], [answers[row] for row in judged], samples
-    )
+    samples, prompts = run.rollout.difficulty_samples, list(dataset["prompt"])
+    asked = [prompts[row] for row in judged], [answers[row] for row in judged]
+    rates, cached = measure_pass_rates(run, policy, *asked, samples)
     skipped = {row for row, rate in zip(judged, rates, strict=True) if not low < rate < high}
     kept = [row for row in range(len(prompts)) if row not in skipped]
     hard, easy = (sum(rate <= low for rate in rates), sum(rate >= high for rate in rates))
     which = "training prompts with an answer" if len(rates) < len(prompts) else "training prompts"
     found = (
         f"of {len(rates)} {which}, {hard} have a pass rate of at most {low:g} (rollout.min_pass_rate) and "
-        f"{easy} of at least {high:g} (rollout.max_pass_rate)"
+        f"{easy} of at least {high:g} (rollout.max_pass_rate), {samples} completions each"
     )
-    measured = f"{samples} completions each"
     needed = run.rloo.prompts_per_generation
     if len(kept) < needed:
         raise DataError(
-            f"{found}, {measured}: {len(kept)} are left, and a rollout takes {needed}. Use prompts of another "
+            f"{found}: {len(kept)} are left, and a rollout takes {needed}. Use prompts of another "
             "difficulty (data.source), raise rollout.difficulty_samples or rloo.max_completion_length, widen the two "
             "rates, or set rollout.difficulty_samples=0 to train on all"
         )
-    say(f"difficulty: {found}, {measured} ({cached} from the cache): {len(kept)} are trained on")
+    say(f"difficulty: {found} ({cached} from the cache): {len(kept)} are trained on")
     mean = sum(rates) / len(rates)
     return {"prompts": len(rates), "too_hard": hard, "too_easy": easy, "mean_pass_rate": mean, "kept": kept}
 
@@ -226,8 +217,7 @@ def _measure(
                 printed_at = time.monotonic()
 
         # a seed for each chunk, the same in each run, so that two chunks draw independently
-        digest = hashlib.sha256(f"{run.run.seed} {chunk[0][0]}".encode()).digest()
-        seed = int.from_bytes(digest[:4], "big")
+        seed = int.from_bytes(hashlib.sha256(f"{run.run.seed} {chunk[0][0]}".encode()).digest()[:4], "big")
         completions = _sample(run, policy, [prompt for prompt, _ in chunk], samples, seed, report)
         judge.gold = [answer for _, answer in chunk]
         verdicts = judge.judge(completions) or []
@@ -239,16 +229,8 @@ def _sample(
     run: RunConfig, policy: Policy, prompts: list[str], samples: int, seed: int, on_batch: Progress | None = None
 ) -> list[Completion]:
     """Completions of training prompts, sampled as RLOO samples."""
-    return generate_completions(
-        policy,
-        prompts,
-        num_samples=samples,
-        batch_size=run.rollout.rows or run.eval.batch_size,
-        seed=seed,
-        engine=run.rollout,
-        on_batch=on_batch,
-        **_sampling_of(run),
-    )
+    options = {"batch_size": run.rollout.rows or run.eval.batch_size, "engine": run.rollout, **_sampling_of(run)}
+    return generate_completions(policy, prompts, num_samples=samples, seed=seed, on_batch=on_batch, **options)
 
 
 def _sampling_of(run: RunConfig) -> dict[str, Any]:

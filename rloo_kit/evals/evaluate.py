@@ -1,4 +1,4 @@
-"""Held-out rewards: calls a run's rewards as training does, without a trainer."""
+"""Measures a policy on held-out prompts: accuracy, the run's rewards, greedy decoding, thinking budgets."""
 
 import hashlib
 import math
@@ -48,10 +48,9 @@ class HeldOutRewards:
     """
 
     def __init__(self, run: RunConfig, rewards: Sequence[Any]) -> None:
-        guarded = [guard(reward) for reward in rewards]
+        guarded = self._rewards = [guard(reward) for reward in rewards]
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
         self.is_callable = all(isinstance(reward, GuardedReward) for reward in guarded)
-        self._rewards = guarded
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
         self._has_budget = run.rloo.thinking_budget is not None
         self._size = max(1, run.rloo.generation_batch_size // count_processes())
@@ -92,8 +91,7 @@ class HeldOutRewards:
         self, dataset: Any, completions: list[Completion], num_samples: int
     ) -> tuple[list[list[float | None]], list[str]]:
         """Every reward of each completion (None: does not apply, NaN: failed), and messages."""
-        rows: list[list[float | None]] = []
-        messages: list[str] = []
+        rows, messages = list[list[float | None]](), list[str]()
         size = max(1, self._size // num_samples) * num_samples
         for start in range(0, len(completions), size):
             chunk = completions[start : start + size]
@@ -290,17 +288,10 @@ class _Generator:
                 say(f"{name}: {done}/{self.total} completions{self.each} ({what}){eta}")
                 self.printed_at = now
 
-        completions = generate_completions(
-            self.policy,
-            [self.prompts[place] for place in self.own],
-            max_completion_length=self.limit,
-            temperature=temperature,
-            batch_size=self.run.eval.batch_size,
-            seed=self.run.run.seed + process_index(),
-            engine=self.run.rollout,
-            on_batch=report,
-            **options,
-        )
+        prompts, seed = [self.prompts[place] for place in self.own], self.run.run.seed + process_index()
+        options |= {"max_completion_length": self.limit, "temperature": temperature, "engine": self.run.rollout}
+        options |= {"batch_size": self.run.eval.batch_size, "seed": seed, "on_batch": report}
+        completions = generate_completions(self.policy, prompts, **options)
         self.done += len(completions)
         return gather_lists([replace(done, prompt_index=self.own[done.prompt_index]) for done in completions])
 
@@ -355,13 +346,8 @@ def _measure_greedy(
 
 def _measure_budget(generate: _Generator, judge: AnswerJudge, budget: int) -> Budget:
     run = generate.run
-    completions = generate(
-        f"budget {budget}",
-        run.eval.temperature,
-        thinking_budget=budget,
-        answer_budget=run.eval.answer_budget,
-        thinking_close=run.rloo.thinking_close,
-    )
+    limits = {"answer_budget": run.eval.answer_budget, "thinking_close": run.rloo.thinking_close}
+    completions = generate(f"budget {budget}", run.eval.temperature, thinking_budget=budget, **limits)
     forced = [completion.forced for completion in completions]
     verdicts = _judge(judge, completions) or [None] * len(forced)
 
@@ -379,31 +365,19 @@ def _samples(
     """The first completion of each prompt, split into thinking and answer: for the first `eval.num_completions` prompts
     (0: none at all), and for later ones until their text reaches SAMPLE_CHARS."""
     run, policy, dataset = generate.run, generate.policy, generate.dataset
-    samples: list[dict[str, Any]] = []
-    left = SAMPLE_CHARS
+    samples, left = list[dict[str, Any]](), SAMPLE_CHARS
     for index in range(len(dataset) if run.eval.num_completions else 0):
-        number = index * run.eval.num_samples
+        number, prompt = index * run.eval.num_samples, dataset[index]["prompt"]
         completion = completions[number]
-        prompt = dataset[index]["prompt"]
         if index >= run.eval.num_completions:
             left -= len(prompt) + len(completion.text)
             if left < 0:
                 break
         thinking, answer = split_thinking(completion.ids, policy.tokenizer, policy.tags, opens_thinking(prompt))
-        samples.append(
-            {
-                "prompt": prompt,
-                "thinking": thinking,
-                "answer": answer,
-                "gold": dataset[index].get("answer"),
-                "correct": None if verdicts is None else verdicts[number],
-                "ended": completion.ended,
-                "closed": completion.closed,
-                "tokens": len(completion.ids),
-                "thinking_tokens": completion.thinking_tokens,
-                "forced": completion.forced,
-            }
-        )
+        shown = {"prompt": prompt, "thinking": thinking, "answer": answer, "gold": dataset[index].get("answer")}
+        shown |= {"correct": None if verdicts is None else verdicts[number], "ended": completion.ended}
+        shown |= {"closed": completion.closed, "tokens": len(completion.ids)}
+        samples.append(shown | {"thinking_tokens": completion.thinking_tokens, "forced": completion.forced})
     return samples
 
 

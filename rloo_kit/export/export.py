@@ -126,9 +126,10 @@ def export_model(
             written = WRITERS[to](Job(to, run, policy, base, settings, quantization or dtype, staged, folder, push))
             del policy  # frees memory for the loader
             certificate, verdict = _certify(to, written, run, reference)
-            card = write_card(run, to, _name_base(run, base), verdict, written.loading)
+            shown = public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
+            card = write_card(run, to, shown, verdict, written.loading)
             (staged / "README.md").write_text(card, encoding="utf-8")
-            (staged / RUN_FILE).write_text(describe_origin(run, _find_base(run, base)), encoding="utf-8")
+            (staged / RUN_FILE).write_text(describe_origin(run, find_base(run, base)), encoding="utf-8")
             files = {
                 path.relative_to(staged).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
                 for path in sorted(staged.rglob("*"))
@@ -222,16 +223,12 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
     }, verdict
 
 
-def _name_base(run: RunConfig, base: str) -> str:
-    """The base's name on the card; without an adapter `base` is the trained model itself."""
-    return public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
-
-
-def _find_base(run: RunConfig, base: str) -> dict[str, Any]:
+def find_base(run: RunConfig, base: str) -> dict[str, Any]:
     """The `model` keys that find the base on another machine, or at least name it. A user's task family file is not
-    part of an export."""
+    part of an export. Without an adapter `base` is the trained model itself."""
     folder = Path(base).name
-    return name_built(folder) or {"name": folder if run.model.is_embedded else _name_base(run, base)}
+    own = folder if run.model.is_embedded else public_name(run.model.name if run.model.lora is None else base)
+    return name_built(folder) or {"name": own}
 
 
 def push_folder(folder: Path, repo: str, message: str) -> str:

@@ -1,5 +1,5 @@
-"""The formats of an export: each fills a staging folder, reads the tensors back, describes how to load the export, and
-writes its model card."""
+"""The formats of an export, each of which fills a staging folder, reads the tensors back and describes how to load the
+export; and the model card."""
 
 import hashlib
 import json

@@ -33,7 +33,7 @@ from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy, keep_values
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system import environment
 from rloo_kit.system.processes import count_processes, say
@@ -297,7 +297,7 @@ def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 def loaded_engine(run: RunConfig, policy: Policy) -> str:
     """The engine that samples; for auto, the one the policy was loaded with, whatever fits next to it now."""
     wanted = str(run.rollout.engine)
-    return choose_engine(wanted, policy.backend, policy.model)[0] if wanted == "auto" else wanted
+    return resolve_engine(wanted, policy.backend, policy.model)[0] if wanted == "auto" else wanted
 
 
 def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:

@@ -40,7 +40,7 @@ from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
 from rloo_kit.rewarding.worker import digest_texts, end_workers, read_sources, refuse_edited
-from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.folder import INPUTS, RunDir
@@ -68,7 +68,7 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
     """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts: ConfigError (a
     budget for a model that does not think, a missing adapter) or BackendError (an engine)."""
     check_budget(run, policy.family)
-    name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
+    name, _ = resolve_engine(run.rollout.engine, policy.backend, policy.model)
     if name == "server" and not hasattr(policy.model, "peft_config"):
         raise ConfigError(NO_ADAPTER)
     start_engine(run, policy)

@@ -143,16 +143,9 @@ def _sampler(
     """The engine for one call; a server unloads the adapter afterwards."""
     pad_id = policy.tokenizer.pad_token_id
     with _server_settings(policy, rollout) if rollout.engine == "server" else nullcontext() as server:
-        engine = build_engine(
-            policy.model,
-            rollout.engine,
-            backend=policy.backend,
-            temperature=temperature,
-            end_ids=end_ids,
-            pad_id=end_ids[0] if pad_id is None else pad_id,
-            rows=rows,
-            server=server,
-        )
+        ids = {"end_ids": end_ids, "pad_id": end_ids[0] if pad_id is None else pad_id}
+        options: dict[str, Any] = {"backend": policy.backend, "temperature": temperature, "rows": rows, **ids}
+        engine = build_engine(policy.model, rollout.engine, server=server, **options)
         try:
             yield engine
         finally:
@@ -170,10 +163,8 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     def hand_over(target: Path) -> None:
         weights = {}
         if is_switched_off(policy.model):  # a request to a server always names an adapter: this one changes nothing
-            zeros = {
-                name: torch.zeros_like(value) for name, value in policy.model.named_parameters() if "lora_" in name
-            }
-            weights = {"state_dict": zeros}
+            lora = [(name, value) for name, value in policy.model.named_parameters() if "lora_" in name]
+            weights = {"state_dict": {name: torch.zeros_like(value) for name, value in lora}}
         policy.model.save_pretrained(str(target), **ADAPTER_ALONE, **weights)
         follow_umask(target)
 

@@ -1,4 +1,4 @@
-"""Keys and values of the rows that are being generated: one slot and one write position per row.
+"""One decoding step of all live rows, by the model's modules or fused, and the cache of their keys and values.
 
 Live rows occupy the first slots: a row that ends is overwritten by the last live one, a new row goes after them.
 
@@ -7,6 +7,7 @@ Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value h
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -146,14 +147,8 @@ class ModuleDecoder:
         if self.groups_heads and cache.is_even:
             mask = mask[..., :0]  # with None the model would build its own
         with _grouped_heads(self.model) if self.groups_heads else nullcontext():
-            return self.model(
-                input_ids=tokens[:, None],
-                position_ids=positions[:, None],
-                attention_mask=mask,
-                past_key_values=_StepCache(cache),
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            places = {"position_ids": positions[:, None], "attention_mask": mask, "past_key_values": _StepCache(cache)}
+            return self.model(input_ids=tokens[:, None], **places, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 @contextmanager
@@ -223,7 +218,7 @@ SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "emb
 
 
 class NotPlainError(Exception):
-    """The model has a part that this decoder does not support; the message names it."""
+    """The model has a part that `FusedDecoder` does not support; the message names it."""
 
 
 class _Layer(NamedTuple):
@@ -280,37 +275,29 @@ class FusedDecoder(ModuleDecoder):
         mask = None
         if not cache.is_even:
             mask = torch.zeros(cache.mask.shape, device=self.device).masked_fill_(~cache.mask, -torch.inf)
+        rows, both = tokens.size(0), self.heads + self.kv_heads
         hidden = functional.embedding(tokens, self._embedding)  # (R, M)
         for number, layer in enumerate(self._layers):
-            hidden = self._attend(hidden, layer, number, angles, mask, cache)
+            states = _normalise(hidden, layer.eps[0]) @ layer.qkv
+            if layer.qkv_bias is not None:
+                states = states + layer.qkv_bias
+            states = states.view(rows, both + self.kv_heads, self.head_size)
+            turned = states[:, :both]  # queries and keys, (R, H + G, D)
+            if layer.head_norm is not None:
+                turned = _normalise(turned, layer.head_eps) * layer.head_norm
+            pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))  # (R, H + G, D / 2)
+            turned = torch.view_as_real(pairs * angles).flatten(-2)
+            keys, values = cache.write(number, turned[:, self.heads :], states[:, both:])
+            queries = turned[:, : self.heads].reshape(
+                rows, self.kv_heads, -1, self.head_size
+            )  # a group's heads as rows
+            found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
+            hidden = torch.addmm(hidden, found.reshape(rows, -1), layer.out)
+            if layer.out_bias is not None:
+                hidden = hidden + layer.out_bias
             gate, up = (_normalise(hidden, layer.eps[1]) @ layer.gate_up).chunk(2, dim=-1)
             hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
         return functional.linear(_normalise(hidden, self._norm_eps) * self._norm, self._head.weight, self._head.bias)
-
-    def _attend(
-        self,
-        hidden: torch.Tensor,
-        layer: _Layer,
-        number: int,
-        angles: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: SlotCache,
-    ) -> torch.Tensor:
-        rows, both = hidden.size(0), self.heads + self.kv_heads
-        states = _normalise(hidden, layer.eps[0]) @ layer.qkv
-        if layer.qkv_bias is not None:
-            states = states + layer.qkv_bias
-        states = states.view(rows, both + self.kv_heads, self.head_size)
-        turned = states[:, :both]  # queries and keys, (R, H + G, D)
-        if layer.head_norm is not None:
-            turned = _normalise(turned, layer.head_eps) * layer.head_norm
-        pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))  # (R, H + G, D / 2)
-        turned = torch.view_as_real(pairs * angles).flatten(-2)
-        keys, values = cache.write(number, turned[:, self.heads :], states[:, both:])
-        queries = turned[:, : self.heads].reshape(rows, self.kv_heads, -1, self.head_size)  # a group's heads as rows
-        found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
-        hidden = torch.addmm(hidden, found.reshape(rows, -1), layer.out)
-        return hidden if layer.out_bias is None else hidden + layer.out_bias
 
     def _rotate(self, length: int) -> torch.Tensor:
         """(length, D / 2) complex numbers that rotate pairs of dimensions."""
@@ -325,13 +312,12 @@ class FusedDecoder(ModuleDecoder):
         attention, mlp = layer.self_attn, layer.mlp
         before_attention, eps = _norm_of(layer.input_layernorm)
         before_mlp, mlp_eps = _norm_of(layer.post_attention_layernorm)
-        weights, biases = zip(
-            *(_linear(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)), strict=True
-        )
-        turned = [self._pair_rows(weight) for weight in weights[:2]]
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weights, biases = zip(*map(_linear, projections), strict=True)
+        turned = [*map(self._pair_rows, weights[:2])]
         bias = None
         if biases[0] is not None:
-            bias = torch.cat([*(self._pair_rows(part) for part in biases[:2]), biases[2]])
+            bias = torch.cat([*map(self._pair_rows, biases[:2]), biases[2]])
         head_norm, head_eps = None, 0.0
         if getattr(attention, "q_norm", None) is not None:
             (query_norm, head_eps), (key_norm, _) = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
@@ -341,17 +327,10 @@ class FusedDecoder(ModuleDecoder):
         (gate, gate_bias), (up, up_bias), (down, down_bias) = map(_linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         if any(part is not None for part in (gate_bias, up_bias, down_bias)):
             raise NotPlainError("has biases in its MLP")
-        return _Layer(
-            qkv=(torch.cat([*turned, weights[2]]) * before_attention).t().contiguous(),
-            qkv_bias=bias,
-            head_norm=head_norm,
-            head_eps=head_eps,
-            out=out.t().contiguous(),
-            out_bias=out_bias,
-            gate_up=(torch.cat((gate, up)) * before_mlp).t().contiguous(),
-            down=down.t().contiguous(),
-            eps=(eps, mlp_eps),
-        )
+        qkv = (torch.cat([*turned, weights[2]]) * before_attention).t().contiguous()
+        gate_up = (torch.cat((gate, up)) * before_mlp).t().contiguous()
+        matrices = out.t().contiguous(), out_bias, gate_up, down.t().contiguous()
+        return _Layer(qkv, bias, head_norm, head_eps, *matrices, eps=(eps, mlp_eps))
 
     def _pair_rows(self, weight: torch.Tensor) -> torch.Tensor:
         """A projection's output rows, (heads * D, ...), with each head's dimensions in pairs."""
@@ -360,12 +339,10 @@ class FusedDecoder(ModuleDecoder):
 
 def _check(model: Any, backbone: Any) -> None:
     config = model.config
-    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
-    for layer in backbone.layers:
-        if not all(hasattr(getattr(layer, "self_attn", None), part) for part in parts):
-            raise NotPlainError("has attention of another kind")
-        if not all(hasattr(getattr(layer, "mlp", None), part) for part in ("gate_proj", "up_proj", "down_proj")):
-            raise NotPlainError("has an MLP of another kind")
+    needed = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    for layer, (part, names) in product(backbone.layers, needed.items()):
+        if not all(hasattr(getattr(layer, part, None), name) for name in names):
+            raise NotPlainError(f"has another kind of {part}")
     if config.hidden_act != "silu" or any(getattr(config, key, None) not in (None, 1.0) for key in SCALING_KEYS):
         raise NotPlainError("has another activation, or scales what it embeds or predicts")
     if getattr(getattr(backbone, "rotary_emb", None), "rope_type", None) not in FIXED_ROTATIONS:

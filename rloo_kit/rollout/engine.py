@@ -27,7 +27,7 @@ PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
 
-def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
+def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     """The engine's name and the reason for it, for `rollout.engine` = `wanted`.
 
     Args:
@@ -107,7 +107,7 @@ def build_engine(
     filters: Filters = WHOLE,
     say: Callable[[str], None] = print,
 ) -> Engine:
-    """The engine that samples from `model`; raises as `choose_engine` does.
+    """The engine that samples from `model`; raises as `resolve_engine` does.
 
     Args:
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
@@ -122,7 +122,7 @@ def build_engine(
         say: gets one line when rows are halved because memory ran out.
     """
     sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
-    name, reason = choose_engine(engine, backend, model)
+    name, reason = resolve_engine(engine, backend, model)
     mode = partial(inference_mode_of(backend), model)
     if name == "native":
         return NativeEngine(model, mode, reason, sampling)

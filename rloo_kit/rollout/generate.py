@@ -22,23 +22,13 @@ from rloo_kit.system.memory import is_out_of_memory
 
 # Every option that reshapes the distribution, at its neutral value: `generate` takes missing ones from the checkpoint's
 # generation config. `_Steering` applies temperature and filters, so it sees the sampled distribution.
-WHOLE_DISTRIBUTION = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "min_new_tokens": 0,
-}
+NO_PENALTIES = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
+WHOLE_DISTRIBUTION = NO_PENALTIES | {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "num_return_sequences": 1, "min_new_tokens": 0,
+}  # fmt: skip
 PAD_CHECK = ((2, 6), 3)  # prompt lengths, and tokens after them
 PAD_TOLERANCE, PAD_TOLERANCE_16_BITS = 1e-3, 0.1  # largest sum of probabilities that padding may move to other tokens
-NO_PENALTIES = {key: WHOLE_DISTRIBUTION[key] for key in ("repetition_penalty", "no_repeat_ngram_size", "num_beams")}
 
 
 class GenerateEngine(Engine):
@@ -78,18 +68,20 @@ class GenerateEngine(Engine):
 
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
-        ends = self.sampling.end_ids
+        ends, cut = self.sampling.end_ids, None
         states = [CompletionState(call.limits, ends, row, call.states[row].prompt) for row in batch]
         prompts = [state.prompt for state in states]
         padded = self._pad(prompts)
         rows, width = padded["input_ids"].shape
-        cut = self._cut_after(prompts, padded["input_ids"].device)
+        if (whole_cut := self._cut) is not None:  # reads a row's own tokens instead of its padding
+            own = padded["input_ids"].new_tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts])  # (B, P)
+            cut = lambda ids, scores: whole_cut(torch.cat([own, ids[:, width:]], dim=1), scores)  # noqa: E731
         steering = _Steering(self.sampling, states, cut, call.on_tokens)
         try:
             output = self._model.generate(
                 **padded,
                 max_new_tokens=max(state.room for state in states),
-                eos_token_id=list(self.sampling.end_ids),
+                eos_token_id=list(ends),
                 pad_token_id=self._pad_id,
                 use_cache=True,
                 logits_processor=[steering],
@@ -147,14 +139,6 @@ class GenerateEngine(Engine):
         device = self._model.get_input_embeddings().weight.device
         rows = {"input_ids": padded, "attention_mask": mask}
         return {name: torch.tensor(values, device=device) for name, values in rows.items()}
-
-    def _cut_after(self, prompts: list[list[int]], device: torch.device) -> Cut | None:
-        """The filters, reading a row's own tokens instead of its padding."""
-        cut, width = self._cut, max(map(len, prompts))
-        if cut is None:
-            return None
-        own = torch.tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts], device=device)  # (B, P)
-        return lambda ids, scores: cut(torch.cat([own, ids[:, width:]], dim=1), scores)
 
     def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
         """Arguments of `generate` for the cache of (B, P) prompts; `measure` passes a full one."""

@@ -122,27 +122,13 @@ class CompletionState:
         finished: it takes no more tokens.
     """
 
-    __slots__ = (
-        "_answer_ends",
-        "_ends",
-        "_limits",
-        "_pending",
-        "finished",
-        "forced",
-        "ids",
-        "logps",
-        "number",
-        "prompt",
-    )
-
     def __init__(self, limits: Limits, end_ids: Collection[int], number: int = 0, prompt: Sequence[int] = ()) -> None:
         self.number, self.prompt = number, list(prompt)
         self.ids: list[int] = []
         self.logps: list[float] = []
         self.forced: tuple[int, int] | None = None
         self.finished = limits.max_completion_length < 1
-        self._limits = limits
-        self._ends = end_ids
+        self._limits, self._ends = limits, end_ids
         self._answer_ends: int | None = None  # length at which the answer budget is spent
         self._pending: list[int] = []  # forced tokens still to come, the next one last
         if limits.thinking_budget == 0:
@@ -176,12 +162,13 @@ class CompletionState:
     @property
     def next_stretch(self) -> tuple[int, list[int]]:
         """How many tokens may be sampled in one request before a limit, and the ids that stop it earlier."""
-        if self._limits.thinking_budget is None:
-            return self.room, [*self._ends]
+        budget, ends = self._limits.thinking_budget, [*self._ends]
+        if budget is None:
+            return self.room, ends
         if self._answer_ends is not None:
-            return min(self.room, self._answer_ends - len(self.ids)), [*self._ends]
+            return min(self.room, self._answer_ends - len(self.ids)), ends
         closing = [] if self._limits.think_end_id is None else [self._limits.think_end_id]
-        return min(self.room, self._limits.thinking_budget - len(self.ids)), [*self._ends, *closing]
+        return min(self.room, budget - len(self.ids)), ends + closing
 
     @property
     def next_forced(self) -> int | None:
@@ -191,7 +178,12 @@ class CompletionState:
     def take(self, token: int, logp: float) -> None:
         """Add the sampled token, or the forced one that is due instead."""
         if self._pending:
-            self._take_forced()
+            start = len(self.ids) if self.forced is None else self.forced[0]
+            self.ids.append(self._pending.pop())
+            self.logps.append(nan)
+            self.forced = (start, len(self.ids))
+            if not self._pending:
+                self._answer_ends = len(self.ids) + self._limits.answer_limit
         else:
             self.ids.append(token)
             self.logps.append(logp)
@@ -208,14 +200,6 @@ class CompletionState:
 
     def _close(self) -> None:
         self._pending = list(reversed(self._limits.close_ids))
-
-    def _take_forced(self) -> None:
-        start = len(self.ids) if self.forced is None else self.forced[0]
-        self.ids.append(self._pending.pop())
-        self.logps.append(nan)
-        self.forced = (start, len(self.ids))
-        if not self._pending:
-            self._answer_ends = len(self.ids) + self._limits.answer_limit
 
 
 @dataclass(frozen=True)

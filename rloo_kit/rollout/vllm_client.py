@@ -176,11 +176,17 @@ class VllmClient:
             stop.wait(pause)
             pause = min(2 * pause, 10.0)
 
-    def has_lost(self, adapter: str) -> bool:
+    def has_lost(self, adapter: str, stop: threading.Event | None = None) -> bool:
         """Whether requests in flight for `adapter` will never be answered: the server is down, or was restarted and
-        does not list the adapter. A busy server has lost nothing."""
+        does not list the adapter. A busy server has lost nothing. One behind a proxy that answers for it (502) is
+        waited for, until `stop` is set."""
         try:
-            self._ask("GET", "/health")
+            try:
+                self._ask("GET", "/health")
+            except ServerLostError as error:
+                if error.__cause__ is not None:
+                    raise
+                self.wait_until_up(stop)
             return adapter not in {model.id for model in self._list_models()}
         except ServerLostError as error:
             return not isinstance(error.__cause__, httpx.TimeoutException)
@@ -229,15 +235,8 @@ class VllmClient:
         Returns:
             the new ids, and the log-probability of each, in nats.
         """
-        body = {
-            "max_tokens": limit,
-            "temperature": sampling.temperature,
-            "seed": seed,
-            "stop_token_ids": stop_ids,
-            "logprobs": 0,  # of the sampled token only
-            "return_token_ids": True,
-            **asdict(sampling.filters),
-        }
+        body = {"max_tokens": limit, "temperature": sampling.temperature, "seed": seed, "stop_token_ids": stop_ids}
+        body |= {"logprobs": 0, "return_token_ids": True, **asdict(sampling.filters)}  # of the sampled token only
         choice = self._complete(adapter, prompt_ids, body)
         ids, reason = choice.token_ids, picture_controls(str(choice.finish_reason))[:100]
         logps = choice.scores.token_logprobs if choice.scores is not None else None

@@ -1,4 +1,4 @@
-"""Sampling by vLLM in this process: all prompts of a call at once, one request for thinking and one for the answer.
+"""Sampling by vLLM, in this process or on a server: one request for a completion's thinking and one for its answer.
 
 A request that follows a forced close finds its prompt and its thinking in vLLM's prefix cache. vLLM decides how many
 requests run at once; the others wait.
@@ -178,21 +178,25 @@ class ServerEngine(Engine):
         super().__init__(f"{reason}; {settings.url}", sampling)
         self._settings = settings
         self._folder = settings.folder.resolve()
-        self._client = VllmClient(settings.url, say=sampling.say) if client is None else client
-        self._stem = f"{PREFIX}{uuid4().hex}"
-        self._count = 0
+        self._client = client or VllmClient(settings.url, say=sampling.say)
+        self._stem, self._count = f"{PREFIX}{uuid4().hex}", 0
         self._adapter: str | None = None  # its name, on the server and as a folder
         self._made_folder = False  # by this process, for its adapters
         self._max_tokens: int | None = None
         self._stop = threading.Event()  # the completions in flight are no longer needed
-        self._recovering = threading.Lock()
-        self._recoveries = 0
+        self._recovering, self._recoveries = threading.Lock(), 0
 
     def _finish(self, call: Call) -> None:
         self._stop.clear()
         try:
             self._publish(call.states[0].prompt)
-            self._check_lengths(call)
+            longest, room = max(len(state.prompt) for state in call.states), call.limits.max_completion_length
+            if self._max_tokens is not None and longest + room > self._max_tokens:
+                raise RolloutServerError(
+                    f"a prompt of {longest} tokens and a completion of {room} exceed the {self._max_tokens} of "
+                    f"{self._client.url}: start it with --max-model-len {longest + room} or more, or lower "
+                    "rloo.max_completion_length"
+                )
             self._sample_all(call)
         except ServerLostError as error:
             raise RolloutServerError(
@@ -263,11 +267,8 @@ class ServerEngine(Engine):
         self._load(name)
         self._adapter = name
         temperature, filters = self.sampling.temperature, self.sampling.filters
-        if (
-            temperature > 0
-            and (temperature != 1 or filters.active)
-            and self._client.find_logprobs_mode(name, prompt, temperature) == "raw"
-        ):
+        matters = temperature > 0 and (temperature != 1 or filters.active)
+        if matters and self._client.find_logprobs_mode(name, prompt, temperature) == "raw":
             filtered = f" with the filters {filters}" if filters.active else ""
             raise RolloutServerError(
                 f"rloo.temperature is {temperature}{filtered}, but {self._client.url} returns raw log-probabilities, "
@@ -303,15 +304,6 @@ class ServerEngine(Engine):
             return is_plain and marker.is_file() and marker.read_bytes() == self._settings.run.encode()
         except OSError:
             return False
-
-    def _check_lengths(self, call: Call) -> None:
-        longest, room = max(len(state.prompt) for state in call.states), call.limits.max_completion_length
-        if self._max_tokens is not None and longest + room > self._max_tokens:
-            raise RolloutServerError(
-                f"a prompt of {longest} tokens and a completion of {room} exceed the {self._max_tokens} of "
-                f"{self._client.url}: start it with --max-model-len {longest + room} or more, or lower "
-                "rloo.max_completion_length"
-            )
 
     def _sample_all(self, call: Call) -> None:
         """Finish all states; the first error ends it. No request stays in flight at the end: vLLM's engine dies when it
@@ -370,7 +362,7 @@ class ServerEngine(Engine):
         except ServerLostError as error:
             with self._recovering:  # by the first thread that notices
                 if self._recoveries == seen and not self._stop.wait(SETTLE_S):
-                    if self._client.has_lost(adapter):
+                    if self._client.has_lost(adapter, self._stop):
                         self.sampling.say(f"rollout: {error}; loading it again")
                         self._client.hang_up()  # what the server has lost it never answers
                         self._load(adapter)

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import random
 import select
 import signal
 import subprocess
@@ -14,12 +15,16 @@ import pytest
 import torch
 
 from rloo_kit.config.run import load_config
+from rloo_kit.data.chat import byte_symbols
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
-from rloo_kit.evals.ask import THINKING, Answer, Dialogue, TrainedModel, ask, count_room
+from rloo_kit.evals.ask import THINKING, Answer, Dialogue, TextStream, TrainedModel, ask, count_room
 from rloo_kit.models.policy import load_base, load_policy, load_trained, save_adapter
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.find import RUN_FILE
-from tests.rollout.models import shake
+from rloo_kit.think_tags import bind_think_tags, split_thinking
+from tests.rollout.models import THINK_END, TURN_END, shake
+
+THINK_START = 259
 
 CONFIG = """
 run: {{output_dir: {output}}}
@@ -71,10 +76,9 @@ def sampled(run, policy, prompt, **named):
 PROMPT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
-@pytest.mark.parametrize("engine", ["native", "generate"])
-def test_the_model_reads_what_it_was_trained_on(run_folder, engine):
+def test_the_model_reads_what_it_was_trained_on(trained):
     """Without the run's system prompt or template, the model is asked something it has never seen."""
-    run, policy = load_trained(run_folder, f"rollout.engine={engine}")
+    run, policy = trained
     pieces: list[tuple[str, str]] = []
     given = ask(run, policy, "1+2=", seed=5, stream=lambda *piece: pieces.append(piece))
     wanted = sampled(run, policy, PROMPT, seed=5)
@@ -207,6 +211,57 @@ def test_a_run_that_trained_all_weights_has_its_base_loaded(tmp_path, base_folde
     assert found.base.thinking == wanted.thinking != found.thinking
 
 
+# ------------------------------------------------------------------------------------------------ the text as it grows
+
+
+def stream(tokenizer, ids, opened, step=1):
+    """The pieces of a completion that grows by `step` tokens at once."""
+    pieces: list[tuple[str, str]] = []
+    text = TextStream(tokenizer, bind_think_tags(tokenizer), opened, lambda *piece: pieces.append(piece))
+    for end in range(step, len(ids) + step, step):
+        text.feed(ids[:end])
+    text.close()
+    return pieces
+
+
+def joined(pieces):
+    return tuple("".join(text for part, text in pieces if part == wanted) for wanted in ("thinking", "answer"))
+
+
+def test_characters_of_several_tokens_come_whole(tiny_tokenizer):
+    """Each byte is a token here, and half a character is a replacement character on the screen."""
+    thought, answer = "日本, naïve 😀 ∑", "Größe: 3 ½ 👩‍🚀"
+    ids = [*tiny_tokenizer(f"{thought}\n</think>\n\n{answer}")["input_ids"], TURN_END]
+    pieces = stream(tiny_tokenizer, ids, opened=True)
+    assert joined(pieces) == (thought, answer)
+    assert not any("\ufffd" in text for _, text in pieces) and len(pieces) > 20
+    assert ("thinking", "日") in pieces and ("answer", " 👩") in pieces
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_parts_are_those_of_split_thinking(tiny_tokenizer, opened):
+    """The screen and `Answer` must not differ in what was thought: random tokens, tags and ends among them, read one
+    by one or in lumps. Bytes that are no character stay replacement characters."""
+    draw = random.Random(0)
+    words = ["1", " ", "\n", "é", "😀", "<think>"]
+    symbols = byte_symbols()
+    for _ in range(150):
+        ids = [token for _ in range(draw.randint(0, 12)) for token in tiny_tokenizer(draw.choice(words))["input_ids"]]
+        for _ in range(draw.choice([0, 0, 1, 3])):  # bytes that are no character, also right before one
+            byte = tiny_tokenizer.convert_tokens_to_ids(symbols[draw.randrange(128, 256)])
+            ids.insert(draw.randint(0, len(ids)), byte)
+        ids = ids if opened else [token for token in ids if token != THINK_START]
+        if not opened and draw.random() < 0.5:
+            ids.insert(0, THINK_START)
+        if draw.random() < 0.7 and (opened or THINK_START in ids):
+            ids.append(THINK_END)
+            ids += tiny_tokenizer(" 7 é\n")["input_ids"] + [TURN_END] * draw.randint(0, 1)
+        whole = split_thinking(ids, tiny_tokenizer, bind_think_tags(tiny_tokenizer), opened)
+        for step in (1, 3):
+            found = joined(stream(tiny_tokenizer, ids, opened, step))
+            assert found == whole, (ids, step)
+
+
 # ------------------------------------------------------------------------------------------------ the dialogue
 
 
@@ -268,24 +323,16 @@ def command(*words):
 
 
 @pytest.mark.slow
-def test_json_is_alone_on_stdout(run_folder):
-    """A library's line between two objects breaks any program that reads them."""
-    words = command(run_folder, "1+2=", "3+4=", "--json", "--base", "--budget", "2", "--temperature", "0")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    first, second = map(json.loads, done.stdout.splitlines())
-    assert (first["question"], second["question"]) == ("1+2=", "3+4=")
+def test_a_question_comes_through_a_pipe_and_json_is_alone_on_stdout(run_folder):
+    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is not a question. A library's line
+    in front of an object breaks any program that reads it."""
+    words = command(run_folder, "--json", "--base", "--budget", "2", "--temperature", "0")
+    done = subprocess.run(words, input="1+2=\n", capture_output=True, text=True, timeout=120)
+    (found,) = map(json.loads, done.stdout.splitlines())
     keys = ["question", "thinking", "answer", "tokens", "thinking_tokens", "ended", "closed", "forced"]
     keys += ["seconds", "base"]
-    assert list(first) == keys and list(first["base"]) == keys
-    assert first["thinking_tokens"] == 2 and first["forced"] and first["base"]["base"] is None
-
-
-@pytest.mark.slow
-def test_a_question_comes_through_a_pipe(run_folder):
-    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is not a question."""
-    done = subprocess.run(command(run_folder, "--json"), input="1+2=\n", capture_output=True, text=True, timeout=120)
-    assert json.loads(done.stdout)["question"] == "1+2=", done.stderr
+    assert list(found) == keys and list(found["base"]) == keys and found["question"] == "1+2=", done.stderr
+    assert found["thinking_tokens"] == 2 and found["forced"] and found["base"]["base"] is None
     empty = subprocess.run(command(run_folder), input="\n", capture_output=True, text=True, timeout=120)
     assert empty.returncode == 2 and "there is no question" in empty.stderr
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
@@ -18,7 +17,7 @@ from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.results.changes import change_of, compare
-from rloo_kit.results.evaluation import Budget, Evaluation
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import wilson
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import AnswerReward
@@ -171,33 +170,6 @@ def test_shares_and_lengths(make_run, make_policy):
     assert measured.mean_tokens == pytest.approx(sum(len(completion.ids) for completion in found) / len(found))
 
 
-def test_pass_at_k(make_run, make_policy):
-    """pass@1 is the accuracy, pass@k rises with k, and pass@n asks whether any of the n is right."""
-    policy = digits_policy(make_policy, "instruct")
-    gold = [answer or "none" for answer in answers_of(policy, num_samples=8)[::8]]
-    measured = evaluate(make_run(num_samples=8, pass_at_k=[8, 1, 2]), policy, make_dataset(gold))
-    assert list(measured.pass_at_k) == [1, 2, 8]
-    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured, "JSON's keys are text"
-    accuracy = measured.measures["accuracy"]
-    assert measured.pass_at_k[1] == pytest.approx(accuracy.value)
-    assert measured.pass_at_k[1] < measured.pass_at_k[2] < measured.pass_at_k[8]
-    assert measured.pass_at_k[8] == pytest.approx(sum(share > 0 for share in accuracy.per_prompt) / NUM_PROMPTS)
-
-
-def test_accuracy_at_thinking_budgets(make_run, make_policy):
-    """A model that never closes its thinking answers only if its thinking is closed for it."""
-    seven = 22
-    policy = make_policy(bias={seven: 100.0, THINK_END: -1000.0})
-    run = make_run(thinking_budgets=[1, 4], answer_budget=1)
-    measured = evaluate(run, policy, make_dataset(["7"] * NUM_PROMPTS))
-    assert measured.value("accuracy") == 0.0 and measured.closed_share == 0.0
-    right = wilson(1.0, NUM_PROMPTS)
-    assert measured.budgets == [Budget(tokens, 1.0, right, right, None) for tokens in (1, 4)]
-    rows = dict(measured.rows())
-    assert rows["closed by the budget at 4"] == "100.0%" and rows["accuracy at 4, closed by the budget"][:5] == "1.000"
-    assert "accuracy at 4, the others" not in rows
-
-
 def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
     """A single accuracy at a budget hides whether the closed completions are the wrong ones. The same numbers by
     hand."""
@@ -228,17 +200,12 @@ def test_budgets_need_a_model_that_thinks(make_run, make_policy):
         evaluate(run, make_policy(), make_dataset())
 
 
-def test_num_prompts_takes_the_first(make_run, make_policy):
-    """An evaluation of 5 prompts before and 5 others after is not a comparison."""
-    measured = evaluate(make_run(num_prompts=5, num_completions=99), make_policy(), make_dataset(["1"] * NUM_PROMPTS))
-    assert measured.num_prompts == 5 == len(measured.samples)
-    assert evaluate(make_run(num_prompts=99), make_policy(), make_dataset()).num_prompts == NUM_PROMPTS
-
-
 def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch):
     """Only ten of a thousand prompts could be read in an evaluation; a file of 100 MB would be no better."""
     dataset = make_dataset(["1"] * NUM_PROMPTS)
     whole = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
+    first = evaluate(make_run(greedy=False, num_completions=2, num_prompts=5), make_policy(), dataset)
+    assert first.num_prompts == 5 and first.prompt_digests == whole.prompt_digests[:5], "the same before and after"
     assert len(whole.samples) == 2 and len(whole.more_samples) == NUM_PROMPTS - 2
     assert [one["prompt"] for one in [*whole.samples, *whole.more_samples]] == list(dataset["prompt"])
     assert evaluate(make_run(greedy=False, num_completions=0), make_policy(), dataset).more_samples == []
@@ -258,41 +225,10 @@ def test_evaluation_never_swaps_the_engine(make_run, make_policy):
         evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS))
 
 
-def test_same_seed_same_evaluation(make_run, make_policy):
-    """Two evaluations of one policy must not differ by chance, and must not change training's random state."""
-    policy = digits_policy(make_policy)
-    gold = [answer or "none" for answer in answers_of(policy)]
-    state = torch.get_rng_state()
-    first, second = (evaluate(make_run(num_samples=2), policy, make_dataset(gold)) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), state)
-    first.seconds = second.seconds = 0.0
-    assert first == second
-
-
 def test_nothing_to_evaluate_on(make_run, make_policy):
     """Without held-out prompts, the mean was a division by zero."""
     with pytest.raises(DataError, match="no held-out prompts to evaluate on; set data.test_size above 0"):
         evaluate(make_run(), make_policy(), make_dataset().select([]))
-    with pytest.raises(DataError, match=r"no column 'prompt' \(found: question\)"):
-        evaluate(make_run(), make_policy(), make_dataset().rename_column("prompt", "question"))
-
-
-def test_samples_are_split_at_the_tag_that_is_judged(make_run, make_policy):
-    """The answer that is shown has to be the one that is judged: the text after the last closing tag, by ids."""
-    policy = digits_policy(make_policy)
-    prompts = [f"{prompt}<|im_start|>assistant\n<think>\n" for prompt in make_dataset()["prompt"]]
-    rows = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["1"] * NUM_PROMPTS})
-    measured = evaluate(make_run(greedy=False), policy, rows)
-    found = generate_completions(policy, prompts, max_completion_length=6, seed=0)
-    assert [sample["prompt"] for sample in measured.samples] == prompts[:10]
-    for sample, completion in zip(measured.samples, found[:10], strict=True):
-        thinking, tag, answer = completion.text.rpartition("</think>")
-        wanted = (thinking, answer) if tag else (answer, "")
-        assert (sample["thinking"], sample["answer"]) == wanted
-        for name in ("ended", "closed", "thinking_tokens"):
-            assert sample[name] == getattr(completion, name)
-        assert sample["tokens"] == len(completion.ids)
-    assert {sample["closed"] for sample in measured.samples} == {True, False}
 
 
 REWARDS = [{"name": "length_reward", "weight": 0.5}, {"name": "thinking_reward", "weight": 2.0}]
@@ -371,14 +307,6 @@ def test_a_reward_that_fails_leaves_its_samples_out(make_run, make_policy, capsy
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
-def test_a_reward_file_that_is_gone_leaves_the_accuracy(make_run, make_policy, capsys):
-    """`rloo-kit eval` of an old run needs only its answers; its reward file may be on another machine."""
-    run = make_run([{"name": "no_such_module_here:brevity"}])
-    found = evaluate(run, digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
-    assert "accuracy" in found.measures and "reward" not in found.measures
-    assert "the held-out reward is not measured" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------------------------------ rewards of ones own
 
 
@@ -421,7 +349,7 @@ def test_an_answer_reward_made_in_python_judges_with_its_own_settings(make_run, 
     assert evaluate(configured, policy, rows).value("accuracy") == measured.value("accuracy")
 
 
-@pytest.mark.parametrize("gold", [{"sum": 7, "steps": ["1+6"]}, [7, "seven"], True, "7 because 1+6 = 7 #### 7", 7])
+@pytest.mark.parametrize("gold", [{"sum": 7, "steps": ["1+6"]}, [7, "seven"], True, "7 because 1+6 = 7 #### 7"])
 def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_policy, tiny_tokenizer):
     """A list was refused, an object had the keys of all rows, and text with its working was 0 % right."""
     rows = [{"prompt": f"{n}+1=", "answer": gold if n else {"other": None} if isinstance(gold, dict) else gold}
@@ -436,7 +364,7 @@ def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_po
 
     measured = evaluate(run, make_policy(), data.test, reward_funcs=[own])
     assert seen == data.test["answer"][:] and all(one in (gold, {"other": None}) for one in seen) and gold in seen
-    is_text = isinstance(gold, str) or gold == 7
+    is_text = isinstance(gold, str)
     assert ("accuracy" in measured.measures, measured.judged_by) == (is_text, "exact match" if is_text else None)
     assert measured.leading == "reward" and measured.samples[0]["gold"] == seen[0]
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured

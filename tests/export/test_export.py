@@ -5,7 +5,9 @@
 
 import json
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,28 +16,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 import torch
+import transformers
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import rloo_kit as kit
 from rloo_kit.cli import app
+from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, ExportError, RunExistsError
 from rloo_kit.export import export as exporting
 from rloo_kit.export import parity
-from rloo_kit.export.formats import WRITERS
+from rloo_kit.export.formats import WRITERS, serve_line, write_card
+from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.runs.find import find_run
+from rloo_kit.runs.folder import RunDir
+from rloo_kit.think_tags import ThinkTags
 from tests.evaluations import around
 
-CASES = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "q8_0"})]
 SWITCH = " --default-chat-template-kwargs"
-WIDE = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "f16"})]
-
-
-def names(case: Any) -> str:
-    return "-".join([case[0], *case[1].values()])
 
 
 def certified(found: Any, prompts: int) -> dict[str, Any]:
@@ -48,24 +51,54 @@ def certified(found: Any, prompts: int) -> dict[str, Any]:
     return check
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=names)
-def test_the_embedded_model_is_what_was_trained(embedded_run: Path, tmp_path: Path, case: Any) -> None:
-    found = kit.export_model(embedded_run, case[0], output=tmp_path / "out", num_prompts=6, **case[1])
-    check = certified(found, 6)
-    # 8 bits: 0.005 to 0.115 nats, by the processor that built the embedded model
-    assert check["largest"] < (0.2 if "q8_0" in case[1].values() else 1e-4) and check["equal"] == 6
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports that no program loads, which takes seconds; their certificates say so."""
+    monkeypatch.setattr(exporting, "find_missing", lambda loader: "left out")
+
+
+@pytest.fixture(scope="module")
+def exported(embedded_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The merged and the adapter's export of the embedded run; a test that moves a folder copies it."""
+    folder = tmp_path_factory.mktemp("exported")
+    return {to: kit.export_model(embedded_run, to, output=folder / to, num_prompts=6) for to in ("merged", "adapter")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WIDE, ids=names)
-def test_the_true_vocabulary_with_merges(wide_run: Path, tmp_path: Path, case: Any) -> None:
+@pytest.mark.parametrize("to", ["merged", "adapter"])
+def test_the_embedded_model_is_what_was_trained(
+    embedded_run: Path, exported: dict[str, Any], tmp_path: Path, to: str
+) -> None:
+    """Token by token; and where somebody else downloads it there is no run, no cache folder, only what was exported."""
+    check = certified(exported[to], 6)
+    assert check["largest"] < 1e-4 and check["equal"] == 6
+    moved = Path(shutil.copytree(exported[to].folder, tmp_path / "elsewhere"))
+    text = (moved / "rloo_kit.yaml").read_text()
+    assert str(tmp_path.anchor + "tmp") not in text and "outputs" not in text, "nothing of this machine"
+    answers = [
+        kit.ask(*kit.load_trained(place), "58+67=", temperature=0, stream=False) for place in (embedded_run, moved)
+    ]
+    assert vars(answers[1]) | {"seconds": 0} == vars(answers[0]) | {"seconds": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "most"), [("f32", 1e-4), ("q8_0", 0.2)])
+def test_llama_cpp_answers_as_the_embedded_model(embedded_run: Path, tmp_path: Path, kind: str, most: float) -> None:
+    """8 bits: 0.005 to 0.115 nats, by the processor that built the embedded model."""
+    check = certified(
+        kit.export_model(embedded_run, "gguf", output=tmp_path / "x", num_prompts=6, quantization=kind), 6
+    )
+    assert check["largest"] < most and check["equal"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "options"), [("merged", {}), ("gguf", {"quantization": "f32"})])
+def test_the_true_vocabulary_with_merges(wide_run: Path, tmp_path: Path, to: str, options: dict[str, str]) -> None:
     """151,936 rows, digits, umlauts and tabs: llama.cpp splits texts by its own rule, which has to equal Qwen3's."""
-    found = kit.export_model(wide_run, case[0], output=tmp_path / "out", **case[1])
+    found = kit.export_model(wide_run, to, output=tmp_path / "out", **options)
     check = certified(found, 8)
-    if check["holds"] == "float32":
-        assert check["largest"] < 1e-4 and check["equal"] == 8
-    assert found.kind == {"merged": "bfloat16", "adapter": "LoRA"}.get(case[0], case[1].get("quantization"))
+    assert (found.kind, check["holds"]) == (("bfloat16",) * 2 if to == "merged" else ("f32", "float32"))
+    assert to == "merged" or (check["largest"] < 1e-4 and check["equal"] == 8)
 
 
 @pytest.mark.slow
@@ -88,7 +121,7 @@ def test_a_4bit_base(make_run: Callable[..., Path], tmp_path: Path, to: str) -> 
 
 
 @pytest.mark.slow
-def test_another_run_of_the_same_file_is_its_own(make_run: Callable[..., Path]) -> None:
+def test_another_run_of_the_same_file_is_its_own(make_run: Callable[..., Path], unchecked: None) -> None:
     """The weights of one run were published in the folder of the other, under its name and with its figures."""
     first, second = make_run("first"), make_run("second", scale=0.03)
     second = second.rename(first.parent / "second")
@@ -100,69 +133,57 @@ def test_another_run_of_the_same_file_is_its_own(make_run: Callable[..., Path]) 
 
 
 @pytest.mark.slow
-def test_a_run_without_an_adapter_is_exported_merged(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_without_an_adapter_is_exported_merged(
+    make_run: Callable[..., Path], tmp_path: Path, unchecked: None
+) -> None:
     run = make_run("whole", "model.lora=null")
     with pytest.raises(ExportError, match=r"whole model, not an adapter \(model\.lora is null\): use --to merged"):
         kit.export_model(run, "adapter", output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    found = kit.export_model(run, "merged", output=tmp_path / "out", num_prompts=4)
-    assert certified(found, 4)["largest"] < 1e-6
+    found = kit.export_model(run, "merged", output=tmp_path / "out", num_prompts=2)
+    saved, written = (load_file(folder / "model.safetensors") for folder in (run / "adapter", found.folder))
+    assert saved.keys() == written.keys() and all(written[name].equal(value) for name, value in saved.items())
     assert "embedded/thinking after" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_snippet_of_the_adapters_card_runs(embedded_run: Path, tmp_path: Path) -> None:
+def test_the_snippet_of_the_adapters_card_runs(exported: dict[str, Any], tmp_path: Path) -> None:
     """PEFT's file named the base by a folder of the machine that trained it, so no other machine could load it."""
-    folder = kit.export_model(embedded_run, "adapter", output=tmp_path / "out", num_prompts=2).folder
-    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    place = folder.rename(tmp_path / "moved")
+    place = Path(shutil.copytree(exported["adapter"].folder, tmp_path / "moved"))
+    code = (place / "README.md").read_text().split("```python\n")[1].split("```")[0]
     check = "print(type(model).__name__, model.peft_config['default'].base_model_name_or_path, len(tokenizer))"
     done = subprocess.run([sys.executable, "-c", code + check], cwd=place, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["PeftModelForCausalLM", "thinking-compact-0-r2", "261"], done.stderr
 
 
-@pytest.mark.parametrize("target", [pytest.param("merged", marks=pytest.mark.slow), "gguf"])
+def change_weight(file: Path) -> None:
+    tensor = next(x for x in gguf.GGUFReader(file, "r+").tensors if x.name == "output_norm.weight")
+    tensor.data[3] += 2.0
+    tensor.data.flush()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change_weight, r"differs by [\d.]+ nats \(limit [\d.]+\).*Nothing was published"),
+        (lambda file: os.truncate(file, 5000), r"llama\.cpp does not load the export \(exit code -?\d+\)"),
+    ],
+)
 def test_a_tampered_export_is_refused(
-    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, message: str
 ) -> None:
     """One weight changed after the tensors had been read back: the program that loads it shows it, and nothing is
-    published."""
+    published. A GGUF that llama.cpp cannot read ends its process, which must not be the export's."""
 
     def tamper(job: Any) -> Any:
-        written = WRITERS[target](job)
-        if target == "merged":
-            tensors = load_file(written.model / "model.safetensors")
-            tensors["model.norm.weight"][3] += 2.0
-            save_file(tensors, written.model / "model.safetensors", {"format": "pt"})
-        else:
-            import gguf
-
-            tensor = next(x for x in gguf.GGUFReader(written.model, "r+").tensors if x.name == "output_norm.weight")
-            tensor.data[3] += 2.0
-            tensor.data.flush()
-        return written
-
-    monkeypatch.setattr(exporting, "WRITERS", {target: tamper})
-    with pytest.raises(ExportError, match=r"differs by [\d.]+ nats \(limit [\d.]+\).*Nothing was published"):
-        options = {"quantization": "f32"} if target == "gguf" else {}
-        kit.export_model(embedded_run, target, output=tmp_path / "out", num_prompts=4, **options)
-    assert list(tmp_path.iterdir()) == [], "neither the export nor its staging folder is left"
-
-
-def test_a_file_that_does_not_load_is_refused_with_the_reason(
-    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GGUF that llama.cpp cannot read ends its process, which must not be the export's."""
-
-    def cut(job: Any) -> Any:
         written = WRITERS["gguf"](job)
-        written.model.write_bytes(written.model.read_bytes()[:5000])
+        damage(written.model)
         return written
 
-    monkeypatch.setattr(exporting, "WRITERS", {"gguf": cut})
-    with pytest.raises(ExportError, match=r"llama\.cpp does not load the export \(exit code -?\d+\)"):
-        kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2)
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(exporting, "WRITERS", {"gguf": tamper})
+    with pytest.raises(ExportError, match=message):
+        kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="f32")
+    assert list(tmp_path.iterdir()) == [], "neither the export nor its staging folder is left"
 
 
 def test_what_could_not_be_checked_is_not_called_checked(
@@ -188,7 +209,7 @@ def test_without_a_quantiser_no_q4_is_claimed(embedded_run: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[..., Path]) -> None:
+def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[..., Path], unchecked: None) -> None:
     """`rloo-kit export RUN`: the folder, the certificate's line, JSON; a second time only with --overwrite."""
     run = make_run("once")
     (run / "status.json").write_text(json.dumps({"run": "a1", "state": "finished", "step": 60, "adapter_step": 40}))
@@ -210,14 +231,42 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
             assert not any(path in file.read_text() for path in private), f"{file} names a path of this machine"
 
 
+@pytest.mark.slow
+def test_a_run_of_a_users_family_is_asked_and_exported_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    """Only `train` found the family: `ask` and `export` looked for it next to the run's own config.yaml."""
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "embedded.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "FAMILY" in block)
+    (tmp_path / "backward.py").write_text(code.replace("    habit", "    steps = 2\n    habit", 1))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    own = ("model.name=embedded/thinking@backward.py", "data.source=embedded/backward.py", "data.num_prompts=100")
+    run = load_config(root / "configs" / "arithmetic_thinking.yaml", *own, "data.test_size=20", "run.name=own")
+    with RunDir.create(run) as run_dir:
+        kit.save_adapter(kit.load_policy(run, check=False), run_dir / "adapter")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder = (tmp_path / run_dir.folder).rename(tmp_path / "moved")
+    (tmp_path / "backward.py").unlink()
+
+    def ask(source: Path) -> str:
+        return str(kit.ask(*kit.load_trained(source), "58+67=", temperature=0, stream=False).answer)
+
+    expected = ask(folder)
+    assert ask(kit.export_model(folder, "adapter", num_prompts=2).folder) == expected
+    for target in ("adapter", "merged"):
+        made = kit.export_model(folder, target, output=tmp_path / f"made-{target}", num_prompts=2)
+        assert ask(made.folder.rename(tmp_path / target)) == expected
+
+
 @pytest.mark.parametrize(
     ("config", "family", "switch", "parser"),
     [
         ("Qwen3Config", "hybrid", None, " --reasoning-parser qwen3"),
         ("Qwen3Config", "hybrid", False, f"{SWITCH} '{{\"enable_thinking\": false}}'"),
         ("Qwen3_5TextConfig", "hybrid", True, f"{SWITCH} '{{\"enable_thinking\": true}}' --reasoning-parser qwen3"),
-        ("Qwen3_5TextConfig", "hybrid", None, " --reasoning-parser qwen3"),
-        ("Qwen2Config", "thinking", None, " --reasoning-parser deepseek_r1"),
         ("LlamaConfig", "thinking", None, " --reasoning-parser deepseek_r1"),
         ("SmolLM3Config", "hybrid", None, "  # --reasoning-parser NAME: see vLLM's list of models"),
         ("LlamaConfig", "instruct", None, ""),
@@ -226,13 +275,6 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
 def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switch: bool | None, parser: str) -> None:
     """Every model that thinks was served with Qwen3's parser, a distillation of DeepSeek-R1 for one. A hybrid model
     trained without thinking was served with it, its template's default."""
-    import transformers
-
-    from rloo_kit.config.run import RunConfig
-    from rloo_kit.export.formats import serve_line
-    from rloo_kit.models.policy import Policy
-    from rloo_kit.think_tags import ThinkTags
-
     model = {"name": "my-model", "max_seq_length": 4096, "enable_thinking": switch}
     sections = {"data": {"source": "x.jsonl"}, "rewards": [{"name": "length_reward"}], "rloo": {"max_steps": 1}}
     run = RunConfig.model_validate({"model": model} | sections)
@@ -242,9 +284,6 @@ def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switc
 
 
 def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) -> None:
-    from rloo_kit.export.formats import write_card
-    from rloo_kit.runs.find import find_run
-
     folder = make_run("card", "rloo.beta=0.01", "data.source=/data/of/mine/rows.jsonl")
     for when, value in (("before", 0.25), ("after", 0.75)):
         shares = [1.0] * int(value * 100) + [0.0] * int(100 - value * 100)

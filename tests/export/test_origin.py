@@ -10,7 +10,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.export.export import _find_base, export_model
+from rloo_kit.export.export import export_model, find_base
 from rloo_kit.models.embedded import build, name_built
 from rloo_kit.models.policy import trained_run
 from rloo_kit.runs.find import RUN_FILE, describe_origin, origin_of
@@ -32,7 +32,7 @@ def make_export(tmp_path: Path) -> Callable[..., Path]:
         place.mkdir(parents=True)
         names = {"adapter": "adapter_config.json", "merged": "config.json", "gguf": "sums-f16.gguf"}
         (place / names[target]).write_text(json.dumps({"base_model_name_or_path": base}))
-        (place / RUN_FILE).write_text(describe_origin(run, _find_base(run, base)))
+        (place / RUN_FILE).write_text(describe_origin(run, find_base(run, base)))
         return place
 
     return make

@@ -15,7 +15,7 @@ from rloo_kit.errors import BackendError
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import LAYOUTS, Scorer
 from rloo_kit.models.adapters import find_bare_layers
-from rloo_kit.rollout.engine import build_engine, choose_engine
+from rloo_kit.rollout.engine import build_engine, resolve_engine
 from rloo_kit.rollout.types import Limits
 from tests.gradient.test_scorer import by_logits, gradients_of
 from tests.models.zoo import BASE, IN_CI, OTHER_LAYERS, ZOO, make_model, save_model, save_multimodal
@@ -98,7 +98,7 @@ def test_a_class_is_exact(kind: str, tmp_path: Path, tiny_tokenizer: Any, capsys
         assert off(gradients_of(model, logps), gradient) < SIZED, layout
     assert max(apart) < TOLERANCE
 
-    engine, _ = choose_engine("auto", "transformers", model)
+    engine, _ = resolve_engine("auto", "transformers", model)
     assert engine == ("native" if kind in PACKED else "generate")
     for name in dict.fromkeys((engine, "generate")):  # generate pads the shorter prompts on the left
         torch.manual_seed(5)
@@ -268,11 +268,11 @@ def test_windows_under_another_name(make_tiny_model: Any) -> None:
 
     config = GPTNeoConfig(vocab_size=264, hidden_size=64, num_layers=2, num_heads=4, window_size=8,
                           attention_types=[[["global", "local"], 1]], max_position_embeddings=512)  # fmt: skip
-    name, reason = choose_engine("auto", "transformers", GPTNeoForCausalLM(config))
+    name, reason = resolve_engine("auto", "transformers", GPTNeoForCausalLM(config))
     assert name == "generate" and "do not attend to all tokens" in reason
     # A window that no layer uses is none: Qwen2-MoE lost the native engine to it.
     unused = make_tiny_model(sliding_window=4096, use_sliding_window=False)
-    assert choose_engine("auto", "transformers", unused)[0] == "native"
+    assert resolve_engine("auto", "transformers", unused)[0] == "native"
 
 
 def test_no_adapter_outside_the_text_model(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -8,11 +8,12 @@ from peft import LoraConfig, get_peft_model
 
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import build_engine
-from rloo_kit.rollout.types import Filters
+from rloo_kit.rollout.types import Filters, Limits
 from rloo_kit.think_tags import bind_think_tags
 
 PAD, END_OF_TEXT, TURN_END, THINK_END = 256, 257, 258, 260
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
+BUDGET = Limits(20, 6, 4, (7, THINK_END, 8), THINK_END)  # three tokens close the thinking
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 FILTERS = {

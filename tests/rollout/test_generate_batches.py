@@ -1,13 +1,21 @@
-"""Which rows `generate` samples together: prompts of one length, in no more batches than any other order takes."""
+"""Which rows `generate` samples together, a `generate` that is not transformers' own, how `ModuleDecoder` attends."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationMixin, Qwen3ForCausalLM
 
+from rloo_kit.errors import BackendError
+from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.rollout import decoders
+from rloo_kit.rollout.decoders import SlotCache
+from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import Limits
 from tests.models.zoo import make_model
-from tests.rollout.models import adapted, check_logps, engine_for
+from tests.rollout.models import PROMPTS, adapted, check_logps, engine_for
 
 
 def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
@@ -50,3 +58,113 @@ def test_padding_is_refused_in_16_bits_too_and_only_where_it_is_wrong(dtype: tor
     """A tolerance that let MiniMax pass in bfloat16, or refused Qwen3 for its rounding, would be no check."""
     assert engine_for(make_model("MiniMax").to(dtype), "generate").check_padding() is not None
     assert engine_for(make_tiny_model(initializer_range=0.3).to(dtype), "generate").check_padding() is None
+
+
+def with_adapter(model):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def counted(plain, calls):
+    """A patch as scripts write it: it notes the call and goes on."""
+
+    @functools.wraps(plain)
+    def generate(*arguments, **named):
+        calls.append(len(arguments))
+        return plain(*arguments, **named)
+
+    return generate
+
+
+def patch_instance(model, calls, _patch):
+    model.generate = counted(model.generate, calls)
+    return model
+
+
+def patch_below_an_adapter(model, calls, _patch):
+    return with_adapter(patch_instance(model, calls, _patch))
+
+
+def patch_everywhere(model, calls, patch):
+    patch.setattr(GenerationMixin, "generate", counted(GenerationMixin.generate, calls))
+    return model
+
+
+def patch_class(model, calls, _patch):
+    class Mine(Qwen3ForCausalLM):
+        def generate(self, *arguments, **named):
+            calls.append(len(arguments))
+            return super().generate(*arguments, **named)
+
+    model.__class__ = Mine
+    return model
+
+
+@pytest.mark.parametrize("patch", [patch_instance, patch_below_an_adapter, patch_everywhere, patch_class])
+def test_a_patched_generate_is_called(patch, make_tiny_model, monkeypatch):
+    """A user who patches `generate` (a constraint, a cache of completions, a trace) has TRL call it; the kit's own loop
+    never would, and no line reported it."""
+    calls = []
+    model = patch(make_tiny_model(), calls, monkeypatch)
+    engine = engine_for(model, "auto")
+    assert engine.name == "generate" and __name__ in engine.reason
+    engine.sample(PROMPTS, Limits(3))
+    assert calls
+    name, reason = resolve_engine("native", "transformers", model)
+    assert name == "native" and f"own generate ({__name__}) is not called" in reason
+
+
+def test_what_the_libraries_put_there_is_no_patch(make_tiny_model):
+    """PEFT has its own `generate`, and FSDP wraps the model's: both end in transformers'."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    model = with_adapter(make_tiny_model())
+    register_fsdp_forward_method(model, "generate")
+    model.generate = torch.no_grad()(model.generate)
+    assert resolve_engine("auto", "transformers", model)[0] == "native"
+    assert "not called" not in resolve_engine("native", "transformers", model)[1]
+
+
+def test_a_generate_that_drops_the_logits_processor_is_named(make_tiny_model):
+    """Without it there are no log-probabilities; the fault was an AssertionError in the middle of the kit."""
+    model = make_tiny_model()
+    model.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids[:, :1]], dim=1)
+    with pytest.raises(BackendError, match=r"logits_processor.*rollout\.engine=native"):
+        engine_for(model, "auto").sample(PROMPTS, Limits(3))
+
+
+def test_attention_that_is_more_than_a_mask_stays_transformers_own(monkeypatch):
+    """A window, a sink or a cap belongs to the layer that asks for it, and grouping would silently drop it."""
+    query, key, mask = torch.randn(2, 8, 1, 4), torch.randn(2, 2, 5, 4), torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    module, calls, plain = torch.nn.Module(), [], decoders.sdpa_attention_forward
+    module.num_key_value_groups = 4
+
+    def stock(*args: Any, **named: Any) -> Any:
+        calls.append(named)
+        return plain(*args, **named)
+
+    monkeypatch.setattr(decoders, "sdpa_attention_forward", stock)
+    expected = plain(module, query, key, key, mask)[0]
+    torch.testing.assert_close(decoders.attend_grouped(module, query, key, key, mask, sliding_window=None)[0], expected)
+    assert not calls
+    for name, value in {
+        **dict.fromkeys(("sliding_window", "s_aux", "softcap"), 3),
+        "position_bias": mask * 0.0,
+    }.items():
+        found = decoders.attend_grouped(module, query, key, key, mask[..., :0], **{name: value})[0]
+        torch.testing.assert_close(found, expected)
+        assert calls.pop()[name] is value and not calls
+
+
+def test_the_model_attends_as_before_between_steps(make_tiny_model):
+    """A pass that trains must not meet the rollout's attention, behind an error neither."""
+    model = adapted(make_tiny_model())
+    Scorer(model, 1.0, pad_id=256)  # its packed rows take "rloo_packed"
+    decoder, cache = decoders.ModuleDecoder(model), SlotCache(2)
+    assert decoder.groups_heads and model.config._attn_implementation == "rloo_packed"
+    with torch.no_grad():
+        decoder.prefill([[5, 6, 7], [9]], cache, [(0, 1), (1, 1)])
+        decoder.decode(torch.tensor([1, 2]), cache.begin([3, 1], decoder.device), cache)
+        assert model.config._attn_implementation == "rloo_packed"
+        with pytest.raises(IndexError):
+            decoder.decode(torch.tensor([10**6] * 2), cache.begin([4, 2], decoder.device), cache)
+    assert model.config._attn_implementation == "rloo_packed"

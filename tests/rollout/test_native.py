@@ -12,12 +12,11 @@ from peft import LoraConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout import decoders
-from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.native import draw, make_decoder
-from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import Limits
-from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import (
+    BUDGET,
     END_OF_TEXT,
     FILTERS,
     MODULES,
@@ -53,9 +52,7 @@ VARIANTS = {  # config of the model, whether it has an adapter, the decoder that
     "adapter": ({}, True, "FusedDecoder"),
     "no adapter, tied head": ({"tie_word_embeddings": True}, False, "FusedDecoder"),
     "biases": ({"attention_bias": True}, True, "FusedDecoder"),
-    "eager": ({"attn_implementation": "eager"}, True, "FusedDecoder"),
     "another activation": ({"hidden_act": "gelu"}, True, "ModuleDecoder"),
-    "a key for each head": ({"hidden_act": "gelu", "num_key_value_heads": 4}, True, "ModuleDecoder"),
     "one key for all heads": ({"hidden_act": "gelu", "num_key_value_heads": 1}, True, "ModuleDecoder"),
     "another activation, eager": ({"hidden_act": "gelu", "attn_implementation": "eager"}, True, "ModuleDecoder"),
 }
@@ -68,33 +65,30 @@ def test_greedy_is_generates_token_by_token(make_model, monkeypatch, variant):
     config, lora, decoder = VARIANTS[variant]
     model = make_model(lora, ends=2.0, **config)
     assert decoder_of(model) == decoder
-    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(30)).completion_ids
+    limits = Limits(14)
+    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, limits).completion_ids
     assert len({len(ids) for ids in wanted}) > 1 and any(ids[-1] in (TURN_END, END_OF_TEXT) for ids in wanted)
     assert len({tuple(ids) for ids in wanted}) > 3
     monkeypatch.setattr("rloo_kit.rollout.decoders.CACHE_BLOCK", 4)
-    for rows in (None, 4, 3, 1):
-        found = engine_for(model, "native", 0.0, rows=rows).sample(PROMPTS, Limits(30))
-        assert found.completion_ids == wanted and found.sampler_logps is None
     longest_first = [float(len(ids)) for ids in wanted]
-    found = engine_for(model, "native", 0.0, rows=2).sample(PROMPTS, Limits(30), expected_lengths=longest_first)
-    assert found.completion_ids == wanted
+    for rows, expected in ((None, None), (3, None), (2, longest_first)):
+        found = engine_for(model, "native", 0.0, rows=rows).sample(PROMPTS, limits, expected_lengths=expected)
+        assert found.completion_ids == wanted and found.sampler_logps is None
 
 
 @pytest.mark.parametrize("name", ["native", "generate"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampler_logps_are_those_of_scoring(make_model, name, temperature):
+def test_sampler_logps_are_those_of_scoring(make_model, name):
     """The gap between sampler and trainer is logged and corrected with these; were they another token's, or another
     temperature's, the correction would be noise."""
     model = make_model(ends=3.0)
     torch.manual_seed(0)
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
-    found = engine_for(model, name, temperature, rows=5).sample(prompts, Limits(20))
+    found = engine_for(model, name, 0.7, rows=5).sample(prompts, Limits(12))
     assert len({len(ids) for ids in found.completion_ids}) > 3
-    check_logps(model, prompts, found, temperature)
+    check_logps(model, prompts, found, 0.7)
 
 
-@pytest.mark.parametrize("engine", ["native", "generate"])
-@pytest.mark.parametrize("case", FILTERS)
+@pytest.mark.parametrize(("case", "engine"), [*((case, "native") for case in FILTERS), ("all", "generate")])
 def test_what_is_drawn_is_what_the_filters_leave(case, engine, make_model):
     """A log-probability of the whole distribution under a filtered draw would hide the gap that is to be corrected."""
     model, filters, temperature = make_model(initializer_range=0.2), FILTERS[case], 0.8
@@ -112,7 +106,7 @@ def test_sixteen_bits_go_through_the_modules(make_model, autocast):
     engine = engine_for(model)
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        check_logps(model, PROMPTS, engine.sample(PROMPTS, Limits(12)), tolerance=0.2)
+        check_logps(model, PROMPTS, engine.sample(PROMPTS, Limits(8)), tolerance=0.2)
 
 
 def test_weights_are_read_anew_in_every_rollout(make_model):
@@ -150,44 +144,35 @@ def test_the_model_is_as_it_was_afterwards(make_model, name):
     check_logps(model, PROMPTS, found)
 
 
-def chi_square(counts: list[int], probabilities: list[float]) -> float:
-    """Pearson's statistic in standard deviations above its mean; cells are given."""
-    total = sum(counts)
-    statistic = sum(
-        (count - total * share) ** 2 / (total * share) for count, share in zip(counts, probabilities, strict=True)
-    )
-    freedom = len(counts) - 1
-    return (statistic - freedom) / math.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize("vocabulary", [7, 512, 513, 1000])
+@pytest.mark.parametrize("vocabulary", [7, 700])
 def test_draws_follow_the_softmax(vocabulary):
-    """Both ways of drawing, one level and two, blocks that the vocabulary does not fill, tokens of probability 0."""
-    generator = torch.Generator().manual_seed(3)
+    """Both ways of drawing, one level and two, a block that the vocabulary does not fill, tokens of probability 0.
+    Pearson's statistic is within 4 standard deviations of its mean."""
+    count, generator = 10_000, torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(vocabulary, generator=generator)
     logits[1::3] = -torch.inf
     torch.manual_seed(4)
-    tokens, logps = draw(logits.expand(40_000, -1), 1.5)
+    tokens, logps = draw(logits.expand(count, -1), 1.5)
     exact = (logits.double() / 1.5).softmax(0)
     assert torch.allclose(logps.double(), exact[tokens].log(), atol=1e-5)
-    counts = torch.bincount(tokens, minlength=vocabulary)
+    counts = torch.bincount(tokens, minlength=vocabulary).double()
     assert counts[1::3].sum() == 0
-    frequent = exact * 40_000 > 10
-    cells = [*counts[frequent].tolist(), int(counts[~frequent].sum())]
-    shares = [*exact[frequent].tolist(), float(exact[~frequent].sum())]
-    cells, shares = (cells, shares) if shares[-1] > 0 else (cells[:-1], shares[:-1])
-    assert abs(chi_square(cells, shares)) < 4
+    rare = exact * count <= 10
+    cells = torch.stack((torch.cat((counts[~rare], counts[rare].sum()[None])),
+                         count * torch.cat((exact[~rare], exact[rare].sum()[None]))))  # fmt: skip
+    found, wanted = cells[:, cells[1] > 0]
+    freedom = len(found) - 1
+    assert freedom > 2 and abs(((found - wanted) ** 2 / wanted).sum() - freedom) < 4 * math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("name", ["native", "generate"])
-def test_a_budget_in_both_engines(make_model, tiny_tokenizer, name):
+def test_a_budget_in_both_engines(make_model, name):
     """What is forced is marked and has no log-probability; what follows it is the model's own answer to it."""
     model = make_model(ends=3.0)
     with torch.no_grad():
         model.get_base_model().lm_head.bias[260] = 3.0
-    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 160, 6, 4, close="sentence")
     torch.manual_seed(1)
-    prompts = [prompt for prompt in PROMPTS for _ in range(6)]
+    prompts, limits = [prompt for prompt in PROMPTS for _ in range(4)], BUDGET
     found = engine_for(model, name, rows=7).sample(prompts, limits)
     kinds = set()
     check_logps(model, prompts, found)
@@ -201,8 +186,29 @@ def test_a_budget_in_both_engines(make_model, tiny_tokenizer, name):
     assert kinds == {"forced", "closed", "ended"}
 
 
-@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize(("temperature", "limits"), [(0.0, Limits(12)), (1.0, BUDGET)])
 @pytest.mark.parametrize("name", ["native", "generate"])
+def test_what_is_sampled_is_the_same_with_a_listener(make_model, name, temperature, limits):
+    """An answer on the screen that training would not have sampled shows a different model from the trained one."""
+    model = make_model(ends=2.0)
+    seen: dict[int, list[list[int]]] = {number: [] for number in range(len(PROMPTS))}
+
+    def sample(**named):
+        torch.manual_seed(3)
+        return engine_for(model, name, temperature, rows=4).sample(PROMPTS, limits, **named)
+
+    plain = sample()
+    heard = sample(on_tokens=lambda number, ids: seen[number].append(list(ids)))
+    assert heard.completion_ids == plain.completion_ids and heard.forced == plain.forced
+    assert str(heard.sampler_logps) == str(plain.sampler_logps)  # NaN where forced
+    assert any(plain.forced) == (limits is BUDGET)
+    for number, shown in seen.items():
+        whole = plain.completion_ids[number]
+        assert [len(ids) for ids in shown] == list(range(1, len(whole) + 1)), "once a token"
+        assert all(whole[: len(ids)] == ids for ids in shown)
+
+
+@pytest.mark.parametrize(("name", "on_cpu"), [("native", False), ("native", True), ("generate", False)])
 def test_rows_are_halved_and_nothing_is_lost(make_model, monkeypatch, name, on_cpu):
     """A rollout of an hour ended with an out-of-memory error when its rows had grown long. What is finished stays, the
     rest goes on with half the rows, and one line says so. A CPU says it with a plain RuntimeError."""
@@ -294,7 +300,7 @@ def test_nothing_of_a_rollout_stays_alive(make_model, monkeypatch):
         gc.enable()
 
 
-def test_broken_weights_are_told(make_model):
+def test_broken_weights_are_named(make_model):
     """From NaN logits any token can be drawn, and a run went on for hours on noise."""
     model = make_model(lora=False)
     with torch.no_grad():
@@ -306,17 +312,17 @@ def test_broken_weights_are_told(make_model):
 def test_the_choice_is_explained(make_model, make_tiny_model):
     """One line says which engine runs and why; an engine that cannot run is refused with the key to change."""
     model = make_model()
-    assert choose_engine("auto", "transformers", model)[0] == "native"
-    assert choose_engine("auto", "unsloth", model)[0] == "generate"
-    assert choose_engine("generate", "transformers", model) == ("generate", "rollout.engine asks for it")
+    assert resolve_engine("auto", "transformers", model)[0] == "native"
+    assert resolve_engine("auto", "unsloth", model)[0] == "generate"
+    assert resolve_engine("generate", "transformers", model) == ("generate", "rollout.engine asks for it")
     engine = engine_for(model, "auto")
     assert engine.name == "native" and engine.reason and "\n" not in engine.reason
     sliding = make_tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    name, reason = choose_engine("auto", "transformers", sliding)
+    name, reason = resolve_engine("auto", "transformers", sliding)
     assert name == "generate" and "qwen3 has layers that do not attend to all tokens" in reason
     flash = make_tiny_model()
     flash.config._attn_implementation = "flash_attention_2"  # takes (B, L) only: it was handed the loop's 4-D mask
-    assert choose_engine("auto", "transformers", flash)[0] == "generate"
+    assert resolve_engine("auto", "transformers", flash)[0] == "generate"
     with pytest.raises(BackendError, match="its attention, flash_attention_2, does not take a mask"):
         engine_for(flash, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but qwen3 has layers.*rollout.engine=generate"):

@@ -81,7 +81,7 @@ class StandIn:
 
         self.server = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
         self._stopped = True
@@ -155,7 +155,7 @@ class StandIn:
             if len(self.models) == self.max_loras:  # vLLM drops the oldest one without a word
                 self.models.pop(next(iter(self.models)))
             with torch.random.fork_rng(devices=[]):  # the random numbers are those of the trainer in this process
-                self.models[name] = PeftModel.from_pretrained(self.make_base(), folder).eval()
+                self.models[name] = PeftModel.from_pretrained(self.make_base(), folder).merge_and_unload().eval()
             self.loaded[name] = folder
             self.ever_loaded.append(name)
         return f"Success: LoRA adapter '{name}' added successfully."

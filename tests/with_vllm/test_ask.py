@@ -1,6 +1,5 @@
 """Questions that vLLM answers: in this process while the text grows, and on a server; the base without its adapter."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_vllm_asks_the_base_without_the_adapter(in_process: tuple[Any, Any]) -> 
     run, policy = in_process
     same = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": "native"})})
     differ = []
-    for question in (DIFFERENCE, "902-118=", "614-593=", "77-48=", "840-365="):
+    for question in (DIFFERENCE, "902-118=", "614-593="):
         given, own = (kit.ask(one, policy, question, base=True, temperature=0, stream=False) for one in (run, same))
         assert given.base is not None and own.base is not None
         assert (given.thinking, given.answer) == (own.thinking, own.answer)
@@ -72,11 +71,10 @@ def test_vllm_asks_the_base_without_the_adapter(in_process: tuple[Any, Any]) -> 
     assert any(differ)
 
 
-def test_a_server_answers_for_the_policy_and_its_base(make_server: Callable[..., VllmServer]) -> None:
+def test_a_server_answers_for_the_policy_and_its_base(server: VllmServer) -> None:
     """A server is always asked for an adapter; the base's is one that changes nothing."""
     import rloo_kit as kit
 
-    server = make_server().start()
     run, policy = make_policy("rollout.engine=server", f"rollout.server_url={server.url}")
     pieces: list[tuple[str, str]] = []
     given = kit.ask(run, policy, QUESTION, base=True, temperature=0, stream=lambda *piece: pieces.append(piece))

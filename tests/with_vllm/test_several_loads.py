@@ -62,36 +62,24 @@ assert memory() < one + 0.5, (one, memory())
     run_script(script, tmp_path)
 
 
-def test_its_start_changes_nothing_in_the_process(tmp_path, vllm_is_here):
+def test_a_policy_that_was_loaded_without_it_gets_it_as_the_run_says(tmp_path, vllm_is_here):
     """vLLM seeds all random numbers with 0: every `use_vllm=True` run drew the same, whatever its seed. It also takes
-    `torch.set_num_threads` away."""
+    `torch.set_num_threads` away. `rollout.vllm` was overlooked, and vLLM started with TRL's share of the GPU. Then back
+    to native, without transformers' advice to use a launcher, which vLLM's process group of one brought."""
     script = """
-from rloo_kit.models.policy import start_engine
+from rloo_kit.models.policy import find_vllm, start_engine
 policy = kit.load_policy(read("native"))
 def draw():
-    return random.random(), numpy.random.rand(), torch.rand(1).item()
-def seed():
     random.seed(7), numpy.random.seed(7), torch.manual_seed(7)
-before = torch.set_num_threads, sys.excepthook
-seed()
-start_engine(read("vllm"), policy)
-drawn = draw()
-seed()
+    between()
+    return random.random(), numpy.random.rand(), torch.rand(1).item()
+settings = "rollout.vllm.max_num_seqs=3", "rloo.max_steps=2"
+before, between = (torch.set_num_threads, sys.excepthook), lambda: None
+drawn, between = draw(), lambda: start_engine(read("vllm", *settings), policy)
 assert drawn == draw()
-assert before == (torch.set_num_threads, sys.excepthook)
-assert gc.get_freeze_count() == 0
-"""
-    run_script(script, tmp_path)
-
-
-def test_a_policy_that_was_loaded_without_it_gets_it_as_the_run_says(tmp_path, vllm_is_here):
-    """`rollout.vllm` was overlooked there, and vLLM started with TRL's share of the GPU. Then back to native, without
-    transformers' advice to use a launcher, which vLLM's process group of one brought."""
-    script = """
-from rloo_kit.models.policy import find_vllm
-policy = kit.load_policy(read("native"))
+assert before == (torch.set_num_threads, sys.excepthook) and gc.get_freeze_count() == 0
 for engine in ("vllm", "native"):
-    run = read(engine, f"run.name={engine}", "rollout.vllm.max_num_seqs=3", "rloo.max_steps=2")
+    run = read(engine, f"run.name={engine}", *settings)
     data = kit.load_data(run, policy.tokenizer)
     policy.trained.clear()  # a run refuses one that is trained; here any weights will do
     kit.train(run, policy, data, kit.build_rewards(run, policy.tokenizer))
