@@ -195,10 +195,8 @@ def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except Exception as error:  # a template is a program that may raise anything
-        raise DataError(
-            f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        found = f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}"
+        raise DataError(f"{found}: {type(error).__name__}: {error}") from error
 
 
 def _closes(prompt: str) -> bool:
@@ -223,16 +221,14 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     messages = []
     for number, message in enumerate(prompt, 1):
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise DataError(
-                f'message {number} of the prompt must be {{"role": ..., "content": ...}}, found {excerpt(message)}'
-            )
+            wanted = '{"role": ..., "content": ...}'
+            raise DataError(f"message {number} of the prompt must be {wanted}, found {excerpt(message)}")
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"message {number} has the role {excerpt(role)}; it must be one of {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise DataError(
-                f"message {number} of the prompt has a content of type {type(content).__name__}; it must be text"
-            )
+            found = f"a content of type {type(content).__name__}"
+            raise DataError(f"message {number} of the prompt has {found}; it must be text")
         _non_empty(content, f"message {number} of the prompt")
         for key, value in message.items():  # a template may use any of them
             if isinstance(value, str):
@@ -384,9 +380,8 @@ class LightTokenizer:
     def _template(self) -> jinja2.Template:
         """Compiled as transformers does, but for the tag `generation`, which marks tokens of the assistant; raises
         `jinja2.TemplateSyntaxError` for a template that uses it."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+        environment = ImmutableSandboxedEnvironment(**options, extensions=["jinja2.ext.loopcontrols"])
 
         def raise_exception(message: str) -> None:
             raise jinja2.TemplateError(message)

@@ -160,11 +160,9 @@ def _draw(
                     if left_out[late] > MOST_LATE + drawn // LATE_PER:
                         raise
                 left_out[wrong] += not is_sound
-                drawn += 1
-                words = " ".join(entry["question"].split()) if entry is not None and is_sound else ""
-                dry = 0 if words and words not in entries else dry + 1
-                if entry is not None and is_sound:
-                    entries.setdefault(words, entry)
+                drawn, dry = drawn + 1, dry + 1
+                if entry is not None and is_sound and (words := " ".join(entry["question"].split())) not in entries:
+                    entries[words], dry = entry, 0
                 if len(entries) == count or dry == DRY:
                     break
     return list(entries.values()), drawn, left_out

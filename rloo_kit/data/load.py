@@ -157,8 +157,7 @@ class Part:
 
 def needs_stack(run: RunConfig) -> bool:
     """Whether only the stack can read a source of the run: Parquet, a folder of save_to_disk, a hub id."""
-    wanted = [*run.data.all_sources, *([run.data.test_source] if run.data.test_source else [])]
-    return any(is_for_stack(source, run) for source in wanted)
+    return any(is_for_stack(source, run) for source in (*run.data.all_sources, run.data.test_source) if source)
 
 
 def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
@@ -209,8 +208,8 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
 
 def _names_answers(section: DataSection | SourceSection) -> bool:
     """Whether the section names its answers, so that a source has to have them."""
-    default = type(section).model_fields["answer_column"].default
-    return section.answer_column != default or section.answer_after is not None
+    is_named = section.answer_column != type(section).model_fields["answer_column"].default
+    return is_named or section.answer_after is not None
 
 
 def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
@@ -264,21 +263,18 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
     for part, source, count, entry in zip(parts, sources, counts, entries, strict=True):
         chosen = draw(source, count, f"{section.seed}-{part.number - 1}")
         drawn.append(decide_answers(run, chosen, part))
-        details: list[str | None] = []
-        if section.all_sources.count(part.source) > 1 and is_gym(part.source):
+        details = [part.subset, part.split]
+        if is_gym(part.source):
             level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
             details = [level, json.dumps(entry.options) if entry.options else None]
-        elif section.all_sources.count(part.source) > 1:
-            details = [part.subset, part.split]
-        labels.append(" ".join(filter(None, (part.source, *details))))
+        is_named_again = section.all_sources.count(part.source) > 1
+        labels.append(" ".join(filter(None, (part.source, *(details if is_named_again else ())))))
     mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))
     require_verifier(run, mixed, "data.sources")
-    each = ", ".join(
-        f"{count} of the {len(source)} rows of {label}"
-        for label, source, count in zip(labels, sources, counts, strict=True)
-    )
-    limited = section.num_prompts is not None and sum(counts) == section.num_prompts
-    return replace(mixed, notes=(*mixed.notes, f"the mix has {each}"), rows_left=limited)
+    each = zip(counts, sources, labels, strict=True)
+    shares = ", ".join(f"{count} of the {len(source)} rows of {label}" for count, source, label in each)
+    limited = sum(counts) == section.num_prompts
+    return replace(mixed, notes=(*mixed.notes, f"the mix has {shares}"), rows_left=limited)
 
 
 def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
@@ -291,8 +287,7 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         made = read_rows(make_rows(family, count, run.data.seed, name), Columns())
         return replace(made, name=part.source, rows_left=wanted < family.max_rows)
     if is_gym(part.source):
-        start = first_seed(run.data.seed, part.number)
-        asked = part.options, part.level, part.count, start
+        asked = part.options, part.level, part.count, first_seed(run.data.seed, part.number)
         return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
     path = find_file(part.source, run.source, part.key)
     if path is None:
@@ -353,17 +348,20 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
     )
     rows = [(place, row) for _, place, row in order]
     places = [sources[place].where(row) for place, row in rows]
+
+    def mixed(columns: list[Any]) -> list[Any]:
+        return [columns[place][row] for place, row in rows]
+
     others: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for source in sources for name in source.other_names):
         columns = [list(source.column(name)) for source in sources]
-        others[name] = arrow_column(name, [columns[place][row] for place, row in rows], places.__getitem__)
+        others[name] = arrow_column(name, mixed(columns), places.__getitem__)
     others.setdefault(SOURCE_COLUMN, [labels[place] for place, _ in rows])
     has_answers = any(source.answers is not None for source in sources)
-    answers = [source.answers or [None] * len(source) for source in sources]
     return DataSource(
         name="data.sources",
-        prompts=[sources[place].prompts[row] for place, row in rows],
-        answers=[answers[place][row] for place, row in rows] if has_answers else None,
+        prompts=mixed([source.prompts for source in sources]),
+        answers=mixed([source.answers or [None] * len(source) for source in sources]) if has_answers else None,
         others=others,
         places=places,
         notes=tuple(note for source in sources for note in source.notes),
@@ -577,9 +575,8 @@ def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[l
 def _datasets(*sides: Side) -> list[Any]:
     """A `datasets.Dataset` of each side of one source; a column has one type on all of them."""
     source = sides[0].source
-    columns: dict[str, Any] = {"prompt": sides[0].texts} | (
-        {} if source.answers is None else {"answer": source.answers}
-    )
+    answers = {} if source.answers is None else {"answer": source.answers}
+    columns: dict[str, Any] = {"prompt": sides[0].texts} | answers
     if QUESTION not in source.other_names:
         columns[QUESTION] = source.column(QUESTION)
     tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]

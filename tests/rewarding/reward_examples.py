@@ -39,6 +39,10 @@ def heavy_modules(completions, **columns):
     return [float(sum(name in sys.modules for name in ("torch", "transformers", "trl", "numpy")))] * len(completions)
 
 
+def published(completions):
+    return [float(len(text)) for text in completions]
+
+
 def with_answer(completions, *, answer):
     return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
 

@@ -141,7 +141,7 @@ def test_unclosed_and_unanswerable_samples(math_reward: MathAnswerReward) -> Non
     assert math_reward(**batch, answer=["42", None]) == [0.0, None]
     with pytest.raises(ValueError, match="math_answer_reward needs a column 'answer'.*columns found: solution"):
         math_reward(**batch, solution=["42", "42"])
-    with pytest.raises(ValueError, match="answer_timeout_s is 0; it must be a finite number of seconds above 0"):
+    with pytest.raises(ValueError, match="answer_timeout_s is 0; it must be a finite number above 0"):
         MathAnswerReward(answer_timeout_s=0)
 
 
