@@ -184,9 +184,12 @@ def worked_rows(
 ) -> list[dict[str, str]]:
     """`make_rows` with a `completion`, the demonstration; two in five guess without work (`WORKED`)."""
     rng = random.Random(f"worked-{seed}")
-    rows, problems = make_rows(family, num, seed, name), draw_problems(family, num, seed, name)
-    pairs = zip(rows, problems, strict=True)
-    return [row | {"completion": demonstration(family, one, rng, WORKED, thinking)} for row, one in pairs]
+    problems = draw_problems(family, num, seed, name)
+    return [
+        {"prompt": family.question(one), "answer": family.answer(one)}
+        | {"completion": demonstration(family, one, rng, WORKED, thinking)}
+        for one in problems
+    ]
 
 
 def demonstration(family: Family, problem: Any, rng: random.Random, habit: Habit, thinking: bool = True) -> str:

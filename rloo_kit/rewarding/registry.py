@@ -130,10 +130,9 @@ def _check_tag(key: str, entry: RewardSection, end_id: int | None, *, required: 
                 "a hybrid template, model.family: instruct for one that opens no thinking"
             )
     elif entry.params.get("think_end_id", end_id) != end_id:
-        raise TokenizerError(
-            f"{key}.params.think_end_id is {entry.params['think_end_id']}, but the tokenizer has {THINK_END} at {end_id}"
-            "; leave the parameter out, it is bound from the tokenizer"
-        )
+        found = f"{key}.params.think_end_id is {entry.params['think_end_id']}"
+        fix = "leave the parameter out, it is bound from the tokenizer"
+        raise TokenizerError(f"{found}, but the tokenizer has {THINK_END} at {end_id}; {fix}")
 
 
 def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> WorkerReward:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rloo_kit import cli
-from rloo_kit.checks.starter import name_output, read_table
+from rloo_kit.checks.starter import name_output
 from rloo_kit.config.run import load_config
 from rloo_kit.plan.planner import plan_vram
 
@@ -176,21 +176,6 @@ def test_the_generated_reward_and_the_judge_agree(
             assert (paid == 1.0) == (right == 1.0) == (answer not in ("43", "")), (answer, paid, right)
 
 
-@pytest.mark.parametrize(
-    ("golds", "numbers"),
-    [
-        (["$1,200", r"\frac12", "25%", "18 eggs", "18元"], True),
-        (["18", "3 or 4"], False),
-        (["18", "52_8"], False),
-        ([r"We get $5+13=\boxed{18}$ in 1 step.", r"So \boxed{\frac12}"], True),
-    ],
-)
-def test_answers_are_numbers_if_the_reward_reads_them_as_numbers(golds: list[str], numbers: bool) -> None:
-    """`init` asks the model for a number and looks for the last one where all answers are; one recogniser decides."""
-    write_csv("own.csv", ["prompt", "answer"], [[f"question {gold}", gold] for gold in golds])
-    assert read_table("own.csv", "prompt", "answer").are_numbers == numbers
-
-
 def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     """People who sit in front of a terminal should not have to know the flags."""
     monkeypatch.setattr("rloo_kit.cli._can_ask", lambda: True)
@@ -205,7 +190,6 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
 BAD: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "--data is missing"),
     "no terminal": (["--data", "sums.csv"], "--prompt-column is missing.*accept the proposed values with --yes"),
-    "no file": (["--data", "nowhere.csv", "--yes"], "no file nowhere.csv"),
     "a hub id": (["--data", "openai/gsm8k", "--yes"], "--data openai/gsm8k: there is no such file"),
     "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
     "one column twice": (["--data", "sums.csv", "--yes", "--answer-column", "prompt"], "both prompt"),
@@ -213,16 +197,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
         r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct",
     ),
-    "no such family": (
-        ["--data", "sums.csv", "--yes", "--model", "embedded/thinking@sortin"],
-        "there is no task family 'sortin'",
-    ),
     "a header": (["--data", "header.csv", "--yes"], "header.csv has no rows"),
-    "one column": (["--data", "one.csv", "--yes"], "--answer-column is missing"),
     "few rows": (["--data", "few.csv", "--yes"], "few.csv has 4 rows; .*at least 5"),
     "no answers": (["--data", "blank.csv", "--yes"], "--answer-column answer: .* no answer"),
     "a row without the marker": (["--data", "marked.csv", "--yes"], "marked.csv, line 4: the answer has no '####'"),
-    "a broken row": (["--data", "broken.csv", "--yes"], "broken.csv, line 3: 1 fields"),
     "another ending": (["--data", "sums.csv", "--yes", "--output", "run.json"], "--output run.json.yaml"),
     "there already": (
         ["--data", "sums.csv", "--yes", "--output", "mine.yaml"],
@@ -242,10 +220,9 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder
     sums(), school(), sums("few.csv", 4)
     files = {
         "header.csv": "prompt,answer\n",
-        "one.csv": "prompt\n1+1=\n",
         "mine_rewards.py": "# mine\n",
     }
-    files |= {"blank.csv": "prompt,answer\n" + "1+1=,\n" * 6, "broken.csv": "prompt,answer\n1+1=,2\n1+2=\n"}
+    files["blank.csv"] = "prompt,answer\n" + "1+1=,\n" * 6
     files["marked.csv"] = "prompt,answer\na,so #### 1\nb,so #### 2\nc,so it is 3\n"
     for name, text in files.items():
         (folder / name).write_text(text)

@@ -56,10 +56,6 @@ def limited(completions, limit):
     return [float(len(text) <= limit) for text in completions]
 
 
-def by_position(completions, /):
-    return [1.0 for _ in completions]
-
-
 def singular(completion):
     return [1.0 for _ in completion]
 
