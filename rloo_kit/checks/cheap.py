@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
-from rloo_kit.data.chat import LightTokenizer, check_budget, embedded_tokenizer, read_tokenizer, resolve_family, thinks
+from rloo_kit.data.chat import LightTokenizer, check_budget, embedded_tokenizer, family_of, read_tokenizer
 from rloo_kit.data.gym import require_library
 from rloo_kit.data.load import needs_stack, prepare_data
 from rloo_kit.data.tasks import find_family
@@ -229,8 +229,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
     row, thinking = None, True
     if tokenizer is not None:
         with catching("row", faults):
-            family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-            thinking = thinks(family, run.model.enable_thinking)
+            family, thinking = family_of(run, tokenizer)
             check_budget(run, family)
         if loaded or not needs_stack(run):
             with catching("data", faults):

@@ -103,6 +103,12 @@ def thinks(family: str, enable_thinking: bool | None = None) -> bool:
     return family == "thinking" or (family == "hybrid" and enable_thinking is not False)
 
 
+def family_of(run: RunConfig, tokenizer: Any) -> tuple[str, bool]:
+    """The family of a run's model (`resolve_family`), and whether it thinks."""
+    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
+    return family, thinks(family, run.model.enable_thinking)
+
+
 def check_budget(run: RunConfig, family: str) -> None:
     """Refuse a thinking budget for a model that does not think: `</think>` would be forced into its answers."""
     budget = run.rloo.thinking_budget
@@ -162,10 +168,8 @@ def render_prompt(
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     given, rendered = (re.sub(r"\s|/(no_)?think\b", "", one) for one in (system, text))  # a switch may be taken out
     if given not in rendered:
-        raise DataError(
-            "the tokenizer's chat template leaves the system message out: write it into the prompts (and set "
-            "data.system_prompt: null)"
-        )
+        found = "the tokenizer's chat template leaves the system message out"
+        raise DataError(f"{found}: write it into the prompts (and set data.system_prompt: null)")
     if thinks(family, enable_thinking):
         switched = "answer at once" if _closes(text) else ""
     else:  # by a template that closes the thinking of other prompts
@@ -208,10 +212,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
     if isinstance(prompt, str):
         if _TALK.fullmatch(prompt.strip()):
-            raise DataError(
-                "the prompt is a conversation as text that is neither JSON nor Python; write that column with "
-                "json.dumps"
-            )
+            found = "the prompt is a conversation as text that is neither JSON nor Python"
+            raise DataError(f"{found}; write that column with json.dumps")
         prompt = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
@@ -248,17 +250,17 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
 def _non_empty(text: str, what: str) -> str:
     if not text.strip():
         raise DataError(f"{what} is empty")
-    refuse_surrogates(text, what)
-    return text
+    return refuse_surrogates(text, what)
 
 
-def refuse_surrogates(text: str, what: str) -> None:
-    """Refuse half of a UTF-16 pair, which JSON can contain (`"\\ud83d"`) and no tokenizer accepts."""
+def refuse_surrogates(text: str, what: str) -> str:
+    """The text; refuses half of a UTF-16 pair, which JSON can contain (`"\\ud83d"`) and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         found = text[error.start].encode("unicode_escape").decode()
         raise DataError(f"{what} contains {found} at character {error.start}, half of a surrogate pair") from error
+    return text
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
@@ -273,11 +275,9 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
             where = f"the {role} message" + ("" if key == "content" else f"'s {key}")
             for token in special:
                 if token in text:
-                    raise DataError(
-                        f"{where} contains the tokenizer's control token {token}: a chat template seems to be applied "
-                        "already. Give the bare text or the messages, or set model.family: plain for rendered "
-                        "prompts"
-                    )
+                    found = f"{where} contains the tokenizer's control token {token}"
+                    fix = "Give the bare text or the messages, or set model.family: plain for rendered prompts"
+                    raise DataError(f"{found}: a chat template seems to be applied already. {fix}")
             rest = _THOUGHT.sub("", text) if role == "assistant" and key == "content" else text
             for tag in tags:
                 if tag in rest:

@@ -16,7 +16,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
-from rloo_kit.data.chat import prompt_identity, refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
 from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
     QUESTION,
@@ -107,8 +107,8 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
     Runs in one process only, and without the stack if `needs_stack` is False."""
-    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    sources = [_read_training(run, rows, thinks(family, run.model.enable_thinking))]
+    family, thinking = family_of(run, tokenizer)
+    sources = [_read_training(run, rows, thinking)]
     if run.data.separate_test:
         sources.append(_read_test(run))
     sides: list[Side] = []
@@ -451,8 +451,7 @@ def _text(value: Any, where: str, column: str) -> str:
         text = str(value)
     except ValueError:  # Python converts no number of more than 4300 digits to text
         raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
-    refuse_surrogates(text, f"{where}: the answer")
-    return text
+    return refuse_surrogates(text, f"{where}: the answer")
 
 
 def require_one_answer(run: RunConfig, source: DataSource) -> DataSource:
@@ -501,10 +500,9 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
     limit = run.data.max_prompt_length
     ids = tokenizer(texts)["input_ids"]
     if ids[0][-1:] == [tokenizer.eos_token_id] and not texts[0].rstrip().endswith(tokenizer.eos_token or "\0"):
-        raise DataError(
-            f"the tokenizer appends {tokenizer.eos_token} to every text, so the model would continue after the end of "
-            "its turn. Set tokenizer.add_eos_token = False, or save the tokenizer that way"
-        )
+        found = f"the tokenizer appends {tokenizer.eos_token} to every text"
+        fix = "Set tokenizer.add_eos_token = False, or save the tokenizer that way"
+        raise DataError(f"{found}, so the model would continue after the end of its turn. {fix}")
     lengths = [len(row) for row in ids]
     fitting = [row for row, length in enumerate(lengths) if length <= limit]
     if len(fitting) == len(texts):

@@ -9,7 +9,7 @@ from typing import Any
 from rloo_kit import rewards
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
-from rloo_kit.data.chat import resolve_family, thinks
+from rloo_kit.data.chat import family_of
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
@@ -93,11 +93,10 @@ def _call_factory(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
     """A reward of the kit with its parameters, and with those of these that it takes."""
     vocab, factory = tokenizer.get_vocab(), REGISTRY[entry.name]
     end_ids = [tokenizer.eos_token_id, *(vocab.get(token) for token in END_TOKENS)]
-    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
     bound: dict[str, Any] = {
         "think_end_id": bind_think_tags(tokenizer).end_id,
         "eos_token_ids": tuple(dict.fromkeys(token for token in end_ids if token is not None)),
-        "thinking": thinks(family, run.model.enable_thinking),
+        "thinking": family_of(run, tokenizer)[1],
         "max_completion_length": run.rloo.max_completion_length,
         "decode": functools.partial(tokenizer.decode, skip_special_tokens=True),
         "timeout_s": entry.timeout_s,

@@ -97,8 +97,7 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
 
 
 @pytest.mark.parametrize(
-    ("gpu_gib", "model"),
-    [(4, "unsloth/Qwen3-1.7B-unsloth-bnb-4bit"), (7.45, THINKING), (80, THINKING)],
+    ("gpu_gib", "model"), [(4, "unsloth/Qwen3-1.7B-unsloth-bnb-4bit"), (7.45, THINKING), (80, THINKING)]
 )
 def test_a_general_file_gets_the_largest_model_that_fits(gpu_gib: float, model: str) -> None:
     """A config for 40 GB that is copied to an 8 GB GPU fails ten minutes later."""
@@ -218,10 +217,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder: Path) -> None:
     """A half-written start is worse than none: the next call finds files that it must not replace."""
     sums(), school(), sums("few.csv", 4)
-    files = {
-        "header.csv": "prompt,answer\n",
-        "mine_rewards.py": "# mine\n",
-    }
+    files = {"header.csv": "prompt,answer\n", "mine_rewards.py": "# mine\n"}
     files["blank.csv"] = "prompt,answer\n" + "1+1=,\n" * 6
     files["marked.csv"] = "prompt,answer\na,so #### 1\nb,so #### 2\nc,so it is 3\n"
     for name, text in files.items():

@@ -125,12 +125,7 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
 @pytest.mark.parametrize(
     ("task", "options", "level", "words"),
     [
-        (
-            "chain_sum",
-            {"min_trms": 2},
-            None,
-            r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)",
-        ),
+        ("chain_sum", {"min_trms": 2}, None, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
         ("chain_sum", {"min_terms": "2"}, None, r"^data\.options\.min_terms is '2'; it takes a whole number"),
         ("chain_sum", {"allow_negation": 1}, None, r"^data\.options\.allow_negation is 1; it takes true or false"),
         ("chain_sum", {"min_terms": 9}, None, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),

@@ -123,11 +123,7 @@ def texts() -> st.SearchStrategy[str]:
 def values() -> st.SearchStrategy[Any]:
     """Python values of every kind, alone and in small containers."""
     single = st.one_of(st.sampled_from(PYTHON_VALUES), texts(), st.integers(), st.floats())
-    return st.one_of(
-        single,
-        st.lists(single, max_size=3),
-        st.dictionaries(texts(), single, max_size=3),
-    )
+    return st.one_of(single, st.lists(single, max_size=3), st.dictionaries(texts(), single, max_size=3))
 
 
 def json_values() -> st.SearchStrategy[Any]:

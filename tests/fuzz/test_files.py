@@ -160,7 +160,7 @@ runs:
     parameters: {seed: 7}
   - notebook: kit.ipynb
     parameters: {num_generations: 4}
-""",
+"""
 ]
 batch_keys = ["parameters.seed", "grid.seed", "grid.²", "runs.0.name", "runs.²", "jobs", "timeout_s", "grid", "name"]
 batch_override = st.one_of(st.builds("{}={}".format, st.sampled_from(batch_keys), snippets()), override)
