@@ -27,10 +27,6 @@ def logs(completions, log_metric=None, log_extra=None, **columns):
     return [0.5 for _ in completions]
 
 
-def raises_on_bad(completions, **columns):
-    return [float(text) for text in completions]
-
-
 def process_id(completions, **columns):
     return [float(os.getpid()) for _ in completions]
 
@@ -43,10 +39,6 @@ def published(completions):
     return [float(len(text)) for text in completions]
 
 
-def with_answer(completions, *, answer):
-    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
-
-
 async def slow_ids(completion_ids, log_metric):
     log_metric("ids", 1.0)
     return [len(ids) for ids in completion_ids]
@@ -54,10 +46,6 @@ async def slow_ids(completion_ids, log_metric):
 
 def limited(completions, limit):
     return [float(len(text) <= limit) for text in completions]
-
-
-def singular(completion):
-    return [1.0 for _ in completion]
 
 
 def wants_state(completions, trainer_state):

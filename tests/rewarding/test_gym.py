@@ -132,15 +132,6 @@ def test_rows_of_a_file_may_name_any_task(score: ReasoningGymScore, capsys: Any)
     assert "simple_integration is refused: its verifier runs the answer as Python" in capsys.readouterr().out
 
 
-def test_what_a_batch_has_no_time_for_is_failed_not_wrong(score: ReasoningGymScore) -> None:
-    """Guards against calling answers wrong that were never checked."""
-    hurried = ReasoningGymScore(timeout_s=1e-9)
-    hurried.__dict__["worker"] = score.worker
-    guarded = guard(hurried)
-    batch = {"completions": ["a</think>7"], "completion_ids": [[7, END, 19]], "reasoning_gym": [row()]}
-    assert (found := guarded.score(**batch)).values == [None] and found.failed == [True]
-
-
 def test_without_the_column_or_the_library(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one's own have no verifier; a library that is missing is no wrong answer."""
     reward = fake()

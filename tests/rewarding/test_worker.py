@@ -61,18 +61,11 @@ def test_only_what_the_function_accepts_is_sent(reward: WorkerReward) -> None:
     assert (found := guard(reward, columns=["odd"]).score(**batch)).values == [2.0, 1.0] and found.failures == []
 
 
-@pytest.mark.parametrize(
-    ("reward", "columns", "words"),
-    [
-        ("wants_state", None, "'trainer_state'.*worker"),
-        ("with_answer", ["level"], r"reward 'with_answer'.*'answer'.*columns \(level\)"),
-    ],
-    indirect=["reward"],
-)
-def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward, columns: list[str] | None, words: str) -> None:
+@pytest.mark.parametrize("reward", ["wants_state"], indirect=True)
+def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward) -> None:
     """The signature is the one in the worker's process: the module is never imported in this one."""
-    with pytest.raises(RewardError, match=words):
-        guard(reward, columns=columns)
+    with pytest.raises(RewardError, match="'trainer_state'.*worker"):
+        guard(reward)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +83,6 @@ def test_what_is_no_reward_is_not_scored(reward: WorkerReward, values: list[floa
     found = guard(reward).score(**BATCH)
     assert found.values == values and found.failed == [value is None for value in values] and reward.worker.running
     assert len(found.failures) == 1 and words in found.failures[0] and "it returned" in found.failures[0]
-
-
-@pytest.mark.parametrize("reward", ["raises_on_bad"], indirect=True)
-def test_an_exception_names_the_sample_and_the_line(reward: WorkerReward) -> None:
-    """Guards against one bad completion that costs the whole batch its rewards."""
-    found = guard(reward).score(prompts=["p", "q"], completions=["1.5", "one"], completion_ids=[[1], [2]])
-    assert found.values == [1.5, None] and found.failed == [False, True] and len(found.failures) == 1
-    for part in ("reward 'raises_on_bad' failed on sample 1", "'q'", "'one'", "ValueError", "reward_examples.py, line"):
-        assert part in found.failures[0]
 
 
 PASSED = ["PATH", "LC_ALL", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"]
@@ -194,8 +178,6 @@ def test_a_file_that_is_too_deep_or_imports_hundreds_is_read_for_its_digest(tmp_
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("no_such_module:f", "there is no module 'no_such_module'; it was looked for in "),
-        ("reward_examples:by_lenght", "module 'reward_examples' has no 'by_lenght'; it offers by_length"),
         ("reward_examples:Scorer", r"'reward_examples:Scorer' is a class; .* Scorer\(...\)"),
         ("broken:f", r"importing 'broken' failed: ZeroDivisionError: division by zero \(broken.py, line 1\)"),
         ("dies:f", "importing 'dies:f' ended its process with exit code 3"),
