@@ -122,6 +122,7 @@ def long(completions, **_):
         ({"name": "rewards.py:long"},),
         0,
         1,
+        steps=8,
         greedy=True,
     ),
     Task(
