@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
-from rloo_kit.data.chat import LightTokenizer, check_budget, embedded_tokenizer, read_tokenizer, resolve_family, thinks
+from rloo_kit.data.chat import LightTokenizer, check_budget, embedded_tokenizer, family_of, read_tokenizer
 from rloo_kit.data.gym import require_library
 from rloo_kit.data.load import needs_stack, prepare_data
 from rloo_kit.data.tasks import find_family
@@ -46,6 +46,42 @@ class MadeUp(NamedTuple):
     ids: list[int]
 
 
+def find_reward_faults(
+    run: RunConfig,
+    tokenizer: Any | None,
+    thinking: bool,
+    row: dict[str, Any] | None,
+    reward_funcs: Sequence[Any] | None = None,
+) -> list[Problem]:
+    """Problems of `run.rewards`: builds, calls and closes each reward; or of those that are already built, or made in
+    Python.
+
+    Args:
+        tokenizer: None if it is not on this machine yet: then names are checked and the user's functions imported.
+        row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None if the data
+            cannot be read: then nothing is called.
+    """
+    made = [] if row is None or tokenizer is None else _make_completions(tokenizer, thinking, row.get("answer"))
+    faults: list[Problem] = []
+    names = [entry.name for entry in run.rewards] if reward_funcs is None else list(map(reward_name, reward_funcs))
+    scores: list[list[float | None] | None] = []
+    for index, name in enumerate(names):
+        key, reward, called = f"rewards.{index}", reward_funcs and reward_funcs[index], None
+        if reward_funcs is None:
+            with catching("rewards", faults):
+                reward = _build(run, tokenizer, index, key)
+        try:
+            if reward is not None and made and row is not None:
+                where = f"{key}.name '{name}'" if reward_funcs is None else f"{key} '{name}'"
+                called = _try_reward(run, reward, where, made, row, faults)
+        finally:
+            if reward is not None and reward_funcs is None:
+                close_worker(reward)
+        scores.append(called)
+    weighted = run.rewards if reward_funcs is None else reward_funcs
+    return faults + _find_no_signal(scores, [getattr(one, "weight", 1.0) for one in weighted], names)
+
+
 def _make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp]:
     """Completions of one prompt, as the loop would pass them; `answer` is the gold answer, None without one."""
     opening = f"{THOUGHT}{THINK_END}\n\n" if thinking else ""
@@ -66,54 +102,16 @@ def _make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeU
     return made
 
 
-def find_reward_faults(
-    run: RunConfig, tokenizer: Any | None, thinking: bool, row: dict[str, Any] | None
-) -> list[Problem]:
-    """Problems of `run.rewards`: builds, calls and closes each reward.
-
-    Args:
-        tokenizer: None if it is not on this machine yet: then names are checked and the user's functions imported.
-        row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None if the data
-            cannot be read: then nothing is called.
-    """
-    made = [] if row is None or tokenizer is None else _make_completions(tokenizer, thinking, row.get("answer"))
-    faults: list[Problem] = []
-    scores: list[list[float | None] | None] = []
-    for index, entry in enumerate(run.rewards):
-        key, reward = f"rewards.{index}", None
-        with catching("rewards", faults):
-            if entry.name == "math_answer_reward" and not is_importable("math_verify"):
-                raise RlooKitError(f"{key}.name: {NEEDS_MATH_VERIFY}")
-            if entry.name == GYM_REWARD:
-                require_library(f"{key}.name: {GYM_REWARD}")
-            if tokenizer is None and ":" not in entry.name:
-                check_reward_name(key, entry.name)
-            else:
-                reward = build_reward(run, tokenizer, entry, key)
-        called = None
-        if reward is not None:
-            try:
-                if made and row is not None:
-                    called = _try_reward(run, reward, f"{key}.name '{entry.name}'", made, row, faults)
-            finally:
-                close_worker(reward)
-        scores.append(called)
-    weights = [entry.weight for entry in run.rewards]
-    return faults + _find_no_signal(scores, weights, [entry.name for entry in run.rewards])
-
-
-def find_given_faults(
-    run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any], reward_funcs: list[Any]
-) -> list[Problem]:
-    """The same for rewards that are already built, or made in Python."""
-    made = _make_completions(tokenizer, thinking, row.get("answer"))
-    faults: list[Problem] = []
-    names = list(map(reward_name, reward_funcs))
-    scores = [
-        _try_reward(run, reward, f"rewards.{index} '{name}'", made, row, faults)
-        for index, (reward, name) in enumerate(zip(reward_funcs, names, strict=True))
-    ]
-    return faults + _find_no_signal(scores, [getattr(reward, "weight", 1.0) for reward in reward_funcs], names)
+def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
+    """The reward of an entry; None, its name checked, if it cannot be built without the tokenizer."""
+    entry = run.rewards[index]
+    if entry.name == "math_answer_reward" and not is_importable("math_verify"):
+        raise RlooKitError(f"{key}.name: {NEEDS_MATH_VERIFY}")
+    if entry.name == GYM_REWARD:
+        require_library(f"{key}.name: {GYM_REWARD}")
+    if tokenizer is None and ":" not in entry.name:
+        return check_reward_name(key, entry.name)
+    return build_reward(run, tokenizer, entry, key)
 
 
 def _try_reward(
@@ -132,8 +130,7 @@ def _try_reward(
     if run.rloo.thinking_budget is not None:
         columns["thinking_forced"] = [False] * len(texts)
     try:
-        guarded = guard(reward, columns)
-        scored = guarded.score(
+        scored = guard(reward, columns).score(
             prompts=[row["prompt"]] * len(texts),
             completions=texts,
             completion_ids=[one.ids for one in [*made, *made][: len(texts)]],
@@ -232,8 +229,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
     row, thinking = None, True
     if tokenizer is not None:
         with catching("row", faults):
-            family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-            thinking = thinks(family, run.model.enable_thinking)
+            family, thinking = family_of(run, tokenizer)
             check_budget(run, family)
         if loaded or not needs_stack(run):
             with catching("data", faults):
@@ -270,8 +266,7 @@ def find_machine_faults(run: RunConfig) -> list[Problem]:
             inner = Path(adapter).expanduser() / "adapter"
             hint = f"; set model.adapter={inner}" if (inner / "adapter_config.json").is_file() else ""
             raise ConfigError(f"model.adapter is {adapter}, which holds no adapter_config.json{hint}")
-    problem = find_machine_problem(run)
-    return faults if problem is None else [*faults, problem]
+    return [*faults, *filter(None, [find_machine_problem(run)])]
 
 
 def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Problem]:
@@ -294,14 +289,9 @@ def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[P
     if total > free:
         what = f"{kept} checkpoints and the next one" if kept else "two checkpoints"
         fewer = "rloo.save_total_limit=1, " if kept is None or kept > 1 else ""
-        faults.append(
-            Problem(
-                "disk",
-                f"{place} has {free / GIB:.2f} GiB free, but {what} and the adapter take {total / GIB:.2f}",
-                f"set {fewer}run.output_dir=... to a folder on a larger disk",
-                limit=f"{each / GIB:.2f} each, computed",
-            )
-        )
+        found = f"{place} has {free / GIB:.2f} GiB free, but {what} and the adapter take {total / GIB:.2f}"
+        fix = f"set {fewer}run.output_dir=... to a folder on a larger disk"
+        faults.append(Problem("disk", found, fix, limit=f"{each / GIB:.2f} each, computed"))
     with catching("trackers", faults):
         check_trackers(run.rloo.report_to)
     return faults

@@ -156,17 +156,18 @@ class Preflight:
     def __str__(self) -> str:
         lines = list_problems(self.faults)
         if self.measures is not None:
-            title = f"Preflight of {self.run}, {self.seconds:.0f} s"
-            table = Table(title=title, title_justify="left", show_header=False)
+            table = Table(
+                title=f"Preflight of {self.run}, {self.seconds:.0f} s", title_justify="left", show_header=False
+            )
             table.add_column("what", overflow="fold", max_width=24)
             table.add_column("found", overflow="fold")
-            for name, value in self.measures.lines():
-                table.add_row(Text(name), Text(value))
+            for row in self.measures.lines():
+                table.add_row(*map(Text, row))
             lines.insert(0, render_text(table, WIDTH))
         count = "1 problem" if len(self.errors) == 1 else f"{len(self.errors)} problems"
         verdict = "GO" if self.go else f"NO-GO: {count}; fix as described above"
         if self.measures is None:
-            verdict += "; the model was not loaded" if not self.go else "; nothing was measured"
+            verdict += "; nothing was measured" if self.go else "; the model was not loaded"
         return "\n".join([*lines, verdict])
 
     __repr__ = __str__

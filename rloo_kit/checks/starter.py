@@ -156,11 +156,10 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
         except DataError as error:
             raise DataError(f"{rows.where(row)}: {error} (--prompt-column {prompt_column})") from None
     found = [(row, one) for row, one in enumerate(rows.answers or []) if not has_no_answer(one)]
-    golds = [comparable_text(one, rows.where(row), f"--answer-column {answer_column}").strip() for row, one in found]
+    flag = f"--answer-column {answer_column}"
+    golds = [comparable_text(one, rows.where(row), flag).strip() for row, one in found]
     if not golds:
-        raise ConfigError(
-            f"--answer-column {answer_column}: {path} has no answer in this column; name the column with the answers"
-        )
+        raise ConfigError(f"{flag}: {path} has no answer in this column; name the column with the answers")
     marked = 2 * sum(MARKER in gold for gold in golds) > len(golds)
     if marked:  # the training refuses a row without it
         key = f"data.answer_column: {answer_column}"
@@ -327,11 +326,9 @@ def write_starter(
     config = name_output(output, table.source)
     module = f"{_as_module(config.stem)}_rewards"
     reward, test = config.with_name(f"{module}.py"), config.with_name(f"test_{module}.py")
-    there = [str(path) for path in (config, reward, test) if path.exists()]
+    there = ", ".join(str(path) for path in (config, reward, test) if path.exists())
     if there and not overwrite:
-        raise ConfigError(
-            f"{', '.join(there)}: there already; --overwrite replaces, --output OTHER.yaml writes elsewhere"
-        )
+        raise ConfigError(f"{there}: there already; --overwrite replaces, --output OTHER.yaml writes elsewhere")
     found = fit(model, config, table, gpu_gib)
     gold, plan = table.gold, found.plan
     if gold.count("{") != gold.count("}") or THINK_END in gold:  # no completion could give such an answer
@@ -343,9 +340,9 @@ def write_starter(
     config.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
+    columns = f"prompts in '{table.prompt_column}', answers in '{table.answer_column}'"
     lines = [
-        f"{table.source}: {len(table.rows)} rows, prompts in '{table.prompt_column}', answers in "
-        f"'{table.answer_column}'",
+        f"{table.source}: {len(table.rows)} rows, {columns}",
         f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
         "(computed, not measured)",
     ]

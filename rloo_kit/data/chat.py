@@ -103,6 +103,12 @@ def thinks(family: str, enable_thinking: bool | None = None) -> bool:
     return family == "thinking" or (family == "hybrid" and enable_thinking is not False)
 
 
+def family_of(run: RunConfig, tokenizer: Any) -> tuple[str, bool]:
+    """The family of a run's model (`resolve_family`), and whether it thinks."""
+    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
+    return family, thinks(family, run.model.enable_thinking)
+
+
 def check_budget(run: RunConfig, family: str) -> None:
     """Refuse a thinking budget for a model that does not think: `</think>` would be forced into its answers."""
     budget = run.rloo.thinking_budget
@@ -162,10 +168,8 @@ def render_prompt(
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     given, rendered = (re.sub(r"\s|/(no_)?think\b", "", one) for one in (system, text))  # a switch may be taken out
     if given not in rendered:
-        raise DataError(
-            "the tokenizer's chat template leaves the system message out: write it into the prompts (and set "
-            "data.system_prompt: null)"
-        )
+        found = "the tokenizer's chat template leaves the system message out"
+        raise DataError(f"{found}: write it into the prompts (and set data.system_prompt: null)")
     if thinks(family, enable_thinking):
         switched = "answer at once" if _closes(text) else ""
     else:  # by a template that closes the thinking of other prompts
@@ -195,10 +199,8 @@ def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except Exception as error:  # a template is a program that may raise anything
-        raise DataError(
-            f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        found = f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}"
+        raise DataError(f"{found}: {type(error).__name__}: {error}") from error
 
 
 def _closes(prompt: str) -> bool:
@@ -210,10 +212,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
     if isinstance(prompt, str):
         if _TALK.fullmatch(prompt.strip()):
-            raise DataError(
-                "the prompt is a conversation as text that is neither JSON nor Python; write that column with "
-                "json.dumps"
-            )
+            found = "the prompt is a conversation as text that is neither JSON nor Python"
+            raise DataError(f"{found}; write that column with json.dumps")
         prompt = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
@@ -223,16 +223,14 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     messages = []
     for number, message in enumerate(prompt, 1):
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise DataError(
-                f'message {number} of the prompt must be {{"role": ..., "content": ...}}, found {excerpt(message)}'
-            )
+            wanted = '{"role": ..., "content": ...}'
+            raise DataError(f"message {number} of the prompt must be {wanted}, found {excerpt(message)}")
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"message {number} has the role {excerpt(role)}; it must be one of {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise DataError(
-                f"message {number} of the prompt has a content of type {type(content).__name__}; it must be text"
-            )
+            found = f"a content of type {type(content).__name__}"
+            raise DataError(f"message {number} of the prompt has {found}; it must be text")
         _non_empty(content, f"message {number} of the prompt")
         for key, value in message.items():  # a template may use any of them
             if isinstance(value, str):
@@ -252,17 +250,17 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
 def _non_empty(text: str, what: str) -> str:
     if not text.strip():
         raise DataError(f"{what} is empty")
-    refuse_surrogates(text, what)
-    return text
+    return refuse_surrogates(text, what)
 
 
-def refuse_surrogates(text: str, what: str) -> None:
-    """Refuse half of a UTF-16 pair, which JSON can contain (`"\\ud83d"`) and no tokenizer accepts."""
+def refuse_surrogates(text: str, what: str) -> str:
+    """The text; refuses half of a UTF-16 pair, which JSON can contain (`"\\ud83d"`) and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         found = text[error.start].encode("unicode_escape").decode()
         raise DataError(f"{what} contains {found} at character {error.start}, half of a surrogate pair") from error
+    return text
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
@@ -277,11 +275,9 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
             where = f"the {role} message" + ("" if key == "content" else f"'s {key}")
             for token in special:
                 if token in text:
-                    raise DataError(
-                        f"{where} contains the tokenizer's control token {token}: a chat template seems to be applied "
-                        "already. Give the bare text or the messages, or set model.family: plain for rendered "
-                        "prompts"
-                    )
+                    found = f"{where} contains the tokenizer's control token {token}"
+                    fix = "Give the bare text or the messages, or set model.family: plain for rendered prompts"
+                    raise DataError(f"{found}: a chat template seems to be applied already. {fix}")
             rest = _THOUGHT.sub("", text) if role == "assistant" and key == "content" else text
             for tag in tags:
                 if tag in rest:
@@ -384,9 +380,8 @@ class LightTokenizer:
     def _template(self) -> jinja2.Template:
         """Compiled as transformers does, but for the tag `generation`, which marks tokens of the assistant; raises
         `jinja2.TemplateSyntaxError` for a template that uses it."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+        environment = ImmutableSandboxedEnvironment(**options, extensions=["jinja2.ext.loopcontrols"])
 
         def raise_exception(message: str) -> None:
             raise jinja2.TemplateError(message)

@@ -160,11 +160,9 @@ def _draw(
                     if left_out[late] > MOST_LATE + drawn // LATE_PER:
                         raise
                 left_out[wrong] += not is_sound
-                drawn += 1
-                words = " ".join(entry["question"].split()) if entry is not None and is_sound else ""
-                dry = 0 if words and words not in entries else dry + 1
-                if entry is not None and is_sound:
-                    entries.setdefault(words, entry)
+                drawn, dry = drawn + 1, dry + 1
+                if entry is not None and is_sound and (words := " ".join(entry["question"].split())) not in entries:
+                    entries[words], dry = entry, 0
                 if len(entries) == count or dry == DRY:
                     break
     return list(entries.values()), drawn, left_out
@@ -204,14 +202,14 @@ def make_dataset(
     defaults = {name: value for name, value in vars(config()).items() if name not in SET_ELSEWHERE}
     types = {field.name: str(field.type) for field in fields(config)}
     has = f"it has {', '.join(f'{name} ({excerpt(value, 60)})' for name, value in defaults.items())}"
+    given = {}
     for name, value in options.items():
         if name in SET_ELSEWHERE:
             raise DataError(f"{options_key}.{name}: set {SET_ELSEWHERE[name]} instead")
         if name not in defaults:
             raise DataError(f"{options_key}.{name}: {source} has no such option; {has}")
         _check_type(f"{options_key}.{name}", types[name], defaults[name], value)
-    tuples = {name for name in options if isinstance(defaults[name], tuple)}
-    given = {name: tuple(value) if name in tuples else value for name, value in options.items()}
+        given[name] = tuple(value) if isinstance(defaults[name], tuple) else value
     values = {} if level is None else _read_level(task, level, options_key)
     try:
         return make(config=config(**values | given | where))

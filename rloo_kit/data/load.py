@@ -16,7 +16,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
-from rloo_kit.data.chat import prompt_identity, refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
 from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
     QUESTION,
@@ -107,8 +107,8 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
     Runs in one process only, and without the stack if `needs_stack` is False."""
-    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    sources = [_read_training(run, rows, thinks(family, run.model.enable_thinking))]
+    family, thinking = family_of(run, tokenizer)
+    sources = [_read_training(run, rows, thinking)]
     if run.data.separate_test:
         sources.append(_read_test(run))
     sides: list[Side] = []
@@ -157,8 +157,7 @@ class Part:
 
 def needs_stack(run: RunConfig) -> bool:
     """Whether only the stack can read a source of the run: Parquet, a folder of save_to_disk, a hub id."""
-    wanted = [*run.data.all_sources, *([run.data.test_source] if run.data.test_source else [])]
-    return any(is_for_stack(source, run) for source in wanted)
+    return any(is_for_stack(source, run) for source in (*run.data.all_sources, run.data.test_source) if source)
 
 
 def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
@@ -209,8 +208,8 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
 
 def _names_answers(section: DataSection | SourceSection) -> bool:
     """Whether the section names its answers, so that a source has to have them."""
-    default = type(section).model_fields["answer_column"].default
-    return section.answer_column != default or section.answer_after is not None
+    is_named = section.answer_column != type(section).model_fields["answer_column"].default
+    return is_named or section.answer_after is not None
 
 
 def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
@@ -264,21 +263,18 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
     for part, source, count, entry in zip(parts, sources, counts, entries, strict=True):
         chosen = draw(source, count, f"{section.seed}-{part.number - 1}")
         drawn.append(decide_answers(run, chosen, part))
-        details: list[str | None] = []
-        if section.all_sources.count(part.source) > 1 and is_gym(part.source):
+        details = [part.subset, part.split]
+        if is_gym(part.source):
             level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
             details = [level, json.dumps(entry.options) if entry.options else None]
-        elif section.all_sources.count(part.source) > 1:
-            details = [part.subset, part.split]
-        labels.append(" ".join(filter(None, (part.source, *details))))
+        is_named_again = section.all_sources.count(part.source) > 1
+        labels.append(" ".join(filter(None, (part.source, *(details if is_named_again else ())))))
     mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))
     require_verifier(run, mixed, "data.sources")
-    each = ", ".join(
-        f"{count} of the {len(source)} rows of {label}"
-        for label, source, count in zip(labels, sources, counts, strict=True)
-    )
-    limited = section.num_prompts is not None and sum(counts) == section.num_prompts
-    return replace(mixed, notes=(*mixed.notes, f"the mix has {each}"), rows_left=limited)
+    each = zip(counts, sources, labels, strict=True)
+    shares = ", ".join(f"{count} of the {len(source)} rows of {label}" for count, source, label in each)
+    limited = sum(counts) == section.num_prompts
+    return replace(mixed, notes=(*mixed.notes, f"the mix has {shares}"), rows_left=limited)
 
 
 def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
@@ -291,8 +287,7 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         made = read_rows(make_rows(family, count, run.data.seed, name), Columns())
         return replace(made, name=part.source, rows_left=wanted < family.max_rows)
     if is_gym(part.source):
-        start = first_seed(run.data.seed, part.number)
-        asked = part.options, part.level, part.count, start
+        asked = part.options, part.level, part.count, first_seed(run.data.seed, part.number)
         return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
     path = find_file(part.source, run.source, part.key)
     if path is None:
@@ -353,17 +348,20 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
     )
     rows = [(place, row) for _, place, row in order]
     places = [sources[place].where(row) for place, row in rows]
+
+    def mixed(columns: list[Any]) -> list[Any]:
+        return [columns[place][row] for place, row in rows]
+
     others: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for source in sources for name in source.other_names):
         columns = [list(source.column(name)) for source in sources]
-        others[name] = arrow_column(name, [columns[place][row] for place, row in rows], places.__getitem__)
+        others[name] = arrow_column(name, mixed(columns), places.__getitem__)
     others.setdefault(SOURCE_COLUMN, [labels[place] for place, _ in rows])
     has_answers = any(source.answers is not None for source in sources)
-    answers = [source.answers or [None] * len(source) for source in sources]
     return DataSource(
         name="data.sources",
-        prompts=[sources[place].prompts[row] for place, row in rows],
-        answers=[answers[place][row] for place, row in rows] if has_answers else None,
+        prompts=mixed([source.prompts for source in sources]),
+        answers=mixed([source.answers or [None] * len(source) for source in sources]) if has_answers else None,
         others=others,
         places=places,
         notes=tuple(note for source in sources for note in source.notes),
@@ -453,8 +451,7 @@ def _text(value: Any, where: str, column: str) -> str:
         text = str(value)
     except ValueError:  # Python converts no number of more than 4300 digits to text
         raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
-    refuse_surrogates(text, f"{where}: the answer")
-    return text
+    return refuse_surrogates(text, f"{where}: the answer")
 
 
 def require_one_answer(run: RunConfig, source: DataSource) -> DataSource:
@@ -503,10 +500,9 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
     limit = run.data.max_prompt_length
     ids = tokenizer(texts)["input_ids"]
     if ids[0][-1:] == [tokenizer.eos_token_id] and not texts[0].rstrip().endswith(tokenizer.eos_token or "\0"):
-        raise DataError(
-            f"the tokenizer appends {tokenizer.eos_token} to every text, so the model would continue after the end of "
-            "its turn. Set tokenizer.add_eos_token = False, or save the tokenizer that way"
-        )
+        found = f"the tokenizer appends {tokenizer.eos_token} to every text"
+        fix = "Set tokenizer.add_eos_token = False, or save the tokenizer that way"
+        raise DataError(f"{found}, so the model would continue after the end of its turn. {fix}")
     lengths = [len(row) for row in ids]
     fitting = [row for row, length in enumerate(lengths) if length <= limit]
     if len(fitting) == len(texts):
@@ -577,9 +573,8 @@ def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[l
 def _datasets(*sides: Side) -> list[Any]:
     """A `datasets.Dataset` of each side of one source; a column has one type on all of them."""
     source = sides[0].source
-    columns: dict[str, Any] = {"prompt": sides[0].texts} | (
-        {} if source.answers is None else {"answer": source.answers}
-    )
+    answers = {} if source.answers is None else {"answer": source.answers}
+    columns: dict[str, Any] = {"prompt": sides[0].texts} | answers
     if QUESTION not in source.other_names:
         columns[QUESTION] = source.column(QUESTION)
     tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]

@@ -129,9 +129,8 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
                 "save_to_disk of a datasets.Dataset or DatasetDict wrote"
             )
         if not stat.S_ISREG(mode):
-            raise DataError(
-                f"{key}: {candidate} is a pipe or a device, not a regular file; save the rows to a file first"
-            )
+            what = "a pipe or a device, not a regular file"
+            raise DataError(f"{key}: {candidate} is {what}; save the rows to a file first")
         if candidate.suffix.lower() not in FILE_KINDS:
             raise DataError(
                 f"{key}: {candidate} has the ending '{candidate.suffix}'; supported are {', '.join(FILE_KINDS)}. "
@@ -249,9 +248,8 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
     for place, row in zip(places, rows, strict=True):
         for key in row:
             if not isinstance(key, str):
-                raise DataError(
-                    f"{name}, {place}: the column name {excerpt(key)} is a {type(key).__name__}; write it as text"
-                )
+                what = f"the column name {excerpt(key)} is a {type(key).__name__}"
+                raise DataError(f"{name}, {place}: {what}; write it as text")
             refuse_surrogates(key, f"{name}, {place}: the column name")
         _require_columns(name, place, list(row), columns)
     names = list(dict.fromkeys(key for row in rows for key in row))
@@ -304,10 +302,8 @@ def _taken_columns(
             )
     hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
     refused = [column for column in TAKEN_COLUMNS if column in found and column not in moved]
-    notes = [
-        f"{name}: column '{column}' is replaced by the column that {columns.prefix}{column}_column names"
-        for column in hidden
-    ]
+    replaced = f"is replaced by the column that {columns.prefix}"
+    notes = [f"{name}: column '{column}' {replaced}{column}_column names" for column in hidden]
     notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
     own = ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS) if columns.prefix == "data." else moved
     return [*(column for column in moved if column in own), *hidden, *refused], tuple(notes)
@@ -376,10 +372,8 @@ def read_hub(
     try:
         table = datasets.load_dataset(source, name=subset, split=split)
     except Exception as error:  # the hub's libraries share no base class of errors
-        text = " ".join(str(error).split())
-        found = (
-            f"{key}: '{source}' (subset {subset}, split {split}) could not be loaded: {type(error).__name__}: {text}"
-        )
+        text, where = " ".join(str(error).split()), f"{key}: '{source}' (subset {subset}, split {split})"
+        found = f"{where} could not be loaded: {type(error).__name__}: {text}"
         if re.search("config name is missing|builderconfig", text, re.IGNORECASE):
             raise DataError(f"{found} Set {columns.prefix}subset to one of those named.") from error
         if "split" in text.lower() and not isinstance(error, OSError):
@@ -504,11 +498,8 @@ def is_plain(values: list[Any]) -> bool:
 
 def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> None:
     """Raise DataError if a value is nested so deeply that Arrow would overflow the C stack."""
-    for row, value in enumerate(values):
-        if _is_deep(value):
-            raise DataError(
-                f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself"
-            )
+    for row in (row for row, value in enumerate(values) if _is_deep(value)):
+        raise DataError(f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself")
 
 
 def _is_deep(value: Any) -> bool:

@@ -124,9 +124,8 @@ def _check_family(family: Family) -> None:
         _check_text("answer", answer := family.answer(problem), alphabet)
         _check_text("guess", family.guess(problem, rng, 0.5), alphabet)
         if not answer.strip() or family.work(problem, rng)[1] != answer:
-            raise ConfigError(
-                f"{question!r}: without slips work() has to come to one answer, not to {answer!r} and another"
-            )
+            found = f"{question!r}: without slips work() has to come to one answer"
+            raise ConfigError(f"{found}, not to {answer!r} and another")
     for reserved in (True, False):
         draw_problem(family, rng, reserved)
 
@@ -134,8 +133,7 @@ def _check_family(family: Family) -> None:
 def _check_text(method: str, text: Any, alphabet: str | None = None) -> None:
     if not isinstance(text, str):
         raise ConfigError(f"{method}() returns {excerpt(text)}, which is not text")
-    unknown = [] if alphabet is None else sorted(set(text) - set(alphabet) - {"\n"})
-    if unknown:
+    if unknown := [] if alphabet is None else sorted(set(text) - set(alphabet) - {"\n"}):
         raise ConfigError(f"{text!r} is not made of alphabet's characters alone: add {unknown} to alphabet")
 
 
@@ -160,24 +158,18 @@ def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMIL
     """`num` different problems of a run's half. A larger `num` with the same seed starts with the same problems; the
     folder of a user's file does not matter. Raises DataError if the family `name` has fewer."""
     if not 0 <= num <= family.max_rows:
-        raise DataError(
-            f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model: lower "
-            "data.num_prompts"
-        )
+        found = f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model"
+        raise DataError(f"{found}: lower data.num_prompts")
     rng = random.Random(f"{Path(name).stem}-{seed}")
     problems: dict[str, Any] = {}
     fruitless = 0
-    while len(problems) < num:
-        problem = family.draw(rng)
-        identity = family.identity(problem)
-        fruitless += 1
-        if identity not in problems and not is_reserved(family, problem):
+    while len(problems) < num and fruitless <= FRUITLESS_DRAWS:
+        problem, fruitless = family.draw(rng), fruitless + 1
+        if (identity := family.identity(problem)) not in problems and not is_reserved(family, problem):
             problems[identity], fruitless = problem, 0
-        if fruitless > FRUITLESS_DRAWS:
-            raise DataError(
-                f"{num} {name} problems were asked for, and embedded/{name} has about {len(problems)}: lower "
-                "data.num_prompts"
-            )
+    if len(problems) < num:
+        found = f"{num} {name} problems were asked for, and embedded/{name} has about {len(problems)}"
+        raise DataError(f"{found}: lower data.num_prompts")
     return list(problems.values())
 
 

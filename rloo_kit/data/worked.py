@@ -8,7 +8,7 @@ from typing import Any
 
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import parse_conversation, prompt_identity, refuse_surrogates, resolve_family, thinks
+from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates
 from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, read_rows
@@ -63,8 +63,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
         DataError: a source, row or column that cannot be used, with its place; nothing left to train on.
         ConfigError: `sft.thinking_column` for a model that does not think; no source.
     """
-    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    thinking = thinks(family, run.model.enable_thinking)
+    family, thinking = family_of(run, tokenizer)
     if run.sft.thinking_column is not None and not thinking:
         raise ConfigError(
             f"sft.thinking_column is {run.sft.thinking_column}, but this model does not think (family {family}, "
@@ -74,10 +73,9 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     thoughts = None
     if (column := run.sft.thinking_column) is not None:
         if column not in source.other_names:
-            found = ", ".join([run.sft.completion_column, *source.other_names])
+            found = f"columns found: {', '.join([run.sft.completion_column, *source.other_names])}"
             raise DataError(
-                f"{source.name} has no column '{column}'; columns found: {found}. Name the right one in "
-                "sft.thinking_column"
+                f"{source.name} has no column '{column}'; {found}. Name the right one in sft.thinking_column"
             )
         thoughts = list(source.column(column))
     known = {prompt_identity(text) for text in held_out}
@@ -133,15 +131,11 @@ def _render_completion(
     Raises:
         DataError: unexpected thinking tags or control tokens.
     """
-    text = answer
-    if thought is not None:
-        text = f"{thought.strip()}\n{THINK_END}\n\n{text}"  # as the Qwen3 models write it
+    text = answer if thought is None else f"{thought.strip()}\n{THINK_END}\n\n{answer}"  # as the Qwen3 models write it
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):
-            raise DataError(
-                f"{where}: the demonstration contains the control token {token}; give only its text, without the "
-                "chat template"
-            )
+            found = f"the demonstration contains the control token {token}"
+            raise DataError(f"{where}: {found}; give only its text, without the chat template")
     if thinking:
         text = text.removeprefix(THINK_START).lstrip("\n")
         if THINK_START in text or text.count(THINK_END) > 1:
@@ -203,5 +197,4 @@ def _text(value: Any, what: str) -> str:
         return ""
     if not isinstance(value, str):
         raise DataError(f"{what} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
-    refuse_surrogates(value, what)
-    return value
+    return refuse_surrogates(value, what)

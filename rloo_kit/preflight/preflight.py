@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.checks.cheap import PreflightError, find_given_faults, find_place_faults
+from rloo_kit.checks.cheap import PreflightError, find_place_faults, find_reward_faults
 from rloo_kit.checks.preflight_result import Measures, Preflight
 from rloo_kit.collective import share, share_from_main
 from rloo_kit.config.run import RunConfig
@@ -126,7 +126,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
     if is_main_process():  # in the given data and rewards, which may differ from those that the run names
         if len(data.train):
             thinking = thinks(policy.family, run.model.enable_thinking)
-            faults += find_given_faults(run, policy.tokenizer, thinking, data.train[0], reward_funcs)
+            faults += find_reward_faults(run, policy.tokenizer, thinking, data.train[0], reward_funcs)
         faults += find_place_faults(run)
     faults = share(faults)
     if is_distributed():

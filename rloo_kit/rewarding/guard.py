@@ -37,6 +37,9 @@ OTHER_FORM: dict[type, tuple[str, str]] = {
 }
 
 
+OF_MODULES = ("forward", "named_parameters")
+
+
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     """`reward` wrapped in a guard; unchanged if it has one, or if TRL loads and calls it itself (ids, `nn.Module`s).
 
@@ -56,7 +59,9 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     elif hasattr(reward, "get_rewards"):
         wrapped = RewardsObject(reward)
         guarded = GuardedAsyncReward(wrapped) if is_async(reward.get_rewards) else GuardedReward(wrapped)
-    elif isinstance(reward, str) or _is_module(reward):
+    elif isinstance(reward, str) or all(
+        callable(getattr(reward, one, None)) for one in ("forward", "named_parameters")
+    ):
         return reward
     elif not callable(reward):
         raise RewardError(
@@ -74,9 +79,8 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
 def check_no_class(reward: Any, name: str | None = None) -> None:
     """Raise RewardError for a class instead of an instance; calling it would create an object, not rewards."""
     if isinstance(reward, type):
-        raise RewardError(
-            f"{name or reward.__name__} is a class; a reward is a function or an object: {reward.__name__}(...)"
-        )
+        found = f"{name or reward.__name__} is a class; a reward is a function or an object"
+        raise RewardError(f"{found}: {reward.__name__}(...)")
 
 
 def refuse_judges_name(name: str) -> None:
@@ -87,17 +91,22 @@ def refuse_judges_name(name: str) -> None:
         raise RewardError(f"'{name}' is a reward of the kit, which measures the accuracy by it: rename the function")
 
 
+def unwrap(reward: Any, wrappers: Any = functools.partial) -> Any:
+    """The function or object inside partials, or other `wrappers`."""
+    while isinstance(reward, wrappers):
+        reward = next(getattr(reward, name) for name in ("reward", "scorer", "func") if hasattr(reward, name))
+    return reward
+
+
 def is_async(reward: Any) -> bool:
     """Whether calling `reward` returns a coroutine; sees through partials and callable objects, as TRL does."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
+    reward = unwrap(reward)
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(reward.__call__)
 
 
 def reward_name(reward: Any) -> str:
     """The name that TRL logs a reward under."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
+    reward = unwrap(reward)
     return str(getattr(reward, "__name__", "") or type(reward).__name__)
 
 
@@ -288,11 +297,7 @@ class GuardedAsyncReward(GuardedReward):
         return _submit(self._score(read_call(args, columns))).result()
 
 
-def unwrap(reward: Any) -> Any:
-    """The function or object inside the wrappers of the kit and partials."""
-    while isinstance(reward, NamedReward | GuardedReward | RewardsObject | functools.partial):
-        reward = next(getattr(reward, name) for name in ("reward", "scorer", "func") if hasattr(reward, name))
-    return reward
+WRAPPERS = NamedReward | GuardedReward | RewardsObject | functools.partial
 
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -307,10 +312,6 @@ def _event_loop(pid: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rloo-kit-async-rewards", daemon=True).start()
     return loop
-
-
-def _is_module(reward: Any) -> bool:
-    return callable(getattr(reward, "forward", None)) and callable(getattr(reward, "named_parameters", None))
 
 
 def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
@@ -361,9 +362,8 @@ def _copy(value: Any) -> Any:
 
 
 def _is_column(value: Any, size: int) -> bool:
-    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
-        return False
-    return len(value) == size
+    is_list = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, (str, bytes, dict))
+    return is_list and len(value) == size
 
 
 def _read_outcome(outcome: Any, size: int) -> tuple[list[Any], str | None]:

@@ -9,7 +9,7 @@ from typing import Any
 from rloo_kit import rewards
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
-from rloo_kit.data.chat import resolve_family, thinks
+from rloo_kit.data.chat import family_of
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
@@ -50,8 +50,9 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
             function that cannot be called as a reward.
         TokenizerError: a reward decides by `</think>` and the tokenizer has none, or at another id.
     """
-    built = make_rewards(run, tokenizer)
-    say(_describe(built, bind_think_tags(tokenizer).end_id))
+    built, end_id = make_rewards(run, tokenizer), bind_think_tags(tokenizer).end_id
+    listed = ", ".join(f"{reward.__name__} x{float(reward.weight)}" for reward in built)
+    say(f"rewards: {listed} ({THINK_END} = {'none' if end_id is None else end_id})")
     return built
 
 
@@ -74,18 +75,9 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     check_reward_name(key, entry.name)
     if entry.env:
         raise ConfigError(f"{key}.env is for a module:function; {entry.name} reads no variables: leave env out")
-    factory = REGISTRY[entry.name]
-    takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
+    takes = [name for name in inspect.signature(REGISTRY[entry.name]).parameters if name not in BOUND_ONLY]
     _check_params(key, entry, takes)
-    return _call_factory(key, entry, factory, _bind(run, tokenizer))
-
-
-def _check_params(key: str, entry: RewardSection, takes: list[str]) -> None:
-    for name in entry.params:
-        if name not in takes:
-            offered = f"It takes {', '.join(takes)}" if takes else "It takes none"
-            hint = "; set timeout_s next to params." if name == "timeout_s" else nearest(name, takes) or "."
-            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint} {offered}")
+    return _call_factory(key, entry, run, tokenizer)
 
 
 def check_reward_name(key: str, name: str) -> None:
@@ -97,35 +89,38 @@ def check_reward_name(key: str, name: str) -> None:
         )
 
 
-def _bind(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    vocab = tokenizer.get_vocab()
+def _call_factory(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> Any:
+    """A reward of the kit with its parameters, and with those of these that it takes."""
+    vocab, factory = tokenizer.get_vocab(), REGISTRY[entry.name]
     end_ids = [tokenizer.eos_token_id, *(vocab.get(token) for token in END_TOKENS)]
-    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    return {
+    bound: dict[str, Any] = {
         "think_end_id": bind_think_tags(tokenizer).end_id,
         "eos_token_ids": tuple(dict.fromkeys(token for token in end_ids if token is not None)),
-        "thinking": thinks(family, run.model.enable_thinking),
+        "thinking": family_of(run, tokenizer)[1],
         "max_completion_length": run.rloo.max_completion_length,
         "decode": functools.partial(tokenizer.decode, skip_special_tokens=True),
+        "timeout_s": entry.timeout_s,
     }
-
-
-def _call_factory(key: str, entry: RewardSection, factory: Callable[..., Any], bound: dict[str, Any]) -> Any:
-    given = dict(entry.params)
     accepted = inspect.signature(factory).parameters
-    thinking = given.get("thinking", bound["thinking"] if "thinking" in accepted else True)
+    thinking = entry.params.get("thinking", bound["thinking"] if "thinking" in accepted else True)
     if "think_end_id" in accepted:
-        _check_tag(key, entry, given, bound["think_end_id"], required=thinking is not False)
-    values = {name: value for name, value in bound.items() if name in accepted and value is not None} | given
-    if "timeout_s" in accepted:
-        values["timeout_s"] = entry.timeout_s
+        _check_tag(key, entry, bound["think_end_id"], required=thinking is not False)
+    values = {name: value for name, value in bound.items() if name in accepted and value is not None}
     try:
-        return factory(**values)
+        return factory(**values | entry.params)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}.params: {entry.name} cannot be built: {error}") from None
 
 
-def _check_tag(key: str, entry: RewardSection, given: dict[str, Any], end_id: int | None, *, required: bool) -> None:
+def _check_params(key: str, entry: RewardSection, takes: list[str]) -> None:
+    for name in entry.params:
+        if name not in takes:
+            offered = f"It takes {', '.join(takes)}" if takes else "It takes none"
+            hint = "; set timeout_s next to params." if name == "timeout_s" else nearest(name, takes) or "."
+            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint} {offered}")
+
+
+def _check_tag(key: str, entry: RewardSection, end_id: int | None, *, required: bool) -> None:
     if end_id is None:
         if required:
             raise TokenizerError(
@@ -133,11 +128,10 @@ def _check_tag(key: str, entry: RewardSection, given: dict[str, Any], end_id: in
                 "has it, a reward that does not need it, or judge whole completions: model.enable_thinking: false for "
                 "a hybrid template, model.family: instruct for one that opens no thinking"
             )
-    elif given.get("think_end_id", end_id) != end_id:
-        raise TokenizerError(
-            f"{key}.params.think_end_id is {given['think_end_id']}, but the tokenizer has {THINK_END} at {end_id}; "
-            "leave the parameter out, it is bound from the tokenizer"
-        )
+    elif entry.params.get("think_end_id", end_id) != end_id:
+        found = f"{key}.params.think_end_id is {entry.params['think_end_id']}"
+        fix = "leave the parameter out, it is bound from the tokenizer"
+        raise TokenizerError(f"{found}, but the tokenizer has {THINK_END} at {end_id}; {fix}")
 
 
 def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> WorkerReward:
@@ -161,7 +155,7 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
             _check_params(key, entry, [name for name in accepted.names if name not in PASSED])
         if "think_end_id" in accepted.names and tokenizer is not None:
             end_id, is_given = bind_think_tags(tokenizer).end_id, "think_end_id" in entry.params
-            _check_tag(key, entry, entry.params, end_id, required="think_end_id" in accepted.required and not is_given)
+            _check_tag(key, entry, end_id, required="think_end_id" in accepted.required and not is_given)
             reward.params |= {} if end_id is None else {"think_end_id": end_id}
         check_signature(reward.__name__, reward.signature)
         refuse_judges_name(reward.__name__)
@@ -169,8 +163,3 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
         reward.worker.close()
         raise ConfigError(f"{key}.name '{entry.name}': {error}") from None
     return reward
-
-
-def _describe(built: list[NamedReward], think_end_id: int | None) -> str:
-    listed = ", ".join(f"{reward.__name__} x{float(reward.weight)}" for reward in built)
-    return f"rewards: {listed} ({THINK_END} = {'none' if think_end_id is None else think_end_id})"

@@ -7,7 +7,9 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rloo_kit.errors import RewardError, excerpt, shorten
@@ -78,19 +80,17 @@ def _as_float(value: Any) -> float | None:
 
 
 def make_sendable(values: Sequence[Any]) -> list[float | str | None]:
-    """`values` in built-in types, because the run cannot load the classes of the reward's module.
-
-    Numbers become floats, anything else a short text."""
-    return [_make_value_sendable(value) for value in values]
-
-
-def _make_value_sendable(value: Any) -> float | str | None:
-    try:
-        return _as_float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-    except Exception:
-        return printable(str(value), EXCERPT) if isinstance(value, str) else show(value)
+    """`values` in built-in types, because the run cannot load the classes of the reward's module: numbers become
+    floats, anything else a short text."""
+    found: list[float | str | None] = []
+    for value in values:
+        try:
+            found.append(_as_float(value))
+        except OverflowError:
+            found.append(float("inf") if value > 0 else float("-inf"))
+        except Exception:
+            found.append(printable(str(value), EXCERPT) if isinstance(value, str) else show(value))
+    return found
 
 
 def overflowing(
@@ -104,11 +104,8 @@ def overflowing(
     messages = []
     for index, row in enumerate(rewards_per_func):
         terms = [term for term in zip(names, row, weights, strict=True) if term[1] == term[1]]
-        total, fits = 0.0, True
-        for _, reward, weight in terms:
-            total += reward * weight
-            fits = fits and abs(total) <= FLOAT32_MAX
-        if not fits:
+        sums = accumulate(reward * weight for _, reward, weight in terms)
+        if not all(abs(total) <= FLOAT32_MAX for total in sums):
             listed = ", ".join(f"{name} {reward:g} x {weight:g}" for name, reward, weight in terms)
             where = f"the weighted sum of the rewards of sample {index}"
             messages.append(f"{where} is {BEYOND}: {listed}")
@@ -182,12 +179,9 @@ def read_signature(reward: Any) -> Signature:
     if isinstance(declared, Signature):
         return declared
     try:
-        parameters = _parameters(reward, follow_wrapped=False)
-        if {parameter.kind for parameter in parameters} == {
-            inspect.Parameter.VAR_POSITIONAL,
-            inspect.Parameter.VAR_KEYWORD,
-        }:
-            parameters = _parameters(reward, follow_wrapped=True)
+        parameters = list(inspect.signature(reward, follow_wrapped=False).parameters.values())
+        if {one.kind for one in parameters} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            parameters = list(inspect.signature(reward).parameters.values())
     except (TypeError, ValueError):
         return Signature(anything=True)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -199,21 +193,15 @@ def read_signature(reward: Any) -> Signature:
     )
 
 
-def _parameters(function: Any, *, follow_wrapped: bool) -> list[inspect.Parameter]:
-    return list(inspect.signature(function, follow_wrapped=follow_wrapped).parameters.values())
-
-
 def takes_two(function: Callable[..., Any]) -> bool:
     """Whether `function` can be called with two positional arguments; True if Python cannot inspect it."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return True
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        return False
-    return True
+    with suppress(TypeError):
+        return bool(signature.bind(None, None))
+    return False
 
 
 def check_signature(name: str, signature: Signature, columns: Iterable[str] | None = None) -> None:

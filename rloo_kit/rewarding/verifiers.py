@@ -8,10 +8,10 @@ import logging
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from rloo_kit._stack import load_stack
 from rloo_kit.data.answers import GYM_REWARD
@@ -42,22 +42,23 @@ _UNREAD = (  # by math-verify: a number's base, separators of thousands, i after
 
 
 @dataclass
-class MathAnswerReward:
-    """1.0 if math-verify finds the answer equal to the `answer` column, else 0.0; None without a reference answer.
+class Verifier:
+    """A reward that asks a library in a `Worker`, within two time limits.
 
-    The answer is the last box after the last closing tag, else the number that the last line ends with, else the last
-    formula, else the end of the last line; all of it has to be equal. If math-verify takes longer than
-    `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch has taken `timeout_s`, the sample
-    counts as failed (NaN, which the guard reports).
+    If the library takes longer than `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch
+    has taken `timeout_s`, the sample counts as failed (NaN, which the guard reports).
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
         answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
 
     Raises:
-        RewardError: math-verify is not installed or does not work.
+        RewardError: the library is not installed or does not work.
     """
 
+    caught: ClassVar[type[RlooKitError]] = WholeBatchError  # the guard asks again, sample by sample, after any other
+
+    __name__: ClassVar[str] = "verifier"
     think_end_id: int = THINK_END_ID
     thinking: bool = True
     answer_timeout_s: float = 5.0
@@ -65,11 +66,39 @@ class MathAnswerReward:
     decode: Decode | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.__name__ = "math_answer_reward"
-        for name in ("answer_timeout_s", "timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value!r}; it must be a finite number of seconds above 0")
+        check_positive("answer_timeout_s", self.answer_timeout_s)
+        check_positive("timeout_s", self.timeout_s)
+
+    def _answers(self, completions: Sequence[Any], completion_ids: Sequence[Any]) -> list[str]:
+        """What follows the thinking of each completion; empty if it was never closed."""
+        if self.thinking:
+            refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
+        options: dict[str, Any] = {"thinking": self.thinking, "decode": self.decode}
+        return [
+            answer_text(as_text(text), as_ids(ids), self.think_end_id, **options) or ""
+            for text, ids in zip(completions, completion_ids, strict=True)
+        ]
+
+    def _ask(self, worker: Worker, ends_at: float, function: Callable[..., Any], *arguments: str) -> Any:
+        """What the library says of one answer: 0.0 after its limit, NaN if it cannot say."""
+        started = time.monotonic()
+        if (left_s := ends_at - started) <= 0:
+            return math.nan
+        try:
+            return worker.call(function, *arguments, timeout_s=min(left_s, self.answer_timeout_s))
+        except self.caught:
+            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
+
+
+@dataclass
+class MathAnswerReward(Verifier):
+    """1.0 if math-verify finds the answer equal to the `answer` column, else 0.0; None without a reference answer.
+
+    The answer is the last box after the last closing tag, else the number that the last line ends with, else the last
+    formula, else the end of the last line; all of it has to be equal. `Verifier` describes arguments and limits.
+    """
+
+    __name__: ClassVar[str] = "math_answer_reward"
 
     @cached_property
     def worker(self) -> Worker:
@@ -96,33 +125,20 @@ class MathAnswerReward:
                 "math_answer_reward needs a column 'answer' next to the prompts (data.answer_column names its source); "
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
-        if self.thinking:
-            refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
-        worker = self.worker
+        answers, worker, scores = self._answers(completions, completion_ids), self.worker, list[float | None]()
         ends_at = time.monotonic() + self.timeout_s
-        return [
-            None if has_no_answer(expected) else self._score(worker, as_text(text), as_ids(ids), str(expected), ends_at)
-            for text, ids, expected in zip(completions, completion_ids, answer, strict=True)
-        ]
-
-    def _score(self, worker: Worker, text: str, ids: list[int], expected: str, ends_at: float) -> float | None:
-        given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode)
-        if not given:
-            return 0.0
-        found = find_boxed(given) or _ending(given)
-        if answers_agree(given, expected) or answers_agree(found, expected):
-            return 1.0
-        if not worker.running:  # after an answer that took too long: the next one's limit is not for the import
-            worker.call(verify_answer, *WARM_UP, timeout_s=START_TIMEOUT_S)
-        left_s = ends_at - time.monotonic()
-        if left_s <= 0:
-            return math.nan
-        started = time.monotonic()
-        try:
-            verdict = worker.call(verify_answer, expected, found, timeout_s=min(left_s, self.answer_timeout_s))
-        except WholeBatchError:
-            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
-        return None if verdict is None else float(verdict)
+        for given, gold in zip(answers, answer, strict=True):
+            found, expected = find_boxed(given) or (given and _ending(given)), str(gold)
+            if has_no_answer(gold) or not given:
+                scores.append(None if has_no_answer(gold) else 0.0)
+            elif answers_agree(given, expected) or answers_agree(found, expected):
+                scores.append(1.0)
+            else:
+                if not worker.running:  # after an answer that took too long: the next one's limit is not for the import
+                    worker.call(verify_answer, *WARM_UP, timeout_s=START_TIMEOUT_S)
+                verdict = self._ask(worker, ends_at, verify_answer, expected, found)
+                scores.append(None if verdict is None else float(verdict))
+        return scores
 
 
 def _ending(text: str) -> str:
@@ -184,9 +200,7 @@ class RewardModel:
         check_int("batch_size", batch_size, 1)
         check_int("max_length", max_length, 1, none_allowed=True)
         if not isinstance(model, str) or not model:
-            raise ValueError(
-                f"model is {model!r}; it must be the id or the folder of a sequence-classification checkpoint"
-            )
+            raise ValueError(f"model is {model!r}; it must be the id or folder of a sequence-classification checkpoint")
         self.model, self.batch_size, self.max_length = model, batch_size, max_length
         self.device, self.dtype = device, dtype
         self.__name__ = "reward_model"
@@ -242,38 +256,28 @@ BUILD_TIMEOUT_S = 60.0  # to make a task's verifier
 
 
 @dataclass
-class ReasoningGymScore:
+class ReasoningGymScore(Verifier):
     """The verifier's score of the answer, 0.0 to 1.0; None for a row that is not from reasoning-gym.
 
-    0.0 if the thinking was never closed, there is no answer, the verifier raises on it, or it takes longer than
-    `answer_timeout_s`. The sample counts as failed (NaN, which the guard reports) if the process dies, the batch has
-    taken `timeout_s`, or the verifier cannot be built (for a refused task, for example).
+    0.0 if the thinking was never closed, there is no answer, or the verifier raises on it; failed if the verifier
+    cannot be built (for a refused task, for example). `Verifier` describes the other arguments and limits.
 
     Args:
-        think_end_id, thinking, decode: as for `rewards.AnswerReward`.
         threshold: above 0, at most 1; 1.0 if the score reaches it, else 0.0. None: the score itself, partial credit
             included.
         find: `whole` (everything after the tag), `boxed` (the content of its last \\boxed{}),
             `answer_tag` (the content of its last <answer></answer>, as the library's own prompts ask for it).
-        answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
-
-    Raises:
-        RewardError: the library is not installed or does not work.
     """
 
-    think_end_id: int = THINK_END_ID
-    thinking: bool = True
+    __name__: ClassVar[str] = GYM_REWARD
+    caught = RlooKitError
+
     threshold: float | None = None
     find: str = "whole"
-    answer_timeout_s: float = 5.0
-    timeout_s: float = 30.0
-    decode: Decode | None = field(default=None, repr=False, compare=False)
     _made: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.__name__ = GYM_REWARD
-        check_positive("answer_timeout_s", self.answer_timeout_s)
-        check_positive("timeout_s", self.timeout_s)
+        super().__post_init__()
         if self.threshold is not None:
             check_positive("threshold", self.threshold)
             if self.threshold > 1:
@@ -299,19 +303,15 @@ class ReasoningGymScore:
                 f"{GYM_REWARD} needs the column '{GYM_COLUMN}', which the rows of data.source=reasoning_gym/TASK have; "
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
-        if self.thinking:
-            refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
+        answers = self._answers(completions, completion_ids)
         rows = [None if row is None or row != row else str(row) for row in reasoning_gym]
         for row in filter(None, rows):
             self._prepare(row)
         ends_at = time.monotonic() + self.timeout_s
-        return [
-            None if row is None else self._score(as_text(text), as_ids(ids), row, ends_at)
-            for text, ids, row in zip(completions, completion_ids, rows, strict=True)
-        ]
+        pairs = zip(answers, rows, strict=True)
+        return [None if row is None else self._score(given, row, ends_at) for given, row in pairs]
 
-    def _score(self, text: str, ids: list[int], row: str, ends_at: float) -> float:
-        given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode) or ""
+    def _score(self, given: str, row: str, ends_at: float) -> float:
         if self.find == "boxed":
             given = find_boxed(given)
         elif self.find == "answer_tag":
@@ -319,14 +319,8 @@ class ReasoningGymScore:
             given = before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
         if not (given := given.strip()):
             return 0.0
-        if not self._prepare(row) or (left_s := ends_at - time.monotonic()) <= 0:
-            return math.nan
-        started = time.monotonic()
-        try:
-            found = self.worker.call(score, row, given, timeout_s=min(left_s, self.answer_timeout_s))
-        except RlooKitError:
-            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
-        return float(found) if self.threshold is None else float(found >= self.threshold)
+        found = self._ask(self.worker, ends_at, score, row, given) if self._prepare(row) else math.nan
+        return float(found) if self.threshold is None or math.isnan(found) else float(found >= self.threshold)
 
     def _prepare(self, row: str) -> bool:
         """Load the library and make the row's verifier before a time limit counts, also after an answer that took too

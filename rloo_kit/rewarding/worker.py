@@ -27,6 +27,7 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import (
+    WRAPPERS,
     GuardedReward,
     NamedReward,
     RewardsObject,
@@ -49,12 +50,11 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
     describes. Keywords of a partial count, attributes of an object do not: rewards count and cache in them."""
     found: dict[str, list[str]] = {}
     for reward in rewards:
-        while isinstance(reward, NamedReward | GuardedReward):
-            reward = reward.reward
+        reward = unwrap(reward, NamedReward | GuardedReward)
         keywords = reward.keywords if isinstance(reward, functools.partial) else {}
         plain = sorted((name, one) for name, one in keywords.items() if isinstance(one, str | int | float))
         given = {f"reward {reward_name(reward)}, keywords": repr(plain)} if plain else {}
-        for name, text in (_read_source(unwrap(reward)) | given).items():
+        for name, text in (_read_source(unwrap(reward, WRAPPERS)) | given).items():
             found.setdefault(name, []).append(text)
     return {name: digest_texts(texts) for name, texts in found.items()}
 

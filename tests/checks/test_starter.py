@@ -3,6 +3,7 @@
 import csv
 import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rloo_kit import cli
-from rloo_kit.checks.starter import name_output, read_table
+from rloo_kit.checks.starter import name_output
 from rloo_kit.config.run import load_config
 from rloo_kit.plan.planner import plan_vram
 
@@ -57,10 +58,18 @@ def list_next(printed: str) -> list[str]:
     return [line for line in lines if not line.startswith("(")]
 
 
-def run_test(file: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], capture_output=True, text=True
-    )
+def run_test(file: str) -> int:
+    """The number of tests in a generated file; raises AssertionError if one fails."""
+    path = Path(file).resolve()
+    module = path.stem.removeprefix("test_")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)
+        patch.delitem(sys.modules, module, raising=False)
+        tests = [one for name, one in runpy.run_path(str(path)).items() if name.startswith("test_")]
+        del sys.modules[module]
+    for one in tests:
+        one()
+    return len(tests)
 
 
 def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(folder: Path) -> None:
@@ -78,17 +87,17 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
     assert [reward.weight for reward in run.rewards] == [1.0, 0.0] and plan_vram(run).fits
     assert run.rewards[0].params == {}, "the id of </think> is bound from the tokenizer"
     assert run.rloo.prompts_per_generation * run.rloo.num_generations == run.rloo.generation_batch_size == 128
-    done = run_test("test_sums_rewards.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sums_rewards.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
-    with open("sums_rewards.py", encoding="utf-8") as file:
-        changed = file.read().replace("else 0.1", "else 1.0")
-    (folder / "sums_rewards.py").write_text(changed)
-    assert run_test("test_sums_rewards.py").returncode == 1, "a test that cannot fail"
+    rewards = folder / "sums_rewards.py"
+    rewards.write_text(rewards.read_text(encoding="utf-8").replace("else 0.1", "else 1.00"))
+    with pytest.raises(AssertionError):  # a test that cannot fail
+        run_test("test_sums_rewards.py")
 
 
 @pytest.mark.parametrize(
-    ("gpu_gib", "model"),
-    [(4, "unsloth/Qwen3-1.7B-unsloth-bnb-4bit"), (7.45, THINKING), (11.2, THINKING), (80, THINKING)],
+    ("gpu_gib", "model"), [(4, "unsloth/Qwen3-1.7B-unsloth-bnb-4bit"), (80, THINKING)]
 )
 def test_a_general_file_gets_the_largest_model_that_fits(gpu_gib: float, model: str) -> None:
     """A config for 40 GB that is copied to an 8 GB GPU fails ten minutes later."""
@@ -99,8 +108,7 @@ def test_a_general_file_gets_the_largest_model_that_fits(gpu_gib: float, model: 
     assert "a number, within \\boxed{}" in str(run.data.system_prompt)
     assert plan_vram(run, gpu_gib).fits and run.rloo.max_completion_length >= 4096
     assert run.rloo.thinking_budget == run.rloo.max_completion_length - 544 and run.rloo.prompts_per_generation == 4
-    done = run_test("test_school_rewards.py")
-    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
+    assert run_test("test_school_rewards.py") == 5
 
 
 def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) -> None:
@@ -121,8 +129,7 @@ def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) 
     assert re.search(r"CPU cores a step takes about \d+ (s|min), 40 of them \d+ (min|h)", printed), printed
     for file in folder.glob("*words*.[py]*"):
         assert not re.search("think", file.read_text(), re.I), f"{file.name} speaks of thinking"
-    done = run_test("test_words_rewards.py")
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+    assert run_test("test_words_rewards.py") == 4
     code, printed, said = call("--data", school(), "--yes", "--gpu-gib", "7.45", "--overwrite")
     assert code == 0 and re.search(r"RTX 3060 Ti \(computed.*a step takes \d+ min, 200 steps [\d.]+ h", printed), said
 
@@ -140,7 +147,7 @@ def test_any_model_is_taken_that_knows_the_characters(model: str) -> None:
     with open("own_rewards.py", encoding="utf-8") as file:
         assert ("think_end_id, **columns" in file.read()) is thinks
     assert plan_vram(run).fits and run.rloo.max_completion_length == 64
-    assert run_test("test_own_rewards.py").returncode == 0
+    assert run_test("test_own_rewards.py") == 4 + thinks
 
 
 @pytest.mark.parametrize("gpu", [[], ["--gpu-gib", "8"]], ids=["in a sentence", "in a box"])
@@ -168,21 +175,6 @@ def test_the_generated_reward_and_the_judge_agree(
             assert (paid == 1.0) == (right == 1.0) == (answer not in ("43", "")), (answer, paid, right)
 
 
-@pytest.mark.parametrize(
-    ("golds", "numbers"),
-    [
-        (["$1,200", r"\frac12", "25%", "18 eggs", "18元"], True),
-        (["18", "3 or 4"], False),
-        (["18", "52_8"], False),
-        ([r"We get $5+13=\boxed{18}$ in 1 step.", r"So \boxed{\frac12}"], True),
-    ],
-)
-def test_answers_are_numbers_if_the_reward_reads_them_as_numbers(golds: list[str], numbers: bool) -> None:
-    """`init` asks the model for a number and looks for the last one where all answers are; one recogniser decides."""
-    write_csv("own.csv", ["prompt", "answer"], [[f"question {gold}", gold] for gold in golds])
-    assert read_table("own.csv", "prompt", "answer").are_numbers == numbers
-
-
 def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     """People who sit in front of a terminal should not have to know the flags."""
     monkeypatch.setattr("rloo_kit.cli._can_ask", lambda: True)
@@ -197,7 +189,6 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
 BAD: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "--data is missing"),
     "no terminal": (["--data", "sums.csv"], "--prompt-column is missing.*accept the proposed values with --yes"),
-    "no file": (["--data", "nowhere.csv", "--yes"], "no file nowhere.csv"),
     "a hub id": (["--data", "openai/gsm8k", "--yes"], "--data openai/gsm8k: there is no such file"),
     "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
     "one column twice": (["--data", "sums.csv", "--yes", "--answer-column", "prompt"], "both prompt"),
@@ -205,16 +196,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
         r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct",
     ),
-    "no such family": (
-        ["--data", "sums.csv", "--yes", "--model", "embedded/thinking@sortin"],
-        "there is no task family 'sortin'",
-    ),
     "a header": (["--data", "header.csv", "--yes"], "header.csv has no rows"),
-    "one column": (["--data", "one.csv", "--yes"], "--answer-column is missing"),
     "few rows": (["--data", "few.csv", "--yes"], "few.csv has 4 rows; .*at least 5"),
     "no answers": (["--data", "blank.csv", "--yes"], "--answer-column answer: .* no answer"),
     "a row without the marker": (["--data", "marked.csv", "--yes"], "marked.csv, line 4: the answer has no '####'"),
-    "a broken row": (["--data", "broken.csv", "--yes"], "broken.csv, line 3: 1 fields"),
     "another ending": (["--data", "sums.csv", "--yes", "--output", "run.json"], "--output run.json.yaml"),
     "there already": (
         ["--data", "sums.csv", "--yes", "--output", "mine.yaml"],
@@ -232,12 +217,8 @@ BAD: dict[str, tuple[list[str], str]] = {
 def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder: Path) -> None:
     """A half-written start is worse than none: the next call finds files that it must not replace."""
     sums(), school(), sums("few.csv", 4)
-    files = {
-        "header.csv": "prompt,answer\n",
-        "one.csv": "prompt\n1+1=\n",
-        "mine_rewards.py": "# mine\n",
-    }
-    files |= {"blank.csv": "prompt,answer\n" + "1+1=,\n" * 6, "broken.csv": "prompt,answer\n1+1=,2\n1+2=\n"}
+    files = {"header.csv": "prompt,answer\n", "mine_rewards.py": "# mine\n"}
+    files["blank.csv"] = "prompt,answer\n" + "1+1=,\n" * 6
     files["marked.csv"] = "prompt,answer\na,so #### 1\nb,so #### 2\nc,so it is 3\n"
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -259,4 +240,4 @@ def test_names_and_places(folder: Path) -> None:
         "rloo-kit preflight new/class.yaml",
         "rloo-kit train new/class.yaml",
     ]
-    assert run_test("new/test_class_rewards.py").returncode == 0
+    assert run_test("new/test_class_rewards.py") == 5

@@ -151,8 +151,6 @@ TYPED = [
     ("close it: </think> 42", "the user message contains </think>"),
     ("use <think> tags", "the user message contains <think>"),
     (user("</think>"), "the user message contains </think>"),
-    ([{"role": "system", "content": "<think>"}, *user("hi")], "the system message contains <think>"),
-    ([*user("hi"), {"role": "tool", "content": "x</think>"}], "the tool message contains </think>"),
     (user("hi", name="a</think>"), "the user message's name contains </think>"),
     (
         [{"role": "assistant", "content": "2", "reasoning_content": "</think>"}, *user("hi")],
@@ -167,7 +165,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize(("prompt", "text"), TYPED)
-@pytest.mark.parametrize("family", ["thinking", "hybrid", "instruct"])
+@pytest.mark.parametrize("family", ["thinking", "instruct"])
 def test_a_thinking_tag_that_somebody_typed_is_refused(with_template, family, prompt, text):
     """`</think>` in a question became the token that every reward decides by; `<|im_end|>` was refused."""
     with pytest.raises(DataError) as caught:
@@ -303,7 +301,6 @@ FOUND = {
     "ibm-granite/granite-3.3-2b": ("instruct", False),
     "openai/gpt-oss-20b": ("instruct", False),
     "nvidia/Nemotron-Nano-9B-v2": ("thinking", True),
-    "a hybrid/Thinking": ("hybrid", False),
     "an opening/Instruct": ("thinking", True),
     "a/Model-Thinking": ("thinking", False),
 }
@@ -379,7 +376,6 @@ def test_another_switch_is_no_enable_thinking(of: Any) -> None:
     ("name", "family", "switch", "mode", "fix"),
     [
         ("HuggingFaceTB/SmolLM3-3B", "hybrid", None, "/no_think", "set model.enable_thinking: false"),
-        ("HuggingFaceTB/SmolLM3-3B", "hybrid", True, "/no_think", "set model.enable_thinking: false"),
         ("HuggingFaceTB/SmolLM3-3B", "hybrid", False, "/think", "set model.enable_thinking: true"),
         ("nvidia/Nemotron-Nano-9B-v2", "thinking", None, "/no_think", "remove it$"),
     ],

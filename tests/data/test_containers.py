@@ -13,13 +13,10 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
-from typer.testing import CliRunner
 
 from rloo_kit.checks.starter import read_columns, read_table
-from rloo_kit.cli import app
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.errors import RlooKitError
-from rloo_kit.runs.rollouts import read_rollouts
 from tests.data.conftest import jsonl, rendered
 
 TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "What's 1+1?"}]
@@ -65,8 +62,6 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "decimals.csv": (sheet({"prompt": ["a"], "answer": [7.5]}, sep=";", decimal=","), "7,5 has a dec", "7,5 has a dec"),
     "semicolon in a name.csv": ('prompt,answer,note;x\na,"12,345",b\n', {"answer": "12,345", "note;x": "b"}, ""),
     "blank first.csv": ("\nprompt;answer\na;1,5\n", "line 3: 1,5 has a decimal", "line 3: 1,5 has a decimal"),
-    "tabs.csv": (sheet({"prompt": ["a;b"], "answer": [5]}, sep="\t"), {"prompt": rendered("a;b"), "answer": "5"}, ""),
-    "long.csv": (sheet({"prompt": ["a"], "answer": [LONG]}), {"answer": LONG}, ""),
     "quoted.csv": (
         'prompt,answer,id\n"a, b\nc",007,1\nd,1.50,\n',
         {"prompt": rendered("a, b\nc"), "answer": "007", "id": "1"}, "",
@@ -75,19 +70,15 @@ FILES: dict[str, tuple[Any, Any, str]] = {
         "\ufeff" + jsonl({"prompt": "é", "answer": 2}) + "\n", {"prompt": rendered("é"), "answer": 2}, "",
     ),
     "integers.jsonl": (jsonl({"prompt": "a", "answer": 5}), {"answer": 5}, ""),
-    "floats.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": 1}), {"answer": 0.7}, ""),
     "mixed.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": "x"}), {"answer": "0.7"}, ""),
     "huge.jsonl": (jsonl({"prompt": "a", "answer": 2**70}), {"answer": str(2**70)}, ""),
-    "booleans.jsonl": (jsonl({"prompt": "a", "answer": True}), {"answer": True}, NO_TEXT),
     "objects.jsonl": (
         jsonl({"prompt": "a", "answer": {"x": 1}}, {"prompt": "b", "answer": {"y": ""}}), {"answer": {"x": 1}}, NO_TEXT,
     ),
     "types of a key.jsonl": (more(TYPES), {"more": {"a": 1}}, ""),
     "cases.jsonl": (more([CASES, []]), {"more": CASES}, ""),
-    "huge in an object.jsonl": (more([*TYPES, {"a": 2**70}]), "line 2: column 'more'", "line 2: column 'more'"),
     "integers in objects.jsonl": (more([{"a": 1}, {"a": 2.5}]), {"more": {"a": 1}}, ""),
     "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "line 1: an answer of type float"),
-    "talk.jsonl": (jsonl({"prompt": json.dumps(TALK), "answer": "2"}), {"prompt": SEEN}, ""),
     "talk.parquet": (parquet(prompt=[TALK], answer=["2"]), {"prompt": SEEN}, ""),
     "pandas.parquet": (
         pandas.DataFrame({"prompt": [numpy.array(TALK)], "answer": [2], "when": [DAY]}),
@@ -98,15 +89,11 @@ FILES: dict[str, tuple[Any, Any, str]] = {
                 more=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)),
         {"prompt": SEEN, "answer": "2", "more": {"x": "1"}}, "",
     ),
-    "empty map.parquet": (parquet(answer=[2, 3], more=pyarrow.array([[], [("x", "1")]], MAP)), {"more": {}}, ""),
     "numbered map.parquet": (
         parquet(answer=[2, 3], more=pyarrow.array([[(1, "x")], [(2, "y")]], NUMBERED)), {"more": [[1, "x"]]}, "",
     ),
-    "bytes.parquet": (parquet(answer=[2, 3], key=pyarrow.array([b"ab"] * 2, pyarrow.binary(2))), {"key": b"ab"}, ""),
     "decimals.parquet": (parquet(answer=[Decimal("1.50"), None]), {"answer": Decimal("1.50")}, ""),
-    "categories.parquet": (parquet(answer=pyarrow.array(["x", "y"]).dictionary_encode()), {"answer": "x"}, ""),
     "single.parquet": (parquet(answer=pyarrow.array([0.1, 2], pyarrow.float32())), {"answer": 0.1}, ""),
-    "dates.parquet": (parquet(answer=[DAY.date(), None]), {"answer": DAY.date()}, NO_TEXT),
     "map.parquet": (parquet(answer=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)), {"answer": {"x": "1"}}, NO_TEXT),
 }  # fmt: skip
 
@@ -159,7 +146,6 @@ MAPS = pyarrow.table({"prompt": pyarrow.array([PAIRS], pyarrow.list_(MAP))})
 ROWS: dict[str, tuple[Any, Any]] = {
     "pandas": (FRAME.to_dict("records"), RECORD),
     "pyarrow": (pyarrow.Table.from_pandas(FRAME), RECORD),
-    "a pyarrow map": (MAPS.to_pylist(), {"prompt": SEEN}),
     "a map in pandas": (MAPS.to_pandas().to_dict("records"), {"prompt": SEEN}),
     "datasets as numpy": (
         datasets.Dataset.from_dict({"prompt": [TALK], "answer": [[1, 2]]}).with_format("numpy"),
@@ -168,9 +154,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "a streamed dataset": (
         datasets.Dataset.from_dict({"prompt": [TALK], "answer": [1]}).to_iterable_dataset(), {"prompt": SEEN},
     ),
-    "a column": (datasets.Dataset.from_dict({"prompt": [TALK]})["prompt"], {"prompt": SEEN}),
     "texts": (["a", "b"], {"prompt": rendered("a")}),
-    "conversations": ([TALK], {"prompt": SEEN}),
     "a series": (pandas.Series(["a"]), {"prompt": rendered("a")}),
     "numpy": ([{"prompt": numpy.str_("a"), "answer": numpy.int64(5), "x": numpy.float32(0.5), "y": numpy.array([[1]])}],
               {"prompt": rendered("a"), "answer": 5, "x": 0.5, "y": [[1]]}),
@@ -181,9 +165,6 @@ ROWS: dict[str, tuple[Any, Any]] = {
                      {"more": {"m": {}}}),
     "a numbered map": (pyarrow.table({"prompt": ["a"], "more": pyarrow.array([[(1, "x")]], NUMBERED)}),
                        {"more": [[1, "x"]]}),
-    "a batch": (pyarrow.record_batch({"prompt": ["a"], "answer": [5]}), {"prompt": rendered("a"), "answer": 5}),
-    "an array": (pyarrow.array(["a"]), {"prompt": rendered("a")}),
-    "single of numpy": ([{"prompt": "a", "answer": numpy.float32(0.1)}], {"answer": 0.1}),
     "single of pandas": (pyarrow.Table.from_pandas(pandas.DataFrame({"prompt": ["a"], "answer": SINGLE})),
                          {"answer": 0.1}),
     "one name twice": (pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "x", "x"]), "two columns of one name"),
@@ -203,26 +184,6 @@ def test_rows_in_python_are_what_the_libraries_hand_over(make_run, tiny_tokenize
     assert {key: found[0][key] for key in expected} == expected
     if name in ("decimals", "fractions", "numpy"):
         load_data(make_run(reward="answer_reward"), tiny_tokenizer, rows=rows)
-
-
-@pytest.mark.slow
-def test_train_hands_a_reward_of_ones_own_the_column_as_it_is(tmp_path: Path, monkeypatch) -> None:
-    """`text.isdigit() and int(text) == answer` was never true, because integers became text on the way to the worker
-    of a reward; the real command, two steps."""
-    monkeypatch.chdir(tmp_path)
-    talks = [[{"role": "user", "content": f"{n}+{n}="}] for n in range(11, 23)]
-    Path("rows.jsonl").write_text(jsonl(*({"prompt": talk, "answer": n} for n, talk in enumerate(talks))))
-    Path("mine.py").write_text("def typed(completions, answer):\n    return [isinstance(a, int) for a in answer]\n")
-    Path("run.yaml").write_text(
-        "model: {name: embedded/thinking, max_seq_length: 128}\ndata: {source: rows.jsonl, test_size: 2}\n"
-        "rewards: [{name: 'mine:typed'}]\n"
-        "rloo: {max_steps: 2, per_device_train_batch_size: 8, num_generations: 4, max_completion_length: 8}\n"
-    )
-    done = CliRunner().invoke(app, ["train", "run.yaml"])
-    assert done.exit_code == 0, done.stderr
-    rows = list(read_rollouts("outputs/run"))
-    assert len(rows) == 16 and {row["reward"] for row in rows} == {1.0}
-    assert {type(row["columns"]["answer"]) for row in rows} == {int}
 
 
 def test_answers_of_a_mix_have_one_type(make_run, tmp_path: Path, tiny_tokenizer) -> None:

@@ -1,8 +1,7 @@
 """Which tasks of reasoning-gym are offered: each verifier on its task's rows.
 
-A verifier is sound if the stored answer scores 1, nonsense of eleven kinds 0, nothing raises, and no answer is run as
-Python. Nonsense never equals or contains the stored answer: some verifiers give len(stored) / len(given) to a text that
-does.
+A verifier is sound if the stored answer scores 1, nonsense 0, nothing raises, and no answer is run as Python. Nonsense
+never equals or contains the stored answer: some verifiers give len(stored) / len(given) to a text that does.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,40 +22,23 @@ LONG = (pytest.mark.slow, pytest.mark.long)
 pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
 
 START = 2**30  # of the rows' seeds
-WORDS = ("purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#")
 NUMBERS = ("7310055", "4446644", "99", "28", "135790864200", "55555")
-CONSTANTS = (
-    "nan", "inf", "-inf", "0", "1", "-1", "2", "10", "100", "0.0", "0.5", "1/2", "0:00", "00:00:00", "[]", "[[]]", "{}",
-    "()", "''", '""', "None", "null", "true", "false", "yes", "no", "A", "a", ".", "-", "x", "0 0", "[0]", "unknown",
+NONSENSE = (
+    "", "  \n\t ", "purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#", *NUMBERS,
+    *(f"-{number}.{part}" for number in NUMBERS for part in ("25", "6")), "nan", "inf", "-inf", "0", "1", "-1", "2",
+    "10", "100", "0.0", "0.5", "1/2", "0:00", "00:00:00", "[]", "[[]]", "{}", "()", "''", '""', "None", "null", "true",
+    "false", "yes", "no", "A", "a", ".", "-", "x", "0 0", "[0]", "unknown", '{"a": [[], {"b"', "[[{((", "[", "<",
+    "purple giraffe " * 800, "#~#~# " * 800, "\u3042\u0645 \U0001f642 \u00e9\ufffd \ufdfd", "\u05d0",
+    "\\boxed{{\\frac{}$", "\\boxed{", "$",
 )  # fmt: skip
 
 
-def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
-    """Texts of eleven kinds that answer nothing, with the kind; none is or contains the stored answer.
-
-    Raises ValueError if a kind has no text left.
-    """
+def nonsense(question: str, answer: str) -> list[str]:
+    """Texts that answer nothing; none is or contains the stored answer."""
     without = question
     while is_answer(without, answer):
         without = re.sub(r"\s*".join(map(re.escape, "".join(answer.split()))), "", without, flags=re.IGNORECASE)
-    texts = {
-        "empty": ("",),
-        "white space": ("  \n\t ",),
-        "random words": WORDS,
-        "a number": NUMBERS,
-        "a negative number": [f"-{number}.{part}" for number in NUMBERS for part in ("25", "6")],
-        "a constant": CONSTANTS,
-        "open brackets": ('{"a": [[], {"b"', "[[{((", "[", "<"),
-        "a very long text": [f"{words} " * 800 for words in WORDS],
-        "other scripts": ("\u3042\u0645 \U0001f642 \u00e9\ufffd \ufdfd", "\u05d0"),
-        "the question": (without, without.replace(" ", "")),
-        "broken LaTeX": ("\\boxed{{\\frac{}$", "\\boxed{", "$"),
-    }
-    for kind, given in texts.items():
-        found = [text for text in given if not is_answer(text, answer)]
-        if not found:
-            raise ValueError(f"no text of the kind '{kind}' is free of the answer {answer!r}")
-        yield from ((kind, text) for text in found)
+    return [text for text in (*NONSENSE, without, without.replace(" ", "")) if not is_answer(text, answer)]
 
 
 def is_answer(text: str, answer: str) -> bool:
@@ -85,28 +66,24 @@ def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
     return False
 
 
-def measure(task: str, rows: int) -> dict[str, Any]:
-    """What the task's verifier does on `rows` rows: the lowest score of a stored answer, and what it pays to each kind
-    of nonsense or raises on it."""
+def find_faults(task: str, rows: int) -> list[str]:
+    """What is wrong with the task's verifier on `rows` rows."""
     random.seed(START)  # list_functions draws some rows with the generator that all share
     dataset, verifier = (make_dataset(task, {}, None, seed=seed, size=rows) for seed in (START, 0))
     entries = [dataset[index] for index in range(rows)]
     if any(runs_python(verifier, entry) for entry in entries[:5]):
-        return {"runs_python": True}
-    gold, paid, raised = [], {}, {}
+        return ["runs an answer as Python"]
+    found = []
     for entry in entries:
         answer = entry["answer"].strip()
-        for kind, text in [("the stored answer", answer), *nonsense(entry["question"], answer)]:
+        for text, expected in [(answer, 1.0), *((text, 0.0) for text in nonsense(entry["question"], answer))]:
             try:
                 value = float(verifier.score_answer(text, entry))
             except (Exception, SystemExit) as error:
-                raised[kind] = f"{type(error).__name__}: {error}"[:200]
-                continue
-            if kind == "the stored answer":
-                gold.append(value)
-            elif value:
-                paid[kind] = (text[:40], value)
-    return {"runs_python": False, "gold": min(gold, default=None), "nonsense": paid, "raised": raised}
+                value = f"{type(error).__name__}: {error}"[:200]
+            if value != expected:
+                found.append(f"{text[:40]!r}: {value}")
+    return found
 
 
 def test_every_task_of_the_library_is_on_one_list() -> None:
@@ -117,19 +94,14 @@ def test_every_task_of_the_library_is_on_one_list() -> None:
     assert len(SOUND) + len(REFUSED) == 106 and all(REFUSED.values())
 
 
-@pytest.mark.parametrize("rows", [2, pytest.param(20, marks=LONG)])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=LONG)])
 def test_offered_tasks_have_sound_verifiers(rows: int) -> None:
     """The stored answer scores 1, every kind of nonsense 0, nothing raises, and no answer is run as Python: reward for
     nonsense is what a policy finds first, and its text must never be a program."""
-    faulty = {}
-    for task in SOUND:
-        found = measure(task, rows)
-        if found["runs_python"] or (found["gold"], found["nonsense"], found["raised"]) != (1.0, {}, {}):
-            faulty[task] = found
-    assert not faulty
+    assert {task: found for task in SOUND if (found := find_faults(task, rows))} == {}
 
 
-@pytest.mark.parametrize("rows", [2, pytest.param(50, marks=LONG)])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), pytest.param(50, marks=LONG)])
 def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, rows: int) -> None:
     """list_functions draws some rows with the generator that all share, that of seed 74 too: a run that was resumed had
     others."""

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rloo_kit.config.model_names import KINDS
-from rloo_kit.data.chat import ROWS, detect_family, embedded_tokenizer, read_tokenizer, render_prompt
+from rloo_kit.data.chat import detect_family, embedded_tokenizer, read_tokenizer, render_prompt
 from rloo_kit.models.embedded import build_tokenizer
 
 TEXTS = ["12+34=", "", "ü ∑ 🙂", "a\u0301", "<think>\n7+5=12</think>\n\n46<|im_end|>", "  two  spaces\r\n", "\x00\x7f"]
@@ -19,8 +18,9 @@ QWEN_LIKE = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocabulary", ROWS)
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"), [("thinking", "qwen3"), ("instruct", "compact"), ("untaught", "compact")]
+)
 def test_the_embedded_tokenizer_is_the_same_one(kind: str, vocabulary: str) -> None:
     """A row that fits before the stack and not after it would be found behind the model again."""
     light, heavy = embedded_tokenizer(kind, vocabulary), build_tokenizer(kind, vocabulary)

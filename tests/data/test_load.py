@@ -91,7 +91,6 @@ def test_file_is_looked_up_next_to_the_config(make_run, tmp_path, tiny_tokenizer
         ("rows.txt", "has the ending '.txt'; supported are .jsonl, .csv, .parquet"),
         (".", "is a folder; name a file in it"),
         ("missing.csv", "no file missing.csv; looked for as /"),
-        ("a/b/c", "no file a/b/c; looked for as /"),
     ],
 )
 def test_sources_that_are_none(make_run, tmp_path, tiny_tokenizer, monkeypatch, source, text):
@@ -106,19 +105,12 @@ def test_sources_that_are_none(make_run, tmp_path, tiny_tokenizer, monkeypatch, 
 BAD_JSONL = [
     ("", "has no rows"),
     (jsonl({"prompt": "a"}) + '{"prompt": \n', "line 2: broken JSON"),
-    ('[{"prompt": "a"},\n{"prompt": "b"}]\n', "line 1: broken JSON"),
-    (jsonl({"prompt": "a"}, ["b"]), "line 2: a JSON list; each line must be an object"),
     (jsonl({"prompt": "a"}, {"text": "b"}), "line 2: no column 'prompt'; columns found: text. Name the right one in"),
     (jsonl({"prompt": "a"}) + "\n" + jsonl({"prompt": " "}), "line 3: the prompt is empty"),
-    (jsonl({"prompt": "a"}, {"prompt": None}), "line 2: the prompt is of type NoneType"),
     (jsonl({"prompt": "a"}, {"prompt": [{"role": "x", "content": "b"}]}), "line 2: message 1 has the role 'x'"),
     (jsonl({"prompt": "a\ud800"}), "line 1: the prompt contains \\ud800 at character 1, half of a surrogate pair"),
-    (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer contains \\ud800 at character 0"),
     (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' has a value that Arrow"),
-    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' has a value that Arrow"),
     (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": 1}), "line 2: column 'n' has a value that"),
-    (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name contains \\ud800 at character 0"),
-    (jsonl({"prompt": "a"}) + '{"n": ' + "9" * 5000 + "}\n", "line 2: JSON that cannot be read: Exceeds the limit"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
     (jsonl({"prompt": "a"}) + '{"prompt": "b", "n": ' + "[" * 900 + "]" * 900 + "}\n", "line 2: column 'n' is nested"),
     (jsonl({"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]}), "line 1: 'name' in message 1 of"),
@@ -132,7 +124,6 @@ BAD_CSV = [
     ('prompt,answer\n"a\nb",1\nc\n', "line 4: 1 fields, but the header has 2"),
     ('prompt,answer\na,"1\n', "line 2: broken CSV"),
     ("prompt,answer\na,1\n,2\n", "line 3: the prompt is empty"),
-    ("question,answer\na,1\n", "line 2: no column 'prompt'; columns found: question, answer"),
 ]
 
 
@@ -239,27 +230,19 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
         assert f"column '{column}' is left out" in printed
 
 
-@pytest.mark.parametrize("column", ["image", "images"])
-def test_image_columns_are_refused(make_run, write, tiny_tokenizer, column):
-    """Image columns were dropped with a note, and the run trained on questions about pictures that were not there."""
-    text = f"column '{column}' contains images or other media, by its name; rloo-kit trains on text. Remove the column"
-    with pytest.raises(DataError, match=text):
-        load_data(make_run(write("rows.csv", f"prompt,{column}\na,b\n")), tiny_tokenizer)
-    with pytest.raises(DataError, match=text):
-        load_data(make_run(), tiny_tokenizer, rows=datasets.Dataset.from_dict({"prompt": ["a"], column: [1]}))
-    data = load_data(make_run(prompt_column=column), tiny_tokenizer, rows=[{column: "a"}])
-    assert data.train["prompt"][:] == [rendered("a")], "named by data.prompt_column it is a text"
-
-
-@pytest.mark.parametrize("feature", [datasets.List(datasets.Image()), {"a": datasets.Image()}])
-def test_columns_of_images_under_another_name_are_refused(make_run, tmp_path, tiny_tokenizer, feature):
-    """`picture` is no name that TRL knows; the column went to the rewards, decoded, in every step."""
-    features = datasets.Features({"prompt": datasets.Value("string"), "picture": feature})
+def test_columns_of_images_are_refused(make_run, tmp_path, tiny_tokenizer):
+    """Image columns were dropped with a note, and the run trained on questions about pictures that were not there;
+    `picture` is no name that TRL knows, and went to the rewards, decoded, in every step."""
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": datasets.List(datasets.Image())})
     table = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [None]}, features=features)
     table.to_parquet(tmp_path / "rows.parquet")
     for rows, source in ((table, "unused.jsonl"), (None, tmp_path / "rows.parquet")):
         with pytest.raises(DataError, match="column 'picture' contains images or other media, by its type.* Remove"):
             load_data(make_run(source), tiny_tokenizer, rows=rows)
+    with pytest.raises(DataError, match="column 'images' contains images or other media, by its name.* Remove"):
+        load_data(make_run(), tiny_tokenizer, rows=[{"prompt": "a", "images": "b"}])
+    data = load_data(make_run(prompt_column="images"), tiny_tokenizer, rows=[{"images": "a"}])
+    assert data.train["prompt"][:] == [rendered("a")], "named by data.prompt_column it is a text"
 
 
 def test_too_long_prompts(make_run, tiny_tokenizer, capsys):
@@ -293,7 +276,7 @@ def prompts_of(data: Data) -> tuple[list[str], list[str]]:
     return data.train["prompt"][:], data.test["prompt"][:]
 
 
-@pytest.mark.parametrize(("size", "held_out"), [(5, 5), (0.25, 5), (0.01, 1), (0, 0), (0.0, 0)])
+@pytest.mark.parametrize(("size", "held_out"), [(5, 5), (0.25, 5), (0.01, 1), (0, 0)])
 def test_split_sizes(make_run, tiny_tokenizer, size, held_out):
     """A whole number is prompts, a share is a share (of few prompts at least one: it was none, and `evaluate` had
     nothing to measure on), and nothing is nothing."""
@@ -363,14 +346,6 @@ def test_split_is_that_of_the_seed(make_run, tiny_tokenizer):
 EXPECTED_TEST_ANSWERS = ["14", "16", "18", "19", "20"]
 
 
-def test_num_prompts_draws_from_the_whole_source(make_run, tiny_tokenizer):
-    """Files are often sorted by difficulty: the first thousand rows are then the easy ones."""
-    rows = [{"prompt": str(number), "answer": "1"} for number in range(200)]
-    data = load_data(make_run(num_prompts=20), tiny_tokenizer, rows=rows)
-    numbers = [int(prompt.split("\n")[1].removesuffix("<|im_end|>")) for prompt in data.train["prompt"]]
-    assert len(set(numbers)) == 20 and numbers == sorted(numbers) and max(numbers) > 100
-
-
 LIMITS = ("data.test_size", "data.test_source", "data.num_prompts", "data.max_prompt_length")
 
 
@@ -378,7 +353,6 @@ LIMITS = ("data.test_size", "data.test_source", "data.num_prompts", "data.max_pr
     ("settings", "long", "helps"),
     [
         ({"test_size": 20}, 0, LIMITS[:2]),
-        ({"test_size": 600, "num_prompts": 601}, 0, LIMITS[:2]),
         ({"test_size": 10, "num_prompts": 15}, 12, LIMITS),
         ({"test_size": 0.5}, 19, LIMITS[1::2]),
     ],
@@ -444,14 +418,6 @@ def test_rows_without_an_answer(make_run, write, tmp_path, tiny_tokenizer, capsy
         assert "add a reward for rows without an answer" in message
 
 
-def test_a_reward_without_weight_gives_no_row_a_reward(make_run, tiny_tokenizer):
-    """A reward of weight 0 is only a metric: with it alone, rows without an answer would earn nothing at all."""
-    run = make_run(reward=BOTH)
-    run.rewards[1].weight = 0.0
-    with pytest.raises(DataError, match="the list of rows, row 2: no answer, and each reward with a weight compares"):
-        load_data(run, tiny_tokenizer, rows=[{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}])
-
-
 def test_a_marker_is_asked_of_answers_only(make_run, tiny_tokenizer):
     """Null has no marker; an answer that lacks it is a broken one, whatever the rewards are."""
     rows = [{"prompt": "a", "answer": "#### 1"}, {"prompt": "b", "answer": None}]
@@ -467,3 +433,19 @@ def test_a_column_without_one_answer_is_no_column_of_answers(make_run, tiny_toke
     with pytest.raises(DataError, match=r"no row has an answer.*data\.answer_column"):
         load_data(make_run(reward=BOTH), tiny_tokenizer, rows=rows)
     assert load_data(make_run(), tiny_tokenizer, rows=rows).train["answer"][:] == [None, None]
+
+
+def test_a_reward_without_weight_gives_no_row_a_reward(make_run, tiny_tokenizer):
+    """A reward of weight 0 is only a metric: with it alone, rows without an answer would earn nothing at all."""
+    run = make_run(reward=BOTH)
+    run.rewards[1].weight = 0.0
+    with pytest.raises(DataError, match="the list of rows, row 2: no answer, and each reward with a weight compares"):
+        load_data(run, tiny_tokenizer, rows=[{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}])
+
+
+def test_num_prompts_draws_from_the_whole_source(make_run, tiny_tokenizer):
+    """Files are often sorted by difficulty: the first thousand rows are then the easy ones."""
+    rows = [{"prompt": str(number), "answer": "1"} for number in range(200)]
+    data = load_data(make_run(num_prompts=20), tiny_tokenizer, rows=rows)
+    numbers = [int(prompt.split("\n")[1].removesuffix("<|im_end|>")) for prompt in data.train["prompt"]]
+    assert len(set(numbers)) == 20 and numbers == sorted(numbers) and max(numbers) > 100

@@ -5,7 +5,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
-from rloo_kit.data.load import load_data, share_out
+from rloo_kit.data.load import load_data
 from rloo_kit.errors import DataError
 from tests.data.conftest import BOTH, jsonl, plain
 
@@ -172,20 +172,6 @@ def test_a_mix(make_run, write, tmp_path, tiny_tokenizer, capsys):
     assert plain(apart.test["prompt"]) == ["100+1="] and len(apart.train) == 20 + 6, "until the sums are exhausted"
 
 
-def test_shares_of_a_mix():
-    """Counts add up to what was asked for, no source gives more than it has, and one that is exhausted ends the mix."""
-    for sizes, weights, most, expected in (
-        ([600, 100], [1.0, 1.0], None, [100, 100]),
-        ([600, 100], [0.9, 0.1], 600, [540, 60]),
-        ([10, 10, 10], [1.0, 1.0, 1.0], 10, [4, 3, 3]),
-        ([1, 1000], [1000.0, 1.0], None, [1, 0]),
-        ([7], [0.1], None, [7]),
-        ([3, 5, 100], [0.1, 0.2, 0.7], None, [3, 5, 17]),
-    ):
-        found = share_out(sizes, weights, most)
-        assert found == expected and all(count <= size for count, size in zip(found, sizes, strict=True))
-
-
 def test_faults_of_a_mix_name_the_entry(make_run, write, tiny_tokenizer):
     """With five sources "no column 'answer'" says nothing: the entry of data.sources is what one has to change."""
     sums, gold = write("a.jsonl", jsonl(*SUMS)), write("b.jsonl", jsonl({"prompt": "x", "gold": 1, "level": "high"}))
@@ -218,33 +204,3 @@ def test_columns_called_source_and_the_embedded_task(make_run, write, tiny_token
     assert len(train.train) == 1, "rows in Python replace the mix"
     train = load_data(make_run(sources=sources, num_prompts=10), tiny_tokenizer).train
     assert sorted(map(str, train["source"])) == ["None"] * 5 + ["mine"] * 5
-
-
-# without the stack
-
-
-def test_rows_are_prepared_without_the_stack(run_fresh, tmp_path, write):
-    """A check of a file of rows took as long as loading torch; a mistyped column is found in a moment."""
-    csv, rows = write("rows.csv", "prompt,answer,level\n1+1=,2,x\n"), write("rows.jsonl", jsonl(*SUMS))
-    code = f"""
-from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import embedded_tokenizer
-from rloo_kit.data.load import prepare_data
-from rloo_kit.system.versions import is_importable
-tokenizer = embedded_tokenizer("thinking", "compact")
-def prepare(model="embedded/thinking", reward="answer_reward", **data):
-    run = RunConfig(model=dict(name=model), data=data, rewards=[dict(name=reward)], rloo=dict(max_steps=1))
-    return prepare_data(run, tokenizer)
-assert len(prepare(source={str(rows)!r}, test_size=4).train.rows) == 16
-found = prepare(source={str(rows)!r}, test_source={str(csv)!r})
-assert found.test.row(0)["answer"] == "2" and found.test.row(0)["level"] == "x"
-mixed = prepare(sources=[dict(source="embedded/addition"), dict(source={str(rows)!r})], test_size=10)
-assert len(mixed.train.rows) == 30 and "1+1=" in mixed.test.row(0)["prompt"] + str(mixed.train.texts)
-if is_importable("reasoning_gym"):  # 1.2 s and 112 MiB, with sympy and numpy
-    drawn = dict(source="reasoning_gym/chain_sum", num_prompts=20, max_prompt_length=2000)
-    assert len(prepare(**drawn, model="mine", reward="reasoning_gym_score").train.rows) == 18
-heavy = "torch", "transformers", "datasets", "trl", "reasoning_gym", "sympy", "numpy"
-print([name for name in heavy if name in sys.modules])
-"""
-    done = run_fresh(code)
-    assert done.stdout.strip() == "[]", done.stderr

@@ -44,7 +44,6 @@ class Backward(Family):
 
 FAMILY = Backward()
 '''
-WORK = "    def work("
 SORTINGS = "sort(63470)=sort(547938)=sort(06517)="  # the first of seed 0
 
 
@@ -80,18 +79,6 @@ def test_no_problem_occurs_twice_and_none_of_a_run_is_in_the_cold_start(name):
     assert not shown & {row["prompt"] for row in rows}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_habit_is_a_habit_of_being_wrong(name):
-    """A family whose habit does no harm leaves nothing to learn, and one that is never right has no signal."""
-    family, rng = find_family(name), random.Random(0)
-    right = 0
-    for _ in range(1000):
-        problem = family.draw(rng)
-        text = demonstration(family, problem, rng, family.habit)
-        right += text.rpartition("</think>\n\n")[2] == family.answer(problem)
-    assert 0.05 < right / 1000 < 0.75
-
-
 @pytest.mark.parametrize("family", ADDITIONS)
 def test_an_addition_turned_round_is_the_same(family):
     """A split by rows put 47+385 into training and 385+47 into the test: the test then measures memory."""
@@ -121,22 +108,6 @@ def test_more_rows_than_problems_is_refused(monkeypatch):
         make_rows(tasks.EASY, 9000)
 
 
-@pytest.mark.parametrize(
-    ("family", "problem", "work", "answer"),
-    [
-        ("addition", (99, 99), "9+9=18\n9+9+1=19", "198"),
-        ("addition", (999, 1), "9+1=10\n9+0+1=10\n9+0+1=10", "1000"),
-        ("subtraction", (385, 347), "5-7=-8\n8-4-1=3\n3-3=0", "38"),
-        ("subtraction", (500, 1), "0-1=-9\n0-0-1=-9\n5-0-1=4", "499"),
-        ("subtraction", (47, 47), "7-7=0\n4-4=0", "0"),
-    ],
-)
-def test_columns_without_mistakes(family, problem, work, answer):
-    """Carries, numbers of unequal length, a borrow that runs through zeros, leading zeros of a difference."""
-    assert find_family(family).work(problem, random.Random(0)) == (work, answer)
-    assert find_family("subtraction").work((385, 47), random.Random(0), slip=1.0) == ("5-7=2\n8-4=4\n3-0=3", "342")
-
-
 def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
     """An answer that ignored its thinking would teach that thinking does not matter."""
     rng, habit = random.Random(5), Habit(skip=0.3, slip=0.35, guess=0.5)
@@ -153,46 +124,16 @@ def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
     assert wrong / digits == pytest.approx(0.35, abs=0.03)
 
 
-def test_a_family_of_the_users_own(tmp_path, monkeypatch):
-    """A second task meant a cold start of one's own on private modules."""
-    (tmp_path / "backward.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    family = find_family("backward.py")
-    assert make_rows(family, 1, 0, "backward")[0]["prompt"].endswith(">")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert find_family("backward.py", tmp_path / "run.yaml").answer("abcd") == "dcba"
-    with pytest.raises(ConfigError, match=r"no file backward.py; looked for as /.*backward.py"):
-        find_family("backward.py")
-    for name in ("~no-such-user/x.py", "a" * 5000 + ".py", "a\0.py"):
-        with pytest.raises(ConfigError):
-            find_family(name)
-
-
-def with_method(head: str, result: str) -> str:
-    """The start of `work`, another method before it."""
-    return f"    def {head}:\n        return {result}\n\n{WORK}"
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("FAMILY = Backward()", "", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
-        ("    def draw(self, rng)", "    def drow(self, rng)", r"TypeError: .*abstract.* '?draw"),
         ('xyz>"', 'xyz"', r"add \['>'\] to alphabet"),
-        ('alphabet = "', 'letters = "', "alphabet must be text"),
         ("problem[::-1]", 'problem[::-1] if rng.random() < 0.5 else "a"', r"has to come to one answer"),
         ("class Backward", "1 / 0\n\n\nclass Backward", "ZeroDivisionError: division by zero"),
-        ("class Backward(Family)", "class Backward(Family", "SyntaxError"),
         ("FAMILY = Backward()", "raise SystemExit(3)", "SystemExit: 3"),
         ('"\\n".join(reversed(problem)), problem[::-1]', 'problem + ">"', r"work\(\) has to return .*, not '[a-j]+>'"),
-        ("problem[::-1]", "len(problem)", r"work\(\) returns 4, which is not text"),
         ('f"{problem}>"', "7", r"question\(\) returns 7, which is not text"),
-        (
-            WORK,
-            with_method("identity(self, problem)", "[problem]"),
-            r"identity\(\) returns \['[a-j]+'\], which is not text",
-        ),
         ("    habit =", "    steps = 0\n    habit =", r"steps is 0; .* whole number from 1"),
         ("skip=0.5", "skip=7.5", r"Habit\(skip=7.5\): .* probability from 0 to 1"),
         ("Habit(skip=0.5, guess=0.5)", "0.5", r"habit is 0.5, not a rloo_kit.data.tasks.Habit"),
@@ -262,3 +203,19 @@ def test_the_family_in_configs_asks_as_the_library_does():
         problem = (int(first), sign, int(second))
         assert (family.question(problem), family.answer(problem)) == (row["question"], row["answer"])
         assert set(row["question"]) <= set(family.alphabet)
+
+
+def test_a_family_of_the_users_own(tmp_path, monkeypatch):
+    """A second task meant a cold start of one's own on private modules."""
+    (tmp_path / "backward.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    family = find_family("backward.py")
+    assert make_rows(family, 1, 0, "backward")[0]["prompt"].endswith(">")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_family("backward.py", tmp_path / "run.yaml").answer("abcd") == "dcba"
+    with pytest.raises(ConfigError, match=r"no file backward.py; looked for as /.*backward.py"):
+        find_family("backward.py")
+    for name in ("~no-such-user/x.py", "a" * 5000 + ".py", "a\0.py"):
+        with pytest.raises(ConfigError):
+            find_family(name)

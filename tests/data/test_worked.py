@@ -125,7 +125,6 @@ def test_the_empty_column_is_named(make_run):
     [
         (ROWS, {"completion_column": "solution"}, r"no column 'solution'.* found: prompt.*sft.completion_column"),
         (ROWS, {"thinking_column": "work"}, r"no column 'work'.*sft.thinking_column"),
-        (ROWS, {"prompt_column": "question"}, r"no column 'question'.*sft.prompt_column"),
         (
             ROWS,
             {"completion_column": "answer"},

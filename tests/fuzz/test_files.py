@@ -73,14 +73,12 @@ KEYS = [
     for key in field.annotation.model_fields  # type: ignore[union-attr]
 ]
 ODD_KEYS = [
-    "²", "rewards.²", "rewards.²=1", "rewards.٣.name", "rewards.99999999999.name", "rewards." + "9" * 5000 + ".name",
-    "rewards.-1.name", "rewards.0", "rewards.0.name", "rewards.0.params.a.b", "rewards.00.name", "rewards.1_0.name",
-    "rewards.0.params.0", "rewards.0.params", "rewards.name", "rewards", "0", "0.0", "run", "run.name.x", "--rloo.beta",
-    "model.lora.r", "model.lora.target_modules.0", "model.lora.target_modules.7", "eval.pass_at_k.0",
-    "eval.pass_at_k.1", "rloo.reward_clip_range.0", "rloo.reward_clip_range", "run." * 3000 + "x", "a" * 5000,
-    "rloo.beta.", ".rloo.beta", "-", "rloo..beta", "rloo.generation_kwargs", "rloo.generation_kwargs.top_k",
-    "rollout.server_url", "rewards.0.timeout_s", *[f"rloo.{name}" for name in CONFIG_NAMES], "reward_model",
-    "rloo.reward_model", "rloo.policy", "rloo.seed",
+    "²", "rewards.²", "rewards.٣.name", "rewards.99999999999.name", "rewards." + "9" * 5000 + ".name",
+    "rewards.-1.name", "rewards.0", "rewards.0.params.a.b", "rewards.1_0.name", "rewards.0.params.0",
+    "rewards.name", "rewards", "0.0", "run", "run.name.x", "--rloo.beta", "model.lora.r", "model.lora.target_modules.7",
+    "eval.pass_at_k.1",
+    "rloo.reward_clip_range.0", "run." * 3000 + "x", "rloo.beta.", ".rloo.beta", "rloo..beta",
+    "rloo.generation_kwargs.top_k", *[f"rloo.{name}" for name in CONFIG_NAMES], "reward_model", "rloo.policy",
 ]  # fmt: skip
 key_parts = st.one_of(st.sampled_from(KEYS), st.sampled_from(ODD_KEYS), texts())
 keys = st.one_of(
@@ -113,11 +111,10 @@ def read_launch(case: tuple[bytes, int | None], folder: Path) -> None:
 
 
 LINES = [
-    "HF_TOKEN=x", "HF_TOKEN=", "HF_TOKEN", "export HF_TOKEN=x", "=x", "==", "A=B=C", "A='x", 'A="x', "A='\n'", "A=${A}",
-    "A=${B}\nB=${A}", "A=${" * 50, "A=$(ls)", "A=\0", "A\0=1", "A=\ud83d", "\ud83d=1", "é=é", "A=\\", "A=\\x",
-    "A=\\ud83d", 'A="\\ud83d"', 'A="\\N{x}"', 'A="\\x"', 'A="\\U99999999"', 'A="\\0"', "A=" + "x" * 200_000,
-    "A" * 20_000 + "=1", "#", "A =1", "A= 1", "'A'=1", "''=1", "A B=1", "A\t=1", "A:1", "PATH=", "A=\x1b[2J",
-    "A=\u2028B=2", "A=1\rB=2", "\ufeffA=1",
+    "HF_TOKEN=", "HF_TOKEN", "export HF_TOKEN=x", "=x", "==", "A=B=C", "A='x", "A='\n'", "A=${B}\nB=${A}", "A=${" * 50,
+    "A=$(ls)", "A=\0", "A\0=1", "A=\ud83d", "é=é", "A=\\", 'A="\\ud83d"', 'A="\\N{x}"', 'A="\\U99999999"', 'A="\\0"',
+    "A=" + "x" * 200_000, "A" * 20_000 + "=1", "#", "A =1", "''=1", "A B=1", "A:1", "A=\x1b[2J", "A=1\rB=2",
+    "\ufeffA=1",
 ]  # fmt: skip
 env_line = st.one_of(st.sampled_from(LINES), texts(), st.builds("{}={}".format, texts(), texts()))
 env_files = st.one_of(
@@ -154,8 +151,7 @@ output_dir: outputs
 notebook: plain.ipynb
 jobs: 2
 timeout_s: 60
-parameters:
-  seed: 3
+parameters: {seed: 3}
 grid:
   seed: [0, 1]
   size: [2, 4]
@@ -163,17 +159,8 @@ runs:
   - name: one
     parameters: {seed: 7}
   - notebook: kit.ipynb
-    timeout_s: 1.5
     parameters: {num_generations: 4}
-""",
-    """notebook: kit.ipynb
-parameters:
-  max_steps: 3
-  overrides: rloo.beta=0.1
-grid:
-  num_generations: [2, 4]
-  seed: [0]
-""",
+"""
 ]
 batch_keys = ["parameters.seed", "grid.seed", "grid.²", "runs.0.name", "runs.²", "jobs", "timeout_s", "grid", "name"]
 batch_override = st.one_of(st.builds("{}={}".format, st.sampled_from(batch_keys), snippets()), override)
@@ -206,12 +193,10 @@ NOTEBOOK: dict[str, Any] = {
     ],
 }  # fmt: skip
 CELLS = [
-    "seed = 0", "seed = ", "seed = \0", "seed = (" + "(" * 300 + ")" * 301, "seed = " + "-" * 3000 + "1", "x" * 20_000,
-    "seed = 0x" + "f" * 5000, "seed = " + "1" * 5000, "seed = {[]: 1}", "seed = {{1}: 1}", "seed: int", "a.b = 1",
-    "seed = b'\\xff'", "%matplotlib inline", "!ls", "seed = 1\n\tx = 2", "seed = '\ud83d'", "seed = 1 + 1j",
-    "seed = 1 + 'a'", "é = 1", "seed = '" + "x" * 20_000 + "'", "a = b = c = 1", "[a, b] = 1, 2",
-    "seed = [" * 1000 + "]" * 1000, "\ufeffseed = 1", "lambda: (yield)", "return", "# -*- coding: x -*-\nseed = 1",
-    "seed = 1 if True else 2", "seed = 1" + "+1" * 5000,
+    "seed = ", "seed = \0", "seed = (" + "(" * 300 + ")" * 301, "seed = " + "-" * 3000 + "1", "seed = 0x" + "f" * 5000,
+    "seed = {[]: 1}", "seed: int", "a.b = 1", "%matplotlib inline", "!ls", "seed = 1\n\tx = 2", "seed = '\ud83d'",
+    "seed = 1 + 'a'", "é = 1", "a = b = c = 1", "[a, b] = 1, 2", "seed = [" * 1000 + "]" * 1000, "\ufeffseed = 1",
+    "lambda: (yield)", "return", "# -*- coding: x -*-\nseed = 1", "seed = 1" + "+1" * 5000,
 ]  # fmt: skip
 BROKEN = [
     b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"cells":' * 50_000, b"\0" * 100, b"NaN",
@@ -269,5 +254,5 @@ def test_what_counts_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda case, folder: int("x"), 0, ["ValueError in the test"]),  # ConfigError is one: that is no refusal
         (lambda case, folder: time.sleep(60), 0, ["hangs: no end after 0.2 s"]),
     ):
-        tally = count(Surface("x", st.integers(0, 3), attack), 4)
-        assert (tally.cases, tally.refused, list(tally.failures)) == (4, refused, wrong)
+        cases, found, failures = count(Surface("x", st.integers(0, 3), attack), 4)
+        assert (cases, found, list(failures)) == (4, refused, wrong)

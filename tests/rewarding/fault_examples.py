@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import os
 import pickle
-import random
 import shutil
 import signal
 import struct
@@ -48,21 +47,32 @@ def frame(payload):
     return struct.pack("!i", len(payload)) + payload
 
 
-@harm
-def detached_and_hangs(columns):
-    fork_detached()
-    time.sleep(600)
-
-
-@harm
-def detached_and_exits(columns):
-    fork_detached()
-    os._exit(7)
-
-
-@harm
-def detached_and_goes_on(columns):
-    fork_detached()
+LEAK = []
+detached_and_hangs = harm(lambda columns: fork_detached() or time.sleep(600))
+detached_and_exits = harm(lambda columns: fork_detached() or os._exit(7))
+detached_and_goes_on = harm(lambda columns: fork_detached())
+stops_itself = harm(lambda columns: os.kill(os.getpid(), signal.SIGSTOP))
+stops_later_detached = harm(
+    lambda columns: fork_detached() or threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+)
+calls_exit = harm(lambda columns: sys.exit("enough"))
+forks_and_both_return = harm(lambda columns: os.fork() and os.wait() and None or None)
+aborts = harm(lambda columns: os.abort())
+closes_every_file = harm(lambda columns: os.closerange(0, 256))
+writes_to_descriptor_1 = harm(lambda columns: os.write(1, b"\x00\xff" * 4096) and None)
+part_of_a_reply = harm(lambda columns: write_to_replies(struct.pack("!i", 100) + b"{") or time.sleep(600))
+# After the reward's own: what the next call would read as its result.
+extra_reply = harm(lambda columns: threading.Timer(0.2, write_to_replies, [frame(b"[null, [[9.0], []]]")]).start())
+logs_too_much = harm(lambda columns: columns["log_extra"]("text", ["x" * 20_000_000]))
+logs_what_is_no_number = harm(lambda columns: columns["log_metric"]("length", "long"))
+changes_folder = harm(lambda columns: os.chdir("/"))
+hangs_at_exit = harm(lambda columns: atexit.register(time.sleep, 600) and None)
+returns_odd_numbers = harm(
+    lambda columns: [5e-324, -0.0, 1.7976931348623157e308, 0.1 + 0.2, 1 / 3, None, float("nan"), float("-inf")]
+)
+leaks = harm(lambda columns: LEAK.append(bytearray(os.urandom(1) * 40_000_000)))
+asks_for_all_memory = harm(lambda columns: [bytearray(1 << 60)])
+deletes_the_folder = harm(lambda columns: shutil.rmtree(columns["path"]))
 
 
 @harm
@@ -74,73 +84,8 @@ def clean_children_without_end(columns):
 
 
 @harm
-def stops_itself(columns):
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@harm
-def stops_later(columns):
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-
-
-@harm
-def stops_later_detached(columns):
-    fork_detached()
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-
-
-@harm
-def calls_exit(columns):
-    sys.exit("enough")
-
-
-@harm
 def raises_interrupt(columns):
     raise KeyboardInterrupt
-
-
-@harm
-def forks_and_both_return(columns):
-    if os.fork():
-        os.wait()
-
-
-@harm
-def aborts(columns):
-    os.abort()
-
-
-@harm
-def closes_standard_files(columns):
-    for number in (0, 1, 2):
-        os.close(number)
-
-
-@harm
-def closes_every_file(columns):
-    os.closerange(0, 256)
-
-
-@harm
-def writes_to_descriptor_1(columns):
-    os.write(1, b"\x00\xff" * 4096)
-
-
-@harm
-def garbage_reply(columns):
-    write_to_replies(b"a print to the wrong file\n")
-
-
-@harm
-def part_of_a_reply(columns):
-    write_to_replies(struct.pack("!i", 100) + b"{")
-    time.sleep(600)
-
-
-@harm
-def extra_reply(columns):
-    """After the reward's own: what the next call would read as its result."""
-    threading.Timer(0.2, write_to_replies, [frame(b"[null, [[9.0], []]]")]).start()
 
 
 class RunsCode:
@@ -172,26 +117,6 @@ def an_error_without_a_text(columns):
 
 
 @harm
-def logs_too_much(columns):
-    columns["log_extra"]("text", ["x" * 20_000_000])
-
-
-@harm
-def logs_what_is_no_number(columns):
-    columns["log_metric"]("length", "long")
-
-
-@harm
-def reseeds(columns):
-    random.seed(0)
-
-
-@harm
-def changes_folder(columns):
-    os.chdir("/")
-
-
-@harm
 def sets_an_alarm(columns):
     def ring(number, frame):
         raise TimeoutError("rang")
@@ -205,39 +130,6 @@ def ignores_signals(columns):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     time.sleep(600)
-
-
-@harm
-def starts_a_thread(columns):
-    threading.Thread(target=time.sleep, args=(600,)).start()
-
-
-@harm
-def hangs_at_exit(columns):
-    atexit.register(time.sleep, 600)
-
-
-@harm
-def returns_odd_numbers(columns):
-    return [5e-324, -0.0, 1.7976931348623157e308, 0.1 + 0.2, 1 / 3, None, float("nan"), float("-inf")]
-
-
-LEAK = []
-
-
-@harm
-def leaks(columns):
-    LEAK.append(bytearray(os.urandom(1) * 100_000_000))
-
-
-@harm
-def asks_for_all_memory(columns):
-    return [bytearray(1 << 60)]
-
-
-@harm
-def deletes_the_folder(columns):
-    shutil.rmtree(columns["path"])
 
 
 def environment(completions, log_extra, **columns):

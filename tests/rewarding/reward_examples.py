@@ -21,28 +21,10 @@ def sees(completions, **columns):
     return [float(sum(key in columns for key in ("answer", "trainer_state", "prompts")))] * len(completions)
 
 
-def reads_forced(completions, thinking_forced=None, **columns):
-    return [-1.0 if forced else 1.0 for forced in thinking_forced or [False] * len(completions)]
-
-
 def logs(completions, log_metric=None, log_extra=None, **columns):
     log_metric("lengths/mean", 2.0)
     log_extra("first", [text[0] for text in completions])
     return [0.5 for _ in completions]
-
-
-async def slowly(completions, **columns):
-    return [1.0 for _ in completions]
-
-
-def hangs(completions, **columns):
-    while "hang" in completions:
-        pass
-    return [1.0 for _ in completions]
-
-
-def raises_on_bad(completions, **columns):
-    return [float(text) for text in completions]
 
 
 def process_id(completions, **columns):
@@ -57,10 +39,6 @@ def published(completions):
     return [float(len(text)) for text in completions]
 
 
-def with_answer(completions, *, answer):
-    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
-
-
 async def slow_ids(completion_ids, log_metric):
     log_metric("ids", 1.0)
     return [len(ids) for ids in completion_ids]
@@ -68,14 +46,6 @@ async def slow_ids(completion_ids, log_metric):
 
 def limited(completions, limit):
     return [float(len(text) <= limit) for text in completions]
-
-
-def by_position(completions, /):
-    return [1.0 for _ in completions]
-
-
-def singular(completion):
-    return [1.0 for _ in completion]
 
 
 def wants_state(completions, trainer_state):
@@ -86,16 +56,8 @@ def a_dict(completions):
     return dict.fromkeys(completions, 0.5)
 
 
-def a_text(completions):
-    return "1" * len(completions)
-
-
 def texts(completions):
     return [0.5 if index == 0 else "1" for index, _ in enumerate(completions)]
-
-
-def huge(completions):
-    return [0.5 if index == 0 else 10**400 for index, _ in enumerate(completions)]
 
 
 class Verdict(str):
@@ -106,28 +68,10 @@ def verdicts(completions):
     return [0.5 if index == 0 else Verdict("1") for index, _ in enumerate(completions)]
 
 
-def tensors(completions):
-    import torch
+def arrays(completions):
+    import numpy
 
-    return torch.tensor([[float(len(text))] for text in completions])
-
-
-def decimals(completions):
-    import decimal
-
-    return tuple(decimal.Decimal(len(text)) for text in completions)
-
-
-class AsyncScorer:
-    async def get_rewards(self, prompts, completions):
-        return [float(len(text)) for text in completions]
-
-
-async_scorer = AsyncScorer()
-
-
-def too_few(completions, **columns):
-    return [1.0]
+    return numpy.array([[float(len(text))] for text in completions])
 
 
 class Scorer:
@@ -136,7 +80,6 @@ class Scorer:
 
 
 scorer = Scorer()
-NUMBER = 3
 
 
 LOOPS = []

@@ -10,6 +10,7 @@ import torch
 
 from rloo_kit.checks.cheap import find_reward_faults
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data import gym
 from rloo_kit.data.answers import GymRow, gold_answers
 from rloo_kit.data.gym import GYM_COLUMN, read_gym
 from rloo_kit.errors import WholeBatchError
@@ -20,6 +21,7 @@ from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.verifiers import FINDERS, ReasoningGymScore
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.versions import is_importable
+from tests.data.conftest import InPlace
 
 END = 151668
 pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
@@ -76,21 +78,13 @@ def test_a_threshold_and_where_the_answer_is_looked_for(score: ReasoningGymScore
     assert scored("It is 7.", find="boxed") == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"threshold": 0}, "threshold is 0; it must be"),
-        ({"threshold": 1.5}, "threshold is 1.5; it must be above 0 and at most 1"),
-        ({"threshold": math.nan}, "threshold is nan"),
-        ({"threshold": True}, "threshold is True"),
-        ({"find": "last_number"}, "find is 'last_number'; it must be one of whole, boxed, answer_tag"),
-        ({"answer_timeout_s": 0}, "answer_timeout_s is 0"),
-        ({"timeout_s": math.inf}, "timeout_s is inf"),
-    ],
-)
-def test_parameters_out_of_range(params: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ReasoningGymScore(**params)
+def test_parameters_out_of_range() -> None:
+    for name, value, words in (
+        ("threshold", 0, "it must be"), ("threshold", 1.5, "it must be above 0 and at most 1"),
+        ("find", "last_number", "it must be one of whole, boxed, answer_tag"), ("answer_timeout_s", 0, "it must be"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; {words}"):
+            ReasoningGymScore(**{name: value})
 
 
 @pytest.fixture
@@ -117,17 +111,13 @@ def test_what_a_verifier_does_costs_its_answer_alone(fake: Any) -> None:
     assert [str(value) for value in found] == ["0.0", "0.0", "1.0", "nan", "1.0", "nan", "1.0"]
 
 
-def test_a_verifier_that_hangs_costs_its_answer_alone(fake: Any) -> None:
-    """The next worker has to import the library first, which took longer than the limit of the next answer."""
-    assert judge(fake(answer_timeout_s=0.5), ("hang", row()), ("7", row())) == [0.0, 1.0]
-
-
 def test_a_verifier_that_takes_long_to_make(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """count_primes sieves when it is made, within the first answer's limit: right answers were wrong, silently."""
-    slow = row().replace('"options": {}', '"options": {"build_s": 1.5}')
+    """count_primes sieves when it is made, within the first answer's limit: right answers were wrong, silently. After a
+    hang the library was imported within the next answer's."""
+    slow = row().replace('"options": {}', '"options": {"build_s": 0.8}')
     reward = fake(answer_timeout_s=0.4)
-    assert judge(reward, ("7", slow), ("8", slow), ("hang", slow), ("7", slow)) == [1.0, 0.0, 0.0, 1.0]
-    monkeypatch.setattr(gym_reward, "BUILD_TIMEOUT_S", 0.5)
+    assert judge(reward, ("7", slow), ("hang", slow), ("7", slow)) == [1.0, 0.0, 1.0]
+    monkeypatch.setattr(gym_reward, "BUILD_TIMEOUT_S", 0.4)
     reward = fake(answer_timeout_s=0.4)
     for _ in range(2):
         found = judge(reward, ("7", slow), ("7", row()))
@@ -140,15 +130,6 @@ def test_rows_of_a_file_may_name_any_task(score: ReasoningGymScore, capsys: Any)
     found = judge(score, ("1", row(task="simple_integration")), ("1", "{"), ("7", row()), ("8", row()))
     assert [str(value) for value in found] == ["nan", "nan", "1.0", "0.0"]
     assert "simple_integration is refused: its verifier runs the answer as Python" in capsys.readouterr().out
-
-
-def test_what_a_batch_has_no_time_for_is_failed_not_wrong(score: ReasoningGymScore) -> None:
-    """Guards against calling answers wrong that were never checked."""
-    hurried = ReasoningGymScore(timeout_s=1e-9)
-    hurried.__dict__["worker"] = score.worker
-    guarded = guard(hurried)
-    batch = {"completions": ["a</think>7"], "completion_ids": [[7, END, 19]], "reasoning_gym": [row()]}
-    assert (found := guarded.score(**batch)).values == [None] and found.failed == [True]
 
 
 def test_without_the_column_or_the_library(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +152,13 @@ class Table(dict):
     column_names = property(lambda self: list(self))
 
 
-def test_accuracy_is_the_verifiers(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym_reward, "Worker", InPlace)
+    monkeypatch.setattr(gym, "Worker", InPlace)
+
+
+def test_accuracy_is_the_verifiers(tiny_tokenizer: Any, in_place: None) -> None:
     """Several orders of courses, ladders or paths are right: compared with the stored answer, most right answers
     counted as wrong. Rows of other sources are judged by their answers, and partial credit is not right."""
     (end_id,) = [tiny_tokenizer.get_vocab()["</think>"]]
@@ -188,13 +175,9 @@ def test_accuracy_is_the_verifiers(tiny_tokenizer: Any, monkeypatch: pytest.Monk
         return Completion(prompt_index=prompt, text=f"so</think>{text}", ids=ids, ended=True, thinking_tokens=2)
 
     completions = [done("+7.0", 0), done("is 7", 0), done("12", 1), done("7", 1), done("7", 2)]
-    try:
-        assert judged.judge(completions) == [True, False, True, False, None]
-        gym_only = AnswerJudge(make_run({"name": "length_reward"}), tiny_tokenizer, gold[:1])
-        assert gym_only.reward is None and gym_only.judge(completions[:2]) == [True, False]
-        gym_only.close()
-    finally:
-        judged.close()
+    assert judged.judge(completions) == [True, False, True, False, None]
+    gym_only = AnswerJudge(make_run({"name": "length_reward"}), tiny_tokenizer, gold[:1])
+    assert gym_only.reward is None and gym_only.judge(completions[:2]) == [True, False]
 
 
 def test_the_verifiers_column_is_the_accuracy_of_a_rollout() -> None:
@@ -208,7 +191,7 @@ def test_the_verifiers_column_is_the_accuracy_of_a_rollout() -> None:
     assert find_answer_column(rewards, ["length_reward", "x"]) is None
 
 
-def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, in_place: None) -> None:
     """It is called on made-up completions of a real row before any weights are loaded, and says what is missing."""
     source = read_gym("reasoning_gym/number_sorting", None, None, 3, 11, "data.source", "")
     run, drawn = make_run({"name": "reasoning_gym_score"}), source.row(0)

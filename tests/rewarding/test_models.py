@@ -1,7 +1,6 @@
 """math-verify in its process, and trained reward models."""
 
 import json
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,14 @@ from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
 
 END = 151668
+HERE = Path(__file__).parent
+FORMS = (
+    r"\boxed{%s}",
+    r"Therefore, the answer is $\boxed{%s}$.",
+    "**Answer**\n\\[\n\\boxed{%s}.\n\\]",
+    "So it is $%s$.",
+    "x = 2\n\n**Answer:** %s",
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +40,13 @@ def judge(reward: MathAnswerReward, *pairs: tuple[str, Any]) -> list[float | Non
         completion_ids=[[7, END, 19, 151645]] * len(pairs),
         answer=[expected for _, expected in pairs],
     )
+
+
+def check_all(reward: MathAnswerReward, asked: list[tuple[str, str, float]]) -> None:
+    """Each answer, in one of the forms in turn, scores what it should against its gold answer."""
+    pairs = [(FORMS[place % len(FORMS)] % text, gold) for place, (text, gold, _) in enumerate(asked)]
+    found = [score for start in range(0, len(pairs), 50) for score in judge(reward, *pairs[start : start + 50])]
+    assert [one for one, score, row in zip(pairs, found, asked, strict=True) if score != row[2]] == []
 
 
 def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -> None:
@@ -60,94 +74,56 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
     assert found == [[1.0] * 11 + [0.0, 0.0]] * 2
 
 
-FORMS = (
-    r"\boxed{%s}",
-    r"Therefore, the answer is $\boxed{%s}$.",
-    "**Answer**\n\\[\n\\boxed{%s}.\n\\]",
-    "So it is $%s$.",
-    "x = 2\n\n**Answer:** %s",
-)
-
-
-def test_an_answer_is_right_as_a_whole_and_never_by_a_part_of_it(math_reward: MathAnswerReward) -> None:
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_answer_is_right_as_a_whole_and_never_by_a_part_of_it(math_reward: MathAnswerReward, every: int) -> None:
     """math-verify took a part of a gold answer without `$`: `(1, 2)` was 2. Each row of the file is an answer of
     MATH-500 (MIT licence), three respellings of it, and a wrong answer that shares a part with it."""
-    lines = (Path(__file__).parent / "math_answers.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = list(map(json.loads, lines))
-    assert len(rows) == 250 and all(len(row["right"]) == 3 and row["wrong"] for row in rows)
-    right = [(text, row["answer"]) for row in rows for text in (row["answer"], *row["right"])]
-    wrong = [(row["wrong"], row["answer"]) for row in rows] + [(row["answer"], row["wrong"]) for row in rows]
-    for pairs, expected in ((right, 1.0), (wrong, 0.0)):
-        asked = [(FORMS[place % len(FORMS)] % given, gold) for place, (given, gold) in enumerate(pairs)]
-        found = [
-            score for start in range(0, len(asked), 50) for score in judge(math_reward, *asked[start : start + 50])
-        ]
-        assert [pair for pair, score in zip(asked, found, strict=True) if score != expected] == []
+    rows = [json.loads(line) for line in (HERE / "math_answers.jsonl").read_text(encoding="utf-8").splitlines()][
+        ::every
+    ]
+    asked = [(text, row["answer"], 1.0) for row in rows for text in (row["answer"], *row["right"])]
+    asked += [(row["wrong"], row["answer"], 0.0) for row in rows] + [(row["answer"], row["wrong"], 0.0) for row in rows]
+    assert len(asked) == 6 * len(rows)
+    check_all(math_reward, asked)
 
 
-@pytest.mark.parametrize(
-    ("gold", "right", "wrong"),
-    [
-        ("(1, 2)", r"(1,2) | \left(1,2\right)", "1 | 2 | (2,1) | [1,2] | 1, 3 | 12"),
-        (r"x \in [-2,7]", "[-2,7] | x\\in[-2, 7]", "7 | (-2,7) | -2"),
-        (r"\frac{1}{2}, -3", r"-3, 1/2 | -3 \text{ and } \frac12", r"-3 | \frac{1}{2} | 1/2"),
-        (
-            "5",
-            r"x = 5 | 5\text{ cm} | 5.0",
-            r"5 or 6 | x = 5 or x = 6 | 5\pi | \foo{5 | \pm 5 | [5, 6] | 4 < 5 | x > 5 | twice 5",
-        ),
-        ("2516_8", "2516_{8}", "2516 | 2516_9 | 8"),
-        ("10:30", "10:30", "10 | 30 | 10:31"),
-        (r"\frac{1}{3}", "1/3 | 2/6", "0.333333 | 3 | 1"),  # an approximation is another number
-        ("$x^2+1$", "1+x^2", "x^2 | 1 | 2"),
-        (r"11,\! 111,\! 100", "11111100 | 11,111,100", "11 | 111 | 100 | 111100"),
-        (r"864 \mbox{ inches}^2", r"864 | 864\text{ inches}^2", r"864^2 | 2"),
-        ("0", "0.0", r"0.0000001 | x"),
-        ("HTT", r"HTT | \text{HTT}", "TTH | HTTH | HT"),  # words, not products
-        (r"\text{East}", r"East | \text{east}", r"seat | \text{West}"),
-        (r"\text{Yes}", "yes", "no"),
-        ("cat", "Cat", "act"),
-        ("silent", "Silent", "listen"),
-        ("der", "der", "red"),
-        ("abc", "bac", "abd | ab"),  # products, not words
-        ("xyz", "zyx", "xy | xyzz"),
-        ("rqp", "pqr", "pqs"),
-        ("pmn", "mnp", "mn"),
-        ("f'(x)", r"f^{\prime}(x)", "f(x) | f''(x)"),
-        ("90", "90.0", "90'"),
-        (r"\infty", r"infinity | inf | \infty", r"-\infty | infinitely"),
-        ("infinity", r"\infty", "-infinity"),
-    ],
-)
-def test_neither_gold_nor_answer_is_read_in_part(
-    math_reward: MathAnswerReward, gold: str, right: str, wrong: str
-) -> None:
+PARTS = [
+    ("(1, 2)", r"(1,2) | \left(1,2\right)", "1 | 2 | (2,1) | [1,2] | 1, 3 | 12"),
+    (r"x \in [-2,7]", "[-2,7] | x\\in[-2, 7]", "7 | (-2,7) | -2"),
+    (r"\frac{1}{2}, -3", r"-3, 1/2 | -3 \text{ and } \frac12", r"-3 | \frac{1}{2} | 1/2"),
+    ("5", r"x = 5 | 5\text{ cm} | 5.0", r"5 or 6 | x = 5 or x = 6 | 5\pi | \foo{5 | \pm 5 | [5, 6] | 4 < 5 | twice 5"),
+    ("2516_8", "2516_{8}", "2516 | 2516_9 | 8"),
+    ("10:30", "10:30", "10 | 30 | 10:31"),
+    (r"\frac{1}{3}", "1/3 | 2/6", "0.333333 | 3 | 1"),  # an approximation is another number
+    ("$x^2+1$", "1+x^2", "x^2 | 1 | 2"),
+    (r"11,\! 111,\! 100", "11111100 | 11,111,100", "11 | 111 | 100 | 111100"),
+    (r"864 \mbox{ inches}^2", r"864 | 864\text{ inches}^2", r"864^2 | 2"),
+    ("0", "0.0", r"0.0000001 | x"),
+    ("HTT", r"HTT | \text{HTT}", "TTH | HTTH | HT"),  # words, not products
+    (r"\text{East}", r"East | \text{east}", r"seat | \text{West}"),
+    (r"\text{Yes}", "yes", "no"),
+    ("cat", "Cat", "act"),
+    ("silent", "Silent", "listen"),
+    ("der", "der", "red"),
+    ("abc", "bac", "abd | ab"),  # products, not words
+    ("xyz", "zyx", "xy | xyzz"),
+    ("rqp", "pqr", "pqs"),
+    ("pmn", "mnp", "mn"),
+    ("f'(x)", r"f^{\prime}(x)", "f(x) | f''(x)"),
+    ("90", "90.0", "90'"),
+    (r"\infty", r"infinity | inf | \infty", r"-\infty | infinitely"),
+    ("infinity", r"\infty", "-infinity"),
+]  # gold, right, wrong
+
+
+def test_neither_gold_nor_answer_is_read_in_part(math_reward: MathAnswerReward) -> None:
     """The same for kinds of answers that the file lacks; a judge that takes parts pays for guessing one of two."""
-    for texts, expected in ((right, 1.0), (wrong, 0.0)):
-        asked = [(form % text, gold) for text in texts.split(" | ") for form in FORMS]
-        assert [pair for pair in asked if judge(math_reward, pair) != [expected]] == []
-
-
-def test_an_answer_that_hangs_counts_as_wrong_and_the_rest_are_judged(math_reward: MathAnswerReward) -> None:
-    """Guards against a tower of powers that stops the run: without the limit this test never ends."""
-    pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\sqrt{4}}", "2")]
-    assert judge(math_reward, *pairs) == [0.0, 1.0]
-
-
-def test_what_a_batch_has_no_time_for_is_failed_not_wrong(math_reward: MathAnswerReward) -> None:
-    """Guards against calling answers wrong that were never checked."""
-    hurried = MathAnswerReward(answer_timeout_s=5.0, timeout_s=0.3)
-    hurried.__dict__["worker"] = math_reward.worker
-    guarded = guard(hurried)
-    pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\sqrt{4}}", "2"), ("42", "42")]
-    found = guarded.score(
-        completions=[f"so</think>{given}" for given, _ in pairs],
-        completion_ids=[[7, END, 19]] * 3,
-        answer=[expected for _, expected in pairs],
-    )
-    assert found.values == [None, None, 1.0]
-    assert found.failed == [True, True, False]
-    assert "reward 'math_answer_reward' failed on sample 1" in found.failures[1]
+    check_all(math_reward, [
+        (text, gold, expected)
+        for gold, *both in PARTS
+        for texts, expected in zip(both, (1.0, 0.0), strict=True)
+        for text in texts.split(" | ")
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("reward", [MathAnswerReward(), ReasoningGymScore()], ids=["math", "gym"])
@@ -164,8 +140,23 @@ def test_unclosed_and_unanswerable_samples(math_reward: MathAnswerReward) -> Non
     assert math_reward(**batch, answer=["42", None]) == [0.0, None]
     with pytest.raises(ValueError, match="math_answer_reward needs a column 'answer'.*columns found: solution"):
         math_reward(**batch, solution=["42", "42"])
-    with pytest.raises(ValueError, match="answer_timeout_s is 0; it must be a finite number of seconds above 0"):
+    with pytest.raises(ValueError, match="answer_timeout_s is 0; it must be a finite number above 0"):
         MathAnswerReward(answer_timeout_s=0)
+
+
+def test_an_answer_that_hangs_costs_itself_alone(math_reward: MathAnswerReward) -> None:
+    """A tower of powers stopped the run; what the batch had no time for was called wrong, and never checked."""
+    quick, hurried = MathAnswerReward(answer_timeout_s=0.5), MathAnswerReward(timeout_s=0.3)
+    quick.__dict__["worker"] = hurried.__dict__["worker"] = math_reward.worker
+    pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\sqrt{4}}", "2"), ("42", "42")]
+    assert judge(quick, *pairs) == [0.0, 1.0, 1.0]
+    found = guard(hurried).score(
+        completions=[f"so</think>{given}" for given, _ in pairs],
+        completion_ids=[[7, END, 19]] * 3,
+        answer=[expected for _, expected in pairs],
+    )
+    assert found.values == [None, None, 1.0] and found.failed == [True, True, False]
+    assert "reward 'math_answer_reward' failed on sample 1" in found.failures[1]
 
 
 @pytest.fixture(scope="module")
@@ -230,12 +221,3 @@ def test_a_checkpoint_with_another_head_is_refused(tmp_path: Path, tiny_tokenize
         RewardModel(str(tmp_path / "nowhere"))(prompts=["a"], completions=["b"])
     with pytest.raises(ValueError, match="batch_size is 0"):
         RewardModel(str(folder), batch_size=0)
-
-
-def test_nan_of_a_model_is_a_failure(checkpoint: Path) -> None:
-    """Guards against a broken reward model that TRL would read as "does not apply"."""
-    reward = RewardModel(str(checkpoint), device="cpu")
-    reward.loaded[0].score.weight.data.fill_(math.nan)
-    guarded = guard(reward)
-    assert (found := guarded.score(prompts=["a"], completions=["b"], completion_ids=[[1]])).values == [None]
-    assert "reward 'reward_model' failed on sample 0" in found.failures[0]

@@ -81,11 +81,11 @@ def test_the_line_that_a_run_prints(make_run: Make, tiny_tokenizer: Any, capsys:
     assert built[2].reward.max_words == 99
 
 
-@pytest.mark.parametrize("name", ["thinking_reward", "thinking_budget_reward", "think_format_reward"])
-def test_a_tokenizer_without_the_tag_is_refused(name: str, make_run: Make, plain_tokenizer: Any) -> None:
+def test_a_tokenizer_without_the_tag_is_refused(make_run: Make, plain_tokenizer: Any) -> None:
     """Guards against -1.0 for everything, for ever, on a model that cannot close its thinking."""
-    with pytest.raises(TokenizerError, match=f"rewards.0: {name} decides by the token </think>"):
-        build_rewards(make_run({"name": name}), plain_tokenizer)
+    for name in ("thinking_reward", "thinking_budget_reward", "think_format_reward"):
+        with pytest.raises(TokenizerError, match=f"rewards.0: {name} decides by the token </think>"):
+            build_rewards(make_run({"name": name}), plain_tokenizer)
 
 
 def test_a_model_that_never_thinks_is_judged_by_its_whole_completion(
@@ -145,18 +145,12 @@ def test_a_function_of_ones_own_gets_the_tokenizers_id(
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"name": "thinkin_reward"}, "rewards.0.name: .* 'thinkin_reward'; did you mean 'thinking_reward'?"),
-        ({"name": "xyzzy"}, r"'xyzzy'. Known: thinking_reward, .*; a function of your own is module:fun"),
-        ({"name": "thinking_reward", "params": {"min_token": 3}}, r"rewards.0.params.min_token: .*'min_tokens'\?"),
         ({"name": "thinking_reward", "params": {"full_tokens": 3}}, "rewards.0.params: .* full_tokens is 3; it must"),
         ({"name": "math_answer_reward", "params": {"timeout_s": 3}}, "timeout_s: .*; set timeout_s next to params"),
         ({"name": "reward_model"}, "rewards.0.params: reward_model cannot be built: .*missing 1 required .* 'model'"),
-        ({"name": "nowhere:f"}, "rewards.0.name 'nowhere:f': there is no module 'nowhere'"),
         ({"name": "length_reward", "env": ["PATH"]}, "rewards.0.env .* module:function"),
         ({"name": "m:f", "env": ["NO_SUCH_NAME"]}, "rewards.0.env names 'NO_SUCH_NAME'.* set it in .env"),
         ({"name": "reward_examples:"}, "rewards.0.name is 'reward_examples:'; .* module:function"),
-        ({"name": "reward_examples:by_position"}, "rewards.0.name 'reward_examples:by_position': .*by position"),
-        ({"name": "reward_examples:singular"}, "rewards.0.name .*'completion'.*did you mean 'completions'?"),
         (
             {"name": "reward_examples:limited", "params": {"limitt": 3}},
             r"rewards.0.params.limitt: reward_examples:limited .*'limit'\? It takes limit",
@@ -194,7 +188,7 @@ def test_a_function_of_ones_own_is_found(
     worker.close()
 
 
-@pytest.mark.parametrize("name", ["A B", "A=1", "", "\ud800", "A\0"])
+@pytest.mark.parametrize("name", ["A=1", "", "\ud800"])
 def test_env_holds_names_of_variables(make_run: Make, name: str) -> None:
     """Guards against a text that no environment can hold; what may be a secret in place of its name is not printed."""
     with pytest.raises(ConfigError, match=r"rewards.0.env.0: .* letters, digits and _") as found:
@@ -216,13 +210,3 @@ def test_a_reward_of_a_file_by_its_path(make_run: Make, tiny_tokenizer: Any, tmp
         build_rewards(make_run({"name": f"{tmp_path}/types.py:math_answer_reward"}), tiny_tokenizer)
     with pytest.raises(ConfigError, match=r"there is no file .*nowhere.py; .*; set rewards.0.name"):
         build_rewards(make_run({"name": f"{tmp_path}/nowhere.py:own"}), tiny_tokenizer)
-
-
-def test_a_syntax_error_is_shown_where_it_is(make_run: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """It was placed at line 488 of `<frozen importlib._bootstrap>`."""
-    (tmp_path / "broken.py").write_text("import os\n\ndef own(completions:\n    pass\n")
-    for name in (f"{tmp_path}/broken.py:own", "imports_broken:own"):
-        (tmp_path / "imports_broken.py").write_text("import broken\n")
-        with pytest.raises(ConfigError, match=r"broken.py, line 3\): def own\(completions:") as caught:
-            build_rewards(make_run({"name": name}), tiny_tokenizer)
-        assert "frozen" not in str(caught.value)

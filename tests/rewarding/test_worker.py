@@ -1,5 +1,6 @@
 """A reward in a separate process: what is sent, what comes back, and what is refused; faults in test_worker_faults."""
 
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.worker import MOST_FILES, WorkerReward, read_files, refuse_edited
+from rloo_kit.system.isolation import Worker, worker_environment
 
 HERE = Path(__file__).parent
 BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "completion_ids": [(1, 2), (3,)]}
@@ -17,9 +19,8 @@ BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "c
 
 @pytest.fixture
 def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
-    """`reward_examples:NAME` in a worker; one that hangs has a second, any other as long as a busy machine needs."""
-    limit_s = 1.0 if request.param.startswith("hangs") else 60.0
-    made = WorkerReward(f"reward_examples:{request.param}", folders=[HERE], timeout_s=limit_s)
+    """`reward_examples:NAME` in a worker, with as long as a busy machine needs."""
+    made = WorkerReward(f"reward_examples:{request.param}", folders=[HERE], timeout_s=60.0)
     yield made
     made.worker.close()
 
@@ -30,16 +31,10 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
         ("by_length", [3.0, 2.0]),
         ("types_of_ids", [1.0, 1.0]),
         ("sees", [2.0, 2.0]),
-        ("slowly", [1.0, 1.0]),
         ("same_loop", [1.0, 1.0]),
         ("heavy_modules", [0.0, 0.0]),
-        ("reads_forced", [-1.0, 1.0]),
         ("scorer", [-2.0, -1.0]),  # an object with get_rewards
-        ("async_scorer", [3.0, 2.0]),
-        ("published", [3.0, 2.0]),
-        ("with_answer", [0.0, 0.0]),
-        ("decimals", [3.0, 2.0]),
-        ("tensors", [3.0, 2.0]),  # one number a row, as a classifier's logits are
+        ("arrays", [3.0, 2.0]),  # one number a row, as a classifier's logits are
     ],
     indirect=["reward"],
 )
@@ -47,7 +42,7 @@ def test_a_good_reward_gives_what_it_gives_in_place(reward: WorkerReward, expect
     """Guards against a protocol that a print breaks, ids that arrive as tuples or arrays, columns that get lost, and a
     worker that loads torch: gigabytes and ten seconds a reward. A reward with a client of its own failed with "Event
     loop is closed" in every call but the first."""
-    columns = {"answer": ["1", "2"], "trainer_state": object(), "thinking_forced": [True, False]}
+    columns = {"answer": ["1", "2"], "trainer_state": object()}
     assert reward(**BATCH, **columns) == expected and reward(**BATCH, **columns) == expected
 
 
@@ -62,35 +57,22 @@ def test_logging_comes_back(reward: WorkerReward) -> None:
 @pytest.mark.parametrize("reward", ["slow_ids"], indirect=True)
 def test_only_what_the_function_accepts_is_sent(reward: WorkerReward) -> None:
     """A function without `**columns` failed on every sample; what it cannot take need not even pickle."""
-    seen: list[Any] = []
-    guarded = guard(reward, columns=["odd"])
-    batch = BATCH | {"odd": [lambda: 1, lambda: 2], "log_metric": lambda *args: seen.append(args), "log_extra": print}
-    assert (found := guarded.score(**batch)).values == [2.0, 1.0] and found.failures == []
-    assert seen == [("ids", 1.0)]
+    batch = BATCH | {"odd": [lambda: 1, lambda: 2], "log_metric": lambda *args: None, "log_extra": print}
+    assert (found := guard(reward, columns=["odd"]).score(**batch)).values == [2.0, 1.0] and found.failures == []
 
 
-@pytest.mark.parametrize(
-    ("reward", "columns", "words"),
-    [
-        ("wants_state", None, "'trainer_state'.*worker"),
-        ("with_answer", ["level"], r"reward 'with_answer'.*'answer'.*columns \(level\)"),
-    ],
-    indirect=["reward"],
-)
-def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward, columns: list[str] | None, words: str) -> None:
+@pytest.mark.parametrize("reward", ["wants_state"], indirect=True)
+def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward) -> None:
     """The signature is the one in the worker's process: the module is never imported in this one."""
-    with pytest.raises(RewardError, match=words):
-        guard(reward, columns=columns)
+    with pytest.raises(RewardError, match="'trainer_state'.*worker"):
+        guard(reward)
 
 
 @pytest.mark.parametrize(
     ("reward", "values", "words"),
     [
         ("a_dict", [None, None], "it returned dict"),
-        ("a_text", [None, None], "it returned the text '11'"),
-        ("too_few", [None, None], "it returned 1 rewards for 2 completions"),
         ("texts", [0.5, None], "sample 1 "),
-        ("huge", [0.5, None], "sample 1 "),
         ("verdicts", [0.5, None], "sample 1 "),  # of a class that only the worker knows
     ],
     indirect=["reward"],
@@ -103,13 +85,29 @@ def test_what_is_no_reward_is_not_scored(reward: WorkerReward, values: list[floa
     assert len(found.failures) == 1 and words in found.failures[0] and "it returned" in found.failures[0]
 
 
-@pytest.mark.parametrize("reward", ["raises_on_bad"], indirect=True)
-def test_an_exception_names_the_sample_and_the_line(reward: WorkerReward) -> None:
-    """Guards against one bad completion that costs the whole batch its rewards."""
-    found = guard(reward).score(prompts=["p", "q"], completions=["1.5", "one"], completion_ids=[[1], [2]])
-    assert found.values == [1.5, None] and found.failed == [False, True] and len(found.failures) == 1
-    for part in ("reward 'raises_on_bad' failed on sample 1", "'q'", "'one'", "ValueError", "reward_examples.py, line"):
-        assert part in found.failures[0]
+PASSED = ["PATH", "LC_ALL", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"]
+PASSED += ["RLOO_KIT_BATCH"]  # a batch ends what carries its mark
+HIDDEN = [
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN", "JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN", "KAGGLE_KEY", "GITHUB_TOKEN", "PGPASSWORD",
+    "DATABASE_URL", "HTTPS_PROXY", "PYTHON_TOKEN", "PYTHON_KEYRING_PASSWORD", "RLOO_KIT_API_KEY", "RLOO_KIT_SECRET",
+    "CUDA_LICENSE_KEY", "LC_AUTH_COOKIE", "SSH_AUTH_SOCK", "ANYTHING",
+]  # fmt: skip
+
+
+def test_a_worker_sees_no_secret_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of `.env` went to every reward: HF_TOKEN, WANDB_API_KEY and the hub's token."""
+    for name in (*PASSED[1:], *HIDDEN, "JUDGE_API_KEY"):
+        monkeypatch.setenv(name, "0" if name == "PYTHONHASHSEED" else "canary-4f1d7c")
+    reward = WorkerReward("fault_examples:environment", folders=[HERE], env=["JUDGE_API_KEY"])
+    seen: dict[str, list[str]] = {}
+    reward(**BATCH, log_extra=seen.__setitem__)
+    reward.worker.close()
+    assert {*PASSED, *HIDDEN, "JUDGE_API_KEY"} & {*seen["names"]} == {*PASSED, "JUDGE_API_KEY"}
+    assert {*HIDDEN} < worker_environment(HIDDEN).keys()
+    worker = Worker("test")  # the kit's own: no second way to start one
+    assert [worker.call(os.getenv, name, timeout_s=60) for name in ("HF_TOKEN", "PATH")] == [None, os.environ["PATH"]]
+    worker.close()
 
 
 class Unreadable:
@@ -180,9 +178,6 @@ def test_a_file_that_is_too_deep_or_imports_hundreds_is_read_for_its_digest(tmp_
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("no_such_module:f", "there is no module 'no_such_module'; it was looked for in "),
-        ("reward_examples:by_lenght", "module 'reward_examples' has no 'by_lenght'; it offers by_length"),
-        ("reward_examples:NUMBER", "'reward_examples:NUMBER' is int; a reward is a function"),
         ("reward_examples:Scorer", r"'reward_examples:Scorer' is a class; .* Scorer\(...\)"),
         ("broken:f", r"importing 'broken' failed: ZeroDivisionError: division by zero \(broken.py, line 1\)"),
         ("dies:f", "importing 'dies:f' ended its process with exit code 3"),

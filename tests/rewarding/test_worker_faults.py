@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import psutil
@@ -25,44 +25,33 @@ from rloo_kit.system.isolation import RUN_MARK, WORKER_MARK
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-LIMIT_S = 1.5
-
-
-class Fault(NamedTuple):
-    """A reward of fault_examples, and what the message says; None where the call succeeds."""
-
-    name: str
-    words: str | None
+LIMIT_S = 0.8
 
 
 KILLED = f"took longer than {LIMIT_S:g} s and was killed (timeout_s)"
-FAULTS = [
-    Fault("detached_and_hangs", KILLED),
-    Fault("detached_and_exits", "ended its process with exit code 7"),
-    Fault("detached_and_goes_on", None),
-    Fault("stops_itself", KILLED),
-    Fault("calls_exit", "SystemExit: enough"),
-    Fault("forks_and_both_return", None),
-    Fault("raises_interrupt", "KeyboardInterrupt"),
-    Fault("aborts", "crashed with SIGABRT"),
-    Fault("closes_standard_files", None),
-    Fault("closes_every_file", "ended its process with exit code"),
-    Fault("writes_to_descriptor_1", None),
-    Fault("garbage_reply", "sent a reply that cannot be read"),
-    Fault("part_of_a_reply", KILLED),
-    Fault("forged_pickle", "sent a reply that cannot be read"),
-    Fault("a_megabyte_of_error", "(1,000,001 characters)"),
-    Fault("an_error_without_a_text", "Speechless: its text cannot be made"),
-    Fault("logs_too_much", "the limit is 16,777,216"),
-    Fault("logs_what_is_no_number", "could not convert string to float: 'long'"),
-    Fault("reseeds", None),
-    Fault("changes_folder", None),
-    Fault("sets_an_alarm", None),
-    Fault("ignores_signals", KILLED),
-    Fault("starts_a_thread", None),
-    Fault("hangs_at_exit", None),
-    Fault("asks_for_all_memory", "MemoryError"),
-]
+# A reward of fault_examples, and what the message says; None where the call succeeds.
+FAULTS = {
+    "detached_and_hangs": KILLED,
+    "detached_and_exits": "ended its process with exit code 7",
+    "stops_itself": KILLED,
+    "calls_exit": "SystemExit: enough",
+    "forks_and_both_return": None,
+    "raises_interrupt": "KeyboardInterrupt",
+    "aborts": "crashed with SIGABRT",
+    "closes_every_file": "ended its process with exit code",
+    "writes_to_descriptor_1": None,
+    "part_of_a_reply": KILLED,
+    "forged_pickle": "sent a reply that cannot be read",
+    "a_megabyte_of_error": "(1,000,001 characters)",
+    "an_error_without_a_text": "Speechless: its text cannot be made",
+    "logs_too_much": "the limit is 16,777,216",
+    "logs_what_is_no_number": "could not convert string to float: 'long'",
+    "changes_folder": None,
+    "sets_an_alarm": None,
+    "ignores_signals": KILLED,
+    "hangs_at_exit": None,
+    "asks_for_all_memory": "MemoryError",
+}
 
 
 def make(name: str, timeout_s: float = LIMIT_S, env: tuple[str, ...] = ()) -> WorkerReward:
@@ -87,30 +76,25 @@ def own_run() -> str:
     return system_worker._watch_over(os.getpid()).value
 
 
-def meet(fault: Fault, folder: Path) -> tuple[str, list[float | None], list[float | None]]:
-    """The message, the rewards of the bad call and of the next one."""
-    reward = make(fault.name, LIMIT_S if fault.words == KILLED else 60.0)
-    guarded = guard(reward)
-    reward.load()
-    columns = {"path": str(folder / "made"), "log_extra": lambda *args: None, "log_metric": lambda *args: None}
-    bad = call(guarded.score, "bad", **columns)
-    message = " | ".join(bad.failures)
-    reward.timeout_s = 60.0
-    after = call(guarded, "good", **columns)
-    reward.worker.close()
-    return message, bad.values, after
+CORE = ("detached_and_hangs", "calls_exit", "forged_pickle", "a_megabyte_of_error")
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_costs_one_call_and_leaves_nothing(fault: Fault, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in CORE else pytest.mark.slow) for one in FAULTS])
+def test_a_fault_costs_one_call_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     """A detached child that kept the pipe open stopped a run for ever; a forged reply ran code in the run's process; an
     error text of a megabyte went to the terminal."""
     before, children = os.getcwd(), set(psutil.Process().children(recursive=True))
-    message, bad, after = meet(fault, tmp_path)
-    assert bad == ([1.0] if fault.words is None else [None]) and after == [1.0]
-    assert (fault.words or "") in message and (fault.words is None) == (message == "")
-    assert len(message) < LONGEST_ERROR + 500
-    message.encode()
+    words, reward = FAULTS[name], make(name, LIMIT_S if FAULTS[name] == KILLED else 60.0)
+    guarded = guard(reward)
+    reward.load()
+    columns = {"path": str(tmp_path / "made"), "log_extra": lambda *args: None, "log_metric": lambda *args: None}
+    bad = call(guarded.score, "bad", **columns)
+    message = " | ".join(bad.failures)
+    reward.timeout_s = 60.0
+    assert bad.values == ([1.0] if words is None else [None]) and call(guarded, "good", **columns) == [1.0]
+    reward.worker.close()
+    assert (words or "") in message and (words is None) == (message == "")
+    assert len(message.encode()) < LONGEST_ERROR + 500
     assert not list(tmp_path.iterdir()) and os.getcwd() == before
     new = set(psutil.Process().children(recursive=True)) - children
     assert marked(RUN_MARK, own_run()) == [] and all("marked" in p.cmdline()[2] for p in new)
@@ -132,18 +116,17 @@ def test_a_reply_to_no_call_is_never_taken_for_one() -> None:
     """Each call would get the rewards of the one before."""
     reward = make("extra_reply", timeout_s=60.0)
     assert call(reward, "bad") == [1.0]
-    time.sleep(1.0)
+    time.sleep(0.5)
     with pytest.raises(WholeBatchError, match="sent a reply that cannot be read"):
         call(reward, "good")
     assert call(reward, "good") == [1.0]
     reward.worker.close()
 
 
-@pytest.mark.parametrize("function", ["stops_later", "stops_later_detached"])
-def test_a_worker_that_never_reads_is_ended_after_the_limit(function: str) -> None:
+def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
     """The request was written without a limit: a stopped worker and a batch that is larger than the pipe hung the run;
     later only if a detached child kept the other end."""
-    reward = make(function, timeout_s=10.0)
+    reward = make("stops_later_detached", timeout_s=10.0)
     assert call(reward, "bad") == [1.0]
     process = psutil.Process(reward.worker._process.pid)  # type: ignore[union-attr]
     until = time.monotonic() + 10
@@ -162,8 +145,10 @@ def test_a_worker_that_never_reads_is_ended_after_the_limit(function: str) -> No
 
 def test_a_worker_that_dies_before_a_call_is_replaced_with_its_reward() -> None:
     """The next process had not imported the reward, and every later sample of the run failed."""
-    reward = make("stops_later", timeout_s=30.0)
+    reward = make("leaks", timeout_s=30.0)
     assert call(reward, "good") == [1.0]
+    path = Path(f"/proc/{reward.worker._process.pid}/oom_score_adj")  # type: ignore[union-attr]
+    assert path.read_text().strip() == "1000", "where memory runs out, Linux ends it before the run"
 
     class Deadly:
         def __reduce__(self) -> Any:
@@ -181,7 +166,7 @@ def test_a_worker_that_dies_before_a_call_is_replaced_with_its_reward() -> None:
 
 def test_a_worker_that_leaks_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A reward that keeps every completion fills the machine's memory by the morning, and the run is what is killed."""
-    monkeypatch.setattr(system_worker, "MAX_GROWTH_GIB", 0.25)
+    monkeypatch.setattr(system_worker, "MAX_GROWTH_GIB", 0.11)
     reward = make("leaks", timeout_s=30.0)
     assert call(reward, "good") == [1.0]
     first = reward.worker._process.pid  # type: ignore[union-attr]
@@ -189,15 +174,6 @@ def test_a_worker_that_leaks_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys
     assert call(reward, "bad") == [1.0] and not reward.worker.running
     assert "WARNING: 'fault_examples:leaks': its worker has grown from" in capsys.readouterr().out
     assert call(reward, "good") == [1.0] and reward.worker._process.pid != first  # type: ignore[union-attr]
-    reward.worker.close()
-
-
-def test_the_system_ends_a_worker_before_the_run() -> None:
-    """Where memory runs out, Linux kills the largest process, which is the one with the model."""
-    reward = make("reseeds", timeout_s=30.0)
-    assert call(reward, "good") == [1.0]
-    path = Path(f"/proc/{reward.worker._process.pid}/oom_score_adj")  # type: ignore[union-attr]
-    assert path.read_text().strip() == "1000" != Path("/proc/self/oom_score_adj").read_text().strip()
     reward.worker.close()
 
 
@@ -218,7 +194,6 @@ def test_a_deleted_folder_is_survived(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder)
     reward = make("deletes_the_folder", timeout_s=30.0)
     assert call(reward, "bad", path=str(folder)) == [1.0] and not folder.exists()
-    assert call(reward, "good") == [1.0]
     reward.worker.close()
     assert call(guard(reward), "good") == [1.0]
     reward.worker.close()
@@ -235,7 +210,9 @@ sys.stdin.readline()
 ENDED = "end_workers(); print('ended', flush=True); time.sleep(60)"
 
 
-@pytest.mark.parametrize("last", [ENDED, "pass", "raise SystemExit(1)", "SIGKILL"])
+@pytest.mark.parametrize(
+    "last", ["SIGKILL", *(pytest.param(one, marks=pytest.mark.slow) for one in (ENDED, "raise SystemExit(1)"))]
+)
 def test_nothing_stays_behind_when_a_run_ends(last: str) -> None:
     """A program that a reward has left running kept a core of the only machine busy for days. After SIGKILL nothing of
     the run's own code runs: the watchdog ends what is marked, then itself."""
@@ -266,7 +243,7 @@ def test_nothing_stays_behind_when_a_run_ends(last: str) -> None:
 
 def test_one_watchdog_serves_all_workers_of_a_process() -> None:
     """Guards against a process more for every restart of a worker."""
-    rewards = [make("reseeds", timeout_s=30.0) for _ in range(2)]
+    rewards = [make("leaks", timeout_s=30.0) for _ in range(2)]
     assert [call(reward, "good") for reward in rewards] == [[1.0], [1.0]]
     mine = [one for one in psutil.Process().children() if own_run() in one.cmdline()]
     assert len(mine) == 1 and len({one.environ()[WORKER_MARK] for one in marked(RUN_MARK, own_run())}) == 2
@@ -277,11 +254,10 @@ def test_one_watchdog_serves_all_workers_of_a_process() -> None:
 
 def test_numbers_arrive_as_they_were() -> None:
     """A reward that lost its last digits on the way would train another policy."""
-    found = make("returns_odd_numbers", timeout_s=30.0)(prompts=["p"] * 8, completions=["bad"] * 8)
-    assert (
-        str(found)
-        == "[5e-324, -0.0, 1.7976931348623157e+308, 0.30000000000000004, 0.3333333333333333, None, nan, -inf]"
-    )
+    reward = make("returns_odd_numbers", timeout_s=30.0)
+    found = str(reward(prompts=["p"] * 8, completions=["bad"] * 8))
+    assert found == "[5e-324, -0.0, 1.7976931348623157e+308, 0.30000000000000004, 0.3333333333333333, None, nan, -inf]"
+    reward.worker.close()
 
 
 def test_what_a_reward_logs_is_made_plain() -> None:

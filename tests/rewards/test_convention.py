@@ -122,18 +122,12 @@ def test_only_the_standard_library_is_imported_and_regular_expressions_for_answe
 
 IMPOSSIBLE = [
     ("answer_reward", {"find": "regex"}, "find is 'regex'.*whole, boxed"),
-    ("answer_reward", {"thinking": 1}, "thinking is 1"),
     ("thinking_reward", {"min_tokens": -1}, "min_tokens is -1; it must be a whole number of at least 0"),
-    ("thinking_reward", {"min_tokens": "10"}, "min_tokens is '10'"),
     ("thinking_reward", {"min_tokens": 40}, "full_tokens is 30; it must be a whole number of at least 40"),
-    ("thinking_reward", {"think_end_id": None}, "think_end_id is None"),
     ("thinking_reward", {"think_end_id": True}, "think_end_id is True"),
     ("thinking_budget_reward", {"min_tokens": 9, "max_tokens": 3}, "max_tokens is 3; .* whole number of at least 9"),
     ("missing_eos_penalty", {"penalty": 0}, "penalty is 0; it must be a finite number above 0"),
-    ("missing_eos_penalty", {"penalty": float("inf")}, "penalty is inf"),
     ("missing_eos_penalty", {"eos_token_ids": ()}, "eos_token_ids is ..; it must be a list of token ids, at least one"),
-    ("missing_eos_penalty", {"eos_token_ids": 151645}, "eos_token_ids is 151645"),
-    ("repetition_penalty", {"ngram_size": 0}, "ngram_size is 0"),
     ("repetition_penalty", {"penalty": -1.0}, "penalty is -1.0; it must be a fin"),
     ("soft_overlong_penalty", {"max_completion_length": 10, "cache_tokens": 11}, "must not exceed .*_length, 10"),
     *(

@@ -22,8 +22,8 @@ INTERVAL = re.compile(
 class Checks:
     """The problems of a run, as lines `surface: what: shown ..., recomputed ...`."""
 
-    def __init__(self, task: Task, model: str, run: Recomputed, surfaces: Any) -> None:
-        self.task, self.model, self.run, self.on = task, model, run, surfaces
+    def __init__(self, task: Task, run: Recomputed, surfaces: Any) -> None:
+        self.task, self.run, self.on = task, run, surfaces
         self.problems: list[str] = []
         self.change = run.change(run.leads)
 
@@ -157,9 +157,8 @@ class Checks:
         """The word, its reason, the advice and the numbers in `status.json`."""
         found = self.run.status.get("verdict") or {}
         kind, change = found.get("kind"), self.change
-        kinds = self.task.kinds if self.model == "toy" else self.task.real_kinds
-        if kind not in kinds:
-            self.say("verdict", f"{kind}, expected {' or '.join(kinds)}: {found.get('sentence')}")
+        if kind not in self.task.kinds:
+            self.say("verdict", f"{kind}, expected {' or '.join(self.task.kinds)}: {found.get('sentence')}")
         assert change is not None
         if kind == "learnt" and not change.low > 0:
             self.say("verdict", f"learnt, although the change is {change}")
@@ -178,7 +177,7 @@ class Checks:
         advice = found.get("next", "")
         if kind == "learnt" and advice:
             self.say("verdict", f"learnt, but the advice is {advice!r}")
-        if kind in self.task.kinds and self.task.advice and not any(word in advice for word in self.task.advice):
+        if self.task.advice and not any(word in advice for word in self.task.advice):
             self.say("verdict", f"the advice has none of {self.task.advice}: {advice!r}")
         if kind != "learnt" and not advice:
             self.say("verdict", f"{kind}, and no advice")
@@ -302,10 +301,10 @@ class Checks:
                 self.say(where, f"thinking of a model that does not think: {found[0]!r}")
 
 
-def check_run(task: Task, model: str, surfaces: Any) -> list[str]:
+def check_run(task: Task, surfaces: Any) -> list[str]:
     """The problems of a run and of everything that is shown of it."""
     run = Recomputed(surfaces.folder, surfaces.folder.parents[1] / "rewards.py")
-    checks = Checks(task, model, run, surfaces)
+    checks = Checks(task, run, surfaces)
     if run.leads != task.leads:
         checks.say("task", f"the leading measure should be {task.leads}")
     return checks.all()

@@ -3,15 +3,18 @@
 import contextlib
 import io
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.tasks.tasks import Task, write_task
+from typer.testing import CliRunner
 
-WIDTH = "400"  # columns, so that nothing wraps
+import rloo_kit as kit
+from rloo_kit.cli import app
+from rloo_kit.results.verdict import load_evaluation, load_result
+from rloo_kit.runs.find import find_run
+from tests.tasks.tasks import Task, write_task
 
 
 @dataclass
@@ -38,30 +41,15 @@ class Surfaces:
     comparison: str
 
 
-def run_task(task: Task, model: str, folder: Path) -> Surfaces:
-    """Train `task` on `model` ("toy" or "real") in `folder`, with `rloo-kit train`, and look at it everywhere."""
-    os.environ["COLUMNS"] = WIDTH
-    from rloo_kit.cli import app
-
-    config = write_task(task, model, folder)
-    printed = _call(app, "train", config)
-    (folder / "printed.txt").write_text(printed, encoding="utf-8")
-    return look_at(folder / "outputs" / task.name, folder, printed)
-
-
-def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
-    """The surfaces of a run that is there; `folder` takes the twin and the pages."""
-    import rloo_kit as kit
-    from rloo_kit.cli import app
-    from rloo_kit.results.verdict import load_evaluation, load_result
-    from rloo_kit.runs.find import find_run
-
-    os.environ["COLUMNS"] = WIDTH
+def run_task(task: Task, folder: Path) -> Surfaces:
+    """Train `task` in `folder`, with `rloo-kit train`, and look at it everywhere; wants a wide terminal (COLUMNS)."""
+    printed = _call("train", write_task(task, folder))
+    run = folder / "outputs" / task.name
     twin = run.parent / "untrained"
     shutil.copytree(run, twin)
     shutil.copy(twin / "before.json", twin / "after.json")
     page = folder / "comparison.html"
-    _call(app, "report", twin, run, "--output", page)
+    _call("report", twin, run, "--output", page)
     found = find_run(run)
     before, after = load_evaluation(found, "before"), load_evaluation(found, "after")
     with contextlib.redirect_stdout(io.StringIO()):  # outside a notebook they print themselves
@@ -70,9 +58,9 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
         folder=run,
         twin=twin,
         printed=printed,
-        show=_call(app, "show", run),
-        versus=_call(app, "show", twin, run),
-        versus_json=json.loads(_call(app, "show", twin, run, "--json")),
+        show=_call("show", run),
+        versus=_call("show", twin, run),
+        versus_json=json.loads(_call("show", twin, run, "--json")),
         report=(run / "report.html").read_text(encoding="utf-8"),
         page=page.read_text(encoding="utf-8"),
         plot=repr(plot),
@@ -81,9 +69,7 @@ def look_at(run: Path, folder: Path, printed: str) -> Surfaces:
     )
 
 
-def _call(app: Any, *words: Any) -> str:
-    from typer.testing import CliRunner
-
+def _call(*words: Any) -> str:
     result = CliRunner().invoke(app, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

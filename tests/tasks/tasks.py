@@ -1,17 +1,17 @@
-"""Ten kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
+"""Eight kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
 
 import json
 import random
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 ROWS = 320
-STEPS = {"toy": 8, "real": 3}
+STEPS = 6
 # The shared part of the reward files: the last whole number after the thinking.
 HELPER = '''
 import re
@@ -47,10 +47,8 @@ class Task:
         source: of `rewards.py`, after HELPER. rewards: the entries of the run's `rewards:`; NAME is a function of it.
         low, high: range of the weighted sum.
         leads: the measure that leads the verdict: "accuracy" or "reward".
-        kinds: the verdicts that are true on the toy. advice: one of these has to be in the advice; none: there must
-            be none.
-        real_kinds: the verdicts that three steps on the real model may have.
-        steps: on the toy. overrides: keys of the config by model.
+        kinds: the verdicts that are true. advice: one of these has to be in the advice; none: there must be none.
+        greedy: whether the evaluations are also greedy.
     """
 
     name: str
@@ -62,9 +60,8 @@ class Task:
     leads: str = "reward"
     kinds: tuple[str, ...] = ("learnt",)
     advice: tuple[str, ...] = ()
-    real_kinds: tuple[str, ...] = ("learnt", "no evidence", "no signal", "broken")
-    steps: int = STEPS["toy"]
-    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: int = STEPS
+    greedy: bool = False
 
 
 def literal(a: int, b: int) -> str:
@@ -74,11 +71,8 @@ def literal(a: int, b: int) -> str:
 
 RIGHT = ({"name": "rewards.py:right"},)
 TASKS = (
-    Task("literal", literal, "", ({"name": "answer_reward"},), 0, 1, leads="accuracy",
-         overrides={"toy": {"eval.greedy": True}}),
+    Task("literal", literal, "", ({"name": "answer_reward"},), 0, 1, leads="accuracy", greedy=True),
     Task("sentence", lambda a, b: f"The sum is {a + b}.", right("number(answer)"), RIGHT, 0, 1),
-    Task("marker", lambda a, b: f"{a} + {b} = {a + b} #### {a + b}", right('number(answer.split("####")[1])'), RIGHT,
-         0, 1),
     Task("json", lambda a, b: {"sum": a + b, "terms": [a, b]}, right('answer["sum"]'), RIGHT, 0, 1),
     Task(
         "penalty",
@@ -95,7 +89,7 @@ def penalty(completions, answer, **_):
         ({"name": "rewards.py:penalty"},),
         -1,
         0,
-        overrides={"toy": {"eval.greedy": True}},
+        greedy=True,
     ),
     Task(
         "several",
@@ -128,7 +122,8 @@ def long(completions, **_):
         ({"name": "rewards.py:long"},),
         0,
         1,
-        overrides={"toy": {"eval.greedy": True}},
+        steps=8,
+        greedy=True,
     ),
     Task(
         "thinking",
@@ -138,7 +133,6 @@ def long(completions, **_):
         -1,
         1.1,
         steps=22,  # long enough for the moving means of the curves
-        overrides={"real": {"model.name": "smollm2/thinking"}},
     ),
     Task(
         "solved",
@@ -152,7 +146,6 @@ def not_empty(completions, **_):
         1,
         kinds=("no evidence", "no signal"),
         advice=("harder prompts",),
-        real_kinds=("no evidence", "no signal"),
     ),
     Task(
         "never",
@@ -166,50 +159,30 @@ def zebra(completions, **_):
         1,
         kinds=("no signal",),
         advice=("solved sometimes", "graded reward"),
-        real_kinds=("no signal",),
     ),
 )  # fmt: skip
 BY_NAME = {task.name: task for task in TASKS}
 
-QUESTIONS = {"toy": "{a}+{b}=", "real": "What is {a} + {b}? Answer in one short sentence."}
-MODELS = {
-    "toy": {
-        "model": {"name": "embedded/thinking", "max_seq_length": 128},
-        "data": {"test_size": 120, "max_prompt_length": 64},
-        "rloo": {"learning_rate": 5e-3, "max_completion_length": 28},
-        "eval": {"batch_size": 120, "every_steps": 4, "every_prompts": 40},
-    },
-    "real": {
-        "model": {"name": "smollm2/instruct", "max_seq_length": 128},
-        "data": {"test_size": 24, "max_prompt_length": 80},
-        "rloo": {"learning_rate": 1e-3, "max_completion_length": 24},
-        "eval": {"batch_size": 24, "every_steps": 2, "every_prompts": 12},
-    },
-}
 
-
-def write_task(task: Task, model: str, folder: Path) -> Path:
-    """Write the task's data, rewards and config into `folder`, for the toy or the real `model`; returns the config."""
-    rng = random.Random(f"{task.name}-{model}")
+def write_task(task: Task, folder: Path) -> Path:
+    """Write the task's data, rewards and config into `folder`; returns the config."""
+    rng = random.Random(f"{task.name}-toy")
     pairs = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], ROWS)
-    rows = []
-    for a, b in pairs:
-        row = {"prompt": QUESTIONS[model].format(a=a, b=b)}
-        rows.append(row if task.answer is None else row | {"answer": task.answer(a, b)})
+    rows = [{"prompt": f"{a}+{b}="} | ({} if task.answer is None else {"answer": task.answer(a, b)}) for a, b in pairs]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     (folder / "rewards.py").write_text(HELPER + textwrap.dedent(task.source), encoding="utf-8")
-    values: dict[str, Any] = json.loads(json.dumps(MODELS[model]))
-    values["data"]["source"] = str(folder / "rows.jsonl")
-    values["rewards"] = [dict(entry) for entry in task.rewards]
-    steps = task.steps if model == "toy" else STEPS["real"]
-    values["rloo"] |= {"max_steps": steps, "num_generations": 4, "per_device_train_batch_size": 32}
-    values["eval"] |= {"greedy": False, "num_completions": 4, "save_best": False}
-    values["run"] = {"name": task.name, "output_dir": str(folder / "outputs"), "progress_every_s": 0.001}
-    values["run"] |= {"sample_every_steps": 0}
-    for key, value in task.overrides.get(model, {}).items():
-        section, option = key.split(".")
-        values[section][option] = value
+    rloo = {"max_steps": task.steps, "learning_rate": 5e-3, "max_completion_length": 28}
+    evaluation = {"batch_size": 120, "every_steps": 3, "every_prompts": 40}
+    values = {
+        "model": {"name": "embedded/thinking", "max_seq_length": 128},
+        "data": {"test_size": 120, "max_prompt_length": 64, "source": str(folder / "rows.jsonl")},
+        "rewards": [dict(entry) for entry in task.rewards],
+        "rloo": rloo | {"num_generations": 4, "per_device_train_batch_size": 32},
+        "eval": evaluation | {"greedy": task.greedy, "num_completions": 4, "save_best": False},
+        "run": {"name": task.name, "output_dir": str(folder / "outputs"), "progress_every_s": 0.001}
+        | {"sample_every_steps": 0},
+    }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return path

@@ -14,6 +14,7 @@ class Config:
     seed: int = 0
     size: int = 1
     build_s: float = 0.0
+    memory: int = 0
     hang_at: int = -1  # the row
     die_at: int = -1
 
@@ -23,6 +24,7 @@ class Dataset:
 
     def __init__(self, config):
         time.sleep(config.build_s)
+        bytearray(config.memory)
         self.config = config
 
     def __getitem__(self, index):
