@@ -24,11 +24,10 @@ from typing import Any
 from unittest import mock
 
 import reporting
-from on_gpu.checks import BACKENDS, Check, Found, Part, read_part
-from on_gpu.expected import EXPECTED, RATIOS, find, floors
+from on_gpu.checks import BACKENDS, Part, read_part
+from on_gpu.expected import EXPECTED, find
 from on_gpu.listing import list_checks
 from reporting import ROOT, step_value, table
-from startup import startup_table
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.plan.parts import GIB
@@ -49,38 +48,20 @@ Parts = Mapping[int, Part]
 
 
 def step_table(result: dict[str, Any]) -> list[str]:
-    """rloo_step.json: every row."""
+    """rloo_step.json: every comparison, with the error of its gradient where that was measured."""
+    errors = {
+        (row["workload"], row["side"]): row["relative_error"] for row in result["rows"] if "relative_error" in row
+    }
     rows = []
-    for row in result["rows"]:
-        stock, ours = (_amount(row, name) for name in ("stock", "ours"))
-        bar = row.get("at_least", row.get("at_most"))
-        limits = "" if bar is None else f"{bar:g} / {row['aim']:g}"
-        held = {None: "", True: "held", False: "**missed**"}[row["holds"]] + (
-            ", aim reached" if row["aim_reached"] else ""
-        )
-        rows.append([row["what"], row["workload"], f"`{row['side']}`", stock, ours, step_value(row), limits, held])
-    return table(["part", "workload", "`memory`", "stock", "ours", "result", "bar / aim", ""], rows)
-
-
-def _amount(row: dict[str, Any], side: str) -> str:
-    if f"{side}_cpu_s" in row:
-        return f"{statistics.median(row[f'{side}_cpu_s']):.2f} s"
-    if f"{side}_mib" in row:
-        return f"{statistics.median(row[f'{side}_mib']):.0f} MiB"
-    return ""
-
-
-def health_table(result: dict[str, Any]) -> list[str]:
-    """health_runs.json: every run, and how many passed."""
-    rows = []
-    for run in result["runs"]:
-        others = ", ".join(f"`{name}`" for name in run["others"])
-        found = "" if run["found"] is None else f"`{run['rule']}`, step {run['found']} (since {run['since']})"
-        rows.append([
-            run["fault"], str(run["steps"]), str(run["onset"]) if run["rule"] else "", found or "nothing", others,
-            "held" if run["holds"] else "**missed**",
-        ])  # fmt: skip
-    return table(["fault", "steps", "from step", "found", "also found", ""], rows)
+    for row in (row for row in result["rows"] if "relative_error" not in row):
+        amounts = []
+        for side in ("stock", "ours"):
+            name, unit, digits = ("mib", "MiB", 0) if f"{side}_mib" in row else ("cpu_s", "s", 2)
+            amounts.append(f"{statistics.median(row[f'{side}_{name}']):.{digits}f} {unit}")
+        error = errors.get((row["workload"], row["side"])) if row["what"] == "training part" else None
+        cells = [*amounts, step_value(row), "" if error is None else f"{error:.1e}"]
+        rows.append([row["what"], row["workload"], f"`{row['side']}`", *cells])
+    return table(["part", "workload", "`memory`", "stock", "ours", "result", "gradient"], rows)
 
 
 # ------------------------------------------------------------------------------------------ computed by the plan
@@ -162,90 +143,6 @@ def gpu_line(parts: Parts) -> list[str]:
     return lines
 
 
-def checks_table(parts: Parts) -> list[str]:
-    """Part 1: what each check shows, and its state in each backend."""
-    functions = dict.fromkeys(name.partition("/")[2] for name, check in list_checks().items() if check.part == 1)
-    rows = []
-    for function in functions:
-        twins = [list_checks().get(f"{backend}/{function}") for backend in BACKENDS]
-        what = next(check.what for check in twins if check is not None)
-        rows.append([f"`{function}`", what.rstrip("."), *(_state(parts, check) for check in twins)])
-    return table(["check", "what it shows", *("Unsloth", "transformers")], rows)
-
-
-def _state(parts: Parts, check: Check | None) -> str:
-    if check is None:
-        return ""
-    found = parts[check.part].checks.get(check.name, Found()) if check.part in parts else Found()
-    if found.state == "not run":
-        return "" if check.stand_in else MISSING
-    reason = f": {_short(found.reason)}" if found.state != "passed" else f", {found.seconds:.0f} s"
-    return (found.state if found.state == "passed" else f"**{found.state}**") + reason
-
-
-def _short(reason: str) -> str:
-    return reason.replace("|", "/").splitlines()[0][:120] if reason else ""
-
-
-def scores_table(parts: Parts) -> list[str]:
-    """Part 1: each layout's difference from single sequences, mean and largest in nats, and of the gradient."""
-    from on_gpu.correctness import LAYOUTS
-
-    rows = []
-    for backend, layouts in LAYOUTS.items():
-        for layout in (*layouts, "left-padded", "left-padded, as stock"):
-            rows.append(
-                [backend, layout, *(_score(parts, f"{backend}/scores_{kind}", layout) for kind in ("4bit", "bf16"))]
-            )
-    return table(["backend", "rows", "in 4-bit", "in 16 bit"], rows)
-
-
-def _score(parts: Parts, check: str, layout: str) -> str:
-    off = parts[1].value(check, layout) if 1 in parts else None
-    if not isinstance(off, dict) or "error" in off:
-        return MISSING if off is None else _short(off["error"] if isinstance(off, dict) else off)
-    gradient = f", gradient {off['gradient']:.2g}" if "gradient" in off else ""
-    return f"{off['mean']:.2g} / {off['max']:.2g}{gradient}"
-
-
-def expected_table(parts: Parts) -> list[str]:
-    """Each figure next to its expected value and its floor; those of the layouts are in a separate table."""
-    measured = (_find(parts, 1, "unsloth/knows_the_machine", name) for name in ("tflops", "gb_per_s"))
-    low = floors(*(value or of_h200 for value, of_h200 in zip(measured, (790.0, 4300.0), strict=True)))
-    rows = []
-    for one in EXPECTED:
-        if "/scores_" in one.check and one.keys[0] != "left-padded, as stock":
-            continue
-        value = _find(parts, one.part, one.check, *one.keys)
-        floor = next((seconds for name, seconds in low.items() if one.what.startswith(name)), None)
-        unit = 1e3 if one.unit == "ms" else 1.0
-        rows.append([
-            one.what, one.range, "" if floor is None else f"{floor * unit:.2g} {one.unit}",
-            MISSING if value is None else f"{value:.3g} {one.unit}".strip(),
-            "" if value is None or one.low <= value <= one.high else "**outside**",
-        ])  # fmt: skip
-    return table(["figure", "expected", "floor", "found", ""], rows)
-
-
-def _find(parts: Parts, number: int, check: str, *keys: str) -> float | None:
-    """A figure of a part; a check that runs once may have it from either backend."""
-    found = find(parts[number], check, *keys) if number in parts else None
-    return found if isinstance(found, int | float) else None
-
-
-def ratios_table(parts: Parts) -> list[str]:
-    """The target of each ratio, and the measured value."""
-    rows = []
-    for what, base, ours, keys, least in RATIOS:
-        number = list_checks()[ours].part
-        part = parts.get(number, Part({}, {}, []))
-        theirs, mine = part.value(base, *keys), part.value(ours, "fast", *keys) or part.value(ours, *keys)
-        ratio = theirs / mine if theirs and mine else None
-        held = "" if ratio is None else "reached" if ratio >= least else "**missed**"
-        rows.append([what, f"{least:g}x", MISSING if ratio is None else f"{ratio:.2f}x", held])
-    return table(["compared", "at least", "found", ""], rows)
-
-
 def decoding_table(parts: Parts) -> list[str]:
     """Decoding: milliseconds a step and tokens a second, by rows."""
     from on_gpu.figures import ROWS
@@ -265,26 +162,6 @@ def decoding_table(parts: Parts) -> list[str]:
     return table(["engine", *(f"{count} rows" for count in ROWS)], rows)
 
 
-def configs_table(parts: Parts) -> list[str]:
-    """Part 3: computed and measured memory for each simulated GPU, seconds a step, and the longest thinking."""
-    rows = []
-    for gpu_gb in GPUS_GB:
-        found = claim_of(parts, gpu_gb)
-        longest = _longest(parts, gpu_gb)
-        if found is None:
-            rows.append([f"{gpu_gb} GB", *[MISSING] * 4, longest])
-            continue
-        computed = found["computed"]
-        rows.append([
-            f"{gpu_gb} GB", f"{computed['rollout_gib']:.2f} / {computed['training_gib']:.2f} GiB",
-            f"{found['rollout_gib']:.2f} / {found['training_gib']:.2f} GiB, through {found['backend']}",
-            f"{found['step_s']:.0f} s" if "step_s" in found else MISSING,
-            f"{found['hours_for_200_steps']:.0f} h" if "step_s" in found else MISSING, longest,
-        ])  # fmt: skip
-    head = ["GPU", "computed: rollout / training", "measured", "a step", "200 steps"]
-    return table([*head, "longest completions, one at a time"], rows)
-
-
 def claim_of(parts: Parts, gpu_gb: int) -> dict[str, Any] | None:
     """The figures of a shipped config, and the backend that ran it; None if it did not train."""
     for backend in BACKENDS:
@@ -292,15 +169,6 @@ def claim_of(parts: Parts, gpu_gb: int) -> dict[str, Any] | None:
         if found is not None and "rollout_gib" in found.values:
             return found.values | {"backend": backend, "after": found.after}
     return None
-
-
-def _longest(parts: Parts, gpu_gb: int) -> str:
-    for backend in BACKENDS:
-        found = parts[3].value(f"{backend}/longest_thinking", f"{gpu_gb} GB") if 3 in parts else None
-        if found is not None:
-            tried = [f"{tokens} {'fits' if fits else 'does not fit'}" for tokens, fits in found["tried"].items()]
-            return f"planned {found['planned']}; {', '.join(tried)}"
-    return MISSING
 
 
 def short_table(parts: Parts) -> list[str]:
@@ -314,10 +182,17 @@ def short_table(parts: Parts) -> list[str]:
         rows.append([f"Qwen3-0.6B through {name}: loads, scores, trains, resumes, merges", passed])
     for one in EXPECTED:
         if "8 rows" in one.what and "128" not in one.what:
-            value = _find(parts, one.part, one.check, *one.keys)
+            value = find(parts[one.part], one.check, *one.keys) if one.part in parts else None
             rows.append([one.what, MISSING if value is None else f"{value:.0f} ms"])
-    ratios = [line.strip("| ").split(" | ") for line in ratios_table(parts)[2:]]
-    rows += [[f"Qwen3-4B: {row[0]}", row[2]] for row in ratios[:3]]
+    part = parts.get(2, Part({}, {}, []))
+    for what, stock, ours in (
+        ("TRL under Unsloth", "unsloth/stock", "unsloth"), ("GRPO of Unsloth", "unsloth/grpo", "unsloth"),
+        ("TRL, transformers", "transformers/stock", "transformers"),
+    ):  # fmt: skip
+        theirs = part.value(f"{stock}_trains_4k", "training_s")
+        mine = part.value(f"{ours}/trains_4k", "fast", "training_s")
+        ratio = f"{theirs / mine:.2f}x" if theirs and mine else MISSING
+        rows.append([f"Qwen3-4B: training part, 4k, vs. {what}", ratio])
     for gpu_gb in GPUS_GB:
         found = claim_of(parts, gpu_gb)
         text = MISSING
@@ -440,14 +315,10 @@ def main() -> int:
 
 
 GPU_TABLES = {
-    "gpu-line": gpu_line, "gpu-short": short_table, "gpu-checks": checks_table, "gpu-scores": scores_table,
-    "gpu-expected": expected_table, "gpu-decoding": decoding_table, "gpu-ratios": ratios_table,
-    "gpu-configs": configs_table, "gpu-plan": plan_table,
+    "gpu-line": gpu_line, "gpu-short": short_table, "gpu-decoding": decoding_table, "gpu-plan": plan_table,
 }  # fmt: skip
 TABLES: reporting.Tables = {
     "step": (step_table, "rloo_step.json"),
-    "health": (health_table, "health_runs.json"),
-    "startup": (startup_table, "startup.json"),
     "step-times": (times_table, ""),
     "step-hours": (hours_table, ""),
     "step-gpus": (gpus_table, ""),

@@ -1,7 +1,8 @@
 """The `rloo-kit` command line: each command parses its arguments, calls the kit's public functions and prints.
 
 Heavy libraries are imported inside the commands. Exit codes: 0 done; 1 doctor found a fault, the planned run does not
-fit, or the preflight says NO-GO; 2 refused; 130 interrupted. `batch` has its own.
+fit, the preflight says NO-GO, or the run that `show` describes failed or is alarming; 2 refused; 130 interrupted.
+`batch` has its own.
 """
 
 import errno
@@ -21,22 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+from typer import Argument, Exit, Option
 from typer.core import TyperCommand
 
 from rloo_kit import __version__
 from rloo_kit.errors import ConfigError, RlooKitError, shorten
 from rloo_kit.runs.files import is_disk_full
 from rloo_kit.system.console import fill_text, print_table
-from rloo_kit.system.processes import (
-    INTERRUPTED,
-    REFUSED,
-    count_processes,
-    is_main_process,
-    launch_run,
-    process_index,
-    resume_words,
-    say,
-)
+from rloo_kit.system.processes import INTERRUPTED, REFUSED, count_processes, is_main_process, process_index, say
 
 if TYPE_CHECKING:  # slow to import
     from rloo_kit.config.run import RunConfig
@@ -45,10 +38,8 @@ if TYPE_CHECKING:  # slow to import
 
 SECONDS_FOR_MAIN = 10.0
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # `batch` uses the small exit codes to count runs
-OF_THE_DISK = (  # errors of a file or its disk, not of the program
-    errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
-    errno.EIO,
-)  # fmt: skip
+# Errors of a file or its disk, not of the program.
+OF_THE_DISK = "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "EIO"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,13 +47,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLOO for Qwen3-Thinking models on one GPU, with a built-in small model that trains on a laptop.",
 )
-ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A run's config, for example configs/x.yaml.")]
+ConfigFile = Annotated[Path, Argument(metavar="FILE", help="A run's config, for example configs/x.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0.")
+    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete existing output and start over.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonLine = Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Delete existing output and start over.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+JsonLine = Annotated[bool, Option("--json", help="Print JSON at the end, on one line.")]
 
 
 class Command(TyperCommand):
@@ -83,43 +74,47 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
     """Messages instead of tracebacks for the kit's own errors and Ctrl-C; `batch` also has an exit code for bugs."""
     try:
         yield
-    except typer.Exit:
-        raise
     except RlooKitError as error:
         name = "rloo-kit"
         if not is_main_process():  # if the main one exits with the same error, the launcher ends this one: printed once
             time.sleep(SECONDS_FOR_MAIN)
             name = f"rloo-kit (process {process_index()} of {count_processes()})"
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        raise typer.Exit(refused) from None
+        raise Exit(refused) from None
     except KeyboardInterrupt:
         exec("")  # otherwise Python exits through SIGINT if an interrupt once passed through its last exec of a string
         if is_main_process():
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise Exit(INTERRUPTED) from None
     except Exception as error:
+        if isinstance(error, Exit):
+            raise
         why = ""
         if is_disk_full(error):
-            found = f"{type(error).__name__}: {shorten(str(error))}"
-            why = f"the disk is full, or a quota is used up ({found}): free some space, then repeat the command"
-        elif isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
+            why = f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))}): free some "
+            why += "space, then repeat the command"
+        elif (
+            isinstance(error, OSError)
+            and error.filename is not None
+            and errno.errorcode.get(error.errno or 0, "") in OF_THE_DISK
+        ):
             why = f"{error.filename if error.filename2 is None else error.filename2}: {error.strerror}"
         if not why and refused == REFUSED:
             raise
         print(f"rloo-kit: {why}" if why else traceback.format_exc(), file=sys.stderr, flush=True)
-        raise typer.Exit(refused) from None
+        raise Exit(refused) from None
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"rloo-kit {__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -133,19 +128,15 @@ def print_found(found: Any, json: bool) -> None:
         print_table(found)
 
 
-def read_config(file: Path, overrides: list[str] | None) -> "RunConfig":
-    """`load_config`, with its warnings as lines on stderr."""
+def read_config(file: Path, overrides: list[str] | None, read: "Callable[..., RunConfig] | None" = None) -> "RunConfig":
+    """What `read` (`load_config`) makes of them, with its warnings as lines on stderr. Later calls in the same command
+    do not repeat them."""
     from rloo_kit.config.run import load_config
 
-    return with_warnings_as_lines(load_config, file, *(overrides or []))
-
-
-def with_warnings_as_lines(read: "Callable[..., RunConfig]", *arguments: Any) -> "RunConfig":
-    """Call `read` and print its warnings as lines on stderr. Later calls in the same command do not repeat them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FutureWarning)
         try:
-            found = read(*arguments)
+            found = (read or load_config)(file, *(overrides or []))
         finally:
             for warning in caught if is_main_process() else []:
                 print(f"rloo-kit: {warning.message}", file=sys.stderr)
@@ -184,9 +175,6 @@ def prepare(run: "RunConfig") -> "tuple[Policy, Data]":
     return policy, data
 
 
-# --------------------------------------------------------------------------------------------------------- before a run
-
-
 @command()
 def doctor(json: Json = False) -> None:
     """Check this machine: GPU, libraries, cache, environment variables."""
@@ -194,51 +182,46 @@ def doctor(json: Json = False) -> None:
 
     found = check_installation()
     print_found(found, json)
-    raise typer.Exit(found.exit_code)
+    raise Exit(found.exit_code)
 
 
 @command()
 def init(
-    model: Annotated[str | None, typer.Option("--model", help="Hub id, local folder or embedded/thinking.")] = None,
-    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="A .csv, .jsonl or .parquet file.")] = None,
-    prompt_column: Annotated[str | None, typer.Option("--prompt-column", help="Column with the prompts.")] = None,
-    answer_column: Annotated[str | None, typer.Option("--answer-column", help="Column with the answers.")] = None,
+    model: Annotated[str | None, Option(help="Hub id, local folder or embedded/thinking.")] = None,
+    data: Annotated[str | None, Option(metavar="FILE", help="A .csv, .jsonl or .parquet file.")] = None,
+    prompt_column: Annotated[str | None, Option(help="Column with the prompts.")] = None,
+    answer_column: Annotated[str | None, Option(help="Column with the answers.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="Config file to write, or its folder; default: ./DATA.yaml."),
+        Path | None, Option(metavar="FILE", help="Config file to write, or its folder; default: ./DATA.yaml.")
     ] = None,
-    gpu_gib: Annotated[
-        float | None, typer.Option("--gpu-gib", help="Fit a GPU with this many GiB instead of this machine.")
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Accept the proposed value of every missing flag.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    gpu_gib: Annotated[float | None, Option(help="Fit a GPU with this many GiB instead of this machine.")] = None,
+    yes: Annotated[bool, Option("--yes", help="Accept the proposed value of every missing flag.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Write a config for your own data that fits this machine, and a reward with its test."""
     from rloo_kit.checks import starter
 
-    def ask(flag: str, given: str | None, proposed: str | None) -> str:
-        return given if given is not None else _ask(flag, proposed, yes)
-
-    source = ask("--data", data, None)
+    source = _ask("--data", data, None, yes)
     names = starter.read_columns(source)
     guessed = starter.guess_columns(names)
-    prompts = starter.check_column(ask("--prompt-column", prompt_column, guessed[0]), "--prompt-column", names)
-    answers = starter.check_column(ask("--answer-column", answer_column, guessed[1]), "--answer-column", names)
+    prompts = starter.check_column(_ask("--prompt-column", prompt_column, guessed[0], yes), "--prompt-column", names)
+    answers = starter.check_column(_ask("--answer-column", answer_column, guessed[1], yes), "--answer-column", names)
     table = starter.read_table(source, prompts, answers)
-    chosen = ask("--model", model, starter.suggest_model(table, gpu_gib) if model is None else None)
+    chosen = _ask("--model", model, starter.suggest_model(table, gpu_gib) if model is None else None, yes)
     print(starter.write_starter(chosen, table, output, gpu_gib, overwrite))
     say_activation()
 
 
-def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
-    """The value of a missing flag: the proposed one with --yes, else typed at the terminal."""
+def _ask(flag: str, given: str | None, proposed: str | None, take_it: bool) -> str:
+    """The value of a flag; of a missing one the proposed value with --yes, else what is typed at the terminal."""
+    if given is not None:
+        return given
     if take_it and proposed is not None:
         return proposed
     if take_it or not _can_ask():
         there = f" (for example {flag} {proposed}), or accept the proposed values with --yes" if proposed else ""
         raise ConfigError(f"{flag} is missing, and there is no terminal to ask at: pass it{there}")
-    answer: str = typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed)
-    return answer
+    return str(typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed))
 
 
 def _can_ask() -> bool:
@@ -262,7 +245,7 @@ def plan(
     overrides: Overrides = None,
     gpu_gib: Annotated[
         float | None,
-        typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with this many GiB instead of this machine."),
+        Option("--gpu-gib", "--card-gib", help="Plan for a GPU with this many GiB instead of this machine."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -271,14 +254,14 @@ def plan(
 
     planned = plan_vram(read_config(file, overrides), gpu_gib)
     print(dumps(planned.to_dict(), indent=2) if json else planned)
-    raise typer.Exit(0 if planned.fits else 1)
+    raise Exit(0 if planned.fits else 1)
 
 
 @command()
 def preflight(
     file: ConfigFile,
     overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON; everything else goes to stderr.")] = False,
 ) -> None:
     """Check whether a run can learn, in about a rollout's time: GO, or NO-GO with every problem and exit code 1."""
     run = read_config(file, overrides)
@@ -295,10 +278,7 @@ def preflight(
 
             found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
     print(dumps(found.to_dict(), indent=2) if json else found)
-    raise typer.Exit(0 if found.go else 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- training
+    raise Exit(0 if found.go else 1)
 
 
 @command()
@@ -319,34 +299,31 @@ def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = Fa
     say(f"next: {next_command(run, words, result)}")
     say_activation()
     if result.stopped:
-        raise typer.Exit(INTERRUPTED)
+        raise Exit(INTERRUPTED)
 
 
 @command()
 def train(
     file: ConfigFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest intact checkpoint.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest intact checkpoint.")] = False,
     overwrite: Overwrite = False,
     accept_changes: Annotated[
-        bool,
-        typer.Option("--accept-changes", help="With --resume: go on although rows, rewards or weights have changed."),
+        bool, Option("--accept-changes", help="With --resume: go on although rows, rewards or weights have changed.")
     ] = False,
     launch: Annotated[
-        Path | None,
-        typer.Option(
-            "--launch", metavar="LAUNCH", help="Launch several processes, for example configs/accelerate/ddp.yaml."
-        ),
+        Path | None, Option(metavar="LAUNCH", help="Launch several processes, for example configs/accelerate/ddp.yaml.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="With --launch: number of processes; default: the file's.")
+        int | None, Option(min=1, help="With --launch: number of processes; default: the file's.")
     ] = None,
 ) -> None:
     """Evaluate, train, evaluate again and write the report."""
+    from rloo_kit.system.processes import launch_run, resume_words
+
     if launch is not None:
-        given = {"--resume": resume, "--overwrite": overwrite, "--accept-changes": accept_changes}
-        flags = [flag for flag, is_given in given.items() if is_given]
-        raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
+        flags = ["--resume"] * resume + ["--overwrite"] * overwrite + ["--accept-changes"] * accept_changes
+        raise Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
     if processes is not None:
         raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
     from rloo_kit.checks.cheap import FolderUse, refuse_faults
@@ -385,7 +362,7 @@ def train(
 
     end_processes()
     if stopped:
-        raise typer.Exit(INTERRUPTED)
+        raise Exit(INTERRUPTED)
 
 
 class BatchCommand(Command):
@@ -405,16 +382,13 @@ class BatchCommand(Command):
 @app.command(cls=BatchCommand)
 def batch(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A batch's YAML file, for example configs/batch_arithmetic.yaml.")
+        Path, Argument(metavar="FILE", help="A batch's YAML file, for example configs/batch_arithmetic.yaml.")
     ],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20."),
+        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20.")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Concurrent runs; default: the file's, else 1.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Run only what is missing or failed.")] = False,
+    jobs: Annotated[int | None, Option(min=1, help="Concurrent runs; default: the file's, else 1.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Run only what is missing or failed.")] = False,
     overwrite: Overwrite = False,
     json: JsonLine = False,
 ) -> None:
@@ -432,19 +406,14 @@ def batch(
     result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=again)
     if json:
         print(dumps(result.to_dict()))
-    raise typer.Exit(INTERRUPTED if result.interrupted else min(result.not_done, MOST_COUNTED))
-
-
-# ---------------------------------------------------------------------------------------------------------- after a run
+    raise Exit(INTERRUPTED if result.interrupted else min(result.not_done, MOST_COUNTED))
 
 
 @command("eval")
 def evaluate(
     file: ConfigFile,
     overrides: Overrides = None,
-    adapter: Annotated[
-        Path | None, typer.Option("--adapter", help="Folder of a trained adapter or of its run.")
-    ] = None,
+    adapter: Annotated[Path | None, Option(help="Folder of a trained adapter or of its run.")] = None,
     json: JsonLine = False,
 ) -> None:
     """Evaluate a run's initial model, or a trained adapter, on its held-out prompts."""
@@ -470,11 +439,10 @@ def evaluate(
 @command()
 def report(
     sources: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs; then KEY=VALUE.")
+        list[str], Argument(metavar="RUN...", help="Folders of runs, or their configs; then KEY=VALUE.")
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="With several runs: the page; default: comparison.html."),
+        Path | None, Option(metavar="FILE", help="With several runs: the page; default: comparison.html.")
     ] = None,
 ) -> None:
     """Rebuild report.html from a run's folder, or write a page that compares several runs."""
@@ -503,73 +471,63 @@ def report(
 
 @command()
 def show(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs.")],
-    completions: Annotated[
-        int | None, typer.Option("--completions", min=0, help="Show N completions of one step.")
-    ] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Step of the completions; default: the last.")] = None,
-    order: Annotated[str, typer.Option("--order", help="Which completions: first, best, worst or longest.")] = "first",
-    max_chars: Annotated[int, typer.Option("--max-chars", min=10, help="Maximum characters per text.")] = 1500,
-    last: Annotated[int, typer.Option("--last", min=1, help="Logged steps to average.")] = 10,
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, or their configs.")],
+    completions: Annotated[int | None, Option(min=0, help="Show N completions of one step.")] = None,
+    step: Annotated[int | None, Option(help="Step of the completions; default: the last.")] = None,
+    order: Annotated[str, Option(help="Which completions: first, best, worst or longest.")] = "first",
+    max_chars: Annotated[int, Option(min=10, help="Maximum characters per text.")] = 1500,
+    last: Annotated[int, Option(min=1, help="Logged steps to average.")] = 10,
     json: Json = False,
 ) -> None:
     """Show a run's outcome, its completions, or several runs. Exit code 1 if the run failed or is alarming."""
     found: Any
     code = 0
-    asks_completions = completions is not None or step is not None
-    if len(runs) > 1:
-        if asks_completions:
+    if completions is not None or step is not None:
+        if len(runs) > 1:
             raise ConfigError(f"--completions and --step take one run; got {len(runs)}")
-        from rloo_kit.results.versus import compare_runs
-
-        found = compare_runs(runs)
-    elif asks_completions:
         from rloo_kit.results.samples import pick_completions
 
         found = pick_completions(runs[0], step, 4 if completions is None else completions, order, max_chars)
+    elif len(runs) > 1:
+        from rloo_kit.results.versus import compare_runs
+
+        found = compare_runs(runs)
     else:
         from rloo_kit.results.overview import describe_run
 
         found = describe_run(runs[0], last)
         code = int(found.status.get("state") == "failed" or found.level == "alarming")
     print_found(found, json)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 @command()
 def ask(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run's folder or config, or a folder of exported weights.")
-    ],
+    source: Annotated[Path, Argument(metavar="RUN", help="A run's folder or config, or a folder of exported weights.")],
     questions: Annotated[
-        list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Questions. Without any: a pipe, or a dialogue.")
+        list[str] | None, Argument(metavar="[QUESTION]...", help="Questions. Without any: a pipe, or a dialogue.")
     ] = None,
-    base: Annotated[bool, typer.Option("--base", help="Ask the base model first, for comparison.")] = False,
-    budget: Annotated[int | None, typer.Option("--budget", min=0, help="Close thinking after N tokens.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0, help="0 is greedy; default: eval.temperature.")
-    ] = None,
+    base: Annotated[bool, Option("--base", help="Ask the base model first, for comparison.")] = False,
+    budget: Annotated[int | None, Option(min=0, help="Close thinking after N tokens.")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="0 is greedy; default: eval.temperature.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Maximum tokens per completion; default: the run's limit.")
+        int | None, Option(min=1, help="Maximum tokens per completion; default: the run's limit.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
-    system: Annotated[str | None, typer.Option("--system", help="System prompt; default: data.system_prompt.")] = None,
+    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
+    system: Annotated[str | None, Option(help="System prompt; default: data.system_prompt.")] = None,
     history: Annotated[
         bool | None,
-        typer.Option(
-            "--history/--no-history",
-            help="Keep earlier turns of the dialogue in the prompt; default: yes, except for embedded models.",
-        ),
+        Option(help="Keep earlier turns of the dialogue in the prompt; default: yes, except for embedded models."),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Config override; repeat for more.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Config override; repeat for more.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print only one JSON object per question.")] = False,
+    json: Annotated[bool, Option("--json", help="Print only one JSON object per question.")] = False,
 ) -> None:
     """Ask a trained model: thinking is printed dim, the answer plain. Without a question, start a dialogue."""
     with _stdout_for_answers(json) as out:
         asked = list(questions or [])
-        if not asked and not (sys.stdin is not None and sys.stdin.isatty()):
+        if not asked and not _can_ask():
             asked = ["" if sys.stdin is None else sys.stdin.read().strip()]
             if not asked[0]:
                 raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or pipe one in')
@@ -578,7 +536,7 @@ def ask(
         from rloo_kit import setup_environment
         from rloo_kit.runs.find import origin_of
 
-        run = with_warnings_as_lines(origin_of, source, *(overrides or []))
+        run = read_config(source, overrides, origin_of)
         setup_environment(run.model.backend)
         from rloo_kit.evals.ask import Dialogue, TrainedModel
 
@@ -610,20 +568,14 @@ def _stdout_for_answers(json: bool) -> Iterator[TextIO]:
 
 @command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its config.")],
+    source: Annotated[Path, Argument(metavar="RUN", help="A run's folder, or its config.")],
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="Format: adapter, merged, gguf or vllm.")] = "merged",
-    quantization: Annotated[
-        str | None, typer.Option("--quantization", help="GGUF: f32, f16, bf16, q8_0 or q4_k_m; default: f16.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Merged weights: bfloat16, float16 or float32.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="Folder to create; default: RUN/export/TARGET.")
-    ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts for the check.")] = 20,
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Upload to this hub repository.")
-    ] = None,
+    to: Annotated[str, Option(help="Format: adapter, merged, gguf or vllm.")] = "merged",
+    quantization: Annotated[str | None, Option(help="GGUF: f32, f16, bf16, q8_0 or q4_k_m; default: f16.")] = None,
+    dtype: Annotated[str | None, Option(help="Merged weights: bfloat16, float16 or float32.")] = None,
+    output: Annotated[Path | None, Option(metavar="DIR", help="Folder to create; default: RUN/export/TARGET.")] = None,
+    prompts: Annotated[int, Option(help="Held-out prompts for the check.")] = 20,
+    push: Annotated[str | None, Option(metavar="OWNER/NAME", help="Upload to this hub repository.")] = None,
     overwrite: Overwrite = False,
     json: JsonLine = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,26 +40,24 @@ def call(*words):
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["--help", "train --help", "init --yes", "--version", "config FILE", "plan FILE", "batch nowhere.yaml",
-     "sft FILE sft.completion_column=solution"],
-)  # fmt: skip
-def test_light_commands_load_no_torch(line, config_file):
+def test_light_commands_load_no_torch(config_file):
     """Four seconds of imports before a page of help teach people not to ask for it; and a batch lives for hours with
     its runs: it must not hold a GPU or a gigabyte."""
-    words = [str(config_file) if word == "FILE" else word for word in line.split()]
+    lines = {"--help": 0, "train --help": 0, "init --yes": 2, "--version": 0, f"config {config_file}": 0}
+    lines |= {f"plan {config_file}": 0, "batch nowhere.yaml": 125}
+    lines |= {f"sft {config_file} sft.completion_column=solution": 2}
     code = f"""
 import sys
 from rloo_kit.cli import app
-try:
-    app({words!r})
-finally:
-    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets"}} & set(sys.modules)))
+for line, expected in {lines!r}.items():
+    try:
+        app(line.split())
+    except SystemExit as ended:
+        found = sorted({{"torch", "transformers", "trl", "datasets"}} & set(sys.modules))
+        assert (ended.code, found) == (expected, []), (line, ended.code, found)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    code = {"batch": 125, "init": 2, "sft": 2}.get(words[0], 0)
-    assert done.returncode == code and "HEAVY []" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_help_names_the_commands():
@@ -127,8 +126,9 @@ def test_a_file_that_cannot_be_read_is_one_line(words, message, config_file, tmp
     assert len(lines) == 1, errors
 
 
-def test_a_whole_run(config_file, tmp_path):
-    """`make demo` in small: evaluate, train, evaluate, report; then each of the other commands on what it left."""
+def test_a_whole_run(config_file, tmp_path, monkeypatch):
+    """`make demo` in small: evaluate, train, evaluate, report; then each of the other commands on what it left. In a
+    shell without the activated environment each printed command ended in "rloo-kit: command not found"."""
     code, printed, errors = call("train", config_file)
     assert code == 0, errors
     folder = tmp_path / "outputs" / "tiny"
@@ -147,6 +147,16 @@ def test_a_whole_run(config_file, tmp_path):
     code, printed, errors = call("train", config_file, "--resume")  # it evaluated again and said "2 steps in 0.1 s"
     assert code == 0 and "finished already (step 2); nothing was changed" in printed, errors
     assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    bare = tmp_path / "bin"
+    bare.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(bare))
+        last = call("train", config_file, "--resume")[1].rstrip().splitlines()[-1]
+        assert last.startswith("  (first, once per shell: source ")
+        assert Path(last.split()[-1].rstrip(")")).absolute() == Path(sys.prefix, "bin", "activate")
+        (bare / "rloo-kit").write_text("#!/bin/sh\n")
+        (bare / "rloo-kit").chmod(0o755)
+        assert "activate" not in call("train", config_file, "--resume")[1]
     (folder / "after.json").unlink()  # a kill between training and its evaluation
     code, printed, errors = call("train", config_file, "--resume")
     assert code == 0 and "Evaluation after" in printed and (folder / "after.json").exists(), errors
@@ -239,16 +249,21 @@ with exit_codes():
     assert "rloo-kit: interrupted" in done.stderr
 
 
-def test_commands_to_type_next_come_with_the_activation(config_file, tmp_path, monkeypatch):
-    """In a shell without the activated environment each printed command ended in "rloo-kit: command not found"."""
-    bare = tmp_path / "bin"
-    bare.mkdir()
-    monkeypatch.setenv("PATH", str(bare))
-    code, printed, errors = call("train", config_file, "run.evaluate=false", "run.report=false")
-    last = printed.rstrip().splitlines()[-1]
-    assert code == 0 and last.startswith("  (first, once per shell: source "), errors + printed
-    assert Path(last.split()[-1].rstrip(")")).absolute() == Path(sys.prefix, "bin", "activate")
-    (bare / "rloo-kit").write_text("#!/bin/sh\n")
-    (bare / "rloo-kit").chmod(0o755)
-    code, printed, _ = call("train", config_file, "run.evaluate=false", "run.report=false", "--overwrite")
-    assert code == 0 and "activate" not in printed
+@pytest.mark.slow
+def test_supervised_training_to_the_end_and_on_with_rloo(config_file, tmp_path):
+    """Each figure that is decided by, in the order of the work, and a last line that can be pasted."""
+    rows = [{"prompt": f"add {n}", "answer": str(n), "completion": f"{n}</think>\n\n{n}"} for n in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft = ("sft", config_file, "sft.max_steps=1", "sft.signal_prompts=2")
+    code, out, err = call(*sft)
+    assert code == 0, err
+    order = [out.index(part) for part in ("data: ", "sft: ", "sft step 1/1", "signal: of 2 training prompts", "next: ")]
+    assert order == sorted(order) and "after supervised training: " in out
+    folder = tmp_path / "outputs" / "tiny-sft"
+    assert {path.name for path in folder.iterdir()} >= {"before.json", "after.json", "adapter", "status.json"}
+    words = shlex.split(out.splitlines()[-1].removeprefix("next: "))
+    assert words == ["rloo-kit", "train", str(config_file), f"model.adapter={folder}/adapter"]
+    code, out, err = call(*words[1:], "rloo.max_steps=1")
+    assert code == 0, err
+    code, _, err = call(*sft)
+    assert code == 2 and "already contains the supervised training of tiny" in err and "--overwrite" in err

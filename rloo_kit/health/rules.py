@@ -1,7 +1,7 @@
 """The rules of a run's health, each with its texts above its detector: for the live run, `rloo-kit show`, the report.
 
 A detector is a pure function of the logged values and the run's context. docs/runs.md lists windows and limits;
-docs/benchmarks.md says how the runs of `benchmarks/health_runs.py` changed them.
+docs/benchmarks.md says how runs that were made to fail changed them.
 """
 
 import re

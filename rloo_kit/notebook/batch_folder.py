@@ -223,12 +223,8 @@ def count_states(statuses: Iterable[RunStatus]) -> dict[str, int]:
 
 # The figures of the comparison (with _before or _after appended): measures with their intervals, and attributes.
 MEASURES = {"accuracy": "accuracy", "greedy_accuracy": "greedy_accuracy", "held_out_reward": "reward"}
-ATTRIBUTES = {
-    "thinking_tokens": "mean_thinking_tokens",
-    "closed_share": "closed_share",
-    "tokens": "mean_tokens",
-    "eval_prompts": "num_prompts",
-}
+ATTRIBUTES = {"thinking_tokens": "mean_thinking_tokens", "closed_share": "closed_share", "tokens": "mean_tokens"}
+ATTRIBUTES |= {"eval_prompts": "num_prompts"}
 # What may lead, in titles, and the other one.
 WORDS = {"accuracy": ("accuracy", "held-out reward"), "held_out_reward": ("reward", "accuracy")}
 KINDS = (("s0", "before"), ("s1", "after"))  # classes of the style for the bars
@@ -283,32 +279,18 @@ def write_comparison(place: BatchDir) -> list[Path]:
     seconds = format_duration(sum(row["seconds"] or 0 for row in rows))
     varying = place.batch.varying()
     common = [f"{name} = {value}" for name, value in place.batch.runs[0].parameters.items() if name not in varying]
+    summary = [f"{len(rows)} runs: {counts}; {seconds} of running time in all."]
+    summary += [f"Every run: {', '.join(common)}."] if common else []
+    failures = []
+    for one in (one for one in place.statuses.values() if one.error):
+        tone, log = TONES.get(one.state, ""), f"{one.name}/log.txt" if one.attempts else ""
+        failures.append({"name": one.name, "state": one.state, "tone": tone, "error": one.error, "log": log})
     page = make_page(
-        "comparison.html.jinja",
-        title=f"{place.batch.name} - batch of RLOO runs",
-        heading=place.batch.name,
-        summary=[
-            f"{len(rows)} runs: {counts}; {seconds} of running time in all.",
-            *([f"Every run: {', '.join(common)}."] if common else []),
-        ],
-        tables=[("Every run", _every_run(place, rows), _legend(rows))],
-        curves=None,
-        failures=[
-            {
-                "name": one.name,
-                "state": one.state,
-                "tone": TONES.get(one.state, ""),
-                "error": one.error,
-                "log": f"{one.name}/log.txt" if one.attempts else "",
-            }
-            for one in place.statuses.values()
-            if one.error
-        ],
-    )
-    return [
-        write_text(place.folder / "comparison.html", page),
-        write_text(place.folder / "comparison.csv", text.getvalue()),
-    ]
+        "comparison.html.jinja", title=f"{place.batch.name} - batch of RLOO runs", heading=place.batch.name,
+        summary=summary, tables=[("Every run", _every_run(place, rows), _legend(rows))], curves=None, failures=failures,
+    )  # fmt: skip
+    contents = {"comparison.html": page, "comparison.csv": text.getvalue()}
+    return [write_text(place.folder / name, content) for name, content in contents.items()]
 
 
 def short_names(rows: list[dict[str, Any]]) -> list[str]:

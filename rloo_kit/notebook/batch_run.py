@@ -36,7 +36,6 @@ from rloo_kit.notebook.batch_folder import (
 )
 from rloo_kit.runs.checkpoints import STEM
 from rloo_kit.runs.files import now
-from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import format_seconds, render_text
 from rloo_kit.system.input_files import working_folder
 from rloo_kit.system.isolation import END_TIMEOUT_S, Watchdog, end_marked
@@ -122,15 +121,10 @@ class RunProcess:
             log.write(f"=== started {now()}\n".encode())
             log.flush()
             self._log_start = log.tell()  # an earlier attempt's output is above
-            self._popen = subprocess.Popen(
-                papermill_command(run.notebook.path, folder, parameters),
-                stdin=subprocess.DEVNULL,  # papermill reads a notebook from a pipe
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=working_folder().absolute(),
-                env=environment,
-                start_new_session=True,
-            )
+            self._popen = subprocess.Popen(  # papermill would read a notebook from a pipe
+                papermill_command(run.notebook.path, folder, parameters), stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, cwd=working_folder().absolute(), env=environment, start_new_session=True,
+            )  # fmt: skip
         self.pid = self._popen.pid
         self._kernel_seen: float | None = None  # when it was last alive
 
@@ -233,7 +227,8 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ one run
 
     def _start(self, run: BatchRun) -> None:
-        status, folder, training = self.place.statuses[run.name], self.place.folder / run.name, self._training(run)
+        status, folder = self.place.statuses[run.name], self.place.folder / run.name
+        training = self.place.training(run.name)
         saved = any((training / "checkpoints").glob(f"{STEM}*"))  # the run itself refuses a damaged one
         resumes = "resume" in run.notebook.declared and saved
         if not resumes:
@@ -270,7 +265,7 @@ class Runner:
         if code:
             error = find_error(process.folder / "notebook.ipynb") or process.last_line()
             return "failed", error or f"papermill ended with exit code {code}"
-        training = self._training(process.run).status().get("state")
+        training = self.place.training(process.run.name).status().get("state")
         if training == "finished" or (training is None and not process.run.notebook.trains):
             return "done", None
         found = f"its training run is '{training}'" if training else "it left no training run"
@@ -301,18 +296,15 @@ class Runner:
         self.place.save_batch("running", resume=self.command)
         self.print_change(status)
 
-    def _training(self, run: BatchRun) -> RunDir:
-        return self.place.training(run.name)
-
     def _interrupt(self) -> None:
         """Let training runs save a checkpoint, then end everything; a second signal ends everything at once."""
 
         def is_saving(process: RunProcess) -> bool:
-            return process.poll() is None and self._training(process.run).status().get("state") == "running"
+            return process.poll() is None and self.place.training(process.run.name).status().get("state") == "running"
 
         asked = []  # an interrupted training run finishes its step and saves
         for process in filter(is_saving, self.active):
-            if process.interrupt(int(self._training(process.run).status().get("pid", 0))):
+            if process.interrupt(int(self.place.training(process.run.name).status().get("pid", 0))):
                 asked.append(process)
         name = self.signals[0].name.replace("SIGINT", "Ctrl-C")
         many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
@@ -364,7 +356,7 @@ class Runner:
             return
         parts = []
         for process in self.active:
-            step, training = "", self._training(process.run).status()
+            step, training = "", self.place.training(process.run.name).status()
             if training.get("max_steps") and training.get("state") == "running":
                 step = f"step {training.get('step', 0)}/{training['max_steps']}, "
             parts.append(f"{process.run.name}: {step}{format_seconds(time.monotonic() - process.begun)}")

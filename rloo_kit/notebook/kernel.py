@@ -60,24 +60,24 @@ def release_memory(verbose: bool = True) -> Released | None:
     """
     torch = sys.modules.get("torch")
     cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None  # any other call opens a context
-    before = _held_gib(cuda)
+
+    def held_gib() -> float | None:
+        return resident_gib() if cuda is None else cuda.memory_reserved() / GIB
+
+    before = held_gib()
     clear_last_error()
     gc.collect()
     if cuda is not None:
         cuda.empty_cache()
         cuda.ipc_collect()
     trim_heap()
-    after = _held_gib(cuda)
+    after = held_gib()
     if before is None or after is None:
         return None
     if verbose:
         what = "memory" if cuda is None else "GPU memory"
         print(f"{what} held by this process: {before:.2f} GiB before, {after:.2f} after", flush=True)
     return Released(before, after, "cpu" if cuda is None else "cuda")
-
-
-def _held_gib(cuda: Any) -> float | None:
-    return resident_gib() if cuda is None else cuda.memory_reserved() / GIB
 
 
 def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 2.0) -> None:

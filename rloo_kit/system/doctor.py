@@ -58,10 +58,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        checks = [
-            {"name": one.name, "status": STATUS[one.level][0], "found": one.found, "todo": one.fix}
-            for one in self.checks
-        ]
+        keys = ("name", "status", "found", "todo")
+        rows = ((one.name, STATUS[one.level][0], one.found, one.fix) for one in self.checks)
+        checks = [dict(zip(keys, row, strict=True)) for row in rows]
         return {"exit_code": self.exit_code, "environment": self.environment.to_dict(), "checks": checks}
 
     def __rich__(self) -> Group:

@@ -5,7 +5,6 @@ their environment, whatever session or parent they move to: `end_marked` kills t
 process that started them is gone.
 """
 
-import contextlib
 import functools
 import json
 import multiprocessing
@@ -21,7 +20,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -85,15 +84,11 @@ class Watchdog:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Watchdog":
+        command = [sys.executable, "-c", _WATCH, self.mark, self.value, *module_path()]
         self._popen = subprocess.Popen(
-            [sys.executable, "-c", _WATCH, self.mark, self.value, *module_path()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=dict(self.environment),
-            cwd=starting_folder(),
-            start_new_session=True,
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=dict(self.environment), cwd=starting_folder(), start_new_session=True,
+        )  # fmt: skip
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -243,20 +238,16 @@ class Worker:
         marks = {RUN_MARK: _watch_over(os.getpid()).value, WORKER_MARK: mark}
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, str(theirs.fileno()), *module_path()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints
-                pass_fds=[theirs.fileno()],
-                env={**self.environment, **marks},
-                cwd=starting_folder(),
-                start_new_session=True,
-            )
+            command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), *module_path()]
+            self._process = subprocess.Popen(  # what a reward prints goes to stderr
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
+                env={**self.environment, **marks}, cwd=starting_folder(), start_new_session=True,
+            )  # fmt: skip
         self._finalizer = weakref.finalize(self, _end, self._process, mark, os.getpid())
         self._first_gib = None
 
     def _end_if_it_leaks(self, pid: int) -> None:
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             gib = psutil.Process(pid).memory_info().rss / GIB
             if self._first_gib is None:
                 self._first_gib = gib
@@ -278,7 +269,7 @@ def _watch_over(pid: int) -> Watchdog:
 
 
 def _cause(process: "subprocess.Popen[bytes]") -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=GRACE_S)
     code = process.returncode
     if code is None:
@@ -286,12 +277,12 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
     if code == -signal.SIGKILL:
         return "was killed with SIGKILL (by the system, if memory ran out)"
     if code < 0:
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             return f"crashed with {signal.Signals(-code).name}"
     return f"ended its process with exit code {code}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def _limit(
     process: "subprocess.Popen[bytes]", connection: Connection, timeout_s: float, late: threading.Event
 ) -> Iterator[None]:
@@ -301,7 +292,7 @@ def _limit(
     def end() -> None:
         late.set()
         _kill(process)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(min(timeout_s, LONGEST_S), end)
@@ -316,13 +307,13 @@ def _limit(
 def _kill(process: "subprocess.Popen[bytes]") -> None:
     """Kill the process and its descendants; it is stopped first, or it could start another."""
     tree: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
+    with suppress(psutil.Error):
         root = psutil.Process(process.pid)
         root.suspend()
         tree = root.children(recursive=True)
     process.kill()
     for child in tree:
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             child.kill()
 
 
@@ -340,9 +331,9 @@ def serve() -> None:
     closes its end. A reply is [null, the result], or [the error's class, its text]."""
     connection, process = Connection(int(sys.argv[1])), os.getpid()
     os.set_inheritable(connection.fileno(), False)
-    with contextlib.suppress(OSError):  # if memory runs out, Linux kills this process and its children before the run
+    with suppress(OSError):  # if memory runs out, Linux kills this process and its children before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    with contextlib.suppress(EOFError):
+    with suppress(EOFError):
         while True:
             request = connection.recv_bytes()
             try:
@@ -360,6 +351,6 @@ def serve() -> None:
             if hasattr(signal, "setitimer"):
                 signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that it has left would fire in this loop
             connection.send_bytes(reply)
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         sys.stdout.flush()
     os._exit(0)  # an atexit or a thread of the function's may hang

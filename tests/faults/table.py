@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-LONGEST = 330  # characters of a cell
+LONGEST = 120  # characters of a cell
 
 
 def main() -> int:

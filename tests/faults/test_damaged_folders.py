@@ -1,6 +1,6 @@
 """Randomly damaged run folders through whole commands: no traceback, but one clear line and exit code 2.
 
-RLOO_KIT_DAMAGED sets the number of folders (20; the long run is 500).
+RLOO_KIT_DAMAGED sets the number of folders (8; the long run is 500).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from rloo_kit.cli import app
 from tests.faults.place import Place
 
-FOLDERS = int(os.environ.get("RLOO_KIT_DAMAGED", "20"))
+FOLDERS = int(os.environ.get("RLOO_KIT_DAMAGED", "8"))
 TEXTS = [b"", b"{", b"[1]", b"123", b'"x"', b"null", b"NaN", b"\xff\xfe", b"\x00" * 64, b"[" * 100_000, b"9" * 5000,
          b'{"a": ' * 50_000, "中文".encode()[:-1], b"{}\n" * 3, b"\xef\xbb\xbf{}"]  # fmt: skip
 VALUES = [None, True, -1, 0, 10**400, 1.5, float("nan"), "x", "", [], [1], {}, {"a": 1}, "9" * 5000, "\ud800"]

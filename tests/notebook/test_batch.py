@@ -24,12 +24,11 @@ from typer.testing import CliRunner
 from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
-from rloo_kit.notebook.batch import LONGEST_NAME, Batch, BatchRun, Notebook, find_error, load_batch, make_name
+from rloo_kit.notebook.batch import Batch, BatchRun, Notebook, load_batch
 from rloo_kit.notebook.batch_folder import (
     BatchDir,
     RunStatus,
     collect_rows,
-    draw_change,
     make_text_table,
     write_comparison,
 )
@@ -49,7 +48,6 @@ KIT = (
     "run_name = ''\noutput_dir = 'outputs'\noverrides = ''\n"
 )
 CODE = {"cell_type": "code", "source": "1/0", "metadata": {}}
-ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "\x1b[31mtoo small\x1b[0m"}
 
 
 @pytest.fixture
@@ -178,15 +176,6 @@ def test_overrides_and_another_kind_of_file(folder: Path) -> None:
         load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
 
 
-def test_names_are_safe_and_short() -> None:
-    """`seed=../../etc` is a path, and the file system would refuse 300 characters after the grid's first hour."""
-    assert make_name("nb", {"path": "../a b/ü", "x": 2e-3, "flag": True, "none": None, "list": [16, 32]}) == (
-        "nb-path=.._a_b_-x=0.002-flag=true-none=none-list=16,32"
-    )
-    long = [make_name("nb", {"text": "x" * 200 + str(n)}) for n in range(2)]
-    assert long[0] != long[1] and all(len(name) == LONGEST_NAME for name in long)
-
-
 # ------------------------------------------------------------------------------------------------ papermill
 
 
@@ -252,21 +241,6 @@ def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, mo
     process = start_python(code, tmp_path, monkeypatch)
     wait_for(lambda: process.poll() is not None, "it ends")
     assert process.last_line() == "['RLOO_KIT_BATCH', 'RLOO_KIT_BATCH_RUN']"
-
-
-@pytest.mark.parametrize(
-    ("cells", "error"),
-    [
-        ([CODE | {"execution_count": 3, "outputs": [ERROR]}], "cell [3]: ValueError: too small"),
-        ([CODE | {"outputs": [{"output_type": "error", "ename": "KeyError"}]}], "KeyError"),
-        ([CODE | {"outputs": 3}, "x"], None),
-        ({"a": 1}, None),
-    ],
-)
-def test_the_error_of_a_torn_notebook(cells: object, error: str | None, tmp_path: Path) -> None:
-    """An AttributeError in the reader hid the reason of a failed run and ended the whole batch."""
-    write_cells(tmp_path / "notebook.ipynb", cells)
-    assert find_error(tmp_path / "notebook.ipynb") == error
 
 
 # ------------------------------------------------------------------------------------------------ the folder
@@ -400,48 +374,6 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monk
     assert 'href="trains-seed=1/notebook.ipynb"' in html and "trains-seed=2/notebook.ipynb" not in html
     assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
     assert 'href="trains-seed=3/log.txt"' in html
-
-
-@pytest.mark.parametrize(("columns", "has_interval"), [(60, False), (80, True), (120, True)])
-def test_the_comparison_follows_the_terminal(
-    compared: BatchDir, monkeypatch: pytest.MonkeyPatch, columns: int, has_interval: bool
-) -> None:
-    """At 80 columns every line of a table of 130 wrapped, and a number split over two lines is misread."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    text = render_text(make_text_table(compared))
-    assert max(map(len, text.splitlines())) <= columns
-    assert "0.200 → 0.750" in text and "failed" in text and ("[0.650, 0.850]" in text) == has_interval
-
-
-@pytest.mark.parametrize("rewards", [(-1.2, -0.5), (-1.0, 2.0)])
-def test_bars_show_negative_rewards(rewards: tuple[float, float]) -> None:
-    """On a scale from 0, every run with penalties had its dots at one end, whatever it earned."""
-    rows = [{"held_out_reward_before": rewards[0], "held_out_reward_after": value} for value in rewards]
-    dots = [[float(dot) for _, dot, _, _ in draw_change(row, rows, "held_out_reward")] for row in rows]
-    assert dots[0][0] == dots[0][1] == dots[1][0] < dots[1][1]
-    assert dots[0][0] == 4.0, "the lowest is at the left end"
-
-
-def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> None:
-    """A notebook that does not train has a comparison too, and so has a batch in which nothing ran."""
-    with BatchDir.create(load(folder, grid={"seed": [1, 2]})) as place:
-        html = write_comparison(place)[0].read_text(encoding="utf-8")
-        assert "<svg" not in html and "2 runs: 2 waiting" in html
-        assert "accuracy" not in render_text(make_text_table(place))
-        place.statuses["plain-seed=1"].seconds = 3.0
-        assert "<svg" in write_comparison(place)[0].read_text(encoding="utf-8")
-
-
-def test_a_line_for_every_change(compared: BatchDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """The log of a night's batch is read in the morning: one line per change, with the reason of a failure and its
-    log."""
-    runner = Runner(compared, [], "")
-    for status in list(compared.statuses.values())[1:3]:
-        runner.print_change(status)
-    done, failed = capsys.readouterr().out.splitlines()
-    assert done == "[2/4] trains-seed=2: done after 1:15; accuracy 0.200 -> 0.750"
-    assert failed.startswith("[3/4] trains-seed=3: failed after 0:00; cell [3]: ValueError: ")
-    assert failed.endswith(f"; log: {compared.folder / 'trains-seed=3' / 'log.txt'}")
 
 
 def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path) -> None:

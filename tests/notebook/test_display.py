@@ -21,14 +21,6 @@ from tests.html_page import Page
 
 HOSTILE = "</pre></div><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & $x^2$ ünïcode 你好"
 GROUNDS = ("#ffffff", "#111111", "#0d1117")  # white, JupyterLab's dark, a code host's dark
-# Properties that JupyterLab's sanitiser leaves in the outputs of a notebook that is not trusted, with these values.
-SURVIVES = re.compile(
-    r"border(-left)?: \dpx solid rgba\(128, 128, 128, 0\.4\)|border-radius: 6px|"
-    r"(padding|margin)(: \d+(px)?)( \d+(px)?){0,3}|"
-    r"display: flex|flex-wrap: wrap|gap: 12px|flex: 1 1 280px|min-width: 0|white-space: pre-wrap|word-break: normal|"
-    r"overflow-wrap: break-word|max-height: 16em|overflow-y: auto|background-color: transparent|font-family: monospace|"
-    r"font-size: \d+px|line-height: 1\.4|color: #[0-9a-f]{6}|text-align: left"
-)
 
 
 def result_of(rows: list[dict[str, Any]]) -> Any:
@@ -142,20 +134,6 @@ def test_plot_of_hardly_anything(rows: list[dict[str, Any]], summary: str) -> No
     assert ("text/html" in plot._repr_mimebundle_()) == bool(plot.curves) == (plot.svg is not None)
 
 
-def test_notes_stay_inside_the_image() -> None:
-    """One line of notes was cut off at the edge of the image, which is all that a reader sees."""
-    rows = [{"step": step, "reward": math.nan if step < 4 else 1.0} for step in range(1, 31)]
-    plot = plot_training(result_of(rows))
-    lines = re.findall(r'<text x="8" y="[0-9]+">(.*?)</text>', plot.svg)
-    assert len(lines) > 1 and max(map(len, lines)) <= 58 and all(note in " ".join(lines) for note in plot.notes)
-
-
-def test_plot_of_a_resumed_run() -> None:
-    """Steps that were done again are there once, in order, as they were done last."""
-    rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (3, 0.3), (2, 0.2), (3, 0.4))]
-    assert plot_training(result_of(rows)).curves[0].series[""] == [Point(1, 0.1), Point(2, 0.2), Point(3, 0.4)]
-
-
 def test_completions_side_by_side() -> None:
     """Prompt, right answer, thinking and answer apart, and whether it is right; the same prompt on one card."""
     chat = "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -196,15 +174,6 @@ def test_completions_cannot_break_the_notebook() -> None:
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
         assert "<script>alert(1)</script>" in text and "␀␛[31m" in text and "你好" in text
     assert "<b>" in [text for _, text in Page(html_of(show_completions(make_evaluation(sample, label="<b>")))).texts]
-
-
-def test_styles_survive_jupyterlab() -> None:
-    """A notebook that is not trusted loses style sheets, scripts and unusual properties, and with them the layout."""
-    page = Page(html_of(show_completions(make_evaluation(make_sample("q"), make_sample("r", thinking="", answer="")))))
-    assert not {"style", "script"} & set(page.tags) and not page.values("class")
-    styles = {part.strip() for style in page.values("style") for part in style.split(";") if part.strip()}
-    assert [style for style in styles if not SURVIVES.fullmatch(style)] == []
-    assert {"display: flex", "flex-wrap: wrap", "white-space: pre-wrap", "max-height: 16em"} <= styles
 
 
 def test_long_completions_are_cut_in_the_middle() -> None:

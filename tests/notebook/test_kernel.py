@@ -21,7 +21,6 @@ import pytest
 from rloo_kit.errors import SetupError
 from rloo_kit.notebook import kernel
 from rloo_kit.notebook.kernel import Server, ServerError, find_runner, find_server
-from rloo_kit.runs import files
 from rloo_kit.runs.files import saving
 from tests.notebooks.server import jupyter_lab, own_certificate
 from tests.scripted_server import Scripted
@@ -109,6 +108,7 @@ def started_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     return write
 
 
+@pytest.mark.slow
 def test_a_real_server_until_it_ends(tmp_path, monkeypatch, started_by, listen):
     """A server that was killed leaves its file; by now its port, or its number, may be another program's."""
     arguments = ["--ServerApp.base_url=/user/jo%40x.org/", *own_certificate(tmp_path)]
@@ -280,15 +280,3 @@ def test_a_save_that_takes_too_long_keeps_the_kernel(in_kernel: Any, capsys: Any
             kernel.shutdown_kernel(wait_s=0.05)
         kernel.shutdown_kernel(force=True)
     assert kernel.OUTCOMES["batch"] in capsys.readouterr().out
-
-
-def test_checkpoints_are_listed_with_their_run(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
-    """One line a run; a checkpoint that was rotated away is no place to look."""
-    monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(files, "_saved", {})
-    for name in ("checkpoints/checkpoint-2", "checkpoints/checkpoint-4", "adapter"):
-        with saving(tmp_path / "run" / name):
-            (tmp_path / "run" / name).mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "checkpoint-2").rmdir()
-    kernel.shutdown_kernel()
-    assert f"saved in {tmp_path / 'run'}: checkpoints/checkpoint-4, adapter\n" in capsys.readouterr().out

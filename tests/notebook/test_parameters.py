@@ -8,7 +8,7 @@ import pytest
 import rloo_kit as kit
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.notebook.parameters import KIT_ROOT, KNOWN, Parameters, assigned_names, read_parameters
+from rloo_kit.notebook.parameters import KIT_ROOT, KNOWN, Parameters, read_parameters
 
 CONFIG = "configs/arithmetic_thinking.yaml"
 OWN = f"# Parameters: plain values\nconfig = {CONFIG!r}\nmax_steps = 60\n"
@@ -100,25 +100,6 @@ SIXTY = ["rloo.max_steps=60"]
 def test_which_cells_count(cells: list[str], overrides: list[str]) -> None:
     """`In` keeps every cell that ran, the misspelt ones for good; papermill's may look like the notebook's."""
     assert read(*cells).overrides == overrides
-
-
-@pytest.mark.parametrize(
-    ("cells", "place"),
-    [
-        ([OWN, TYPO], "In[2]"),
-        ([BARE, "# Parameters\nmax_step = 2"], "In[2]"),
-        ([BARE + "max_step = 1", "# Parameters\nmax_steps = 2"], "In[1]"),
-    ],
-)
-def test_a_misspelt_name_is_found_in_the_cells_that_count(cells: list[str], place: str) -> None:
-    """A misspelt name in a cell that no longer counts must not be refused, and one in a cell that does, must."""
-    assert f"max_step: unknown parameter ({place})" in refusal(*cells)
-
-
-def test_a_cell_that_failed_is_no_parameter_cell() -> None:
-    """A cell with a syntax error is in `In` as well."""
-    cells = ["", "# Parameters: x\nmax_step = = 3", "\n\n" + OWN, "!ls"]
-    assert assigned_names({"In": cells}) == {"config": "In[2]", "max_steps": "In[2]"}
 
 
 @pytest.mark.parametrize(

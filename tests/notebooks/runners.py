@@ -1,9 +1,7 @@
 """Starting the real runners, each with its own process group and home, and finding what they leave behind."""
 
-import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import pexpect
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -29,20 +26,11 @@ MARK = "RLOO_KIT_TEST_RUN"
 UPSTREAM_FAULTS = ("Timeout waiting for IOPub output", "ZMQError: Address already in use")
 ATTEMPTS = 3
 
-NBCLIENT = """
-import nbformat, sys
-from nbclient import NotebookClient
-notebook = nbformat.read("in.ipynb", as_version=4)
-NotebookClient(notebook, timeout=100, iopub_timeout=60).execute()
-nbformat.write(notebook, "out.ipynb")
-"""
 NBCONVERT = [JUPYTER, "nbconvert", "--to", "notebook", "--execute"]
 # Of a notebook IN.ipynb, whose outputs are saved in out.ipynb or texts.json, or are the program's own.
 COMMANDS: dict[str, list[str | Path]] = {
     "papermill": [PYTHON, "-m", "papermill", "IN.ipynb", "out.ipynb", "--no-progress-bar"],
-    "nbclient": [PYTHON, "-c", NBCLIENT],
     "jupyter nbconvert --execute": [*NBCONVERT, "IN.ipynb", "--output", "out", "--output-dir", "."],
-    "jupyter execute": [JUPYTER, "execute", "IN.ipynb", "--output=out"],
     "jupyter_client": [PYTHON, HERE / "client.py", "cells.json", "texts.json"],
     "script": [PYTHON, "IN.py"],
 }
@@ -62,8 +50,6 @@ class Ended:
 def run(runner: str, cells: Sequence[str], folder: Path) -> Ended:
     """Run the cells to the end; raises subprocess.TimeoutExpired after LIMIT_S seconds."""
     write_cells(cells, folder)
-    if runner == "IPython in a terminal":
-        return _run_terminal(cells, folder)
     return call([str(word).replace("IN.", "in.") for word in COMMANDS[runner]], folder)
 
 
@@ -99,29 +85,6 @@ def text_of(notebook: Path) -> str:
     """Everything that a saved notebook's cells have printed."""
     cells = nbformat.read(notebook, as_version=4).cells
     return "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
-
-
-def _run_terminal(cells: Sequence[str], folder: Path) -> Ended:
-    """IPython on a pseudo-terminal: a person types, one command after the other's prompt."""
-    seen = io.BytesIO()
-    with environment(folder) as (env, mark):
-        words = ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--colors=nocolor"]
-        options: dict[str, Any] = {"cwd": folder, "env": env, "echo": False, "timeout": LIMIT_S, "maxread": 2**20}
-        shell = pexpect.spawn(str(PYTHON), words, **options, searchwindowsize=200)
-        shell.logfile_read = seen
-        try:
-            for number, code in enumerate(cells):
-                shell.expect(rb"In \[\d+\]: ")
-                (folder / f"cell_{number}.py").write_text(code)
-                shell.sendline(code if "\n" not in code.strip() else f"%run -i cell_{number}.py")
-            shell.expect(rb"In \[\d+\]: ")
-            shell.sendline("exit")
-            shell.expect(pexpect.EOF)
-            shell.wait()
-        finally:
-            shell.close(force=True)
-    text = re.sub(r"In \[\d+\]: ", "", seen.getvalue().decode().replace("\r\n", "\n"))
-    return Ended(str(shell.exitstatus), text, text, all_gone(mark))
 
 
 @contextmanager

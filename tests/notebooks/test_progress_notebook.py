@@ -70,11 +70,6 @@ def printed(notebook: Any, cell: int) -> list[str]:
     return "".join(texts).splitlines()
 
 
-def seconds(notebook: Any, cell: int) -> float:
-    """How long papermill says that a cell took."""
-    return float(notebook.cells[cell].metadata["papermill"]["duration"])
-
-
 def test_only_text_is_in_the_saved_notebook(ran: tuple[Any, str]) -> None:
     """Evaluations and sample tables were HTML, which no text tool reads; transformers' training table was an
     `<IPython.core.display.HTML object>` in the log; stderr is shown as an error."""
@@ -114,20 +109,3 @@ def test_training_says_where_it_is(ran: tuple[Any, str]) -> None:
     assert any(line.startswith("│ accuracy, temperature 1") for line in printed(notebook, BEFORE))
     assert printed(notebook, AFTER)[-1].startswith("accuracy ")
     assert any(line.startswith("{'loss'") and "'reward'" in line for line in printed(notebook, TRAINER)), "TRL's own"
-
-
-@pytest.mark.parametrize(
-    ("cell", "line", "every_s"),
-    [
-        (TRAIN, r"step \d/3 .*", 5.0),
-        (MAP, r"Map: \d+% \| \d+/40 \| [\d.]+ examples/s \| (eta|took) 00:\d\d", 1.0),
-    ],
-)
-def test_lines_come_now_and_then(ran: tuple[Any, str], cell: int, line: str, every_s: float) -> None:
-    """nbclient keeps every flush as a separate output: a line for each step makes a notebook of megabytes."""
-    notebook, log = ran
-    shown = [text for text in printed(notebook, cell) if re.fullmatch(line, text)]
-    assert 2 <= len(shown) <= seconds(notebook, cell) / every_s + 3, shown
-    assert set(shown) <= set(log.splitlines())
-    if cell == MAP:
-        assert "100%" in shown[-1] and "took" in shown[-1] and shown == printed(notebook, cell)

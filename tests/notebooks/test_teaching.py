@@ -65,7 +65,6 @@ def test_metrics_of_the_prose_are_logged(name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "printed"),
     [
-        ("qwen3_4b_thinking", ""),
         ("qwen3_1_7b_reasoning_gym", ""),
         ("arithmetic_thinking", "data.source is reasoning_gym/chain_sum"),
         ("qwen3_4b_thinking", "make reasoning-gym"),

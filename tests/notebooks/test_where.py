@@ -69,7 +69,8 @@ def check(text: str, folder: Path, output: str = "outputs/mine") -> None:
 
 
 @pytest.mark.parametrize(
-    "runner", ["papermill", "script", pytest.param("jupyter nbconvert --execute", marks=pytest.mark.slow)]
+    "runner",
+    ["script", *(pytest.param(one, marks=pytest.mark.slow) for one in ("papermill", "jupyter nbconvert --execute"))],
 )
 def test_the_folder_in_which_it_was_started(runner: str, started: Path) -> None:
     """papermill in a bare folder wrote the run into the clone of the kit, and nbconvert next to the notebook."""

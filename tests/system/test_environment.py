@@ -31,8 +31,6 @@ def printed(done: subprocess.CompletedProcess[str]) -> str:
     [
         ([A10], {}, "bf16 bf16 bfloat16"),
         ([T4], {}, "fp16 fp16 float16"),
-        ([A10], {"CUDA_VISIBLE_DEVICES": ""}, "fp32 no float32"),
-        ([T4, A10], {"CUDA_VISIBLE_DEVICES": "1"}, "bf16 bf16 bfloat16"),
         ([T4, A10], {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "bf16 bf16 bfloat16"),
         (None, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "fp32 no float32"),
     ],
@@ -44,15 +42,6 @@ def test_precision_follows_the_gpus_hardware(run_fresh: Run, gpus: list, variabl
     code += "print(e.precision, os.environ['ACCELERATE_MIXED_PRECISION'], e.dtype_name, *e.notes)"
     found = printed(run_fresh(code, gpus, **variables))
     assert found.startswith(expected) and ("was 'bf16'; set to 'no'" in found) == (gpus is None)
-
-
-def test_a_cpu_build_of_torch_leaves_the_gpu_alone(run_fresh: Run, tmp_path: Path) -> None:
-    """A GPU, Unsloth and a CPU torch: Unsloth's import failed far away from the cause."""
-    metadata = tmp_path / "site" / "torch-2.13.0.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("2.13.0", "2.13.0+cpu"))
-    found = printed(run_fresh("print(rloo_kit.setup_environment())", [A10]))
-    assert "A10 is there, but torch 2.13.0+cpu is a CPU build" in " ".join(found.split())
-    assert "fp32" in found
 
 
 @pytest.mark.parametrize(
@@ -114,12 +103,11 @@ def test_telemetry_is_off_unless_the_user_has_it_on(run_fresh: Run, tmp_path: Pa
     """TRL, Unsloth and vLLM each report their use; a user of this kit expects none of it."""
     names = ["HF_HUB_DISABLE_TELEMETRY", "UNSLOTH_DISABLE_STATISTICS", "VLLM_NO_USAGE_STATS"]
     code = f"e = rloo_kit.setup_environment()\nprint([os.environ.get(n) for n in {names}], e.telemetry)\n"
-    found = printed(run_fresh(code))
-    assert found.startswith("['1', '1', '1'] off (HF_HUB_DISABLE_TELEMETRY=0")
     code += "from huggingface_hub import constants; print('hub', constants.HF_HUB_DISABLE_TELEMETRY)"
-    assert "hub True" in printed(run_fresh(code))
-    assert "hub False" in printed(run_fresh("import huggingface_hub.constants\n" + code))
-    assert "on: huggingface_hub was imported before" in printed(run_fresh("import huggingface_hub.constants\n" + code))
+    found = printed(run_fresh(code))
+    assert found.startswith("['1', '1', '1'] off (HF_HUB_DISABLE_TELEMETRY=0") and "hub True" in found
+    found = printed(run_fresh("import huggingface_hub.constants\n" + code))
+    assert "hub False" in found and "on: huggingface_hub was imported before" in found
     (tmp_path / "work" / ".env").write_text("HF_HUB_DISABLE_TELEMETRY=0\n")
     assert printed(run_fresh(code)).splitlines()[0].startswith("['0', None, None] as the libraries have it")
 
@@ -136,13 +124,6 @@ def test_the_table_says_all_and_no_secret(run_fresh: Run, tmp_path: Path) -> Non
     for part in ("bf16", "trl 1.", "HF_TOKEN found in .env", "MY_KEY missing", "WANDB_API_KEY empty", "text ("):
         assert part in found
     assert SECRET not in found + done.stderr
-
-
-def test_tqdm_notebook_true_leaves_tqdm_alone(run_fresh: Run, tmp_path: Path) -> None:
-    """Set-up writes `false` unless `.env` says otherwise."""
-    (tmp_path / "work" / ".env").write_text("TQDM_NOTEBOOK=True\n")
-    code = "print(rloo_kit.setup_environment().progress, 'tqdm.autonotebook' in sys.modules)"
-    assert printed(run_fresh(code)) == "left to tqdm (TQDM_NOTEBOOK=true) False"
 
 
 # ------------------------------------------------------------------------------------------------ .env

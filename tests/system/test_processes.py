@@ -322,13 +322,3 @@ def test_one_ctrl_c_that_comes_twice_counts_once(be):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0)
-
-
-def test_limits_are_the_least_of_all_gpus(monkeypatch):
-    """One GPU with less free memory made fewer, longer passes than the others, and they waited in a collective."""
-    from rloo_kit.loop import options
-
-    found = [{"rollout_rows": 16}, {"rollout_rows": 8, "tokens_per_pass": 512}]
-    monkeypatch.setattr(options, "gather_objects", lambda own: found)
-    monkeypatch.setattr(options, "_own_limits", lambda run, policy: found[0])
-    assert options.planned_limits(None, None) == {"rollout_rows": 8, "tokens_per_pass": 512}
