@@ -96,9 +96,7 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
         run_test("test_sums_rewards.py")
 
 
-@pytest.mark.parametrize(
-    ("gpu_gib", "model"), [(4, "unsloth/Qwen3-1.7B-unsloth-bnb-4bit"), (80, THINKING)]
-)
+@pytest.mark.parametrize(("gpu_gib", "model"), [(4, "unsloth/Qwen3-1.7B-unsloth-bnb-4bit"), (80, THINKING)])
 def test_a_general_file_gets_the_largest_model_that_fits(gpu_gib: float, model: str) -> None:
     """A config for 40 GB that is copied to an 8 GB GPU fails ten minutes later."""
     code, _, said = call("--data", school(), "--yes", "--gpu-gib", gpu_gib)
