@@ -27,8 +27,8 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
         free(model)
 
     monkeypatch.setattr(backend, "free_caches", noted)
-    full_rows.measure_rollout(policy, run, rows=2, tokens=100, decoded=64)
-    filled = 100 - 64 - 1  # the last token of the prefix goes through the first step
+    full_rows.measure_rollout(policy, run, rows=2, tokens=100, decoded=8)
+    filled = 100 - 8 - 1  # the last token of the prefix goes through the first step
     assert kept["paged_attention"].shape == (512 + filled + 1, 2, 2, 1, 32)
     one = kept["paged_attention_K"][:filled]
     assert (one == one[:1]).all() and not (kept["paged_attention_K"][filled] == one[0]).all()
