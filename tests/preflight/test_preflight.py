@@ -20,7 +20,7 @@ from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_logp_faults
-from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults
+from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
 from tests.test_cli import call
@@ -254,6 +254,36 @@ def test_a_step_that_cannot_learn_is_named(prepare):
         looked.grad_norm = norm
         (fault,) = find_step_faults(run, looked)
         assert (fault.name, fault.key, fault.level) == ("gradient", key, "error")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_steps_are_taken_in_the_largest_pass(beta, tiny_folder, monkeypatch):
+    """With a KL penalty a pass is a whole group; a measurement of single sequences says that it fits. Two steps, for
+    the optimizer's state; the adapter "ref" and the gradients are gone afterwards."""
+    words = ["data.max_prompt_length=16", "rloo.max_completion_length=112", "model.max_seq_length=128"]
+    words += ["rloo.num_generations=4", "rloo.per_device_train_batch_size=8", "rloo.tokens_per_pass=300"]
+    run = kit.load_config(DEMO, *words, f"model.name={tiny_folder}", "model.family=auto", f"rloo.beta={beta}")
+    policy = kit.load_policy(run, check=False)
+    generations, completions = rows_of_a_pass(load_of(run, policy))
+    assert (generations, completions) == ((4, 4) if beta else (3, 3))
+    backbone = policy.model.get_base_model().model
+    plain, tokens = backbone.forward, []
+
+    def counted(*args: Any, **named: Any) -> Any:
+        tokens.append((args[0] if args else named["input_ids"]).numel())
+        return plain(*args, **named)
+
+    monkeypatch.setattr(backbone, "forward", counted)
+    before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
+    engines: list[str] = []
+    take_steps(policy, run, lambda engine: engines.append(engine.name))
+    assert engines == ["native", "native"], "each step is in the place of one with a rollout"
+    group = 16 + generations * 112  # the prompt once for all
+    assert max(tokens) == (group if beta else 16 + 2 * 112)
+    now = dict(policy.model.named_parameters())
+    assert any(not now[name].equal(value) for name, value in before.items())
+    assert all(value.grad is None for value in now.values())
+    assert list(policy.model.peft_config) == ["default"] and not policy.model.training
 
 
 def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):

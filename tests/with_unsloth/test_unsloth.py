@@ -107,29 +107,6 @@ def test_inference_mode_gives_training_back(load: Any) -> None:
     assert policy.model.get_base_model().model.gradient_checkpointing
 
 
-def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: Path) -> None:
-    """Unsloth replaces `trl.RLOOTrainer` by a rewritten copy with other defaults; ours must build on it and undo those.
-
-    Its constructor pads to the right and switches mixed precision on, float32 or not, unless they are kept.
-    """
-    import os
-
-    import trl
-
-    from rloo_kit import RLOOConfig, RLOOTrainer
-
-    assert trl.RLOOTrainer.__name__ == "UnslothRLOOTrainer" and issubclass(RLOOTrainer, trl.RLOOTrainer)
-    assert RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False).num_generations == 2  # Unsloth's: 8
-    policy = load()
-    mixed_precision = os.environ.get("UNSLOTH_MIXED_PRECISION")
-    trainer = build_trainer(policy, tmp_path)
-    assert (trainer.args.bf16, trainer.args.fp16, trainer.args.bf16_full_eval) == (False, False, False)
-    assert trainer.accelerator.mixed_precision == os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
-    assert os.environ.get("UNSLOTH_MIXED_PRECISION") == mixed_precision
-    assert policy.tokenizer.padding_side == "left"
-    assert trainer.args.learning_rate == 1e-2 and trainer.args.weight_decay == 0.0 and trainer.args.seed == 3
-
-
 def test_train_save_and_load(load: Any, reference: Any, tmp_path: Path) -> None:
     """The whole way on Unsloth: steps that learn something, an adapter that both backends read."""
     import torch
