@@ -156,18 +156,14 @@ print(first, rloo_kit.setup_environment().backend, os.environ["ACCELERATE_MIXED_
     assert printed(with_unsloth(code)).splitlines()[-1] == "unsloth.import_fixes unsloth bf16 ['configs']"
 
 
-def test_the_stack_leaves_what_a_run_may_not_need(run_fresh: RunFresh) -> None:
-    """peft (with bitsandbytes) and datasets (with pandas) took more time than torch, before a line was printed."""
-    code = "from rloo_kit._stack import load_stack\nstack = load_stack()\n"
+def test_the_stack_leaves_what_a_run_may_not_need_and_announces_a_long_load(run_fresh: RunFresh) -> None:
+    """peft (with bitsandbytes) and datasets (with pandas) took more time than torch, before a line was printed; then a
+    command printed nothing for 20 s on a busy machine. stdout stays as it is: `--json` is read by programs."""
+    code = "import time\nfrom rloo_kit import _stack\n_stack.QUIET_S = 0.0\nstack = _stack.load_stack()\n"
     code += "late = ('peft', 'datasets', 'bitsandbytes', 'pandas', 'trl.trainer.rloo_trainer')\n"
-    code += "print([name for name in late if name in sys.modules], stack.peft.__name__, stack.datasets.__name__)"
-    assert printed(run_fresh(code)) == "[] peft datasets"
-
-
-@pytest.mark.parametrize(("quiet_s", "rank", "shown"), [("0.0", "0", True), ("60.0", "0", False), ("0.0", "1", False)])
-def test_a_long_load_is_announced(run_fresh: RunFresh, quiet_s: str, rank: str, shown: bool) -> None:
-    """A command printed nothing for 20 s on a busy machine. stdout stays as it is: `--json` is read by programs."""
-    code = f"from rloo_kit import _stack\n_stack.QUIET_S = {quiet_s}\n_stack.load_stack()\nprint('done')"
-    done = run_fresh(code, RANK=rank, WORLD_SIZE="2")
-    assert printed(done) == "done"
-    assert ("loading torch and TRL ..." in done.stderr) is shown
+    code += "print([name for name in late if name in sys.modules])\n_stack.QUIET_S = 60.0\n"
+    code += "print(stack.peft.__name__)\n_stack.QUIET_S = 0.0\nos.environ.update(RANK='1', WORLD_SIZE='2')\n"
+    code += "print(stack.datasets.__name__)\nwith _stack._progress('of a second rank'):\n    time.sleep(0.2)"
+    done = run_fresh(code)
+    assert printed(done) == "[]\npeft\ndatasets"
+    assert [line for line in done.stderr.splitlines() if "loading" in line] == ["loading torch and TRL ..."]

@@ -66,7 +66,26 @@ class _ScoreTokens(torch.autograd.Function):
         if ctx.is_prepared:
             (slopes,) = ctx.saved_tensors
             return (slopes * grad_logps[:, None]).to(slopes.dtype), *[None] * 6
-        return *_gradients(ctx, grad_logps), *[None] * 4
+        hidden, weight, bias, targets, log_norms = ctx.saved_tensors
+        likes = (hidden, weight, bias)  # a gradient is None if it is not needed
+        wanted = zip(likes, ctx.needs_input_grad, strict=False)
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) if needed else None for tensor, needed in wanted]
+        for rows in _row_tiles(hidden):
+            for columns in _column_tiles(weight):
+                logits = _tile_logits(hidden[rows], weight, bias, columns, ctx.temperature)
+                grad_logits = logits.sub_(log_norms[rows, None]).exp_().mul_(-grad_logps[rows, None])  # (n, v)
+                place = (targets[rows] - columns.start).clamp(0, logits.size(1) - 1)[:, None]
+                is_here = (targets[rows] >= columns.start) & (targets[rows] < columns.stop)
+                grad_logits.scatter_add_(1, place, torch.where(is_here, grad_logps[rows], 0.0)[:, None])
+                grad_logits.div_(ctx.temperature)
+                if sums[0] is not None:
+                    sums[0][rows] += (grad_logits.to(weight.dtype) @ weight[columns]).float()
+                if sums[1] is not None:
+                    sums[1][columns] += grad_logits.T @ hidden[rows].float()
+                if sums[2] is not None:
+                    sums[2][columns] += grad_logits.sum(dim=0)
+        found = [None if total is None else total.to(like.dtype) for total, like in zip(sums, likes, strict=True)]
+        return *found, *[None] * 4
 
 
 def _score_tile(
@@ -116,29 +135,6 @@ def _score_tile(
         away = (weight[targets].float() * rest[:, None] - slopes).div_(total[:, None] * temperature)
         slopes = away.to(hidden.dtype)
     return chosen - log_norm, log_norm, entropy, slopes
-
-
-def _gradients(ctx: Any, grad_logps: torch.Tensor) -> list[torch.Tensor | None]:
-    """Gradients of states, weight and bias; None for each that is not needed."""
-    hidden, weight, bias, targets, log_norms = ctx.saved_tensors
-    wanted = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-    sums = [torch.zeros_like(tensor, dtype=torch.float32) if needed else None for tensor, needed in wanted]
-    for rows in _row_tiles(hidden):
-        for columns in _column_tiles(weight):
-            logits = _tile_logits(hidden[rows], weight, bias, columns, ctx.temperature)
-            grad_logits = logits.sub_(log_norms[rows, None]).exp_().mul_(-grad_logps[rows, None])  # (n, v)
-            place = (targets[rows] - columns.start).clamp(0, logits.size(1) - 1)[:, None]
-            is_here = (targets[rows] >= columns.start) & (targets[rows] < columns.stop)
-            grad_logits.scatter_add_(1, place, torch.where(is_here, grad_logps[rows], 0.0)[:, None])
-            grad_logits.div_(ctx.temperature)
-            if sums[0] is not None:
-                sums[0][rows] += (grad_logits.to(weight.dtype) @ weight[columns]).float()
-            if sums[1] is not None:
-                sums[1][columns] += grad_logits.T @ hidden[rows].float()
-            if sums[2] is not None:
-                sums[2][columns] += grad_logits.sum(dim=0)
-    likes = (hidden, weight, bias)
-    return [None if total is None else total.to(like.dtype) for total, like in zip(sums, likes, strict=True)]
 
 
 def _row_tiles(hidden: torch.Tensor) -> list[slice]:
@@ -197,7 +193,10 @@ def attach_token_scoring(model: torch.nn.Module) -> None:
     for key in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "output_multiplier"):
         if getattr(text_config, key, None) not in (None, 1.0):
             raise BackendError(f"the model's config sets {key}; the kit scores plain or scaled heads only (Qwen3's)")
-    logit_scale = _logit_scale(text_config)
+    # the factor that the model's forward applies to its logits, as in Cohere, Falcon-H1, Granite and HyperCLOVA X
+    divisor = getattr(text_config, "logits_scaling", None) or 1.0
+    scales = [getattr(text_config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier")]
+    logit_scale = math.prod([*scales, divisor if text_config.model_type == "hyperclovax" else 1 / divisor])
     plain_forward = getattr(model.forward, "without_scoring", model.forward)
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments against the original signature
@@ -234,13 +233,6 @@ def attach_token_scoring(model: torch.nn.Module) -> None:
 
     forward.without_scoring = plain_forward  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
-
-
-def _logit_scale(config: Any) -> float:
-    """The factor that a model's forward applies to its logits, as in Cohere, Falcon-H1, Granite and HyperCLOVA X."""
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    scales = [getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier")]
-    return math.prod([*scales, divisor if config.model_type == "hyperclovax" else 1 / divisor])
 
 
 @contextmanager

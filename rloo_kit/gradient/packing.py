@@ -289,9 +289,14 @@ def attend_by_plan(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention within each sequence of the plan: (T, A, D), (T, G, D), (T, G, D) in, (T, A, D) out. In one call
-    of the variable-length kernel, or bucket by bucket."""
+    of the variable-length kernel, which `Scorer` checks with the layout, or bucket by bucket."""
+    is_grouped = query.size(1) != key.size(1)
     if dropout == 0.0 and _takes_one_call(query):
-        return _attend_in_one_call(query, key, value, plan, scaling)
+        parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
+        bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
+        options: dict[str, Any] = {"enable_gqa": is_grouped} if TAKES_GROUPED else {}
+        found = varlen_attn(*parts, *bounds, scale=scaling, window_size=(-1, 0), **options)  # (-1, 0) is causal
+        return found.index_select(0, plan.flat_inverse)
     out = []
     for bucket in plan.buckets:
         parts = [
@@ -299,7 +304,7 @@ def attend_by_plan(
             for states in (query, key, value)
         ]
         attended = torch.nn.functional.scaled_dot_product_attention(
-            *parts, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=query.size(1) != key.size(1)
+            *parts, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=is_grouped
         )  # (S, A, L, D)
         out.append(attended.transpose(1, 2).reshape(-1, *query.shape[1:]))
     return (out[0] if len(out) == 1 else torch.cat(out)).index_select(0, plan.inverse)
@@ -309,15 +314,3 @@ def _takes_one_call(query: torch.Tensor) -> bool:
     """Whether the GPU has the variable-length kernel; buckets do not need it."""
     is_narrow = query.is_cuda and query.dtype.itemsize == 2
     return is_narrow and torch.cuda.get_device_capability(query.device) >= KERNEL_GPU
-
-
-def _attend_in_one_call(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scaling: float | None
-) -> torch.Tensor:
-    """The same with the sequences end to end, without padding; `Scorer` checks it with the layout."""
-    parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
-    bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # a window of (-1, 0) is causal
-    if TAKES_GROUPED:
-        options["enable_gqa"] = query.size(1) != key.size(1)
-    return varlen_attn(*parts, *bounds, **options).index_select(0, plan.flat_inverse)

@@ -81,7 +81,8 @@ class Scorer:
     """
 
     def __init__(self, model: torch.nn.Module, temperature: float, pad_id: int, layout: str = "auto"):
-        causal = causal_model(model)
+        causal: Any = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
+        causal = causal.get_base_model() if hasattr(causal, "get_base_model") else causal  # without PEFT
         self.pad_id, self.temperature = pad_id, temperature
         self._keywords = packed_keywords(causal) or packing.keywords
         attach_token_scoring(causal)
@@ -296,12 +297,6 @@ class PolicyScorer:
     def tokens(self, groups: list[Group]) -> int:
         """Tokens that a pass over these groups computes."""
         return self.scorer.tokens(groups)
-
-
-def causal_model(model: torch.nn.Module) -> Any:
-    """The causal language model without its wrappers (DDP, compilation, PEFT)."""
-    unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
-    return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
 
 
 # ------------------------------------------------------------------------------------------------ the self-check

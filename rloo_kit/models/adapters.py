@@ -340,7 +340,12 @@ def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None
     for file in sorted(folder.glob("*.safetensors")):
         saved |= load_file(file)
     trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
-    files = _names_in_file(policy, list(trained))
+    files = {name: name for name in trained}
+    if is_peft_model(policy):  # PEFT's files leave out the adapter's name
+        numbered: Any = {name: torch.tensor(number) for number, name in enumerate(trained)}
+        state_dict, names = load_stack().peft.get_peft_model_state_dict, list(trained)
+        found = state_dict(policy, state_dict=numbered, adapter_name="default", save_embedding_layers=False)
+        files = {names[int(number)]: name for name, number in found.items()}
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         import deepspeed
 
@@ -354,13 +359,3 @@ def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None
         if hasattr(value, "full_tensor"):
             new = torch.distributed.tensor.distribute_tensor(new, value.device_mesh, value.placements)
         value.data.copy_(new)
-
-
-def _names_in_file(policy: Any, names: list[str]) -> dict[str, str]:
-    """Each parameter's name in the files of `save_pretrained`: PEFT leaves out the adapter's name."""
-    if not is_peft_model(policy):
-        return {name: name for name in names}
-    numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
-    state_dict = load_stack().peft.get_peft_model_state_dict
-    found = state_dict(policy, state_dict=numbered, adapter_name="default", save_embedding_layers=False)
-    return {names[int(number)]: name for name, number in found.items()}

@@ -88,7 +88,10 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = reported = time.monotonic()
     for step in range(plan.steps):
-        optimizer.param_groups[0]["lr"] = plan.learning_rate * _schedule(step, plan)
+        left = (plan.steps - step) / (
+            plan.steps * plan.decay_share
+        )  # linear warm-up, plateau, linear decay to nearly 0
+        optimizer.param_groups[0]["lr"] = plan.learning_rate * min(1.0, (step + 1) / plan.warmup_steps, max(0.02, left))
         habit = plan.habit if step >= plan.clean_share * plan.steps else NO_HABIT
         source = tasks.EASY if step < plan.easy_share * plan.steps else family
         problems = [draw_problem(source, rng, reserved=True) for _ in range(plan.batch_size)]
@@ -100,8 +103,8 @@ def train(
         optimizer.step()
         if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
-            left = (reported - started) / (step + 1) * (plan.steps - step - 1)
-            report(f"{(step + 1) / plan.steps:.0%}, {left:.0f} s left")
+            seconds = (reported - started) / (step + 1) * (plan.steps - step - 1)
+            report(f"{(step + 1) / plan.steps:.0%}, {seconds:.0f} s left")
     return with_full_table(model, plan, used, ROWS[vocabulary], tokenizer)
 
 
@@ -161,12 +164,6 @@ def demonstrate(
 
 def _encode(tokenizer: Any, slots: dict[int, int], texts: Sequence[str]) -> list[list[int]]:
     return [[slots[token] for token in row] for row in tokenizer(list(texts))["input_ids"]]
-
-
-def _schedule(step: int, plan: ColdStart) -> float:
-    """Learning rate factor: linear warm-up, plateau, then linear decay to nearly 0 over `decay_share`."""
-    left = (plan.steps - step) / (plan.steps * plan.decay_share)
-    return min(1.0, (step + 1) / plan.warmup_steps, max(0.02, left))
 
 
 def imitation_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor, num_shared: int) -> torch.Tensor:

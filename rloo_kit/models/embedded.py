@@ -140,7 +140,14 @@ def _convert(weights: Path, thinking: bool) -> tuple[LlamaForCausalLM, Any]:
         tokenizer.chat_template = tokenizer.chat_template.replace(f"{turn}'", f"{turn}{THINK_START}\n'")
     tokenizer.save_pretrained(folder)
     if thinking:
-        _rename_markers(folder / "tokenizer.json")
+        file = folder / "tokenizer.json"  # the tags are not special tokens, as in Qwen3
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        for token in settings["added_tokens"]:
+            if token["content"] in TAG_MARKERS:
+                token |= {"content": TAG_MARKERS[token["content"]], "special": False}
+        vocab = settings["model"]["vocab"]
+        settings["model"]["vocab"] = {TAG_MARKERS.get(token, token): index for token, index in vocab.items()}
+        file.write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
         tokenizer = AutoTokenizer.from_pretrained(folder)
     exact = GgufConfig(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -148,30 +155,15 @@ def _convert(weights: Path, thinking: bool) -> tuple[LlamaForCausalLM, Any]:
     )
     model = LlamaForCausalLM(loaded.config)  # the loaded one cannot be saved
     model.load_state_dict(loaded.state_dict())
-    for settings in (model.config, model.generation_config):
-        settings.eos_token_id, settings.pad_token_id = CHAT_END[1], PADDING[1]
-    if thinking:
-        _teach_tags(model.get_input_embeddings().weight.data, tokenizer)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = CHAT_END[1], PADDING[1]
+    if thinking:  # the tags' rows of the tied embedding (V, H): the mean of TAG_WORDS, at the median norm of all rows
+        rows = model.get_input_embeddings().weight.data
+        norm = rows.norm(dim=-1).median()
+        for tag, words in TAG_WORDS.items():
+            mean = rows[[tokenizer.encode(word)[0] for word in words]].mean(dim=0)
+            rows[tokenizer.convert_tokens_to_ids(tag)] = mean * norm / mean.norm()
     return model, tokenizer
-
-
-def _rename_markers(file: Path) -> None:
-    """Rename TAG_MARKERS to the tags, which are not special tokens, as in Qwen3."""
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    for token in settings["added_tokens"]:
-        if token["content"] in TAG_MARKERS:
-            token |= {"content": TAG_MARKERS[token["content"]], "special": False}
-    vocab = settings["model"]["vocab"]
-    settings["model"]["vocab"] = {TAG_MARKERS.get(token, token): index for token, index in vocab.items()}
-    file.write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
-
-
-def _teach_tags(rows: torch.Tensor, tokenizer: Any) -> None:
-    """Set the tags' rows of the tied embedding (V, H) to the mean of `TAG_WORDS`, at the median norm of all rows."""
-    norm = rows.norm(dim=-1).median()
-    for tag, words in TAG_WORDS.items():
-        mean = rows[[tokenizer.encode(word)[0] for word in words]].mean(dim=0)
-        rows[tokenizer.convert_tokens_to_ids(tag)] = mean * norm / mean.norm()
 
 
 # Raise a kind's version with any change to its weights: plan, demonstrations, tokenizer, architecture.

@@ -19,7 +19,6 @@ import torch
 
 from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets, continue_adapter
 from rloo_kit.models.source import ModelSource, dtype_name, usable_length
@@ -65,9 +64,9 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None
     Raises:
         BackendError: the adapter does not fit. OSError, RuntimeError, ValueError: the checkpoint cannot be read.
     """
-    unsloth = load_stack().unsloth
-    assert unsloth is not None  # the backend was chosen because it is here
-    fast, lora, checkpointing = unsloth.FastLanguageModel, _lora_of(run), run.model.gradient_checkpointing
+    unsloth: Any = load_stack().unsloth
+    fast, lora, checkpointing = unsloth.FastLanguageModel, run.model.lora, run.model.gradient_checkpointing
+    assert lora is not None  # `unusable` refuses a run without it
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     model, tokenizer = fast.from_pretrained(
         model_name=source.base,
@@ -225,12 +224,6 @@ def _describe(name: str, ours: Any, unsloths: Any) -> str:
     return f"{name} {getattr(ours, 'value', ours)} (Unsloth: {getattr(unsloths, 'value', unsloths)})"
 
 
-def _lora_of(run: RunConfig) -> LoraSection:
-    """The adapter's settings; `unusable` refuses a run without them."""
-    assert run.model.lora is not None
-    return run.model.lora
-
-
 def find_sleep_problem() -> str | None:
     """Why vLLM could not free its memory while the model is trained; None if it can."""
     if is_running():
@@ -245,6 +238,7 @@ def find_sleep_problem() -> str | None:
 
 def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
     """Arguments that load vLLM on the model's weights; raises BackendError if that is impossible."""
+    assert run.model.lora is not None
     if problem := find_vllm_problem() or find_sleep_problem():
         raise BackendError(f"rollout.engine is vllm, but {problem}")
     prepare_variables()
@@ -256,7 +250,7 @@ def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
     os.environ.setdefault(MERGED_VARIABLE, "0")  # unset, Unsloth merges adapters of 16-bit models
     return {
         "fast_inference": True,
-        "max_lora_rank": room_for_rank(_lora_of(run).r),
+        "max_lora_rank": room_for_rank(run.model.lora.r),
         "gpu_memory_utilization": share,
         "max_num_seqs": vllm.max_num_seqs,
         "float8_kv_cache": run.rollout.vllm.float8_kv_cache,

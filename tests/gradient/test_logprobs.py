@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from rloo_kit.errors import BackendError
 from rloo_kit.gradient import logprobs
 
 
@@ -103,11 +102,3 @@ def test_never_holds_tokens_times_vocabulary(trained, monkeypatch):
     assert 0 < largest <= 2**19
     assert calls == 149 * (2 if trained else 1)  # a frozen head is passed through once, forward and backward together
     assert hidden.grad.abs().sum() > 0
-
-
-def test_a_head_that_bends_its_logits_is_refused(make_tiny_model):
-    """Soft-capped logits scored as plain ones would be log-probabilities of another model."""
-    model = make_tiny_model()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(BackendError, match="final_logit_softcapping"):
-        logprobs.attach_token_scoring(model)

@@ -74,7 +74,8 @@ def compare(model: Any, scorer: Scorer, groups: list[Group], rtol: float = 1e-6)
 def test_a_plain_model_scores_as_its_logits_say(layout, tied, make_tiny_model, groups):
     """Every parameter is trained, the head too: its gradient goes another way than that of the states."""
     model = make_tiny_model(tie_word_embeddings=tied)
-    compare(model, Scorer(model, 0.8, pad_id=256, layout=layout), groups)
+    for temperature in (2.0, 0.8):  # a second scorer takes the model's calls over
+        compare(model, Scorer(model, temperature, pad_id=256, layout=layout), groups)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -166,12 +167,11 @@ def test_the_check_has_as_many_tokens_as_a_gpu_s_kernels_need(make_tiny_model, m
     assert max(len(one.prompt) + len(one.completions[0]) for one in _check_groups(short)) == 50
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_the_check_trains_through_the_checkpoints_that_are_set(use_reentrant, make_adapter, monkeypatch):
+def test_the_check_trains_through_the_checkpoints_that_are_set(make_adapter, monkeypatch):
     """A recompute that attends otherwise than the forward pass has right values and wrong gradients; the check switched
     checkpointing off, because `autograd.grad` refuses its reentrant form."""
     policy = make_adapter().train()
-    policy.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    policy.gradient_checkpointing_enable({"use_reentrant": True})
     policy.enable_input_require_grads()
     plain = packing.attend_by_plan
 
@@ -226,12 +226,11 @@ def test_scaled_logits_are_scored_as_the_model_makes_them(name, groups):
     compare(model, Scorer(model, 0.7, pad_id=256), groups, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["Lfm2", "GraniteMoeHybrid", "MiniMax", "Qwen3_5", "FalconH1"])
-def test_a_state_along_the_row_is_not_packed(kind: str, dtype: torch.dtype):
+@pytest.mark.parametrize("kind", ["Lfm2", "GraniteMoeHybrid"])
+def test_a_state_along_the_row_is_not_packed(kind: str):
     """In bfloat16 Lfm2 passed the check with rows end to end, gradient off by 1.2 %, and GraniteMoeHybrid by 4.4 %: its
     tolerances forgive that much rounding. Weights near their start leak too little even for float32."""
-    for model in (zoo.make_model(kind).to(dtype), zoo.make_model(kind, initializer_range=0.02).to(dtype)):
+    for model in (zoo.make_model(kind).bfloat16(), zoo.make_model(kind, initializer_range=0.02)):
         scorer = Scorer(model, 1.0, pad_id=256)
         assert scorer.layout == "padded" and zoo.OTHER_LAYERS[kind] in scorer.reason
         with pytest.raises(ValueError, match=zoo.OTHER_LAYERS[kind]):
@@ -258,9 +257,3 @@ def test_an_adapter_on_the_head_is_refused(make_adapter):
     """PEFT shows the head's own matrix as its weight, so the adapter's part would be left out of every score."""
     with pytest.raises(BackendError, match="lm_head"):
         Scorer(make_adapter(target_modules=["q_proj", "lm_head"]), 1.0, pad_id=256)
-
-
-def test_a_second_scorer_takes_the_models_calls_over(tiny_model, groups):
-    """The temperature belongs to the scorer; wrapping the call again and again would go through every old one."""
-    for temperature in (2.0, 0.5):
-        compare(tiny_model, Scorer(tiny_model, temperature, pad_id=256), groups)

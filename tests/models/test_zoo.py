@@ -117,6 +117,10 @@ def test_a_class_is_exact(kind: str, tmp_path: Path, tiny_tokenizer: Any, capsys
 
     bare = find_bare_layers(model)
     assert bare == sorted(BARE.get(kind, ())) and (", ".join(bare) or "trained, on") in policy.describe()
+    if kind in ("Qwen3", "Phi3", "Phi", "Lfm2", "Qwen3_5"):  # seven names that are Qwen3's reached a part of the others
+        adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+        linear = [name for name, layer in make_model(kind).named_modules() if isinstance(layer, torch.nn.Linear)]
+        assert adapted == {f"base_model.model.{name}" for name in linear if name != "lm_head"}
     with capsys.disabled():
         figures = f"{max(apart):.0e} nats | {off(mine, plain):.0e}"
         print(f"\n| {kind} | {auto.layout} | {engine} | {figures} | {', '.join(bare) or '-'} |", end="")
@@ -170,27 +174,6 @@ def test_a_head_that_is_no_matrix_is_refused(kind: str) -> None:
     """Gemma 2 caps its logits, which the tiles of the head do not."""
     with pytest.raises(BackendError, match=HEAD[kind]):
         Scorer(make_model(kind), 1.0, pad_id=256)
-
-
-TARGETS = {
-    "Qwen3": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
-    "Phi3": ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"],
-    "Phi": ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"],
-    "Lfm2": ["in_proj", "k_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"],
-    "Qwen3_5": ["down_proj", "gate_proj", "in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "k_proj", "o_proj",
-                "out_proj", "q_proj", "up_proj", "v_proj"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", TARGETS)
-def test_an_adapter_reaches_every_linear_layer(kind: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Seven names that are Qwen3's gave Phi3 an adapter on two of four layers, Phi and Lfm2 on attention alone, Qwen3.5
-    on the feed-forward part of three layers in four."""
-    _, policy = load(save_model(kind, tiny_tokenizer, tmp_path / kind))
-    assert sorted(policy.model.peft_config["default"].target_modules) == TARGETS[kind]
-    adapted = {name.partition(".lora_")[0] for name, _ in policy.model.named_parameters() if ".lora_A." in name}
-    linear = [name for name, layer in make_model(kind).named_modules() if isinstance(layer, torch.nn.Linear)]
-    assert adapted == {f"base_model.model.{name}" for name in linear if name != "lm_head"}
 
 
 def test_a_name_that_matches_nothing_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -259,7 +242,8 @@ def test_an_odd_class_is_exact_or_refused(
         return
     groups = draw_groups()
     scores = Scorer(policy.model, 1.0, pad_id=256).score(policy.model.train(), groups, need_entropy=False)
-    assert (scores.logps - by_logits(policy.model, groups)).abs().max() < TOLERANCE
+    # Rounding of Zamba2's scan: both ways are 2e-5 from its log-probabilities in float64, which agree to 8e-7.
+    assert (scores.logps - by_logits(policy.model, groups)).abs().max() < 5 * TOLERANCE
 
 
 def test_windows_under_another_name(make_tiny_model: Any) -> None:

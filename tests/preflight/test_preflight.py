@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,25 +20,15 @@ from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_logp_faults
-from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults
+from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
 from tests.test_cli import call
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = ("batch", "smollm2")  # a batch; a model that the embedded one cannot stand in for: tests/real_model
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith(LEFT_OUT))
 DEMO = ROOT / "configs" / "arithmetic_thinking.yaml"
 SFT_FIRST = ROOT / "configs" / "sft_arithmetic.yaml"
-CONFIGS.remove(SFT_FIRST)
-# Models that no other test of the core tier has to build; that of reasoning-gym is built for these tests alone.
-OTHERS = {"instruct": pytest.mark.slow, "reasoning_gym": (pytest.mark.slow, pytest.mark.long)}
-CONFIGS = [
-    pytest.param(path, marks=next((marks for part, marks in OTHERS.items() if part in path.stem), ()), id=path.stem)
-    for path in CONFIGS
-]
-# The demo's model mostly skips its thinking; this one always thinks, and goes wrong only where it has to borrow.
-THINKS = ["model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"]
+LEFT_OUT = ("batch", "smollm2", "sft")  # a batch; a model that the embedded one cannot stand in for: tests/real_model
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +41,21 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepare(tmp_path: Path) -> Any:
     """`prepare(file, "rloo.beta=0.1")`: run, policy, data and rewards of a config, in a folder of the test."""
 
-    def make(file: Path, *overrides: str, rewards: Any = None) -> tuple[Any, Any, Any, Any]:
+    def make(file: Path, *overrides: str, small: bool = True) -> tuple[Any, Any, Any, Any]:
         few = ["data.num_prompts=300", "data.test_size=50", f"run.output_dir={tmp_path / 'outputs'}"]
+        few += ["rloo.per_device_train_batch_size=32"] if small else []
         run = kit.load_config(file, *few, *overrides)
         policy = kit.load_policy(run)
         data = kit.load_data(run, policy.tokenizer)
-        return run, policy, data, rewards or kit.build_rewards(run, policy.tokenizer)
+        return run, policy, data, kit.build_rewards(run, policy.tokenizer)
 
     return make
+
+
+def made_to_think(data: Any) -> None:
+    """The demo's model mostly skips its thinking, and solves every sum that it thinks about: the prompts open it with
+    the first digit."""
+    data.train = data.train.map(lambda row: {"prompt": row["prompt"] + row["question"].partition("+")[0][-1]})
 
 
 def stand_in(file: Path) -> list[str]:
@@ -82,12 +80,25 @@ def stand_in(file: Path) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("file", CONFIGS)
+def shipped() -> list[Any]:
+    """The shipped configs, one of each set that is the same run with the model that stands in."""
+    found: dict[str, Any] = {}
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        if not file.name.startswith(LEFT_OUT):
+            run = kit.load_config(file, *stand_in(file))
+            run.run.name = "same"
+            in_core = file.stem in ("arithmetic_thinking", "qwen3_0_6b")
+            marks = [] if in_core else [pytest.mark.slow] + [pytest.mark.long] * ("reasoning_gym" in file.stem)
+            found.setdefault(run.to_yaml(), pytest.param(file, marks=marks, id=file.stem))
+    return list(found.values())
+
+
+@pytest.mark.parametrize("file", shipped())
 def test_every_shipped_config_goes(prepare, file):
     """A preflight that refuses what works is switched off by the second user."""
     if "reasoning_gym/" in file.read_text(encoding="utf-8"):
         pytest.importorskip("reasoning_gym", reason="make reasoning-gym has not been run")
-    found = kit.check_preflight(*prepare(file, *stand_in(file)))
+    found = kit.check_preflight(*prepare(file, *stand_in(file), small=False))
     assert found.go and str(found).endswith("\nGO"), found
     measures = found.measures
     assert measures.prompts * measures.generations >= 32 and measures.signal > 0
@@ -107,13 +118,13 @@ def test_a_model_that_solves_nothing_is_sent_to_sft(prepare):
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
+def test_the_published_recipe_is_refused_with_its_reason(prepare):
     """128 tokens and -1 for a missing </think> give every completion the same reward, and such a run used up hours of a
     GPU without a warning. The embedded model thinks in 20 tokens, so a limit of 8 stands for 128. The value that the
     message recommends is then tried."""
-    words = [*THINKS, "rloo.max_completion_length=8", "rloo.temperature=0.1"]
-    words += ["rewards=[{name: thinking_reward}]"]
+    words = ["rloo.max_completion_length=8", "rloo.temperature=0.1", "rewards=[{name: thinking_reward}]"]
     run, policy, data, rewards = prepare(DEMO, *words)
+    made_to_think(data)
     found = kit.check_preflight(run, policy, data, rewards)
     assert not found.go and "NO-GO: 1 problem" in str(found)
     (fault,) = found.errors
@@ -130,8 +141,9 @@ def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
 def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
     """The length that is named must be one that was seen to be enough; where none is, the budget closes the thought."""
     monkeypatch.setattr("rloo_kit.preflight.probe.LONG_TOKENS", 12)
-    words = [*THINKS, "rloo.max_completion_length=8", "rloo.temperature=0.1"]
+    words = ["rloo.max_completion_length=8", "rloo.temperature=0.1"]
     run, policy, data, rewards = prepare(DEMO, *words)
+    made_to_think(data)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
     assert "few end within 12 tokens" in fault.text and "set rloo.thinking_budget=4" in fault.text
     kit.load_config(DEMO, *words, "rloo.thinking_budget=4")
@@ -146,14 +158,13 @@ def failing(completions: list[str], **_columns: Any) -> list[float]:
     raise ValueError("no judge is listening")
 
 
-# What is done to the answers, a reward of one's own, and the fault: its name, key, words, and the pass rate.
-NEARLY_GREEDY = [*THINKS, "rloo.temperature=0.05"]  # it can subtract
-NOTHING_TO_LEARN: dict[str, tuple[list[str], str, Any, tuple[str, str, str], float | None]] = {
-    "never solved": (NEARLY_GREEDY, "wrong", None, ("rollout", "data.source", "easier prompts"), 0.0),
-    "always solved": (NEARLY_GREEDY, "easy", None, ("rollout", "data.source", "harder prompts"), 1.0),
-    "a reward that always pays": ([], "", paying(1.0), ("rollout", "data.source", "harder prompts"), None),
-    "a reward that never pays": ([], "", paying(0.0), ("rollout", "rloo.temperature", "graded reward"), None),
-    "a reward that fails": ([], "", failing, ("rewards", "rewards.0", "no judge is listening"), None),
+# A reward of one's own (None: greedy answers, of which all or none are right), and the fault: its name, key and words.
+NOTHING_TO_LEARN: dict[str, tuple[Any, str, str, str]] = {
+    "never solved": (None, "rollout", "data.source", "easier prompts"),
+    "always solved": (None, "rollout", "data.source", "harder prompts"),
+    "a reward that always pays": (paying(1.0), "rollout", "data.source", "harder prompts"),
+    "a reward that never pays": (paying(0.0), "rollout", "rloo.temperature", "graded reward"),
+    "a reward that fails": (failing, "rewards", "rewards.0", "no judge is listening"),
 }
 
 
@@ -161,26 +172,23 @@ NOTHING_TO_LEARN: dict[str, tuple[list[str], str, Any, tuple[str, str, str], flo
 def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
     """No group has differing rewards, so nothing is trained; a reward that failed for every sample was found out an
     hour of evaluation later; and one that was 1 for everything was advised to raise the temperature."""
-    words, answers, reward, (fault_name, key, fix), rate = NOTHING_TO_LEARN[name]
-    run, policy, data, rewards = prepare(DEMO, *words)
-    if answers == "wrong":
+    reward, fault_name, key, fix = NOTHING_TO_LEARN[name]
+    greedy = [] if reward else ["rloo.temperature=0.01", "data.num_prompts=1000"]
+    run, policy, data, rewards = prepare(DEMO, *greedy)
+    if name == "always solved":  # nothing is carried
+        data.train = data.train.filter(lambda row: re.fullmatch(r"[0-4]+\+[0-4]+=", row["question"]))
+        made_to_think(data)
+    elif name == "never solved":
         data.train = data.train.map(lambda row: {"answer": f"{row['answer']}7"})
-    elif answers == "easy":
-        data.train = data.train.filter(lambda row: is_easy(row["prompt"]))
     found = kit.check_preflight(run, policy, data, [reward] if reward else rewards)
     (fault,) = found.errors
     assert (fault.name, fault.key) == (fault_name, key) and fix in fault.text, fault
-    if rate is not None:
+    if not reward:
+        rate = float(name == "always solved")
         assert found.measures.pass_rate == rate and ("rloo-kit sft" in fault.text) == (rate == 0)
         assert found.measures.prompts == 16, "drawn again before it is refused"
     assert name != "a reward that fails" or found.measures.rewards["failing"].failed == 32
     assert any("teaches nothing" in one.text for one in found.warnings) == (name == "a reward that always pays")
-
-
-def is_easy(prompt: str) -> bool:
-    """Whether the prompt's `85-42=` has two columns and nothing to borrow."""
-    first, second = prompt.partition("user\n")[2].partition("=")[0].split("-")
-    return len(first) == 2 and first[0] > second[0] and first[1] >= second[1]
 
 
 def test_a_run_that_begins_low_is_not_refused_by_chance(prepare, capsys):
@@ -246,6 +254,36 @@ def test_a_step_that_cannot_learn_is_named(prepare):
         looked.grad_norm = norm
         (fault,) = find_step_faults(run, looked)
         assert (fault.name, fault.key, fault.level) == ("gradient", key, "error")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_steps_are_taken_in_the_largest_pass(beta, tiny_folder, monkeypatch):
+    """With a KL penalty a pass is a whole group; a measurement of single sequences says that it fits. Two steps, for
+    the optimizer's state; the adapter "ref" and the gradients are gone afterwards."""
+    words = ["data.max_prompt_length=16", "rloo.max_completion_length=112", "model.max_seq_length=128"]
+    words += ["rloo.num_generations=4", "rloo.per_device_train_batch_size=8", "rloo.tokens_per_pass=300"]
+    run = kit.load_config(DEMO, *words, f"model.name={tiny_folder}", "model.family=auto", f"rloo.beta={beta}")
+    policy = kit.load_policy(run, check=False)
+    generations, completions = rows_of_a_pass(load_of(run, policy))
+    assert (generations, completions) == ((4, 4) if beta else (3, 3))
+    backbone = policy.model.get_base_model().model
+    plain, tokens = backbone.forward, []
+
+    def counted(*args: Any, **named: Any) -> Any:
+        tokens.append((args[0] if args else named["input_ids"]).numel())
+        return plain(*args, **named)
+
+    monkeypatch.setattr(backbone, "forward", counted)
+    before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
+    engines: list[str] = []
+    take_steps(policy, run, lambda engine: engines.append(engine.name))
+    assert engines == ["native", "native"], "each step is in the place of one with a rollout"
+    group = 16 + generations * 112  # the prompt once for all
+    assert max(tokens) == (group if beta else 16 + 2 * 112)
+    now = dict(policy.model.named_parameters())
+    assert any(not now[name].equal(value) for name, value in before.items())
+    assert all(value.grad is None for value in now.values())
+    assert list(policy.model.peft_config) == ["default"] and not policy.model.training
 
 
 def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):
@@ -353,7 +391,6 @@ def counted(completions, **_columns):
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param([], marks=pytest.mark.slow),
         ["rloo.beta=0.05"],
         pytest.param(["rloo.bf16=true", "model.lora.dropout=0.1"], marks=pytest.mark.slow),
     ],
@@ -412,19 +449,19 @@ def test_an_error_leaves_the_policy_as_it_was(prepare):
 # ------------------------------------------------------------------------------------------------ before training
 
 
-HOPELESS = [*THINKS, "rloo.temperature=0.1", "rloo.max_completion_length=8", "run.preflight=true"]
+SMALL = ["data.num_prompts=100", "data.test_size=20", "rloo.per_device_train_batch_size=32"]
+HOPELESS = ["rloo.learning_rate=0", "run.preflight=true"]
 
 
 def test_the_command_and_its_exit_codes(tmp_path):
     """Scripts go by the exit code: 0 GO, 1 NO-GO, 2 refused; and JSON is nothing but JSON."""
     output = f"run.output_dir={tmp_path}"
-    words = ["data.num_prompts=300", "data.test_size=20"]
-    code, printed, _ = call("preflight", DEMO, output, *words)
+    code, printed, _ = call("preflight", DEMO, output, *SMALL)
     assert code == 0 and printed.endswith("GO\n") and "NO-GO" not in printed
-    code, printed, noise = call("preflight", DEMO, output, *words, *HOPELESS, "--json")
+    code, printed, noise = call("preflight", DEMO, output, *SMALL, *HOPELESS, "--json")
     found = json.loads(printed)
     assert code == 1 and found["go"] is False and "policy:" in noise
-    assert found["faults"][0]["key"] == "rloo.max_completion_length" and found["measures"]["signal"] == 0
+    assert found["faults"][0]["key"] == "rloo.learning_rate" and found["measures"]["moved"] == 0
     code, _, noise = call("preflight", DEMO, output, "rloo.beta=-1")
     assert code == 2 and "rloo.beta" in noise
     assert not list(tmp_path.iterdir())
@@ -433,12 +470,12 @@ def test_the_command_and_its_exit_codes(tmp_path):
 def test_the_command_train_stops_at_a_no_go(tmp_path):
     """`rloo-kit train` with run.preflight=true: exit code 2 before the first evaluation, and the folder is free for
     the corrected run."""
-    words = [f"run.output_dir={tmp_path}", "data.num_prompts=300", "data.test_size=20", *HOPELESS]
+    words = [f"run.output_dir={tmp_path}", *SMALL, *HOPELESS]
     code, printed, noise = call("train", DEMO, *words)
-    assert code == 2 and "rloo.max_completion_length=8 with a reward" in noise and "NO-GO" in printed
+    assert code == 2 and "rloo.learning_rate is 0" in noise and "NO-GO" in printed
     folder = tmp_path / "arithmetic_thinking"
     assert not (folder / "before.json").exists() and not (folder / "metrics.jsonl").exists()
-    fixed = ["rloo.max_completion_length=48", "rloo.temperature=1.0", "rloo.max_steps=1", "run.evaluate=false"]
+    fixed = ["rloo.learning_rate=1e-3", "rloo.max_steps=1", "run.evaluate=false"]
     code, printed, noise = call("train", DEMO, *words, *fixed, "run.report=false")
     assert code == 0 and printed.count("\nGO\n") == 1, noise
 

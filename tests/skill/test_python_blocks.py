@@ -1,6 +1,6 @@
 """The Python and YAML of the skill: it compiles, names what is installed, and the example reward works.
 
-What needs Unsloth is checked by tests/with_unsloth/test_skill_blocks.py, where it is installed (`make test-unsloth`).
+What needs Unsloth is checked by tests/with_unsloth/test_fingerprints.py, where it is installed (`make test-unsloth`).
 """
 
 import json

@@ -45,6 +45,11 @@ def unsloth(tmp_path_factory: pytest.TempPathFactory) -> Any:
     import rloo_kit
 
     assert rloo_kit.setup_environment().backend == "unsloth"
+    from rloo_kit.gradient import scorer
+
+    scorer.CHECK_SHARE_OFF_GPU = (
+        0.011  # 10 tokens a check: every trainer makes one, and the interpreter takes 5 s for 21
+    )
     return module
 
 
@@ -136,14 +141,14 @@ def move_adapter(model: Any) -> None:
 
 @pytest.fixture(scope="session")
 def in_transformers(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`in_transformers(name, model, adapter, *words)`: what `programs.py NAME MODEL ADAPTER OUT WORDS` writes, in a
-    process that never imported Unsloth."""
+    """`in_transformers(name, model, adapter)`: what `programs.py NAME MODEL ADAPTER OUT` writes, in a process that
+    never imported Unsloth."""
 
-    def compute(name: str, model: Path, adapter: Path, *words: str) -> Any:
+    def compute(name: str, model: Path, adapter: Path) -> Any:
         import torch
 
         out = tmp_path_factory.mktemp("transformers") / "numbers.pt"
-        command = [sys.executable, str(HERE / "programs.py"), name, str(model), str(adapter), str(out), *words]
+        command = [sys.executable, str(HERE / "programs.py"), name, str(model), str(adapter), str(out)]
         environment = {name: value for name, value in os.environ.items() if "UNSLOTH" not in name}
         environment |= {"RLOO_KIT_BACKEND": "transformers"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])

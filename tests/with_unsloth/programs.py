@@ -1,7 +1,6 @@
 """What two processes have to agree on, computed for one policy; as a program: in a process without Unsloth.
 
-python programs.py numbers|steps|imitate MODEL_FOLDER ADAPTER_FOLDER OUT.pt             by the transformers backend
-python programs.py merged MODEL_FOLDER ADAPTER_FOLDER OUT.pt FOLDER_MERGED_BY_UNSLOTH   by transformers and PEFT
+python programs.py numbers|steps|imitate MODEL_FOLDER ADAPTER_FOLDER OUT.pt     by the transformers backend
 """
 
 import sys
@@ -163,37 +162,6 @@ def trained(model: Any) -> dict[str, Any]:
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
-def logits(model: Any, tokenizer: Any) -> Any:
-    """(T, V) of one prompt, in float32."""
-    import torch
-
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([tokenizer(PROMPTS[1])["input_ids"]])).logits[0].float()
-
-
-def merged(model: str, adapter: str, out: str, by_unsloth: str) -> dict[str, Any]:
-    """What becomes of an adapter that was trained through Unsloth: loaded, and merged by PEFT and by Unsloth."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(adapter)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    policy = PeftModel.from_pretrained(base, adapter).eval()
-    inputs = tokenizer([PROMPTS[1]], return_tensors="pt")
-    found = {"adapter": logits(policy, tokenizer)}
-    with torch.no_grad():
-        greedy = policy.generate(**inputs, max_new_tokens=8, do_sample=False)
-    found["greedy"] = greedy[0, inputs["input_ids"].shape[1] :].tolist()
-    by_peft = str(Path(out).parent / "merged")
-    policy.merge_and_unload().save_pretrained(by_peft)
-    tokenizer.save_pretrained(by_peft)
-    for name, folder, dtype in (("by peft", by_peft, "float32"), ("by unsloth", by_unsloth, "auto")):
-        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        found[name], found[f"{name}, dtype"] = logits(whole, tokenizer), str(whole.dtype)
-    return found
-
-
 def load(model: str, adapter: str, out: str) -> Any:
     """The policy of that model and adapter, by the transformers backend."""
     from rloo_kit import load_config, load_policy
@@ -210,13 +178,10 @@ def load(model: str, adapter: str, out: str) -> Any:
     return policy
 
 
-def main(name: str, model: str, adapter: str, out: str, *words: str) -> None:
+def main(name: str, model: str, adapter: str, out: str) -> None:
     import torch
 
-    if name == "merged":
-        found = merged(model, adapter, out, *words)
-    else:
-        found = {"numbers": numbers, "steps": steps, "imitate": imitate}[name](load(model, adapter, out))
+    found = {"numbers": numbers, "steps": steps, "imitate": imitate}[name](load(model, adapter, out))
     assert "unsloth" not in sys.modules
     torch.save(found, out)
 

@@ -64,50 +64,30 @@ def test_the_constructor_of_the_trainer(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `bf16` it also set `bf16_full_eval`: the next evaluation cast the model, its float32 adapter included, to
-    bf16 in place. Without the kit's guard this has to show."""
+    bf16 in place. And it turns `use_vllm` on for a model that carries vLLM; TRL's code then samples, and hands merged
+    weights over. Without the kit's guard both have to show."""
     from rloo_kit import RLOOConfig
     from rloo_kit.models import unsloth as backend
 
     policy = load()
-
-    def build() -> dict[str, tuple[Any, Any]]:
-        """The arguments that are not those that were given once the trainer stands."""
-        named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": True, "beta": 0.0, "reward_weights": [1.0]}
-        named |= policy.config_arguments
-        trainer = make_trainer(policy, RLOOConfig(**named), ["ab", "h"])
-        assert policy.tokenizer.padding_side == "left"
-        return differences(trainer.args, stock_class()(**named))
-
+    policy.model.vllm_engine = policy.model.get_base_model().vllm_engine = object()
+    named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": True, "beta": 0.0, "reward_weights": [1.0]}
+    named |= policy.config_arguments | {"rollout_engine": "generate"}
+    expected = stock_class()(**{name: value for name, value in named.items() if name != "rollout_engine"})
     capsys.readouterr()
-    assert build() == {}
+    trainer = make_trainer(policy, RLOOConfig(**named), ["ab", "h"])
+    assert differences(trainer.args, expected) == {} and policy.tokenizer.padding_side == "left"
+    assert not trainer.use_vllm and hasattr(policy.model, "vllm_engine")
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("kept settings that Unsloth would change: ")]
     assert len(lines) == 1
     for message in ("bf16_full_eval False (Unsloth: True)", "padding_side left (Unsloth: right)"):
         assert message in lines[0], lines[0]
     monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
-    assert build() == {"bf16_full_eval": (True, False)}
-
-
-def test_vllm_on_the_model_is_out_of_the_constructors_sight(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unsloth's trainer turns `use_vllm` on for a model that carries vLLM; TRL's code then samples, and hands merged
-    weights over. Without the kit's guard this has to show."""
-    from rloo_kit import RLOOConfig
-    from rloo_kit.models import unsloth as backend
-
-    policy = load()
-    policy.model.vllm_engine = policy.model.get_base_model().vllm_engine = object()
-    named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "reward_weights": [1.0]}
-    named |= policy.config_arguments | {"rollout_engine": "generate"}
-    trainer = make_trainer(policy, RLOOConfig(**named), ["ab", "h"])
-    assert not trainer.use_vllm and not trainer.args.use_vllm and hasattr(policy.model, "vllm_engine")
-    monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
     args = RLOOConfig(**named)
     with pytest.raises((AttributeError, ImportError, TypeError)):  # TRL's code asks the stand-in for what vLLM has
         make_trainer(policy, args, ["ab", "h"])
-    assert args.use_vllm
+    assert args.use_vllm and args.bf16_full_eval
 
 
 def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ import pytest
 from tests.contracts.test_upstream import LEANED_ON as TRL_LEANED_ON
 from tests.contracts.test_upstream import STOOD_IN_FOR as TRL_STOOD_IN_FOR
 from tests.contracts.test_upstream import fingerprint
+from tests.skill.calls import check_names
+from tests.skill.pages import find_blocks, read_pages
 
 # In Unsloth's copy of TRL's trainer these are not as in TRL; the other methods of that contract are.
 GENERATED = {
@@ -160,3 +162,13 @@ def test_unsloth_merges_adapters_unless_the_variable_is_0(
     if value is None:
         monkeypatch.delenv(MERGED_VARIABLE)
     assert zoo._merged_rollout_mode() == mode
+
+
+def test_the_calls_of_the_pages_are_taken(unsloth: Any) -> None:
+    """Published recipes import names that Unsloth has renamed since (`is_bf16_supported`)."""
+    checked: set[str] = set()
+    for name, text in read_pages():
+        faults, found = check_names(find_blocks(name, text, "python"), ("unsloth",))
+        assert faults == []
+        checked |= found
+    assert {"FastLanguageModel.from_pretrained", "FastLanguageModel.get_peft_model"} <= checked

@@ -29,24 +29,32 @@ def read_part(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("on_gpu.checks").read_part
 
 
-def rehearse(folder: Path, part: int) -> None:
-    """Run a part, with a home and a scratch folder of its own."""
+CHAIN = [f"{one}/{name}" for one in ("unsloth", "transformers") for name in
+         ("loads_4bit", "scores_4bit", "trains", "resumes", "generates")]  # fmt: skip
+
+
+def rehearse(folder: Path, *chosen: str) -> None:
+    """Run a part or single checks, with a home and a scratch folder of its own."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("UNSLOTH", "TRITON", "RLOO_KIT"))
     }
     for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME"):
         environment[name] = str(folder / name.lower())
         Path(environment[name]).mkdir()
-    command = [sys.executable, "benchmarks/first_hour.py", "--rehearse", "--part", str(part)]
+    command = [sys.executable, "benchmarks/first_hour.py", "--rehearse", *chosen]
     command += ["--out", str(folder / "out"), "--minutes", "20"]  # a slow processor is no reason to fail
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("number", [1, *(pytest.param(number, marks=pytest.mark.long) for number in (2, 3))])
-def test_the_first_hour_is_rehearsed(number: int, read_part: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "chosen"),
+    [(1, ["--only", *CHAIN]), *(pytest.param(n, ["--part", str(n)], marks=pytest.mark.long) for n in (1, 2, 3))],
+    ids=["training", "part 1", "part 2", "part 3"],
+)
+def test_the_first_hour_is_rehearsed(number: int, chosen: list[str], read_part: Any, tmp_path: Path) -> None:
     """Code that runs for the first time on a rented GPU spends the lease on its typing errors."""
-    rehearse(tmp_path, number)
+    rehearse(tmp_path, *chosen)
     part = read_part(tmp_path / "out" / f"part{number}.jsonl")
     assert part.header["rehearsed"] and part.header["versions"]["torch"]
     assert all(one.state == "passed" or (one.state == "skipped" and one.reason) for one in part.checks.values())

@@ -17,10 +17,6 @@ CLASSES = {
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True,
     },
-    "FalconH1Config": {
-        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
-        "mamba_chunk_size": 16,
-    },
 }  # fmt: skip
 
 

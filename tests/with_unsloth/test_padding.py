@@ -121,8 +121,7 @@ def singles(ours: Any, rows: list[tuple[Any, Any]]) -> dict[bool, Any]:
     return {training: scores(ours, rows, "single", training) for training in (True, False)}
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("layout", ["left", "right", "packed"])
+@pytest.mark.parametrize(("layout", "training"), [("left", True), ("right", True), ("packed", True), ("left", False)])
 def test_every_layout_is_exact_through_load_policy(
     ours: Any, rows: Any, singles: Any, layout: str, training: bool
 ) -> None:

@@ -17,11 +17,11 @@ def adapter_weights(policy: Any) -> dict[str, Any]:
 
 
 def build_trainer(policy: Any, folder: Path) -> Any:
-    """A trainer of three steps: 2 prompts x 2 completions of at most 8 tokens each."""
+    """A trainer of two steps: 2 prompts x 2 completions of at most 8 tokens each."""
     from rloo_kit import RLOOConfig
 
     args = RLOOConfig(
-        output_dir=str(folder), max_steps=3, num_generations=2, per_device_train_batch_size=4, max_completion_length=8,
+        output_dir=str(folder), max_steps=2, num_generations=2, per_device_train_batch_size=4, max_completion_length=8,
         learning_rate=1e-2, beta=0.05, use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[],
         disable_tqdm=True, seed=3, **policy.config_arguments,
     )  # fmt: skip
@@ -107,34 +107,9 @@ def test_inference_mode_gives_training_back(load: Any) -> None:
     assert policy.model.get_base_model().model.gradient_checkpointing
 
 
-def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: Path) -> None:
-    """Unsloth replaces `trl.RLOOTrainer` by a rewritten copy with other defaults; ours must build on it and undo those.
-
-    Its constructor pads to the right and switches mixed precision on, float32 or not, unless they are kept.
-    """
-    import os
-
-    import trl
-
-    from rloo_kit import RLOOConfig, RLOOTrainer
-
-    assert trl.RLOOTrainer.__name__ == "UnslothRLOOTrainer" and issubclass(RLOOTrainer, trl.RLOOTrainer)
-    assert RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False).num_generations == 2  # Unsloth's: 8
-    policy = load()
-    mixed_precision = os.environ.get("UNSLOTH_MIXED_PRECISION")
-    trainer = build_trainer(policy, tmp_path)
-    assert (trainer.args.bf16, trainer.args.fp16, trainer.args.bf16_full_eval) == (False, False, False)
-    assert trainer.accelerator.mixed_precision == os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
-    assert os.environ.get("UNSLOTH_MIXED_PRECISION") == mixed_precision
-    assert policy.tokenizer.padding_side == "left"
-    assert trainer.args.learning_rate == 1e-2 and trainer.args.weight_decay == 0.0 and trainer.args.seed == 3
-
-
-def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, tmp_path: Path) -> None:
-    """The whole way on Unsloth: three steps that learn something, an adapter that both backends read, a run on it."""
+def test_train_save_and_load(load: Any, reference: Any, tmp_path: Path) -> None:
+    """The whole way on Unsloth: steps that learn something, an adapter that both backends read."""
     import torch
-
-    import rloo_kit
 
     policy = load()
     before = adapter_weights(policy)
@@ -142,14 +117,14 @@ def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, 
     rows: list[dict[str, Any]] = []
     trainer.rollout_listeners.append(rows.extend)
     trainer.train()
-    assert trainer.state.global_step == 3 and len(rows) == 12
+    assert trainer.state.global_step == 2 and len(rows) == 8
     for row in rows:
         assert row["closed"] == (THINK_END in row["completion_ids"])
         lowest_band = 0.3 if row["closed"] else -1.0  # 8 tokens at most
         assert row["rewards"]["thinking_reward"] == pytest.approx(lowest_band)
     assert {row["closed"] for row in rows} == {True, False}
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert len(steps) == 3 and all(entry["val/ratio"] == 1.0 for entry in steps)
+    assert len(steps) == 2 and all(entry["val/ratio"] == 1.0 for entry in steps)
     assert any(entry["grad_norm"] > 0 for entry in steps)
     after = adapter_weights(policy)
     assert after.keys() == before.keys() and any(not torch.equal(after[name], before[name]) for name in after)
@@ -161,12 +136,3 @@ def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, 
     assert all(torch.equal(loaded[name], after[name]) for name in after)
     logps = numbers(again)["logps"]
     torch.testing.assert_close(logps, reference(adapter)["logps"], rtol=1e-4, atol=2e-5)
-
-    further = load(f"model.adapter={adapter}")
-    run = make_run(f"model.adapter={adapter}", f"run.output_dir={tmp_path / 'outputs'}")
-    data = rloo_kit.load_data(run, further.tokenizer)
-    result = rloo_kit.train(run, further, data, rloo_kit.build_rewards(run, further.tokenizer))
-    assert result.steps == 1 and result.stopped is None
-    moved = adapter_weights(further)
-    assert moved.keys() == after.keys() and all(value.isfinite().all() for value in moved.values())
-    assert list(further.model.peft_config) == ["default"] and (result.adapter_folder / "adapter_config.json").is_file()
