@@ -69,6 +69,7 @@ def test_each_library_that_is_patched_is_named(with_unsloth: RunFresh, site: Pat
     assert f"ImportOrderError: {named} imported before Unsloth." in error and all(fix in error for fix in fixes)
 
 
+@pytest.mark.slow
 def test_a_real_accelerator_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
     """It has settled device and precision by then. torch alone is harmless; accelerate's own state tells."""
     code = "import torch, accelerate, rloo_kit._stack\ndef forget():\n"
@@ -156,6 +157,7 @@ print(first, rloo_kit.setup_environment().backend, os.environ["ACCELERATE_MIXED_
     assert printed(with_unsloth(code)).splitlines()[-1] == "unsloth.import_fixes unsloth bf16 ['configs']"
 
 
+@pytest.mark.slow
 def test_the_stack_leaves_what_a_run_may_not_need_and_announces_a_long_load(run_fresh: RunFresh) -> None:
     """peft (with bitsandbytes) and datasets (with pandas) took more time than torch, before a line was printed; then a
     command printed nothing for 20 s on a busy machine. stdout stays as it is: `--json` is read by programs."""

@@ -73,12 +73,8 @@ class Environment:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def describe(self) -> str:
-        """GPU and precision on one line, then a line for each note; `str` gives the whole table."""
-        gpu = "no GPU" if self.gpu is None else f"{self.gpu.name}, {self.gpu.free_gib:.1f} GiB free"
-        return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
-
-    def __rich__(self) -> Table:
+    def rows(self) -> list[tuple[str, str]]:
+        """The table's rows: name and finding."""
         gpu, rows = self.gpu, [("backend", f"{self.backend}: {self.backend_reason}")]
         if gpu is None:
             rows.append(("GPU", f"none: {self.gpu_reason}"))
@@ -90,15 +86,28 @@ class Environment:
             rows.append(("GPUs", f"{self.num_gpus} visible; this process uses the one above{others}"))
         if is_distributed():
             rows.append(("processes", f"{count_processes()}; this table is of the first"))
-        keys = ", ".join(f"{name} {state}" for name, state in self.keys.items()) or "none requested"
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
-        rows += [("precision", f"{self.precision}: {self.precision_reason}"), ("versions", versions)]
-        rows += [(".env", self.env_file or f"none in {self.root or 'the working folder or above it'}"), ("keys", keys)]
-        rows += [("Hugging Face token", self.token), ("progress bars", self.progress), ("telemetry", self.telemetry)]
+        return [
+            *rows,
+            ("precision", f"{self.precision}: {self.precision_reason}"),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)),
+            (".env", self.env_file or f"none in {self.root or 'the working folder or above it'}"),
+            ("keys", ", ".join(f"{name} {state}" for name, state in self.keys.items()) or "none requested"),
+            ("Hugging Face token", self.token),
+            ("progress bars", self.progress),
+            ("telemetry", self.telemetry),
+            *(("note", note) for note in self.notes),
+        ]
+
+    def describe(self) -> str:
+        """GPU and precision on one line, then a line for each note; `str` gives the whole table."""
+        gpu = "no GPU" if self.gpu is None else f"{self.gpu.name}, {self.gpu.free_gib:.1f} GiB free"
+        return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
+
+    def __rich__(self) -> Table:
         table = Table(title="rloo-kit environment", show_header=False, title_justify="left")
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for name, value in [*rows, *(("note", note) for note in self.notes)]:
+        for name, value in self.rows():
             table.add_row(Text(name), Text(value))
         return table
 
@@ -311,11 +320,23 @@ def prepare_environment(
         os.environ["UNSLOTH_COMPILE_LOCATION"] = str(cache_folder() / "unsloth_compiled_cache" / "-".join(versions))
     _requested = requested
     _current = Environment(
-        chosen, backend_reason, precision, precision_reason, gpu, gpu_reason, gpus.count if gpu else 0,
-        installed_versions(), root=None if root is None else str(root), keys=states, token=find_token(),
-        env_file=str(env_file) if env_file.is_file() else None, progress=progress, telemetry=_switch_telemetry_off(),
-        unsloth_cache=os.environ["UNSLOTH_COMPILE_LOCATION"], notes=notes,
-    )  # fmt: skip
+        backend=chosen,
+        backend_reason=backend_reason,
+        precision=precision,
+        precision_reason=precision_reason,
+        gpu=gpu,
+        gpu_reason=gpu_reason,
+        num_gpus=gpus.count if gpu else 0,
+        versions=installed_versions(),
+        root=None if root is None else str(root),
+        env_file=str(env_file) if env_file.is_file() else None,
+        keys=states,
+        token=find_token(),
+        progress=progress,
+        telemetry=_switch_telemetry_off(),
+        unsloth_cache=os.environ["UNSLOTH_COMPILE_LOCATION"],
+        notes=notes,
+    )
     return _current
 
 

@@ -114,6 +114,7 @@ def states(part: Any) -> dict[str, str]:
     return {name.partition("/")[2]: found.state for name, found in part.checks.items()}
 
 
+@pytest.mark.slow
 def test_each_check_says_what_became_of_it(run_part: Any, module: Any, tmp_path: Path) -> None:
     """One check that hung took the figures of all the others with it, and left its child on the GPU. Eight minutes of
     figures were gone after one check was run again; two GPUs in one file would be one table."""

@@ -43,6 +43,7 @@ def fake(monkeypatch):
     return lambda count, **options: read_gym(SUMS, options, None, count, 100, "data.source", "data.num_prompts")
 
 
+@pytest.mark.slow
 def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer):
     """The verifier needs the entry again, task, options and metadata; nested values of several types do not survive
     Arrow's columns, JSON text does."""
@@ -186,6 +187,7 @@ def test_keys_that_make_no_sense(tmp_path, data, words):
         load_config(file, data=source | data)
 
 
+@pytest.mark.slow
 def test_a_seed_that_hangs_is_left_out(fake, monkeypatch):
     """number_sequence and basic_arithmetic never come back from one seed in thousands: a run of 2,000 prompts of them
     never started. A row without a stored answer could never be scored, nor one whose stored answer is wrong: all of

@@ -162,6 +162,7 @@ def change_weight(file: Path) -> None:
     tensor.data.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -186,6 +187,7 @@ def test_a_tampered_export_is_refused(
     assert list(tmp_path.iterdir()) == [], "neither the export nor its staging folder is left"
 
 
+@pytest.mark.slow
 def test_what_could_not_be_checked_is_not_called_checked(
     embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +202,7 @@ def test_what_could_not_be_checked_is_not_called_checked(
     assert "35 tensors read back" in str(found) and "checked with" not in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="llama-cpp-python is installed: a q4_k_m is made")
 def test_without_a_quantiser_no_q4_is_claimed(embedded_run: Path, tmp_path: Path) -> None:
     found = kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="q4_k_m")

@@ -101,6 +101,7 @@ def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
     assert "held-out at step 4: accuracy 0.000 [0.000, " in printed and "| held-out 0.000 |" in printed
 
 
+@pytest.mark.slow
 def test_patience_follows_the_reward_where_none_compares_answers(start, capsys):
     """While an own reward rose, exact match stayed at 0, and patience stopped the run at step 8 of 30."""
     result = start(*EVERY_TWO, "rloo.learning_rate=0.2", "eval.num_samples=4", "eval.patience=1", rewards=[low_ids])
@@ -163,6 +164,7 @@ def stopping_at(step):
     return reward
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_best_of_one_that_was_never_cut(start):
     """The best so far, the patience used up and the evaluations come back; the Ctrl-C in the step before an evaluation
     puts that off, and the resume makes up for it."""
@@ -178,6 +180,7 @@ def test_a_resumed_run_has_the_best_of_one_that_was_never_cut(start):
             assert_same(weights(resumed.folder / name), weights(whole.folder / name))
 
 
+@pytest.mark.slow
 def test_best_weights_that_are_gone_are_said(start, capsys):
     """A best evaluation whose weights were lost would still beat all later ones, and adapter/ would stay as it was."""
     words = (*EVERY_TWO, "eval.measure=reward", "rloo.save_steps=2", "rloo.save_total_limit=null")
@@ -191,6 +194,7 @@ def test_best_weights_that_are_gone_are_said(start, capsys):
     assert "does not hold the weights" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resume_forgets_what_came_after_its_checkpoint(start):
     """A best evaluation of step 6 stood in the files of a run that had gone back to step 2, and won for good. And
     best/ is put in place after its checkpoint is whole: a kill in between left the best before it there."""
@@ -208,6 +212,7 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(start):
         assert_same(weights(again.folder / name), adapter)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
     """`--resume` of a finished run trains no step; more patience goes on where it stopped."""
     words = (*EVERY_TWO, "eval.measure=reward", "rloo.max_steps=12")
@@ -223,6 +228,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
     assert ("stopped_early" in status(on.folder)) == (on.stopped == "early")
 
 
+@pytest.mark.slow
 def test_a_finished_run_keeps_its_best_weights_whatever_else_is_measured(start):
     """A finished run that was resumed with another `eval` key, to measure more, got its last, broken weights back."""
     folder = start(*EVERY_TWO, "eval.measure=reward", rewards=[falling(6), by_ids]).folder
@@ -235,6 +241,7 @@ def test_a_finished_run_keeps_its_best_weights_whatever_else_is_measured(start):
         assert all(torch.equal(tensor, live[name]) for name, tensor in best.items())
 
 
+@pytest.mark.slow
 def test_the_best_so_far_is_measured_again_when_the_settings_change(start, capsys):
     """Values measured with other settings cannot be compared, and without the best of before, the next one replaced
     it, however bad. The training that follows is that of a run without evaluations."""
@@ -270,6 +277,7 @@ def test_an_unknown_measure_is_refused_before_anything_is_done(start, tmp_path):
         start(*EVERY_TWO, "data.test_size=0")
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_does_not_count(start, capsys):
     """A judge that was down for an evaluation counted as a policy that had got worse, and stopped the run."""
 

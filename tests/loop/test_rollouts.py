@@ -211,6 +211,7 @@ def test_rounds_are_a_limit(start_long):
     assert result.metrics[0]["rollout/resampled_groups"] == 0 and result.metrics[0]["frac_score_zero_std"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_what_the_whole_one_drew(start_long):
     """The reservoir's place and the rewards' moments are part of the state: without them a resumed run trains on other
     prompts, and with another scale of every advantage, than the uncut one."""
@@ -308,6 +309,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_goes_on_in_the_stream(case, trl_train, tmp_path):
     """transformers takes a stream for one pass: resumed behind its end a run skipped the rest of the first pass, and

@@ -81,6 +81,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RESUMED)
 def test_resume_equals_a_run_that_was_never_cut(case, start):
     """A resume that loses the optimizer, the sampler's place, the random state or the reference trains another run."""
@@ -178,6 +179,7 @@ def test_rewards_are_known_by_their_files(tmp_path):
     assert found[0].keys() == found[1].keys() == {"score.py"} and found[0] != found[1]
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_once(start, tmp_path):
     """A reward that fails for good saves the step again: a kill between the two renames left no checkpoint at all."""
 
@@ -199,6 +201,7 @@ def test_a_step_is_saved_once(start, tmp_path):
     assert saved.stat().st_ino == before and status(saved.parents[1])["saved"] == 2
 
 
+@pytest.mark.slow
 def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tmp_path, capsys):
     """A finished run was continued and killed: `ask` and `export` read the adapter of before, and the certificate said
     "checked"."""
@@ -265,6 +268,7 @@ def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
     """The current step may take minutes; a second signal exits with the state of the last whole step. A refused resume
     made the run "failed", and what its adapter/ holds was forgotten."""
@@ -331,6 +335,7 @@ def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
     assert mine == [*checkpoints, result.adapter_folder.absolute()]
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_on_drops_its_last_results(start, monkeypatch):
     """Two steps were evaluated, two more trained: the report showed the first two's accuracy. `seconds` began at 0 with
     every resume, so a run of three nights seemed to have taken one."""
@@ -348,6 +353,7 @@ def test_a_run_that_trains_on_drops_its_last_results(start, monkeypatch):
     assert used >= 1.0 and status(folder)["energy_wh"] > used
 
 
+@pytest.mark.slow
 def test_a_resume_refuses_inputs_that_have_changed(write_config, tmp_path, tiny_folder, make_tiny_model, monkeypatch):
     """A reward was edited, answers were corrected, rows added, the base replaced: the run went on under its name, and
     the verdict compared two different things. Paths were compared, not contents: after a move, or from the config in

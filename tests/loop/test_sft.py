@@ -144,6 +144,7 @@ def test_tags_that_an_adapter_cannot_learn_are_named(load, capsys):
     assert not sft.has_equal_tags(policy), "every parameter is trained"
 
 
+@pytest.mark.slow
 def test_a_folder_like_a_runs(load, capsys):
     """What `eval`, `ask` and `export` read of a run: configuration, status, metrics, adapter."""
     run, policy, data = load("run.evaluate=true")
@@ -206,6 +207,7 @@ def test_a_broken_loss_ends_it(load, press):
     assert not (run.folder.parent / "tiny-sft" / "adapter").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [[], ["model.lora=null"], ["model.load_in_4bit=true"]], ids=" ".join)
 def test_rloo_starts_from_it_and_keeps_it_as_the_reference(load, keys, tmp_path):
     """A KL against the base without the adapter would pull the policy back to where it solved nothing: at step 1 the KL

@@ -228,6 +228,7 @@ def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tm
     assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_resume_knows_that_a_pass_over_the_prompts_ends_with_a_short_step(make_trainer, tmp_path):
     """A pass of 3 micro-steps at an accumulation of 2 is two steps; counted as 4 micro-steps, a resumed run cut every
     later rollout at the wrong place and sampled each twice."""

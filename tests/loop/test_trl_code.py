@@ -255,6 +255,7 @@ def test_a_compiled_model(trl_train):
 # -------------------------------------------------------------------------------------------------- models and adapters
 
 
+@pytest.mark.slow
 def test_tokenizers_and_end_tokens(trl_train, make_tiny_model, tiny_tokenizer):
     """A model's name alone: the reference has to be loaded in the policy's precision. Qwen3 declares
     two end tokens; a completion that ended with the second counted as cut off. TRL takes the end token for padding;

@@ -136,6 +136,7 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+@pytest.mark.slow
 def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatch):
     """Every run would spend a minute on a model that it has. The key was a hash of three source files and of library
     versions: an edited comment built the model again, and every adapter trained on it was refused."""

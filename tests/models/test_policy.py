@@ -64,6 +64,7 @@ def train_a_little(policy: Any) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_without_lora_every_parameter_is_trained_and_saved(make_run: Any, tmp_path: Path) -> None:
     """`lora: null` once gave a frozen model whose loss had no gradient."""
     policy = load(make_run("model.lora=null"))
@@ -74,6 +75,7 @@ def test_without_lora_every_parameter_is_trained_and_saved(make_run: Any, tmp_pa
     assert (logits(load(make_run("model.lora=null", name=folder))) == logits(policy)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_4bit_on_the_cpu_trains_and_continues(make_run: Any, tmp_path: Path) -> None:
     """4-bit is the path of every GPU below 16 GB; the CPU runs the same code, so it is tested for real here."""
@@ -108,6 +110,7 @@ def test_adapter_is_float32_over_a_bfloat16_base(make_run: Any) -> None:
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_an_adapter_is_continued_and_not_wrapped_twice(make_run: Any, tmp_path: Path) -> None:
     """A second wrapping starts a fresh adapter on top, trains that one and saves it: the first run's work is lost."""
     policy = load(make_run("model.lora.r=4"))
@@ -123,6 +126,7 @@ def test_an_adapter_is_continued_and_not_wrapped_twice(make_run: Any, tmp_path: 
     assert not torch.equal(logits(again), logits(policy))
 
 
+@pytest.mark.slow
 def test_saving_leaves_the_reference_copy_behind_and_inference_the_mode(make_run: Any, tmp_path: Path) -> None:
     """TRL adds a second adapter "ref"; PEFT's plain save wrote it next to the first, and a merge took the wrong one."""
     policy = load(make_run())
@@ -140,6 +144,7 @@ def test_saving_leaves_the_reference_copy_behind_and_inference_the_mode(make_run
     assert not policy.model.training and torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_pad_token_is_not_the_end_token(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """With pad = end every padded completion looks ended, and the end of the others is masked out of the loss."""
     folder = tmp_path / "model"
@@ -173,6 +178,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("incident", REFUSALS)
 def test_what_cannot_be_loaded_is_refused_with_its_key(make_run: Any, tmp_path: Path, incident: str) -> None:
     """Refused before weights are read: the libraries' own messages name files and classes, not what to change."""
@@ -202,6 +208,7 @@ def adapter(make_run: Any, tmp_path: Path) -> Path:
     return save_adapter(load(make_run("model.lora.r=2")), tmp_path / "adapter")
 
 
+@pytest.mark.slow
 def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
     """Two adapters for one model, or an adapter to continue where every parameter is to be trained."""
     other = shutil.copytree(adapter, tmp_path / "other")
@@ -211,6 +218,7 @@ def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tm
     assert "model.lora is null" in text and "model.lora={}" in text
 
 
+@pytest.mark.slow
 def test_an_adapter_and_copies_of_its_base(
     make_run: Any, make_tiny_model: Any, tiny_folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +240,7 @@ def test_an_adapter_and_copies_of_its_base(
     assert "does not fit" in text and "size mismatch" in text
 
 
+@pytest.mark.slow
 def test_an_adapter_knows_the_weights_that_it_was_trained_on(
     make_run: Any, make_tiny_model: Any, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -249,6 +258,7 @@ def test_an_adapter_knows_the_weights_that_it_was_trained_on(
     assert load(make_run(f"model.adapter={adapter}", name=base))
 
 
+@pytest.mark.slow
 def test_adapter_whose_base_has_moved(make_run: Any, adapter: Path) -> None:
     """The adapter remembers a path; after a move the message has to say which keys bring the two together again."""
     file = adapter / "adapter_config.json"
@@ -260,6 +270,7 @@ def test_adapter_whose_base_has_moved(make_run: Any, adapter: Path) -> None:
     assert "names no base model" in refused(make_run(name=adapter))
 
 
+@pytest.mark.slow
 def test_a_quantised_checkpoint_cannot_be_trained_whole(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """A checkpoint that brings its own 4-bit weights needs no key to be quantised."""
     folder = tmp_path / "model-bnb-4bit"
@@ -271,6 +282,7 @@ def test_a_quantised_checkpoint_cannot_be_trained_whole(make_run: Any, tiny_fold
     assert "cannot be trained" in text and "not quantised" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("unsloth" in sys.modules, reason="Unsloth is in this process")
 @pytest.mark.parametrize("installed", [False, True])
 def test_unsloth_forced_where_it_cannot_run(make_run: Any, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:

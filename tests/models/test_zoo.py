@@ -56,8 +56,9 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kinds(*names: str) -> list[Any]:
-    """The classes, those that are not in CI marked."""
-    marks = {name: () if name in IN_CI else (pytest.mark.long,) for name in names}
+    """The classes, those that are not in the core tests or not in CI marked."""
+    slow = lambda name: () if name == "Qwen3" else (pytest.mark.slow,)  # noqa: E731
+    marks = {name: slow(name) if name in IN_CI else (pytest.mark.long,) for name in names}
     return [pytest.param(name, marks=mark, id=name) for name, mark in marks.items()]
 
 

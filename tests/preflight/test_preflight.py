@@ -93,6 +93,7 @@ def shipped() -> list[Any]:
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", shipped())
 def test_every_shipped_config_goes(prepare, file):
     """A preflight that refuses what works is switched off by the second user."""
@@ -108,6 +109,7 @@ def test_every_shipped_config_goes(prepare, file):
     assert max(map(len, str(found).splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_model_that_solves_nothing_is_sent_to_sft(prepare):
     """Its config is shipped for `rloo-kit sft`; RLOO alone would train nothing for an hour."""
     found = kit.check_preflight(*prepare(SFT_FIRST))
@@ -138,6 +140,7 @@ def test_the_published_recipe_is_refused_with_its_reason(prepare):
     assert kit.check_preflight(again, policy, data, kit.build_rewards(again, policy.tokenizer)).go
 
 
+@pytest.mark.slow
 def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
     """The length that is named must be one that was seen to be enough; where none is, the budget closes the thought."""
     monkeypatch.setattr("rloo_kit.preflight.probe.LONG_TOKENS", 12)
@@ -191,6 +194,7 @@ def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
     assert any("teaches nothing" in one.text for one in found.warnings) == (name == "a reward that always pays")
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_low_is_not_refused_by_chance(prepare, capsys):
     """32 wrong answers of 32 refused arithmetic_instruct with two seeds of four, which begins at 8 % and learns."""
     run, policy, data, rewards = prepare(DEMO)
@@ -210,6 +214,7 @@ def test_few_completions_refuse_nothing(prepare):
     assert "data.source" in found.faults[0].text
 
 
+@pytest.mark.slow
 def test_each_reward_is_reported(prepare):
     """The sum still varies through the other reward, so only a look at each reward finds a constant one."""
     budget = "{name: thinking_budget_reward, params: {min_tokens: 8, max_tokens: 16, margin_tokens: 8}}"
@@ -229,6 +234,7 @@ def test_each_reward_is_reported(prepare):
 # ------------------------------------------------------------------------------------------------ the step
 
 
+@pytest.mark.slow
 def test_a_rate_below_the_format_is_refused_with_one_that_moves(prepare, tiny_folder):
     """1e-6 in bfloat16: 0.01 - 1e-6 is 0.01, and the loss wanders for a night."""
     words = [f"model.name={tiny_folder}", "model.family=auto", "model.lora=null", "model.dtype=bfloat16"]
@@ -244,6 +250,7 @@ def test_a_rate_below_the_format_is_refused_with_one_that_moves(prepare, tiny_fo
     assert again.measures.moved >= 0.5 and not [fault for fault in again.faults if fault.name == "gradient"], again
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_learn_is_named(prepare):
     """A gradient of NaN, of nothing, and a learning rate of 0 are three faults with three keys."""
     run, policy, data, rewards = prepare(DEMO, "rloo.learning_rate=0")
@@ -315,6 +322,7 @@ def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
 # ------------------------------------------------------------------------------------------------ log-probabilities
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
     """With a KL penalty the policy starts at its reference: the adapter is the identity. A sampler that is off by more
     than rounding samples from another policy."""
@@ -337,6 +345,7 @@ def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
     assert again.go and "log-probs" in [fault.name for fault in again.warnings]
 
 
+@pytest.mark.slow
 def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
     """A merged R1 distillation under a name of its own, with a template that opens nothing, was taken for an instruct
     model: its thoughts were judged as answers, and preflight said GO."""
@@ -346,6 +355,7 @@ def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
     assert [one.key for one in found.warnings if "close a thought" in one.text] == ["model.family"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tokenizer):
     """MiniMax trained on samples of another policy wherever `generate` padded a prompt, and nothing said so."""
     folder = save_model("MiniMax", tiny_tokenizer, tmp_path / "minimax")
@@ -366,6 +376,7 @@ def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tok
     assert found.measures.logp_gap < 1e-4, "what is sampled is what is trained"
 
 
+@pytest.mark.slow
 def test_a_reference_elsewhere_is_a_fault(prepare, monkeypatch):
     """An adapter that was to start as the identity and does not is charged for a distance that it never went."""
     run, policy, data, rewards = prepare(DEMO, "rloo.beta=0.05")
@@ -467,6 +478,7 @@ def test_the_command_and_its_exit_codes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_train_stops_at_a_no_go(tmp_path):
     """`rloo-kit train` with run.preflight=true: exit code 2 before the first evaluation, and the folder is free for
     the corrected run."""

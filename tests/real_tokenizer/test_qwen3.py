@@ -70,6 +70,7 @@ def make_run(tmp_path: Path, qwen3_folder: Path) -> Any:
     return make
 
 
+@pytest.mark.slow
 def test_the_ids_are_those_that_rewards_decide_by(qwen3_tokenizer: Any) -> None:
     """Every default of the kit rests on these numbers, and no test had read them from Qwen3's own files."""
     tags = bind_think_tags(qwen3_tokenizer)
@@ -167,6 +168,7 @@ def test_split_stream_and_rewards_agree(qwen3_tokenizer: Any, thinking: str, ans
     assert exact[0] in ((0.7, 0.8) if answer is not None else (-1.0,)), "the length is counted in tokens"
 
 
+@pytest.mark.slow
 def test_rewards_of_a_run_are_bound(qwen3_tokenizer: Any, make_run: Any) -> None:
     """Ids, end tokens and texts of the real tokenizer meet the rewards as a run builds them."""
     run = make_run(rewards=("thinking_reward", "answer_reward", "think_format_reward", "missing_eos_penalty"))
@@ -219,6 +221,7 @@ def test_a_demonstration_ends_where_the_model_stops(qwen3_tokenizer: Any, make_r
         assert example.completion_ids[:2] == encode(qwen3_tokenizer, "<think>\n")
 
 
+@pytest.mark.slow
 def test_the_cheap_checks_read_it_without_transformers(make_run: Any, qwen3_folder: Path) -> None:
     """`rloo-kit preflight` reads the folder before torch is imported, and refuses a budget for a model that was asked
     not to think."""

@@ -50,6 +50,7 @@ def judge(reward: ReasoningGymScore, *pairs: tuple[str, Any], ids: tuple[int, ..
     )
 
 
+@pytest.mark.slow
 def test_the_verifier_scores_what_follows_the_tag(score: ReasoningGymScore) -> None:
     """Partial credit is the verifier's; a row of another source has no such score; no tag is no answer."""
     pairs = [("7", row()), ("+7.0", row()), ("8", row()), ("", row()), ("seven 7", row()), ("7", None)]
@@ -111,6 +112,7 @@ def test_what_a_verifier_does_costs_its_answer_alone(fake: Any) -> None:
     assert [str(value) for value in found] == ["0.0", "0.0", "1.0", "nan", "1.0", "nan", "1.0"]
 
 
+@pytest.mark.slow
 def test_a_verifier_that_takes_long_to_make(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """count_primes sieves when it is made, within the first answer's limit: right answers were wrong, silently. After a
     hang the library was imported within the next answer's."""

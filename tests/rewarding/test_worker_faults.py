@@ -123,6 +123,7 @@ def test_a_reply_to_no_call_is_never_taken_for_one() -> None:
     reward.worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
     """The request was written without a limit: a stopped worker and a batch that is larger than the pipe hung the run;
     later only if a detached child kept the other end."""

@@ -199,6 +199,7 @@ def test_budgets_by_the_same_rules(server, make_policy, make_engine):
     assert all(body["stop_token_ids"] == [TURN_END, END_OF_TEXT] for body in answers)
 
 
+@pytest.mark.slow
 def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_engine):
     """vLLM says by default how likely a token was before the temperature, and the correction would weigh every step by
     that gap. At temperature 1 both are one; elsewhere the server is asked, and refused."""
@@ -265,6 +266,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 def test_what_the_server_refuses_is_named_with_the_switch(server, make_policy, make_engine, monkeypatch):
     """A switch of `vllm serve` that is missing shows as a 404 or a stack trace of vLLM's; and an answer that does not
     fit what was asked would be trained on."""
