@@ -111,14 +111,16 @@ def _encode(weight: Weight, config: Any, tensor_type: Any) -> np.ndarray:
 
 
 def _add_shape(writer: Any, config: Any) -> None:
-    for key, value in (
-        ("block_count", config.num_hidden_layers), ("context_length", config.max_position_embeddings),
-        ("embedding_length", config.hidden_size), ("feed_forward_length", config.intermediate_size),
-        ("head_count", config.num_attention_heads), ("head_count_kv", config.num_key_value_heads),
-        ("key_length", config.head_dim), ("value_length", config.head_dim),
-        ("layer_norm_rms_eps", config.rms_norm_eps), ("rope_freq_base", config.rope_parameters["rope_theta"]),
-    ):  # fmt: skip
-        getattr(writer, f"add_{key}")(value)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.model_type == "llama":
         writer.add_rope_dimension_count(config.head_dim)
 
@@ -126,11 +128,18 @@ def _add_shape(writer: Any, config: Any) -> None:
 def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, config: Any) -> None:
     """A byte-level BPE. Rows without a token are marked unused. Added tokens that are not special, such as the
     thinking tags, are marked user-defined, so that readers keep them in the text."""
-    by_id, kind = {index: token for token, index in tokenizer.get_vocab().items()}, gguf.TokenType
-    tokens = [by_id.get(index, f"[PAD{index}]") for index in range(config.vocab_size)]
-    types = [kind.NORMAL if index in by_id else kind.UNUSED for index in range(config.vocab_size)]
-    for index, token in tokenizer.added_tokens_decoder.items():
-        types[index] = kind.CONTROL if token.special else kind.USER_DEFINED
+    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    tokens, types = [], []
+    for index in range(config.vocab_size):
+        if index not in by_id:
+            kind = gguf.TokenType.UNUSED
+        elif index in added:
+            kind = gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED
+        else:
+            kind = gguf.TokenType.NORMAL
+        tokens.append(by_id.get(index, f"[PAD{index}]"))
+        types.append(kind)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(ARCHITECTURES[config.model_type])
     writer.add_token_list(tokens)

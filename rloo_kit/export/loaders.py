@@ -42,8 +42,12 @@ def ask_transformers(request: dict[str, Any]) -> dict[str, Any]:
     dtype, folder = getattr(torch, request["compute"]), request["model"]
     nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
-    options = {"dtype": dtype, "quantization_config": four_bit if request.get("four_bit") else None}
-    model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": request["device"]}, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        device_map={"": request["device"]},
+        quantization_config=four_bit if request.get("four_bit") else None,
+    )
     for module in model.modules():  # see rloo_kit/models/transformers.py: it would repack the weights in place
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -84,9 +88,14 @@ def ask_llama_cpp(request: dict[str, Any]) -> dict[str, Any]:
         logps: list[float | None] = []
         greedy: list[int] = []
         while len(logps) < len(completion):
-            prompt = row["ids"] + completion[: len(logps)] if logps else row["text"]
-            asked = {"prompt": prompt, "n_predict": limit - len(logps), "temperature": 0, "n_probs": CANDIDATES}
-            answer = server.handle_completions(asked | {"cache_prompt": False})
+            asked = {
+                "prompt": row["ids"] + completion[: len(logps)] if logps else row["text"],
+                "n_predict": limit - len(logps),
+                "temperature": 0,
+                "n_probs": CANDIDATES,
+                "cache_prompt": False,
+            }
+            answer = server.handle_completions(asked)
             if "choices" not in answer or not (answer["choices"][0]["logprobs"] or {}).get("content"):
                 raise RuntimeError(f"llama.cpp does not continue the policy's completion: {answer}")
             prompt_tokens = prompt_tokens or answer["usage"]["prompt_tokens"]

@@ -1,4 +1,5 @@
-"""Check that an export is what was trained: the program that it is for loads it, and every token is compared."""
+"""Check that an exported model is the one that was trained: load it with the program that it is for, in a separate
+process, and compare it with the policy token by token."""
 
 import json
 import os
@@ -7,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ExportError, shorten
@@ -21,7 +22,8 @@ LONGEST = 256  # tokens of a greedy completion; thousands of tokens of thinking 
 REFUSED = "the export is not what was trained"
 
 
-class Tolerance(NamedTuple):
+@dataclass(frozen=True)
+class Tolerance:
     """Largest and mean difference of a token's log-probability in nats, and the least share of equal greedy texts."""
 
     largest: float
@@ -87,6 +89,20 @@ class Parity:
     unseen: int
     limits: Tolerance
 
+    @property
+    def problems(self) -> list[str]:
+        """The figures beyond their limit."""
+        limits, found = self.limits, []
+        if self.largest > limits.largest:
+            found.append(f"the log-prob of a token differs by {self.largest:.2g} nats (limit {limits.largest:.2g})")
+        if self.mean > limits.mean:
+            found.append(f"log-probs differ by {self.mean:.2g} nats on average (limit {limits.mean:.2g})")
+        if self.equal < limits.equal * self.prompts:
+            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
+        if self.unseen > MOST_UNSEEN * self.tokens:
+            found.append(f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20 (limit 2%)")
+        return found
+
     def __str__(self) -> str:
         return (
             f"{self.loader} {self.version}, {self.prompts} prompts, {self.tokens} tokens: log-probs differ by at most "
@@ -146,29 +162,29 @@ def check_parity(reference: Reference, loader: str, model: Path, kind: str, **re
     holds = TYPES.get(kind, kind)
     allowed = (OF_FILE[holds], OF_COMPUTING[reference.compute])
     lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
-    limits = Tolerance(
-        max(one.largest for one in allowed) + lost,
-        max(one.mean for one in allowed) + lost,
-        min(one.equal for one in allowed),
+    parity = Parity(
+        loader=loader,
+        version=reply["version"],
+        holds=holds,
+        compute=reference.compute,
+        prompts=len(reference.rows),
+        tokens=len(differences) + unseen,
+        largest=max(differences),
+        mean=sum(differences) / len(differences),
+        equal=equal,
+        unseen=unseen,
+        limits=Tolerance(
+            max(one.largest for one in allowed) + lost,
+            max(one.mean for one in allowed) + lost,
+            min(one.equal for one in allowed),
+        ),
     )
-    largest, mean = max(differences), sum(differences) / len(differences)
-    prompts, tokens = len(reference.rows), len(differences) + unseen
-    problems = []
-    if largest > limits.largest:
-        problems.append(f"the log-prob of a token differs by {largest:.2g} nats (limit {limits.largest:.2g})")
-    if mean > limits.mean:
-        problems.append(f"log-probs differ by {mean:.2g} nats on average (limit {limits.mean:.2g})")
-    if equal < limits.equal * prompts:
-        problems.append(f"{equal} of {prompts} greedy texts are equal (limit {limits.equal:.0%})")
-    if unseen > MOST_UNSEEN * tokens:
-        problems.append(f"{unseen} of {tokens} tokens are not among the likeliest 20 (limit 2%)")
-    if problems:
+    if parity.problems:
         raise ExportError(
-            f"{REFUSED}: in {loader} {'; '.join(problems)}. Nothing was published. If the run's model itself "
+            f"{REFUSED}: in {loader} {'; '.join(parity.problems)}. Nothing was published. If the run's model itself "
             "works, this is a bug in the export: keep the run's folder and report it"
         )
-    compared = (prompts, tokens, largest, mean, equal, unseen)
-    return Parity(loader, reply["version"], holds, reference.compute, *compared, limits)
+    return parity
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.loop.test_equality_with_stock import RELATIVE, _batch_loss_gradients,
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "minimal_rloo.py"
-PAGE = ROOT / "docs" / "minimal.md"
+PAGE = ROOT / "docs" / "loop.md"
 K = 4
 PROMPTS = ["What is 1+1?", "A much longer prompt than the others"]
 
