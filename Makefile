@@ -27,7 +27,7 @@ VLLM_PYTHON := 3.11
 PYTHON_VLLM ?= $(shell for p in $(PYTHON) python$(VLLM_PYTHON); do \
 	test "$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $(VLLM_PYTHON) && { echo $$p; break; }; done)
 
-# Bytecode is written when a module is first imported: compiling all of them is half of an installation.
+# Bytecode is written when a module is first imported: compiling all of them is two fifths of an installation.
 PIP_INSTALL := -m pip install --no-compile --disable-pip-version-check --progress-bar off -c constraints.txt
 PIP_INSTALL_VLLM := $(subst constraints.txt,constraints-vllm.txt,$(PIP_INSTALL))
 
