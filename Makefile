@@ -40,6 +40,7 @@ comma := ,
 # One stamp per set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
+DEV := dev,math,notebook$(addprefix $(comma),$(GPU_EXTRA))
 GYM_NEEDS := pycosat, which it needs, is built by a C compiler (Debian, Ubuntu: apt-get install gcc python3-dev); the index has to be reached too
 # The core tests are the same everywhere: a GPU is hidden from them; tests/on_gpu is for GPUs.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/with_vllm --ignore=tests/on_gpu -n $(JOBS) --dist worksteal
@@ -166,9 +167,9 @@ $(STAMP): $(REQUIRED) | $(BIN)/python
 $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
 	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV), once"
 	$(torch_first)
-	@.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[dev,math,notebook$(addprefix $(comma),$(GPU_EXTRA))]'
-	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' >/dev/null 2>&1 || \
-	echo "reasoning-gym is not installed, and its tests are skipped: $(GYM_NEEDS)"
+	@.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[$(DEV),reasoning-gym]' 2> /dev/null || \
+	{ echo "reasoning-gym is not installed, and its tests are skipped: $(GYM_NEEDS)"; \
+	.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[$(DEV)]'; }
 	@touch $(STAMP) $@
 
 # unsloth and unsloth-zoo come without what they require: torchvision and xformers have no builds that fit a CPU torch.

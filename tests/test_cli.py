@@ -203,6 +203,7 @@ def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(conf
     assert code == 0 and "resuming" in printed and "step 3/3" in printed, errors
 
 
+@pytest.mark.slow
 def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_path):
     """With health.no_signal=stop a job must end as a failure, or the batch that started it goes on."""
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")

@@ -72,6 +72,7 @@ def run_test(file: str) -> int:
     return len(tests)
 
 
+@pytest.mark.slow
 def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(folder: Path) -> None:
     """Without a GPU the shortest way to a run of one's own was to copy a config, a reward and a README by hand."""
     code, printed, said = call("--data", sums(), "--yes")

@@ -30,6 +30,7 @@ def test_every_benchmark_starts(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_pages_show_what_was_measured(module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
     tables = module("tables")

@@ -53,6 +53,7 @@ def source(folder: Path, dest: Path, commands: str = "true") -> subprocess.Compl
     return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_use_sh_finds_or_unpacks_the_kit(revision: str, tmp_path: Path) -> None:
     """An archive has no .git, so results of such a machine had no revision; one without the link has no rewards; and
     without an installation there was no rloo-kit to run."""

@@ -47,6 +47,7 @@ def test_rewards_need_no_installed_package(repository: Path) -> None:
     assert done.stdout.strip() == str(repository / "rewards" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_a_rewards_module_of_the_user_does_not_break_the_kit(tmp_path: Path, repository: Path) -> None:
     """`rewards.py` next to a script is the first name anybody gives to rewards of their own, and it shadowed the kit's
     package: "No module named 'rewards.text'; 'rewards' is not a package". Nor is a script without a main guard run

@@ -62,6 +62,7 @@ def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer
     assert again.train.to_list() == data.train.to_list() and again.test.to_list() == data.test.to_list()
 
 
+@pytest.mark.slow
 def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
     """Item i is drawn by seed + i: a test source of the next seed had all of the training questions but one."""
     found = prepare(num_prompts=100, test_source=SUMS, test_size=50)
@@ -211,6 +212,7 @@ def test_a_process_that_dies_is_said(fake, monkeypatch):
         fake(8)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_said_with_its_key(fake, monkeypatch):
     """A billion numbers to sort: the run hung before its first line. count_primes sieves when it is made: a run with a
     large max_n stood still, without a word, for half a minute."""

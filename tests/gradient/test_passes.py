@@ -95,7 +95,9 @@ WAYS = [
 ALL_WAYS, SOME_WAYS = "some unscored", [("fast", 8, 1), ("fast", 2, 10_000), ("low", 1, 40)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name == "a tied group" else pytest.mark.slow) for name in METHODS]
+)
 def test_every_way_of_computing_makes_one_gradient(method, step):
     """What is scored first, how many rows at once and how a batch is split is a matter of memory; the small GPUs that
     need `low` cannot run the other modes to compare. A deviation or a count of tokens of one pass, or of one
@@ -117,6 +119,7 @@ def test_every_way_of_computing_makes_one_gradient(method, step):
             assert sum(without_graph) == 8 and len(without_graph) < 8, "short ones are scored together first"
 
 
+@pytest.mark.slow
 def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(step):
     """The layers run again in the backward pass, after the trainer has gone on: with the plan and the attention of the
     forward pass, or the gradient is that of another model. Checkpointed embeddings without a gradient left an adapter
@@ -134,6 +137,7 @@ def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(ste
             assert off(found, expected) < TOLERANCE, (attention, memory, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["balanced", "low"])
 def test_padded_rows_of_one_length_share_a_pass(memory, step, monkeypatch):
     """In the order of the rollout a pass was as long as its longest row: models that cannot be packed, every hybrid of
@@ -155,6 +159,7 @@ def test_padded_rows_of_one_length_share_a_pass(memory, step, monkeypatch):
     assert padding <= 16, f"{padding} of {sum(lengths)} tokens in {seen}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_all_passes_of_a_rollout_have_one_layout(memory, step, monkeypatch):
     """With `memory: low` a pass is one sequence, which spares nothing. Were each pass to choose for itself, the policy
@@ -200,6 +205,7 @@ def test_a_step_without_any_signal_moves_momentum_and_says_how_sure_the_policy_i
     assert logs["rollout/skipped_rows_ratio"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "options"),
     [
@@ -225,6 +231,7 @@ def test_a_step_is_the_same_from_one_rollout_or_from_several(reward, options, st
         assert rows[0] == rows[1] < 8
 
 
+@pytest.mark.slow
 def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
     """Four updates from one rollout: by whole groups where they fit, with the ratio against the rollout's policy."""
     options = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "num_iterations": 2, "learning_rate": 0.05}
@@ -237,6 +244,7 @@ def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
         assert ratios[-1] != 1.0
 
 
+@pytest.mark.slow
 def test_tied_groups_are_not_computed_and_count(step):
     """Half of the step's time went into groups whose advantages are 0. They are part of the step all the same, as in
     TRL: a share of tied groups would else be a larger step for the rest, where the loss is a mean over tokens."""
@@ -252,6 +260,7 @@ def test_tied_groups_are_not_computed_and_count(step):
     assert off(sums["batch"] * tokens, sums["none"] * len(TWO_GROUPS)) < TOLERANCE, "one ratio a step, on-policy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", ["completion", "batch"])
 def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
     """Two updates from one rollout, the second off-policy: each divides by its own rows' tokens."""

@@ -85,6 +85,7 @@ def test_an_evaluation_changes_nothing_of_the_training(start):
     assert len(found_by(one.folder)) == 7 and not (other.folder / "evaluations.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
     """The held-out measure was in a separate file, where neither the progress line nor a tracker showed it."""
     compared = AnswerReward(think_end_id=260)  # made in Python, so known by its name only
@@ -116,6 +117,7 @@ def test_patience_follows_the_reward_where_none_compares_answers(start, capsys):
     assert "accuracy" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_full_model_gets_its_best_weights_back(start):
     """Without an adapter the best weights are a whole model."""
     words = (*EVERY_TWO, "eval.measure=reward", "model.lora=null", "rloo.learning_rate=1e-3", "rloo.max_steps=4")
@@ -127,6 +129,7 @@ def test_a_full_model_gets_its_best_weights_back(start):
     assert all(torch.equal(tensor, live[name]) for name, tensor in found[1].items() if name in live)
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_early_and_its_adapter_is_the_best(start, capsys):
     """A run that got worse for half a night was saved as it was at the end. adapter/ holds the best evaluation's
     weights, the policy in memory has them, and the words and files say so."""

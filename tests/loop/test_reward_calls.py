@@ -131,6 +131,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["command", "text", "messages"])
 def test_rewards_of_published_recipes(way, trl_train, tiny_folder, tiny_tokenizer, tmp_path):
     """`completion[0]["content"]` failed on every sample of a run's data, `solution` and `problem` were gone after they

@@ -228,6 +228,7 @@ def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tm
     assert trained_run(folder).model.adapter == str(folder / "adapter")
 
 
+@pytest.mark.slow
 def test_a_training_cell_that_is_run_again_is_refused(start, write_config):
     """Three runs of one notebook cell reported 26 -> 48 %, -> 86 % and -> 93 %: each deleted the run before it, with
     the checkpoint that Ctrl-C had just offered, and trained its weights further."""

@@ -368,6 +368,7 @@ def test_a_fresh_adapter_is_its_own_reference(trl_train, make_tiny_model):
     assert list(run.trainer.model.peft_config) == ["default"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_trainers_in_turn_on_one_model(beta, trl_train, make_tiny_model):
     """The third one met the copy of the second; the first, trained on, took the second's start for its own and scored

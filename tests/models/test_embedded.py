@@ -158,6 +158,7 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatc
     assert json.loads((built / RECORD).read_text())["plan"]["steps"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"steps": 3}, {"name": "instruct"}, {"vocabulary": "qwen3"}, {"name": "thinking@sorting"}]
 )

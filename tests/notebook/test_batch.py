@@ -88,6 +88,7 @@ def leave_batch(batch: Batch, *states: str) -> None:
 # ------------------------------------------------------------------------------------------------ the file
 
 
+@pytest.mark.slow
 def test_the_shipped_batch_is_what_its_header_says() -> None:
     """A grid that grows from six runs to eighteen under a header that still promises a quarter of an hour."""
     batch = load_batch(SHIPPED)
@@ -123,6 +124,7 @@ def one(notebook: str = "plain.ipynb", **parameters: object) -> dict[str, object
     return {"notebook": notebook, "runs": [{"parameters": parameters}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -163,6 +165,7 @@ def test_what_is_wrong_is_named_before_anything_starts(folder: Path, values: dic
     assert str(caught.value).count(message) == 1
 
 
+@pytest.mark.slow
 def test_overrides_and_another_kind_of_file(folder: Path) -> None:
     """A fault on the command line was reported as one in the file, and `rloo-kit train` on a batch file named twelve
     missing keys, but not the command to use."""
@@ -376,6 +379,7 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monk
     assert 'href="trains-seed=3/log.txt"' in html
 
 
+@pytest.mark.slow
 def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path) -> None:
     """With `rloo-kit batch ... | head` or a closed terminal, the first line that could not be written ended the
     batch."""

@@ -19,6 +19,7 @@ def test_every_notebook_is_a_pair() -> None:
         assert sorted(path.stem for path in FOLDER.glob(f"*.{ending}")) == sorted(NAMES), ending
 
 
+@pytest.mark.slow
 def test_generating_again_changes_nothing(tmp_path: Path) -> None:
     """An edit of a generated file that its source lacks is lost at the next `make notebooks`; and new random cell ids
     at each generation would make every change a change of the whole file."""

@@ -171,6 +171,7 @@ NOTHING_TO_LEARN: dict[str, tuple[Any, str, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTHING_TO_LEARN)
 def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
     """No group has differing rewards, so nothing is trained; a reward that failed for every sample was found out an
@@ -205,6 +206,7 @@ def test_a_run_that_begins_low_is_not_refused_by_chance(prepare, capsys):
     assert "4 prompts x 8 completions (16 prompts if" in capsys.readouterr().out, "both draws are announced"
 
 
+@pytest.mark.slow
 def test_few_completions_refuse_nothing(prepare):
     """A model that is right half of the time gets two of two wrong one time in four: too few samples for a NO-GO."""
     run, policy, data, rewards = prepare(DEMO, "rloo.per_device_train_batch_size=16")
@@ -293,6 +295,7 @@ def test_steps_are_taken_in_the_largest_pass(beta, tiny_folder, monkeypatch):
     assert list(policy.model.peft_config) == ["default"] and not policy.model.training
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):
     """Without this check the first step at full length comes hours into a run, with the first long completions."""
     run, policy, data, rewards = prepare(DEMO)

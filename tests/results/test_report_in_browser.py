@@ -97,6 +97,7 @@ def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) 
     assert page.run("globalThis.alerted === undefined")
 
 
+@pytest.mark.slow
 def test_axe_finds_nothing_serious(page: Browser) -> None:
     """Labels, headings, contrast, roles: everything open, in both colours and widths."""
     page.run(

@@ -63,6 +63,7 @@ def test_the_verifier_scores_what_follows_the_tag(score: ReasoningGymScore) -> N
     assert spoken(**batch) == [1.0] and guard(spoken)(prompts=["p"], **batch) == [1.0]
 
 
+@pytest.mark.slow
 def test_a_threshold_and_where_the_answer_is_looked_for(score: ReasoningGymScore) -> None:
     """A chat model answers in a sentence, and gets a share for the length of the right part."""
 
@@ -104,6 +105,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
         reward.worker.close()
 
 
+@pytest.mark.slow
 def test_what_a_verifier_does_costs_its_answer_alone(fake: Any) -> None:
     """A verifier that raises takes the answer for one of the asked form: it is wrong. `exit()` as an answer ended in
     SystemExit, and the error of that one answer left the whole batch unscored."""
@@ -160,6 +162,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym, "Worker", InPlace)
 
 
+@pytest.mark.slow
 def test_accuracy_is_the_verifiers(tiny_tokenizer: Any, in_place: None) -> None:
     """Several orders of courses, ladders or paths are right: compared with the stored answer, most right answers
     counted as wrong. Rows of other sources are judged by their answers, and partial credit is not right."""

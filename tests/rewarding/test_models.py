@@ -49,6 +49,7 @@ def check_all(reward: MathAnswerReward, asked: list[tuple[str, str, float]]) -> 
     assert [one for one, score, row in zip(pairs, found, asked, strict=True) if score != row[2]] == []
 
 
+@pytest.mark.slow
 def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -> None:
     """Guards against comparing LaTeX as text, and against math-verify's own limits, which use a POSIX signal: in a
     thread every answer was wrong."""
@@ -116,6 +117,7 @@ PARTS = [
 ]  # gold, right, wrong
 
 
+@pytest.mark.slow
 def test_neither_gold_nor_answer_is_read_in_part(math_reward: MathAnswerReward) -> None:
     """The same for kinds of answers that the file lacks; a judge that takes parts pays for guessing one of two."""
     check_all(math_reward, [
@@ -144,6 +146,7 @@ def test_unclosed_and_unanswerable_samples(math_reward: MathAnswerReward) -> Non
         MathAnswerReward(answer_timeout_s=0)
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_costs_itself_alone(math_reward: MathAnswerReward) -> None:
     """A tower of powers stopped the run; what the batch had no time for was called wrong, and never checked."""
     quick, hurried = MathAnswerReward(answer_timeout_s=0.5), MathAnswerReward(timeout_s=0.3)

