@@ -25,6 +25,7 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_installed_wheel_trains_beside_a_rewards_module_of_the_user(repository: Path, tmp_path: Path) -> None:
     """The user's `rewards.py` shadowed the package that the kit took its own rewards from; and a wheel made from a
     source distribution, which loses the link rloo_kit/rewards, could not name a reward."""

@@ -92,7 +92,9 @@ def test_llama_cpp_answers_as_the_embedded_model(embedded_run: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("to", "options"), [("merged", {}), ("gguf", {"quantization": "f32"})])
+@pytest.mark.parametrize(
+    ("to", "options"), [("merged", {}), pytest.param("gguf", {"quantization": "f32"}, marks=pytest.mark.long)]
+)
 def test_the_true_vocabulary_with_merges(wide_run: Path, tmp_path: Path, to: str, options: dict[str, str]) -> None:
     """151,936 rows, digits, umlauts and tabs: llama.cpp splits texts by its own rule, which has to equal Qwen3's."""
     found = kit.export_model(wide_run, to, output=tmp_path / "out", **options)

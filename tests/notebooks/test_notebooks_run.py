@@ -92,7 +92,9 @@ def check_folder(folder: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["arithmetic_thinking", "qwen3_thinking_rloo", pytest.param("qwen3_instruct_rloo", marks=pytest.mark.long)]
+    "name",
+    ["arithmetic_thinking"]
+    + [pytest.param(f"qwen3_{kind}_rloo", marks=pytest.mark.long) for kind in ("thinking", "instruct")],
 )
 def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path: Path) -> None:
     """Started elsewhere, python-dotenv finds nothing, relative paths lead nowhere and the run lands in the wrong
@@ -190,6 +192,7 @@ def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Pat
     assert "raise rloo.max_completion_length (currently 4)" in said
 
 
+@pytest.mark.long
 def test_the_source_runs_as_a_plain_script(start: Start, tmp_path: Path) -> None:
     """Without IPython there is no display, no `In` and no kernel to end: the .py is for a terminal too."""
     text = (FOLDER / "arithmetic_instruct.py").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.notebooks.runners import COMMANDS, LIMIT_S, call, write_cells
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 CELLS = """
 import time

@@ -41,6 +41,7 @@ def test_what_does_not_exist_is_found(text: str, fault: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_cases_do_what_they_expect() -> None:
     done = subprocess.run([sys.executable, ROOT / "evals" / "run.py"], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
