@@ -27,7 +27,7 @@ VLLM_PYTHON := 3.11
 PYTHON_VLLM ?= $(shell for p in $(PYTHON) python$(VLLM_PYTHON); do \
 	test "$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $(VLLM_PYTHON) && { echo $$p; break; }; done)
 
-# Bytecode is written when a module is first imported: compiling all of them is two fifths of an installation.
+# pip compiles on one core, two fifths of an installation; `compiled` does it on all.
 PIP_INSTALL := -m pip install --no-compile --disable-pip-version-check --progress-bar off -c constraints.txt
 PIP_INSTALL_VLLM := $(subst constraints.txt,constraints-vllm.txt,$(PIP_INSTALL))
 
@@ -37,6 +37,8 @@ endif
 GPU_EXTRA := $(if $(HAS_GPU),gpu)
 TORCH_FIRST := torch $(if $(HAS_GPU),torchvision)
 comma := ,
+# Set in some containers: each process would compile the kit again.
+unexport PYTHONDONTWRITEBYTECODE
 # One stamp per set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
@@ -158,10 +160,16 @@ define torch_first
 	$(if $(TORCH_INDEX),@.ci/quietly $(VENV)/install-torch.log $(BIN)/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) $(TORCH_FIRST))
 endef
 
+# $(1): the folder of the environment
+define compiled
+	@$(1)/bin/python -m compileall -q -j 0 $(1)/lib > /dev/null 2>&1 || true # some packages carry templates that are no Python
+endef
+
 $(STAMP): $(REQUIRED) | $(BIN)/python
 	@echo "installing the packages of rloo-kit$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV), once"
 	$(torch_first)
 	@.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[notebook$(addprefix $(comma),$(GPU_EXTRA))]'
+	$(call compiled,$(VENV))
 	@touch $@
 
 $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
@@ -170,6 +178,7 @@ $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
 	@.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[$(DEV),reasoning-gym]' 2> /dev/null || \
 	{ echo "reasoning-gym is not installed, and its tests are skipped: $(GYM_NEEDS)"; \
 	.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[$(DEV)]'; }
+	$(call compiled,$(VENV))
 	@touch $(STAMP) $@
 
 # unsloth and unsloth-zoo come without what they require: torchvision and xformers have no builds that fit a CPU torch.
@@ -178,6 +187,7 @@ $(VENV_UNSLOTH)/.stamp: $(REQUIRED) $(wildcard tests/with_unsloth/*.txt) | $(VEN
 	$(if $(TORCH_INDEX),@.ci/quietly $(VENV_UNSLOTH)/install-torch.log $(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
 	@.ci/quietly $(VENV_UNSLOTH)/install.log $(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) -e . -r tests/with_unsloth/requirements.txt
 	@.ci/quietly $(VENV_UNSLOTH)/install.log $(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --no-deps -r tests/with_unsloth/requirements-no-deps.txt
+	$(call compiled,$(VENV_UNSLOTH))
 	@touch $@
 
 # Without what breaks vLLM's import on a CPU or is a gigabyte of GPU kernels; tests/with_vllm/requirements*.txt say which.
@@ -186,4 +196,5 @@ $(VENV_VLLM)/.stamp: pyproject.toml constraints-vllm.txt $(wildcard tests/with_v
 	$(if $(TORCH_INDEX),@.ci/quietly $(VENV_VLLM)/install-torch.log $(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --index-url $(TORCH_INDEX) torch)
 	@.ci/quietly $(VENV_VLLM)/install.log $(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) -e . -r tests/with_vllm/requirements.txt
 	@.ci/quietly $(VENV_VLLM)/install.log $(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --no-deps -r tests/with_vllm/requirements-no-deps.txt
+	$(call compiled,$(VENV_VLLM))
 	@touch $@
