@@ -161,10 +161,10 @@ def smollm2_at() -> Callable[[str], Path]:
         from rloo_kit.errors import SetupError
 
         load_stack()
-        from rloo_kit.models.embedded import build
+        from rloo_kit.models.embedded import build_smollm2
 
         try:
-            return build(name)
+            return build_smollm2(name)
         except SetupError as error:
             pytest.skip(str(error))
 
