@@ -160,9 +160,10 @@ class RLOOStep:
     def settle(self, batch: RolloutBatch) -> None:
         """Compute the advantages of the whole batch and record the rollout, so the log has what is trained."""
         kl = None if batch.kl is None else pick(batch.kl)
-        together = self.settings.advantage, self.parallel.gather, self.parallel.rows(len(batch))
+        together = (self.parallel.gather, self.parallel.rows(len(batch)))
+        settings = self.settings.advantage
         batch.advantages = make_advantages(
-            batch.scores, kl, pick(batch.mask), batch.lengths, batch.group_size, *together
+            batch.scores, kl, pick(batch.mask), batch.lengths, batch.group_size, settings, *together
         )
         self.recorder.rollout(batch)
 

@@ -143,9 +143,16 @@ def _sampler(
     """The engine for one call; a server unloads the adapter afterwards."""
     pad_id = policy.tokenizer.pad_token_id
     with _server_settings(policy, rollout) if rollout.engine == "server" else nullcontext() as server:
-        ids = {"end_ids": end_ids, "pad_id": end_ids[0] if pad_id is None else pad_id}
-        options: dict[str, Any] = {"backend": policy.backend, "temperature": temperature, "rows": rows, **ids}
-        engine = build_engine(policy.model, rollout.engine, server=server, **options)
+        engine = build_engine(
+            policy.model,
+            rollout.engine,
+            backend=policy.backend,
+            temperature=temperature,
+            end_ids=end_ids,
+            pad_id=end_ids[0] if pad_id is None else pad_id,
+            rows=rows,
+            server=server,
+        )
         try:
             yield engine
         finally:

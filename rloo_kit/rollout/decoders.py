@@ -147,8 +147,14 @@ class ModuleDecoder:
         if self.groups_heads and cache.is_even:
             mask = mask[..., :0]  # with None the model would build its own
         with _grouped_heads(self.model) if self.groups_heads else nullcontext():
-            places = {"position_ids": positions[:, None], "attention_mask": mask, "past_key_values": _StepCache(cache)}
-            return self.model(input_ids=tokens[:, None], **places, use_cache=True, logits_to_keep=1).logits[:, -1]
+            return self.model(
+                input_ids=tokens[:, None],
+                position_ids=positions[:, None],
+                attention_mask=mask,
+                past_key_values=_StepCache(cache),
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
 
 
 @contextmanager
@@ -327,10 +333,17 @@ class FusedDecoder(ModuleDecoder):
         (gate, gate_bias), (up, up_bias), (down, down_bias) = map(_linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         if any(part is not None for part in (gate_bias, up_bias, down_bias)):
             raise NotPlainError("has biases in its MLP")
-        qkv = (torch.cat([*turned, weights[2]]) * before_attention).t().contiguous()
-        gate_up = (torch.cat((gate, up)) * before_mlp).t().contiguous()
-        matrices = out.t().contiguous(), out_bias, gate_up, down.t().contiguous()
-        return _Layer(qkv, bias, head_norm, head_eps, *matrices, eps=(eps, mlp_eps))
+        return _Layer(
+            qkv=(torch.cat([*turned, weights[2]]) * before_attention).t().contiguous(),
+            qkv_bias=bias,
+            head_norm=head_norm,
+            head_eps=head_eps,
+            out=out.t().contiguous(),
+            out_bias=out_bias,
+            gate_up=(torch.cat((gate, up)) * before_mlp).t().contiguous(),
+            down=down.t().contiguous(),
+            eps=(eps, mlp_eps),
+        )
 
     def _pair_rows(self, weight: torch.Tensor) -> torch.Tensor:
         """A projection's output rows, (heads * D, ...), with each head's dimensions in pairs."""
