@@ -37,8 +37,6 @@ endif
 GPU_EXTRA := $(if $(HAS_GPU),gpu)
 TORCH_FIRST := torch $(if $(HAS_GPU),torchvision)
 comma := ,
-# Set in some containers: each process would compile the kit again.
-unexport PYTHONDONTWRITEBYTECODE
 # One stamp per set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))

@@ -39,7 +39,10 @@ if TYPE_CHECKING:  # slow to import
 SECONDS_FOR_MAIN = 10.0
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # `batch` uses the small exit codes to count runs
 # Errors of a file or its disk, not of the program.
-OF_THE_DISK = "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "EIO"
+OF_THE_DISK = (
+    errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    errno.EIO,
+)  # fmt: skip
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,6 +77,8 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
     """Messages instead of tracebacks for the kit's own errors and Ctrl-C; `batch` also has an exit code for bugs."""
     try:
         yield
+    except Exit:
+        raise
     except RlooKitError as error:
         name = "rloo-kit"
         if not is_main_process():  # if the main one exits with the same error, the launcher ends this one: printed once
@@ -87,17 +92,11 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise Exit(INTERRUPTED) from None
     except Exception as error:
-        if isinstance(error, Exit):
-            raise
         why = ""
         if is_disk_full(error):
             why = f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))}): free some "
             why += "space, then repeat the command"
-        elif (
-            isinstance(error, OSError)
-            and error.filename is not None
-            and errno.errorcode.get(error.errno or 0, "") in OF_THE_DISK
-        ):
+        elif isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
             why = f"{error.filename if error.filename2 is None else error.filename2}: {error.strerror}"
         if not why and refused == REFUSED:
             raise

@@ -223,8 +223,12 @@ def count_states(statuses: Iterable[RunStatus]) -> dict[str, int]:
 
 # The figures of the comparison (with _before or _after appended): measures with their intervals, and attributes.
 MEASURES = {"accuracy": "accuracy", "greedy_accuracy": "greedy_accuracy", "held_out_reward": "reward"}
-ATTRIBUTES = {"thinking_tokens": "mean_thinking_tokens", "closed_share": "closed_share", "tokens": "mean_tokens"}
-ATTRIBUTES |= {"eval_prompts": "num_prompts"}
+ATTRIBUTES = {
+    "thinking_tokens": "mean_thinking_tokens",
+    "closed_share": "closed_share",
+    "tokens": "mean_tokens",
+    "eval_prompts": "num_prompts",
+}
 # What may lead, in titles, and the other one.
 WORDS = {"accuracy": ("accuracy", "held-out reward"), "held_out_reward": ("reward", "accuracy")}
 KINDS = (("s0", "before"), ("s1", "after"))  # classes of the style for the bars

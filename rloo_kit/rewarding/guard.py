@@ -37,7 +37,7 @@ OTHER_FORM: dict[type, tuple[str, str]] = {
 }
 
 
-OF_MODULES = ("forward", "named_parameters")
+OF_MODULES = ("forward", "named_parameters")  # what a reward model has, which TRL calls itself
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -59,9 +59,7 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     elif hasattr(reward, "get_rewards"):
         wrapped = RewardsObject(reward)
         guarded = GuardedAsyncReward(wrapped) if is_async(reward.get_rewards) else GuardedReward(wrapped)
-    elif isinstance(reward, str) or all(
-        callable(getattr(reward, one, None)) for one in ("forward", "named_parameters")
-    ):
+    elif isinstance(reward, str) or all(callable(getattr(reward, one, None)) for one in OF_MODULES):
         return reward
     elif not callable(reward):
         raise RewardError(
