@@ -146,12 +146,21 @@ def _sample(run: RunConfig, policy: Policy, prompt: str, on_text: OnText | None,
     if text is not None:
         text.feed(found.ids)
         text.close()
-    parts = split_thinking(found.ids, policy.tokenizer, tags, opened)
+    thinking, answer = split_thinking(found.ids, policy.tokenizer, tags, opened)
     thought, count = found.thinking_tokens, len(found.ids)
     if thought is None:
         thought = count - found.ended if opened or tags.start_id in found.ids[:1] else 0
-    seconds = time.monotonic() - started
-    return Answer(prompt, *parts, count, thought, found.ended, found.closed, found.forced, seconds)
+    return Answer(
+        question=prompt,
+        thinking=thinking,
+        answer=answer,
+        tokens=count,
+        thinking_tokens=thought,
+        ended=found.ended,
+        closed=found.closed,
+        forced=found.forced,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _find_limits(

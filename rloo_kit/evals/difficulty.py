@@ -84,11 +84,16 @@ def measure_pass_rates(
     """The share of right ones among `samples` completions of each rendered prompt, cached or measured, and how many
     were cached."""
     judge = AnswerJudge(run, policy.tokenizer, answers)
-    judged_by = judge.reward if judge.gym_reward is None else (judge.reward, judge.gym_reward)
-    adapter = None if run.model.adapter is None else str(run.model.adapter)
-    conditions = {"model": run.model.name, "adapter": adapter, "weights": fingerprint(policy.model), "samples": samples}
-    conditions |= {**_sampling_of(run), "judge": repr(judged_by), "kit": rloo_kit.__version__}
     try:
+        judged_by = judge.reward if judge.gym_reward is None else (judge.reward, judge.gym_reward)
+        adapter = None if run.model.adapter is None else str(run.model.adapter)
+        conditions = {
+            "model": run.model.name,
+            "adapter": adapter,
+            "weights": fingerprint(policy.model),
+            "samples": samples,
+        }
+        conditions |= {**_sampling_of(run), "judge": repr(judged_by), "kit": rloo_kit.__version__}
         cache = PassRateCache(conditions)
         pairs = list(dict.fromkeys(zip(prompts, answers, strict=True)))
         todo = share([pair for pair in pairs if cache.get(*pair) is None])  # each machine has its own cache

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.runs.files import read_object, write_json
+from rloo_kit.runs.files import is_count, read_object, write_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"  # folder of a save that is in progress or was killed
@@ -28,8 +28,9 @@ class Checkpoint:
     """A sealed checkpoint as its manifest describes it; `find_damage` checks its files.
 
     Attributes:
-        folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run, config: id and resolved configuration
-            (YAML) of the run that wrote it; "" for a trainer without a run. processes: number of training processes.
+        folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run: id of the run that wrote it; "" for a
+            trainer without a run. config: the run's resolved configuration as YAML; "" without a run.
+        processes: number of training processes.
         files: size in bytes and SHA-256 of every file, by its path inside the folder.
     """
 
@@ -76,12 +77,7 @@ def publish(folder: Path, target: Path) -> None:
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
-    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
-        handle = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    _sync_folder(target.parent)
     shutil.rmtree(folder.parent)
 
 
@@ -97,15 +93,20 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     manifest = read_object(folder / MANIFEST)
     if manifest.pop("sha256", None) != _digest_of(manifest):
         return None
-    try:
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        step, run, config, processes = (manifest[name] for name in ("step", "run", "config", "processes"))
-    except (AttributeError, KeyError, TypeError):
+    step, run, config, processes, files = (
+        manifest.get(name) for name in ("step", "run", "config", "processes", "files")
+    )
+    if not (isinstance(run, str) and isinstance(config, str) and isinstance(files, dict) and files):
         return None
-    is_inside = not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
-    if not files or not is_inside or folder.name != f"{STEM}{step}":
+    if not is_count(step) or not is_count(processes) or folder.name != f"{STEM}{step}":
         return None
-    return Checkpoint(folder, step, run, config, processes, files)
+    entries: dict[str, tuple[int, str]] = {}
+    for name, entry in files.items():
+        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if not is_count(size) or not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            return None
+        entries[name] = (size, digest)
+    return Checkpoint(folder, step, run, config, processes, entries)
 
 
 def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None]) -> None:
@@ -148,3 +149,12 @@ def _digest(path: Path) -> str:
 
 def _digest_of(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
