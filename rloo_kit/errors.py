@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 LONGEST_LINE, MOST_LINES = 1000, 100
+LONGEST_ERROR = 2000  # characters of a caught error's text
 # What moves a terminal's cursor, reverses its text or cannot be written at all.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -34,6 +35,20 @@ def shorten(text: str, longest: int = 2000, tail: int = 0) -> str:
         return text
     end = f" ... ({len(text):,} characters) {text[len(text) - tail :]}".rstrip()
     return text[: max(longest - len(end), 0)] + end
+
+
+def describe_error(error: BaseException, where: str = "") -> str:
+    """An error's class and text, then `where`. A long text is cut; one that cannot be built is left out."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be made"
+    return f"{printable(type(error).__name__, 60)}: {printable(text, LONGEST_ERROR // 2)}{where}"
+
+
+def printable(text: str, longest: int = LONGEST_ERROR) -> str:
+    """`text`, shortened and encodable as UTF-8."""
+    return shorten(text, longest).encode("utf-8", "replace").decode()
 
 
 class RlooKitError(Exception):

@@ -22,12 +22,13 @@ from rloo_kit.results.intervals import Measured, Scores, clustered, mean_of_comp
 from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
 from rloo_kit.rewarding.registry import build_reward, make_rewards
 from rloo_kit.rewarding.signature import weighted_sum
-from rloo_kit.rewarding.worker import close_worker, digest_texts, read_sources
+from rloo_kit.rewarding.worker import close_worker, read_sources
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
+from rloo_kit.system.user_code import digest_texts
 from rloo_kit.think_tags import opens_thinking, split_thinking
 
 _Value = TypeVar("_Value")

@@ -39,13 +39,14 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.rewarding.worker import digest_texts, end_workers, read_sources, refuse_edited
+from rloo_kit.rewarding.worker import end_workers, read_sources, refuse_edited
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.folder import INPUTS, RunDir
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
+from rloo_kit.system.user_code import digest_texts
 
 
 def train_in(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> TrainResult:

@@ -14,15 +14,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.errors import RewardError, WholeBatchError, describe_error, printable
 from rloo_kit.rewarding.signature import (
     CONVENTION,
     EXCERPT,
     Signature,
     check_signature,
-    describe_error,
     find_problem,
-    printable,
     read_number,
     read_result,
     read_signature,

@@ -20,9 +20,9 @@ import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from rewards import thinking_reward
-from rloo_kit.errors import RewardError
+from rloo_kit.errors import LONGEST_ERROR, RewardError
 from rloo_kit.rewarding.guard import guard, is_async, log_names
-from rloo_kit.rewarding.signature import LONGEST_ERROR, overflowing
+from rloo_kit.rewarding.signature import overflowing
 
 BATCH: dict[str, Any] = {
     "prompts": ["2+2=", "3+3=", "4+4="],

@@ -10,8 +10,9 @@ import pytest
 
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.worker import MOST_FILES, WorkerReward, read_files, refuse_edited
+from rloo_kit.rewarding.worker import WorkerReward, refuse_edited
 from rloo_kit.system.isolation import Worker, worker_environment
+from rloo_kit.system.user_code import MOST_FILES, read_files
 
 HERE = Path(__file__).parent
 BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "completion_ids": [(1, 2), (3,)]}

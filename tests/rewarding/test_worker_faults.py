@@ -15,13 +15,13 @@ import psutil
 import pytest
 import torch
 
-from rloo_kit.errors import WholeBatchError
+from rloo_kit.errors import LONGEST_ERROR, WholeBatchError
 from rloo_kit.rewarding import worker as reward_worker
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.signature import LONGEST_ERROR
-from rloo_kit.rewarding.worker import WorkerReward, end_workers, make_plain
+from rloo_kit.rewarding.worker import WorkerReward, end_workers
 from rloo_kit.system import isolation as system_worker
 from rloo_kit.system.isolation import RUN_MARK, WORKER_MARK
+from rloo_kit.system.user_code import make_plain
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

@@ -1,0 +1,112 @@
+"""What a chat template makes of tools: their schemas in a prompt, and their results between two turns of the assistant.
+
+A sampled turn is never rendered again. A result is rendered after a made-up turn with a call, and what follows that
+turn's end token is its text.
+"""
+
+from functools import cached_property
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+
+Message = dict[str, Any]
+
+PROBE = {
+    "type": "function",
+    "function": {
+        "name": "rloo_probe",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "A value."}}},
+    },
+}
+
+
+class ToolFormat:
+    """The form of tools in one chat template.
+
+    Args:
+        tokenizer: the policy's, of transformers or a `LightTokenizer`.
+        thinks: whether the model thinks before each answer.
+        options: of the template, such as `enable_thinking`.
+
+    Raises:
+        ConfigError: the template, named by `tokenizer.name_or_path`, cannot render tools, calls or results, or renders
+            earlier messages differently once a result follows.
+    """
+
+    def __init__(self, tokenizer: Any, thinks: bool = False, **options: Any) -> None:
+        self.tokenizer, self.options = tokenizer, options
+        turn = {"role": "assistant", "content": "", "tool_calls": [make_call("rloo_probe", {"x": "rloo_value"})]}
+        self._turns: list[Message] = [{"role": "user", "content": "?"}, turn]
+        if thinks:
+            turn["reasoning_content"] = "rloo_thought"  # some templates treat a turn without thinking otherwise
+        self._check()
+
+    def _check(self) -> None:
+        name = getattr(self.tokenizer, "name_or_path", "") or "this model"
+        problem = ""
+        try:
+            prompt = self._render(self._turns[:1], tools=[PROBE], add_generation_prompt=True)
+            calling = self._render(self._turns)
+            whole = self._render([*self._turns, _result("rloo_probe", "rloo_result")], add_generation_prompt=True)
+        except Exception as error:  # a template is a program that may raise anything
+            problem = f"cannot render them: {type(error).__name__}: {error}"
+        else:
+            if "rloo_probe" not in prompt:
+                problem = "leaves the tools out of the prompt"
+            elif "rloo_probe" not in calling or "rloo_value" not in calling:
+                problem = "leaves a turn's calls out"
+            elif "rloo_result" not in whole:
+                problem = "leaves a tool's result out"
+            elif self._end not in calling or not whole.startswith(calling[: calling.rindex(self._end)]):
+                problem = "is not prefix-preserving: it renders a turn differently once a result follows"
+        if problem:
+            raise ConfigError(
+                f"rloo.tools are set, but the chat template of {name} {problem}. Use a model whose template has tools, "
+                "such as Qwen3, or remove rloo.tools and rloo.environment"
+            )
+
+    @property
+    def _end(self) -> str:
+        return str(self.tokenizer.eos_token)
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template puts in front of a turn of the assistant, from its header on."""
+        asked = self._turns[:1]
+        return self._render(asked, add_generation_prompt=True).removeprefix(self._render(asked))
+
+    def render_results(self, messages: list[Message]) -> str:
+        """The text between the end token of a turn with calls and the first token of the next turn.
+
+        Args:
+            messages: `{"role": "tool", "name", "content"}` each, or a user's reply; without control tokens (`defuse`).
+        """
+        turns = self._turns
+        if messages[0]["role"] != "tool":
+            turns = [turns[0], {key: value for key, value in turns[1].items() if key != "tool_calls"} | {"content": "?"}]
+        else:
+            turns = [turns[0], turns[1] | {"tool_calls": [make_call(str(messages[0]["name"]), {})]}]
+        ends = self._render(turns).count(self._end)
+        whole = self._render([*turns, *messages], add_generation_prompt=True)
+        return whole.split(self._end, ends)[-1]
+
+    def defuse(self, text: str) -> str:
+        """`text` with a blank inside each of the tokenizer's added tokens, so that it contains none."""
+        for token in self.tokenizer.added_tokens_decoder.values():
+            spelled = str(token)
+            if len(spelled) > 1 and spelled in text:
+                text = text.replace(spelled, f"{spelled[0]} {spelled[1:]}")
+        return text
+
+    def _render(self, messages: list[Message], **options: Any) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.options, **options))
+
+
+def make_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call as chat templates read it."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _result(name: str, content: str) -> Message:
+    return {"role": "tool", "name": name, "content": content}

@@ -1,0 +1,125 @@
+"""Code of the user's, named by a config as `module:function` or `path/to/file.py:function`: importing it in a worker
+process, describing its errors, and digests of its sources. No torch here.
+"""
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rloo_kit.errors import RewardError, describe_error, excerpt
+from rloo_kit.system.isolation import starting_folder
+
+MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
+
+
+def read_files(module: str, folders: list[str]) -> dict[str, str]:
+    """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
+    folders, installed = [*folders, starting_folder() or os.getcwd()], (sys.prefix, sys.base_prefix)
+    todo = [Path(module)] if module.endswith(".py") else _find(module, folders)
+    todo = [] if module.startswith(installed) or re.search("/(?:site|dist)-packages/", module) else todo
+    files: dict[Path, str] = {}
+    while todo and len(files) < MOST_FILES:
+        if (file := todo.pop().resolve()) in files or not file.is_file():
+            continue
+        files[file] = file.read_text(encoding="utf-8-sig", errors="replace")
+        with contextlib.suppress(SyntaxError, ValueError, IndexError, RecursionError):  # reported when it is imported
+            tree = ast.parse(files[file])
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    base = getattr(node, "module", None)
+                    names = [base or "", *(f"{base}.{one.name}" if base else one.name for one in node.names)]
+                    above = file.parents[max(getattr(node, "level", 0), 1) - 1]
+                    todo += [one for name in names for one in _find(name, [above, *folders])]
+            files[file] = ast.unparse(tree)  # without comments and layout
+    named = {file.name: [text for one, text in sorted(files.items()) if one.name == file.name] for file in files}
+    return {name: digest_texts(texts) for name, texts in named.items()}
+
+
+def _find(module: str, folders: Sequence[str | Path]) -> list[Path]:
+    """The user's file of a module, in the first folder that has it; the kit's own are left out."""
+    name = module.replace(".", "/")
+    places = [Path(folder, name + end) for folder in folders for end in (".py", "/__init__.py")]
+    return [] if module.partition(".")[0] in ("", "rloo_kit") else list(filter(Path.is_file, places))[:1]
+
+
+def digest_texts(texts: Iterable[str]) -> str:
+    """A digest of the texts in their order, 16 characters."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def import_target(target: str, folders: list[str]) -> Any:
+    """What `module:name` or `path/to/file.py:name` names, imported in this process.
+
+    Args:
+        folders: put in front of the module path, in front of the working folder.
+
+    Raises:
+        RewardError: no such module, nothing of that name in it, or importing it failed.
+    """
+    with suppress(FileNotFoundError):  # the working folder was deleted
+        sys.path.insert(0, os.getcwd())
+    sys.path[:0] = folders
+    module_name, _, name = target.rpartition(":")
+    try:
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0]):
+            looked = f"it was looked for in {', '.join(dict.fromkeys(sys.path[:2]))} and among the installed ones"
+            raise RewardError(f"there is no module '{module_name}'; {looked}") from None
+        raise RewardError(f"importing '{module_name}' failed: {describe_user_error(error)}") from None
+    found = getattr(module, name, None)
+    if found is None:
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
+    return found
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module in a file, under a unique name: the user's types.py must not replace Python's. Its folder, and those
+    above it that are packages, become packages for its relative imports; their `__init__` is not run."""
+    folders, package = [Path(path).parent], "_reward_files"
+    while (folders[0] / "__init__.py").is_file():
+        folders.insert(0, folders[0].parent)
+    for folder in folders:
+        package += f".{folder.name}"
+        parent = sys.modules[package] = ModuleType(package)
+        parent.__path__ = [str(folder)]
+    name = f"{package}.{Path(path).stem.replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_plain(value: Any) -> Any:
+    """`value` in the types of JSON: arrays and tensors as numbers and lists, anything else as its text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): make_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [make_plain(item) for item in value]
+    to_list = getattr(value, "tolist", None)
+    return make_plain(to_list()) if callable(to_list) else excerpt(value, 60)
+
+
+def describe_user_error(error: BaseException) -> str:
+    """An error with the file and line of the user's code that raised it; for a file with a syntax error, that file's
+    line, which is in no frame."""
+    if isinstance(error, SyntaxError):  # its text ends with the file and the line
+        return describe_error(error, f": {error.text.strip()}" if error.text else "")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    theirs = frames and not frames[-1].filename.startswith(str(Path(__file__).parents[1]))  # not the kit's own
+    return describe_error(error, f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if theirs else "")
