@@ -8,23 +8,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from .text import as_ids, as_text, refuse_assumed
+from .text import as_ids, as_text, cut_turns, refuse_assumed
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as `score` sees it: text, token ids, the value of the `answer` column, and whether the
-    thinking budget closed its thinking (the column `thinking_forced`; False without that column)."""
+    """One completion as `score` sees it.
+
+    In a run with tools it is an episode of several turns: `text` is that of the last one, and `ids` include the results
+    of the tools; `turns` has the model's own.
+
+    Attributes:
+        answer: the value of the `answer` column.
+        forced: whether the thinking budget closed its thinking (the column `thinking_forced`).
+        mask: 0 for each token of a tool result, else 1 (the column `completion_mask`, in runs with tools).
+    """
 
     text: str = ""
     ids: list[int] | None = None
     answer: Any = None
     forced: bool = False
+    mask: Sequence[int] | None = None
 
     @property
     def token_ids(self) -> list[int]:
         """The ids; empty if the reward did not ask for them."""
         return self.ids or []
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """The ids that the model wrote, one list per turn; without tools all ids are one turn."""
+        return cut_turns(self.token_ids, self.mask)
+
+    @property
+    def turns_with_text(self) -> list[tuple[str, list[int]]]:
+        """The turns, each after its text, which is "" for all but the last: only `decode` can read those."""
+        *earlier, last = self.turns
+        return [*(("", turn) for turn in earlier), (self.text, last)]
 
 
 class Reward:
@@ -56,7 +76,7 @@ class Reward:
             completion_ids: token ids of each completion, unpadded, the end token included; lists, tuples, arrays or
                 tensors.
             columns: the other columns of the dataset, one value per completion, and whatever else the trainer passes;
-                they include `thinking_forced` if the run has a thinking budget.
+                they include `thinking_forced` if the run has a thinking budget, `completion_mask` if it has tools.
 
         Raises:
             ValueError: a required argument was not passed, two arguments differ in length, or the texts show that the
@@ -71,9 +91,10 @@ class Reward:
         if completions is not None and completion_ids is not None:
             end_id = getattr(self, "think_end_id", 0) if getattr(self, "thinking", True) else 0
             refuse_assumed(self.__name__, end_id, completions, completion_ids)
-        forced = self._read_forced(columns.get("thinking_forced"), len(needed[0]))
-        rows = zip(zip(*needed, strict=True), forced, strict=True)
-        return [self._score_row(dict(zip(self.needs, row, strict=True)), close) for row, close in rows]
+        forced = self._read_column("thinking_forced", columns, len(needed[0]))
+        masks = self._read_column("completion_mask", columns, len(needed[0]))
+        rows = zip(zip(*needed, strict=True), forced, masks, strict=True)
+        return [self._score_row(dict(zip(self.needs, row, strict=True)), *rest) for row, *rest in rows]
 
     def with_(self, **params: Any) -> Self:
         """A copy of this reward with other parameters."""
@@ -90,22 +111,20 @@ class Reward:
             )
         raise ValueError(f"{self.__name__} needs {name}, one per completion, as TRL's trainers pass them; found none")
 
-    def _read_forced(self, values: Any, count: int) -> list[bool]:
-        if values is None:
-            return [False] * count
-        if len(values) != count:
+    def _read_column(self, name: str, columns: dict[str, Any], count: int) -> Any:
+        values = columns.get(name)
+        if values is not None and len(values) != count:
             raise ValueError(
-                f"{self.__name__} got {count} completions, {len(values)} thinking_forced; it needs one of each per "
-                "completion"
+                f"{self.__name__} got {count} completions, {len(values)} {name}; it needs one of each per completion"
             )
-        return [bool(value) for value in values]
+        return [None] * count if values is None else values
 
-    def _score_row(self, row: dict[str, Any], forced: bool) -> float | None:
+    def _score_row(self, row: dict[str, Any], forced: Any, mask: Any) -> float | None:
         if any(value is None for value in row.values()):
             return None
-        text = as_text(row["completions"]) if "completions" in row else ""
+        text = as_text(row["completions"], last=mask is not None) if "completions" in row else ""
         ids = as_ids(row["completion_ids"]) if "completion_ids" in row else None
-        return self.score(Sample(text, ids, row.get("answer"), forced))
+        return self.score(Sample(text, ids, row.get("answer"), bool(forced), mask))
 
 
 def check_int(name: str, value: Any, low: int, *, none_allowed: bool = False) -> None:

@@ -161,7 +161,7 @@ FINDERS: dict[str, Callable[[str], str]] = {"whole": str.strip, "boxed": find_bo
 class AnswerReward(Reward):
     """1.0 for the right answer; 0.0 for a wrong or missing one, or if the thinking was never closed.
 
-    An answer after a close that the thinking budget forced counts like any other.
+    With tools only the last turn counts. An answer after a close that the thinking budget forced counts like any other.
 
     None if the sample has no reference answer: None, blank, or not a number (NaN) in a numeric column.
 
@@ -193,7 +193,7 @@ class AnswerReward(Reward):
         if has_no_answer(sample.answer):
             return None
         given = answer_text(
-            sample.text, sample.token_ids, self.think_end_id, thinking=self.thinking, decode=self.decode
+            sample.text, sample.turns[-1], self.think_end_id, thinking=self.thinking, decode=self.decode
         )
         if given is None:
             return 0.0

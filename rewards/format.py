@@ -13,7 +13,8 @@ class ThinkFormatReward(Reward):
 
     Well-formed: the closing tag occurs exactly once in the ids, the model wrote it itself (with
     `forced_counts_as_closed` the thinking budget may have), something other than end tokens and whitespace follows it,
-    and the last id is an end token (the completion was not cut off).
+    and the last id is an end token (the completion was not cut off). With tools each turn has to close its thinking
+    once and go on after it, with a call or an answer.
 
     >>> think_format_reward(completions=["so</think>4", "so</think>4"],
     ...                     completion_ids=[[7, 151668, 19, 151645], [7, 151668, 19]])
@@ -33,16 +34,21 @@ class ThinkFormatReward(Reward):
         check_bool("forced_counts_as_closed", self.forced_counts_as_closed)
 
     def score(self, sample: Sample) -> float:
-        ids = sample.token_ids
         if sample.forced and not self.forced_counts_as_closed:
             return 0.0
-        if ids.count(self.think_end_id) != 1 or ids[-1] not in self.eos_token_ids:
+        if not sample.token_ids or sample.token_ids[-1] not in self.eos_token_ids:
             return 0.0
+        return float(all(self._is_whole(text, turn) for text, turn in sample.turns_with_text))
+
+    def _is_whole(self, text: str, ids: list[int]) -> bool:
+        """Whether one turn closes its thinking exactly once, with something after it."""
+        if ids.count(self.think_end_id) != 1:
+            return False
         after = [token for token in ids[ids.index(self.think_end_id) + 1 :] if token not in self.eos_token_ids]
-        parts = split_at_tag(sample.text, ids, self.think_end_id, last=True, decode=self.decode)
-        readable = THINK_END in sample.text or self.decode is not None
+        parts = split_at_tag(text, ids, self.think_end_id, last=True, decode=self.decode)
+        readable = THINK_END in text or self.decode is not None
         blank = readable and parts is not None and not parts[1].strip()
-        return 1.0 if after and not blank else 0.0
+        return bool(after) and not blank
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ._binding import Reward, Sample, check_int, check_positive
 
 @dataclass(frozen=True)
 class LengthReward(Reward):
-    """Rewards a completion (thinking included) of readable length that ends with a full stop.
+    """Rewards a completion (thinking included; with tools its last turn) of readable length that ends with a full stop.
 
     From `min_words` to `max_words` words, both included: 1.0. Fewer: -0.5. More: 0.0. A stripped text that ends with a
     full stop gains 0.5. Words are what whitespace separates. Range -0.5 to 1.5.
@@ -40,8 +40,8 @@ class SoftOverlongPenalty(Reward):
     """A penalty that ramps up over the last tokens before the limit, instead of a cliff at it.
 
     With L tokens: 0.0 up to `max_completion_length - cache_tokens`, then linearly down to -1.0 at
-    `max_completion_length`, and -1.0 beyond. Range -1.0 to 0.0. Source: DAPO, equation 13 (arXiv 2503.14476); the
-    defaults are that paper's.
+    `max_completion_length`, and -1.0 beyond. Tool results do not count. Range -1.0 to 0.0. Source: DAPO, equation 13
+    (arXiv 2503.14476); the defaults are that paper's.
 
     Args:
         max_completion_length: the length at which the penalty is full, in tokens.
@@ -68,7 +68,7 @@ class SoftOverlongPenalty(Reward):
 
     def score(self, sample: Sample) -> float:
         cache = self.max_completion_length // 5 if self.cache_tokens is None else self.cache_tokens
-        over = len(sample.token_ids) - (self.max_completion_length - cache)
+        over = sum(map(len, sample.turns)) - (self.max_completion_length - cache)
         if over <= 0:
             return 0.0
         return -over / cache if over < cache else -1.0
@@ -78,7 +78,8 @@ class SoftOverlongPenalty(Reward):
 class RepetitionPenalty(Reward):
     """A repetition penalty: the share of token-id n-grams that occurred before, times `penalty`.
 
-    0.0 if no n-gram repeats or there are too few tokens for one; approaches `-penalty` if everything repeats.
+    0.0 if no n-gram repeats or there are too few tokens for one; approaches `-penalty` if everything repeats. Counted
+    within the model's turns: no n-gram has a token of a tool result.
     Source: appendix C.2 of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373).
 
     Args:
@@ -100,8 +101,8 @@ class RepetitionPenalty(Reward):
         check_positive("penalty", self.penalty)
 
     def score(self, sample: Sample) -> float:
-        ids = sample.token_ids
-        ngrams = [tuple(ids[i : i + self.ngram_size]) for i in range(len(ids) - self.ngram_size + 1)]
+        size = self.ngram_size
+        ngrams = [tuple(turn[i : i + size]) for turn in sample.turns for i in range(len(turn) - size + 1)]
         repeated = len(ngrams) - len(set(ngrams))
         return -self.penalty * repeated / len(ngrams) if repeated else 0.0
 

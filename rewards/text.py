@@ -6,6 +6,7 @@ the first (or last) spelling counts.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 
@@ -44,8 +45,27 @@ def as_ids(ids: Iterable[Any]) -> list[int]:
     return [int(token) for token in (to_list() if to_list is not None else ids)]
 
 
-def as_text(completion: Any) -> str:
-    """The text of one completion: a string, or the assistant's messages of a conversational one joined by newlines.
+def cut_turns(ids: list[int], mask: Iterable[Any] | None) -> list[list[int]]:
+    """The model's turns: the maximal runs of ids whose mask is 1; without a mask all ids are one turn.
+
+    >>> cut_turns([5, 6, 90, 91, 7], [1, 1, 0, 0, 1]), cut_turns([5, 6], None)
+    ([[5, 6], [7]], [[5, 6]])
+    """
+    if mask is None:
+        return [ids]
+    runs = groupby(zip(ids, as_ids(mask), strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in run] for own, run in runs if own] or [[]]
+
+
+def count_thinking(turns: list[list[int]], think_end_id: int) -> int | None:
+    """Tokens before the first closing tag, summed over the turns; None if one of them never closes."""
+    closed = all(think_end_id in turn for turn in turns)
+    return sum(turn.index(think_end_id) for turn in turns) if closed else None
+
+
+def as_text(completion: Any, *, last: bool = False) -> str:
+    """The text of one completion: a string, or the assistant's messages of a conversational one (or only the `last` of
+    them) joined by newlines.
 
     A message whose thinking a parser has moved to `reasoning_content` is joined again, tag included, so that
     both formats give the same text.
@@ -68,7 +88,7 @@ def as_text(completion: Any) -> str:
             f"found {type(completion).__name__}"
         )
     messages = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    return "\n".join(_message_text(message) for message in messages)
+    return "\n".join(_message_text(message) for message in messages[-1 if last else 0 :])
 
 
 def _message_text(message: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Rewards for thinking: its length in tokens before the first closing tag.
+"""Rewards for thinking: its length in tokens before the first closing tag; in runs with tools that of all turns
+together, of which each has to close its own.
 
 A chat template that opens `<think>` in the prompt (Thinking-2507) leaves only the thinking there; a hybrid model writes
 the opening tag, which counts as one token. Thinking that the budget closed (the column `thinking_forced`) counts as
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ._binding import Reward, Sample, check_bool, check_int
-from .text import THINK_END_ID, Decode, split_at_tag
+from .text import THINK_END_ID, Decode, count_thinking, split_at_tag
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,16 @@ class ThinkingReward(Reward):
         check_bool("forced_counts_as_closed", self.forced_counts_as_closed)
 
     def score(self, sample: Sample) -> float:
-        ids = sample.token_ids
-        parts = split_at_tag(sample.text, ids, self.think_end_id, last=False, decode=self.decode)
-        if parts is None or (sample.forced and not self.forced_counts_as_closed):
+        length = count_thinking(sample.turns, self.think_end_id)
+        if length is None or (sample.forced and not self.forced_counts_as_closed):
             return -1.0
-        length = ids.index(self.think_end_id)
         if length < self.min_tokens:
             return 0.3
-        asked = "?" in parts[0]
+        parts = [
+            split_at_tag(text, turn, self.think_end_id, last=False, decode=self.decode)
+            for text, turn in sample.turns_with_text
+        ]
+        asked = any(part is not None and "?" in part[0] for part in parts)
         if length < self.full_tokens:
             return 0.8 if asked else 0.7
         return 1.1 if asked else 1.0
@@ -88,9 +91,9 @@ class ThinkingBudgetReward(Reward):
         check_bool("forced_counts_as_closed", self.forced_counts_as_closed)
 
     def score(self, sample: Sample) -> float:
-        if self.think_end_id not in sample.token_ids or (sample.forced and not self.forced_counts_as_closed):
+        length = count_thinking(sample.turns, self.think_end_id)
+        if length is None or (sample.forced and not self.forced_counts_as_closed):
             return 0.0
-        length = sample.token_ids.index(self.think_end_id)
         outside = max(self.min_tokens - length, length - self.max_tokens, 0)
         if outside == 0:
             return 1.0

@@ -22,7 +22,7 @@ from rloo_kit.system.input_files import DEEPEST, looked_for, places_of
 # Names that the trainer itself passes to a reward; columns may not use them.
 TAKEN_COLUMNS = (
     "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "thinking_forced",
+    "thinking_forced", "completion_mask", "turns", "environments",
 )  # fmt: skip
 QUESTION = "question"  # the user's last message; `prompt` is the rendered template
 IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images

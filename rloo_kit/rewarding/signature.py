@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rloo_kit.errors import RewardError, excerpt, shorten
+from rloo_kit.errors import RewardError, excerpt, printable
 
 FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in the loop; beyond it a number is infinity there
 BEYOND = "beyond float32 (3.4e38)"
 TEXTS = (str, bytes, bytearray)
 EXCERPT = 60  # characters of a value, a prompt or a completion in a message
-LONGEST_ERROR = 2000  # characters of an error's text
 
 
 def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
@@ -117,22 +116,14 @@ def show(value: Any) -> str:
     return excerpt(value, EXCERPT)
 
 
-def describe_error(error: BaseException, where: str = "") -> str:
-    """An error's class and text, then `where`. A long text is cut; one that cannot be built is left out."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "its text cannot be made"
-    return f"{printable(type(error).__name__, EXCERPT)}: {printable(text, LONGEST_ERROR // 2)}{where}"
-
-
-def printable(text: str, longest: int = LONGEST_ERROR) -> str:
-    """`text`, shortened and encodable as UTF-8."""
-    return shorten(text, longest).encode("utf-8", "replace").decode()
-
-
 CONVENTION = ("prompts", "completions", "completion_ids")  # in the order of TRL's call
 PASSED = (*CONVENTION, "trainer_state", "log_extra", "log_metric")
+# Columns that only some runs have: when, and the keys.
+IN_SOME_RUNS = {
+    "thinking_forced": "with a thinking budget (rloo.thinking_budget)",
+    **dict.fromkeys(("completion_mask", "turns"), "in a run with tools (rloo.tools, rloo.environment)"),
+    "environments": "with an environment (rloo.environment)",
+}
 NOT_PASSED = ("prompt", "completion")  # columns of a dataset that TRL does not pass on
 
 # Argument names common in other training loops, and what they are called here (`question`: in the data of a run).
@@ -240,11 +231,8 @@ def find_problem(signature: Signature, columns: Collection[str] | None) -> str |
 
 
 def _describe_missing(name: str, signature: Signature, passed: list[str], further: list[str] | None) -> str:
-    if name == "thinking_forced":
-        return (
-            "it requires 'thinking_forced', which is a column only with a thinking budget (rloo.thinking_budget). "
-            "Give it a default: thinking_forced=None"
-        )
+    if name in IN_SOME_RUNS:
+        return f"it requires '{name}', which is a column only {IN_SOME_RUNS[name]}. Give it a default: {name}=None"
     if name in PASSED:
         hint = "; a worker process gets none."
         fix = "Give it a default, or pass the function itself in reward_funcs"

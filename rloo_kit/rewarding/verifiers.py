@@ -19,7 +19,7 @@ from rloo_kit.data.gym import GYM_COLUMN, INSTALL, load_library, score
 from rloo_kit.errors import BackendError, RewardError, RlooKitError, WholeBatchError
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
-from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, refuse_assumed
+from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, cut_turns, refuse_assumed
 from rloo_kit.system.isolation import Worker
 from rloo_kit.system.processes import say
 
@@ -69,14 +69,15 @@ class Verifier:
         check_positive("answer_timeout_s", self.answer_timeout_s)
         check_positive("timeout_s", self.timeout_s)
 
-    def _answers(self, completions: Sequence[Any], completion_ids: Sequence[Any]) -> list[str]:
-        """What follows the thinking of each completion; empty if it was never closed."""
+    def _answers(self, completions: Sequence[Any], completion_ids: Sequence[Any], masks: Any) -> list[str]:
+        """What follows the thinking of each completion, with `masks` (None without tools) of its last turn; empty if it
+        was never closed."""
         if self.thinking:
             refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
-        options: dict[str, Any] = {"thinking": self.thinking, "decode": self.decode}
+        options: dict[str, Any] = {"think_end_id": self.think_end_id, "thinking": self.thinking, "decode": self.decode}
         return [
-            answer_text(as_text(text), as_ids(ids), self.think_end_id, **options) or ""
-            for text, ids in zip(completions, completion_ids, strict=True)
+            answer_text(as_text(text, last=mask is not None), cut_turns(as_ids(ids), mask)[-1], **options) or ""
+            for text, ids, mask in zip(completions, completion_ids, masks or [None] * len(completions), strict=True)
         ]
 
     def _ask(self, worker: Worker, ends_at: float, function: Callable[..., Any], *arguments: str) -> Any:
@@ -125,7 +126,8 @@ class MathAnswerReward(Verifier):
                 "math_answer_reward needs a column 'answer' next to the prompts (data.answer_column names its source); "
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
-        answers, worker, scores = self._answers(completions, completion_ids), self.worker, list[float | None]()
+        answers = self._answers(completions, completion_ids, columns.get("completion_mask"))
+        worker, scores = self.worker, list[float | None]()
         ends_at = time.monotonic() + self.timeout_s
         for given, gold in zip(answers, answer, strict=True):
             found, expected = find_boxed(given) or (given and _ending(given)), str(gold)
@@ -303,7 +305,7 @@ class ReasoningGymScore(Verifier):
                 f"{GYM_REWARD} needs the column '{GYM_COLUMN}', which the rows of data.source=reasoning_gym/TASK have; "
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
-        answers = self._answers(completions, completion_ids)
+        answers = self._answers(completions, completion_ids, columns.get("completion_mask"))
         rows = [None if row is None or row != row else str(row) for row in reasoning_gym]
         for row in filter(None, rows):
             self._prepare(row)

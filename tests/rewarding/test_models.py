@@ -146,6 +146,18 @@ def test_unclosed_and_unanswerable_samples(math_reward: MathAnswerReward) -> Non
         MathAnswerReward(answer_timeout_s=0)
 
 
+def test_the_answer_of_an_episode_is_in_its_last_turn(math_reward: MathAnswerReward) -> None:
+    """Guards against an answer taken from a tool's result or an earlier turn, and thinking that a result closes."""
+    talk = [{"role": "assistant", "content": "a</think>41"}, {"role": "tool", "content": "b</think>41"}]
+    last = {"role": "assistant", "reasoning_content": "so", "content": "42"}
+    batch: dict[str, Any] = {
+        "completions": ["so</think>42", [*talk, last], [*talk, last], "42"],
+        "completion_ids": [[7, END, 8, 6, END, 9, 7, END, 19]] * 3 + [[7, END, 8, 6, END, 9, 7, 19]],
+        "completion_mask": [[1, 1, 1, 0, 0, 0, 1, 1, 1]] * 3 + [[1, 1, 1, 0, 0, 0, 1, 1]],
+    }
+    assert math_reward(**batch, answer=["42", "42", "41", "42"]) == [1.0, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.slow
 def test_an_answer_that_hangs_costs_itself_alone(math_reward: MathAnswerReward) -> None:
     """A tower of powers stopped the run; what the batch had no time for was called wrong, and never checked."""

@@ -158,6 +158,8 @@ def test_objects_with_get_rewards(get_rewards: Any, expected: list[float]) -> No
         (lambda completions, question: [], ["level"], ["'question'", "did you mean 'prompts'?"]),
         (lambda completions, solution: [], ["answer"], ["'solution'", "columns (answer)", "add the column"]),
         (lambda completions, thinking_forced: [], ["answer"], ["rloo.thinking_budget", "thinking_forced=None"]),
+        (lambda completions, turns: [], ["answer"], ["a run with tools (rloo.tools, rloo.environ", "turns=None"]),
+        (lambda environments: [], ["completion_mask", "turns"], ["(rloo.environment)", "environments=None"]),
         (Judge, None, ["Judge is a class", "Judge(...)"]),
         (Sided(lambda texts: []), None, ["Sided", "get_rewards(prompts, completions)"]),
     ],
@@ -177,6 +179,8 @@ def test_what_may_be_a_column_is_not_refused() -> None:
         assert guard(reward).signature.required
     for forced in (lambda completions, thinking_forced: [], lambda completions, thinking_forced=None: []):
         guard(forced, columns=["thinking_forced"])
+    for of_tools in (lambda completion_mask, turns: [], lambda environments: []):
+        guard(of_tools, columns=["completion_mask", "turns", "environments"])
     guard(lambda answer=None: [], columns=["answer"])
     for kit_reward in (thinking_reward, answer_reward):
         guard(kit_reward, columns=["answer"])
