@@ -97,6 +97,10 @@ class DataError(RlooKitError, ValueError):
     """A data source has a row, a column or a file that cannot be used."""
 
 
+class ToolError(RlooKitError, RuntimeError):
+    """Tools failed too often to continue."""
+
+
 class RewardError(RlooKitError, RuntimeError):
     """Reward functions failed too often to continue, or a reward cannot be built."""
 

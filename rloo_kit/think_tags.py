@@ -76,6 +76,12 @@ def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool
     return texts[0], texts[1]
 
 
+def count_thinking(turns: list[list[int]], end_id: int) -> int:
+    """Tokens of the thinking of a completion's turns: of each those before its first `</think>`, or all of a turn that
+    never closes, so that truncation does not make thoughts look short."""
+    return sum(ids.index(end_id) if end_id in ids else len(ids) for ids in turns)
+
+
 def answer_offset(text: str, ids: list[int], tokenizer: Any, tags: ThinkTags) -> int | None:
     """Where the answer begins in a completion's text, in characters: behind the last `</think>` by ID; None without.
 

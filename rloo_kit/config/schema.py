@@ -353,6 +353,21 @@ class RLOOSection(Section):
     thinking_close: Literal["tag", "sentence"] = key(
         "tag", "what closes it: </think> alone, or a sentence and </think>"
     )
+    thinking_budget_total: Count | None = key(
+        None, "with tools: tokens of thinking in all turns together; thinking_budget is for each; null: no limit"
+    )
+    tools: list[str] = key([], "functions the model may call: module:function or path/to/file.py:function")
+    environment: str | None = key(
+        None, "module:Class with reset(**row), whose public methods are tools; or verifiers/NAME", min_length=1
+    )
+    max_turns: Count = key(8, "with tools: turns of the model in one completion")
+    max_tool_calls: Count = key(8, "calls in one completion; a later one gets an error as its result")
+    tool_timeout_s: float = key(10.0, "seconds after which a call has failed and its process is ended", gt=0)
+    tool_result_tokens: Count = key(256, "tokens of one result; a longer one is cut")
+    tool_processes: Count = key(1, "processes for the tools; several let slow calls run at the same time")
+    tool_env: list[Annotated[str, AfterValidator(_check_variable)]] = key(
+        [], "environment variables to pass to the tools"
+    )
     mask_truncated_completions: bool = key(False, "leave truncated completions out of the loss")
     missing_eos_penalty: float | None = key(None, "subtracted from a truncated completion's reward", gt=0)
     reward_clip_range: tuple[float, float] | None = key(None, "[lowest, highest]: clip the summed reward")

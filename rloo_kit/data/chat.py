@@ -109,6 +109,12 @@ def family_of(run: RunConfig, tokenizer: Any) -> tuple[str, bool]:
     return family, thinks(family, run.model.enable_thinking)
 
 
+def template_options(run: RunConfig) -> dict[str, bool]:
+    """The options with which a run's chat template is rendered."""
+    thinking = run.model.enable_thinking
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
 def check_budget(run: RunConfig, family: str) -> None:
     """Refuse a thinking budget for a model that does not think: `</think>` would be forced into its answers."""
     budget = run.rloo.thinking_budget
@@ -133,13 +139,14 @@ def render_prompt(
     family: str,
     enable_thinking: bool | None = None,
     system_prompt: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """The text that the model reads for one prompt, including the generation prompt.
 
     Args:
         prompt: a text, or messages `{"role", "content"}`, the last one not the assistant's.
         family: one of `FAMILIES`. enable_thinking: for `hybrid` only; None for the template's default.
-        system_prompt: prepended unless the prompt has a system message.
+        system_prompt: prepended unless the prompt has a system message. tools: schemas of what the model may call.
 
     Returns:
         Text that `tokenizer(text)`, with its defaults, turns into the template's own ids, with at most one BOS.
@@ -164,7 +171,7 @@ def render_prompt(
     messages = as_messages(prompt, system_prompt)
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
-    text = _apply(tokenizer, messages, **options)
+    text = _apply(tokenizer, messages, **options, **({"tools": tools} if tools else {}))
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     given, rendered = (re.sub(r"\s|/(no_)?think\b", "", one) for one in (system, text))  # a switch may be taken out
     if given not in rendered:

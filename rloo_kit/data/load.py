@@ -34,6 +34,7 @@ from rloo_kit.data.sources import (
     to_dataset,
 )
 from rloo_kit.data.tasks import Family, find_family, make_rows
+from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say
@@ -489,7 +490,8 @@ def render_row(
     `family` is that of `resolve_family`; `key` names the prompt column in errors.
     """
     try:
-        return render_prompt(tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt)
+        options = run.model.enable_thinking, run.data.system_prompt, tool_schemas(run)
+        return render_prompt(tokenizer, source.prompts[row], family, *options)
     except DataError as error:
         own = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
         raise DataError(f"{source.where(row)}: {error} ({key or own})") from error

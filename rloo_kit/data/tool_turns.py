@@ -76,6 +76,19 @@ class ToolFormat:
         asked = self._turns[:1]
         return self._render(asked, add_generation_prompt=True).removeprefix(self._render(asked))
 
+    @cached_property
+    def example_turn(self) -> str:
+        """A turn with `example_calls` as the template writes it, after the generation prompt, up to its end token."""
+        asked, whole = self._turns[:1], self._render(self._turns)
+        start = self._render(asked, add_generation_prompt=True)
+        rest = whole.removeprefix(start if whole.startswith(start) else self._render(asked))
+        return rest[: rest.rindex(self._end)] + self._end
+
+    @property
+    def example_calls(self) -> list[dict[str, Any]]:
+        """The calls of `example_turn`."""
+        return list(self._turns[1]["tool_calls"])
+
     def render_results(self, messages: list[Message]) -> str:
         """The text between the end token of a turn with calls and the first token of the next turn.
 
@@ -84,7 +97,8 @@ class ToolFormat:
         """
         turns = self._turns
         if messages[0]["role"] != "tool":
-            turns = [turns[0], {key: value for key, value in turns[1].items() if key != "tool_calls"} | {"content": "?"}]
+            plain = {key: value for key, value in turns[1].items() if key != "tool_calls"}
+            turns = [turns[0], plain | {"content": "?"}]
         else:
             turns = [turns[0], turns[1] | {"tool_calls": [make_call(str(messages[0]["name"]), {})]}]
         ends = self._render(turns).count(self._end)

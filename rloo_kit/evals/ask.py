@@ -11,6 +11,7 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
+from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.models.embedded import RECORD
 from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
@@ -114,7 +115,8 @@ def ask(
         if isinstance(question, dict):  # rendered already
             prompt, asked = question["prompt"], plain_prompt(question["prompt"])
         else:
-            prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
+            rendering = run.model.enable_thinking, system, tool_schemas(run)
+            prompt = render_prompt(policy.tokenizer, question, policy.family, *rendering)
             asked = question if isinstance(question, str) else str(question[-1]["content"])
         limits = _find_limits(run, policy, len(policy.tokenizer(prompt)["input_ids"]), budget, max_tokens)
         printed, on_text = Printed(title) if stream is True else None, None

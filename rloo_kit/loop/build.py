@@ -11,6 +11,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.config.checks import find_prompt_problem
+from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
@@ -24,6 +25,7 @@ from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.episodes import make_tool_use
 from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import FOREIGN, Engine, Filters
 from rloo_kit.think_tags import ThinkTags
@@ -39,12 +41,18 @@ if TYPE_CHECKING:
     from rloo_kit.rollout.vllm_engines import ServerSettings
 
 
-def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
-    """The step of a trainer that TRL has built; raises ConfigError or BackendError for options that cannot work."""
+def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | None = None) -> RLOOStep:
+    """The step of a trainer that TRL has built, with its tools; raises ConfigError or BackendError for options that
+    cannot work."""
     args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
     budgets = args.thinking_budget, args.answer_budget, args.thinking_close
-    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
-    sampler = Sampler(trainer, _build_engine(trainer), limits, parallel)
+    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets, args.thinking_budget_total)
+    tools = None
+    if toolbox is not None:
+        options, name = trainer.chat_template_kwargs or {}, trainer.model.config.name_or_path
+        tools = make_tool_use(toolbox, tokenizer, args, name, **options)
+        trainer.chat_template_kwargs = {**options, "tools": toolbox.schemas}  # for prompts that TRL renders
+    sampler = Sampler(trainer, _build_engine(trainer), limits, parallel, tools)
     settings = choose_settings(trainer, sampler.engine)
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
@@ -58,11 +66,11 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags) -> RLOOStep:
         reference_model=trainer.ref_model,
         checkpointing=args.gradient_checkpointing_kwargs,
     )
-    has_budget = limits.thinking_budget is not None
+    has_budget = limits.thinking_budget is not None or limits.thinking_total is not None
     return RLOOStep(
         settings,
         sampler,
-        Rewarder(trainer, parallel, tells_forced=has_budget),
+        Rewarder(trainer, parallel, tells_forced=has_budget, toolbox=toolbox),
         scorer,
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 import trl
 
-from rloo_kit.errors import DataError, RewardError
+from rloo_kit.data.tools import Toolbox
+from rloo_kit.errors import DataError, RewardError, ToolError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.guard import GuardedReward
 from rloo_kit.rewarding.signature import overflowing
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout
+from rloo_kit.rollout.episodes import Episode, Episodes, ToolUse, add_observation, episode_columns
+from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout, Span, split_turns
+from rloo_kit.system.processes import say
 
 
 class Sampler:
@@ -33,22 +36,29 @@ class Sampler:
     `limits`: of a completion's length; `parallel` gathers sharded weights for sampling.
     """
 
-    def __init__(self, trainer: Any, engine: Engine, limits: Limits, parallel: Parallel):
+    def __init__(self, trainer: Any, engine: Engine, limits: Limits, parallel: Parallel, tools: ToolUse | None = None):
         self.trainer, self.engine, self.limits, self.parallel = trainer, engine, limits, parallel
+        self.tools = tools
+        self.failures = FailureCount(trainer.args.reward_failure_steps)  # of tools
         self.end_ids = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}  # another last token: it was cut off
         self.on_progress: Progress | None = None  # see `Engine.sample`
         self._rollout: Rollout | None = None
+        self._episodes: Episodes | None = None
         self._lengths: dict[int, float] = {}  # expected completion lengths, by the prompt's hash
 
     def sample(self, rows: list[dict[str, Any]]) -> Completions:
         """A completion for each row of the dataset; neighbours with equal prompts are a group."""
         if any(column in rows[0] for column in ("image", "images")):
             raise DataError("the dataset has an image column; the kit trains text models only: drop the column")
-        self._rollout = None
+        self._rollout, self._episodes = None, None
         prompts = [row["prompt"] for row in rows]
+        if self.tools is not None:
+            self._episodes = self.tools.begin(rows)
+            prompts = list(map(add_observation, rows, self._episodes.observations))
         prompt_ids, completion_ids, texts = self.trainer._generate(prompts)
-        rollout = self._rollout or Rollout(completion_ids, [None] * len(rows), None)
-        return Completions(
+        nothing: list[list[Span]] = [[] for _ in rows]
+        rollout = self._rollout or Rollout(completion_ids, nothing, None, nothing)
+        found = Completions(
             rows=rows,
             prompts=prompts,
             prompt_ids=prompt_ids,
@@ -57,7 +67,55 @@ class Sampler:
             truncated=[not ids or ids[-1] not in self.end_ids for ids in completion_ids],
             forced=rollout.forced,
             sampler_logps=rollout.sampler_logps or [None] * len(rows),
+            context=rollout.context,
+            episodes=[None] * len(rows),
         )
+        return found if self._episodes is None else self._with_episodes(found, self._episodes.finish(rollout))
+
+    def _with_episodes(self, found: Completions, episodes: list[Episode]) -> Completions:
+        """Completions with their episodes. The text is the last turn's, or all messages if the prompt has messages; a
+        limit that ended an episode has cut it off. TRL has counted the tools' tokens as the completion's: corrected."""
+        decode = self.trainer._tokenizer.decode
+        texts: list[Any] = [episode.messages for episode in episodes]
+        if isinstance(found.prompts[0], str):
+            turns = [split_turns(*one)[-1] for one in zip(found.completion_ids, found.context, strict=True)]
+            texts = [decode(ids, skip_special_tokens=True) for ids in turns]
+        truncated = [cut or one.cut is not None for cut, one in zip(found.truncated, episodes, strict=True)]
+        own = [sum(map(len, split_turns(*one))) for one in zip(found.completion_ids, found.context, strict=True)]
+        device = self.parallel.accelerator.device
+        lengths = self.parallel.gather(torch.tensor(own, device=device)).float()  # (A,)
+        cut = self.parallel.gather(torch.tensor(truncated, device=device))
+        metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
+        ended = lengths[~cut] if not cut.all() else lengths.new_zeros(1)
+        for kind, values in (("", lengths), ("terminated_", ended)):
+            for name in ("mean", "min", "max"):
+                metrics[f"completions/{name}_{kind}length"][-1] = getattr(values, name)().item()
+        metrics["completions/clipped_ratio"][-1] = cut.float().mean().item()
+        return found._replace(texts=texts, truncated=truncated, episodes=episodes)
+
+    def watch(self, found: Completions) -> None:
+        """Report tools that failed in a training rollout.
+
+        Raises ToolError if more calls failed than `max_reward_failure_share` in too many rollouts in a row; a
+        checkpoint is saved first."""
+        args = self.trainer.args
+        kinds = [kind for one in found.episodes if one is not None for _, kind in one.calls]
+        kinds = self.parallel.gather_list(kinds)
+        share = kinds.count("failed") / max(1, len(kinds))
+        messages = list(dict.fromkeys(text for one in found.episodes if one is not None for text in one.failures))
+        counts = share > args.max_reward_failure_share
+        reason = " | ".join(messages[:3]) or "in another process"
+        if self.failures.add(reason if share else None, counts):
+            for message in messages[:3]:
+                say(f"WARNING: tool {message} ({share:.0%} of this rollout's calls failed; the model gets the error)")
+        if self.failures.exceeded:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            raise ToolError(
+                f"{share:.0%} of the tools' calls failed, more than max_reward_failure_share = "
+                f"{args.max_reward_failure_share:.0%} in {self.failures.patience} generation batches in a row, so "
+                f"training stopped. The state is saved in {args.output_dir}; fix the tool and resume. A failure: "
+                f"{self.failures.reason}"
+            )
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Completion ids from the engine.
@@ -73,7 +131,8 @@ class Sampler:
             if self.engine.name not in FOREIGN:  # those have their own base and precision
                 stack.enter_context(self.parallel.whole_weights(self.trainer.model_wrapped))
                 stack.enter_context(self.parallel.accelerator.autocast())
-            self._rollout = self.engine.sample(prompt_ids, self.limits, expected, self.on_progress)
+            talk = self._episodes
+            self._rollout = self.engine.sample(prompt_ids, self.limits, expected, self.on_progress, dialogue=talk)
         for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
         return self._rollout.completion_ids
@@ -83,11 +142,11 @@ class Rewarder:
     """Scores completions: rewards, their weighted sum, penalties, normalisation, and failing rewards.
 
     The `_calculate_rewards` of TRL's trainer calls them, models and async ones too; `tells_forced`: whether they get
-    the column `thinking_forced`.
+    the column `thinking_forced`; `toolbox`: has the environments that rewards may look into.
     """
 
-    def __init__(self, trainer: Any, parallel: Parallel, tells_forced: bool = False):
-        self.trainer, self.parallel, self.tells_forced = trainer, parallel, tells_forced
+    def __init__(self, trainer: Any, parallel: Parallel, tells_forced: bool = False, toolbox: Toolbox | None = None):
+        self.trainer, self.parallel, self.tells_forced, self.toolbox = trainer, parallel, tells_forced, toolbox
         self.missing_eos_penalty = trainer.args.missing_eos_penalty
         self.form = trainer.args.normalize_rewards
         self.failure_share = trainer.args.max_reward_failure_share
@@ -98,7 +157,10 @@ class Rewarder:
         """Rewards and scores; a sample with any failed reward is not scored."""
         rows = found.rows
         if self.tells_forced:
-            rows = [row | {"thinking_forced": span is not None} for row, span in zip(rows, found.forced, strict=True)]
+            rows = [row | {"thinking_forced": bool(spans)} for row, spans in zip(rows, found.forced, strict=True)]
+        if self.toolbox is not None:
+            columns = episode_columns(found.completion_ids, found.context, found.episodes, self.toolbox)
+            rows = [row | more for row, more in zip(rows, columns, strict=True)]
         failures: list[str] = []
         for guarded in self.trainer.reward_funcs:
             if isinstance(guarded, GuardedReward):

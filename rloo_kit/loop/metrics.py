@@ -15,9 +15,11 @@ import torch
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
-from rloo_kit.loop.records import RolloutBatch, StepStats, pick
+from rloo_kit.loop.records import Completions, RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.think_tags import ThinkTags, answer_offset, span_offsets
+from rloo_kit.rollout.episodes import Episode
+from rloo_kit.rollout.types import split_turns
+from rloo_kit.think_tags import ThinkTags, answer_offset, count_thinking, span_offsets
 
 # The columns of `Recorder._describe`, one row of numbers for each completion.
 COLUMNS = (
@@ -94,22 +96,25 @@ class Recorder:
     def _describe(self, batch: RolloutBatch) -> torch.Tensor:
         """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
 
-        `thinking_tokens` are those before the first `</think>`, or all tokens of a completion that never closes, so
-        that truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to think.
+        `thinking_tokens`: see `count_thinking`; `closed` is the last turn's. `thinks` is 0 for a model that was not
+        asked to think.
         `penalty` is the KL charge of the whole completion, before beta; `print` is equal for equal completions.
         """
         found, tags, columns = batch.judged.completions, self.tags, []
-        for prompt, ids, span in zip(found.prompt_ids, found.completion_ids, found.forced, strict=True):
-            closed = tags.end_id in ids
+        rows_of = zip(found.prompt_ids, found.completion_ids, found.context, found.forced, strict=True)
+        for prompt, ids, context, spans in rows_of:
+            turns = split_turns(ids, context)
+            written = [token for turn in turns for token in turn]
+            closed = tags.end_id in turns[-1]
             opened = tags.start_id is not None and (
-                tags.start_id in prompt[-3:] or tags.start_id in ids  # templates may end in "<think>\n"
+                tags.start_id in prompt[-3:] or tags.start_id in written  # templates may end in "<think>\n"
             )
             thinks = closed or (tags.end_id is not None and opened)
-            thinking = ids.index(tags.end_id) if tags.end_id is not None and closed else len(ids)
-            ends = sum(token in self.end_ids for token in ids)
+            thinking = len(written) if tags.end_id is None else count_thinking(turns, tags.end_id)
+            ends = sum(token in self.end_ids for token in written)
             fingerprint = hash(tuple(ids)) % 2**24  # exact in float32; the same in every process
-            forced = span is not None
-            columns.append([len(ids), ends, thinks, closed, thinking, forced, repeated_share(ids), fingerprint])
+            repeated = repeated_share(written)
+            columns.append([len(written), ends, thinks, closed, thinking, bool(spans), repeated, fingerprint])
         rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
         if batch.kl is None:
             return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
@@ -157,6 +162,30 @@ class Recorder:
             metrics["thinking/closed_ratio"] = (column["closed"] * (1 - column["forced"]))[thinks].mean().item()
         if self.has_budget:
             metrics |= thinking_metrics(column["forced"], find_answer_column(judged.rewards_per_func, names))
+        return metrics | self._measure_tools(judged.completions)
+
+    def _measure_tools(self, found: Completions) -> dict[str, float]:
+        """Metrics of the tools in one generation batch, over all processes; none in a run without tools."""
+        if found.episodes[0] is None:
+            return {}
+        gather_list = self.parallel.gather_list
+        calls = gather_list([call for one in found.episodes if one is not None for call in one.calls])
+        turns = gather_list([len(spans) + 1 for spans in found.context])
+        results = gather_list([sum(end - start for start, end in spans) for spans in found.context])
+        cut = gather_list([one is not None and one.cut is not None for one in found.episodes])
+        kinds = [kind for _, kind in calls]
+        metrics = {
+            "tools/call_frequency": len(calls) / len(turns),
+            "tools/failure_frequency": kinds.count("failed") / max(1, len(calls)),
+            "tools/invalid_frequency": kinds.count("invalid") / max(1, len(calls)),
+            "tools/turns": sum(turns) / len(turns),
+            "tools/result_tokens": sum(results) / len(results),
+            "tools/cut_ratio": sum(cut) / len(cut),
+        }
+        for name in sorted({name for name, kind in calls if kind != "invalid"}):
+            own = [kind for called, kind in calls if called == name]
+            metrics[f"tools/{name}/call_frequency"] = len(own) / len(turns)
+            metrics[f"tools/{name}/failure_frequency"] = own.count("failed") / len(own)
         return metrics
 
     def _make_rows(self, batch: RolloutBatch, advantages: Advantages, described: torch.Tensor) -> list[dict[str, Any]]:
@@ -172,15 +201,18 @@ class Recorder:
             closed, among_all = bool(column["closed"]), batch.first + index
             values = batch.judged.rewards_per_func[among_all].tolist()
             rewards = zip(self.trainer.reward_func_names, values, strict=True)
-            ids, text, span = found.completion_ids[index], found.texts[index], found.forced[index]
+            text, episode = found.texts[index], found.episodes[index]
             plain = text if isinstance(text, str) else str(text[-1]["content"])  # a message, if the prompt is one
+            ids = split_turns(found.completion_ids[index], found.context[index])[-1]  # whose text that is
+            start = len(found.completion_ids[index]) - len(ids)
+            spans = [(one - start, end - start) for one, end in found.forced[index] if one >= start]
             rows.append(
                 {
                     "step": self.trainer.state.global_step,
                     "group": among_all // batch.group_size + 1,
                     "prompt": found.prompts[index],
                     "completion": text,
-                    "completion_ids": ids,
+                    "completion_ids": found.completion_ids[index],
                     "answer_start": answer_offset(plain, ids, tokenizer, self.tags),
                     "prompt_tokens": len(found.prompt_ids[index]),
                     "completion_tokens": int(column["tokens"]),
@@ -188,7 +220,8 @@ class Recorder:
                     "closed": closed,
                     "truncated": found.truncated[index],
                     "forced": bool(column["forced"]),
-                    **({} if span is None else {"forced_chars": span_offsets(span, ids, tokenizer)}),
+                    **({"forced_chars": span_offsets(spans[0], ids, tokenizer)} if spans else {}),
+                    **({} if episode is None else _describe_episode(episode)),
                     "kl": column["kl"],
                     "rewards": {name: _or_none(value) for name, value in rewards},
                     "reward": _or_none(batch.judged.raw_scores[among_all].item()),
@@ -359,6 +392,16 @@ def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torc
         return by_text
     by_verifier = rewards_per_func[:, names.index(GYM_REWARD)]
     return by_verifier if by_text is None else torch.where(by_verifier.isnan(), by_text, by_verifier)
+
+
+def _describe_episode(episode: Episode) -> dict[str, Any]:
+    """What a row of `rollouts/` says of an episode."""
+    return {
+        "turns": episode.messages,
+        "tool_calls": len(episode.calls),
+        "tool_failures": episode.count("failed"),
+        "cut_by": episode.cut,
+    }
 
 
 def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict[str, float]:

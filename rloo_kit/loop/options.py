@@ -28,6 +28,8 @@ from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_con
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
 from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
+from rloo_kit.data.chat import template_options
+from rloo_kit.data.tools import EnvironmentReward, Toolbox, open_named, tool_schemas
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy, keep_values
@@ -128,7 +130,10 @@ def _add_fields(cls: type) -> type:
             words = [word for part in get_args(kind) for word in get_args(part)]
             kind, metadata = Literal[(False, True, *words)], metadata | {"nargs": "?", "const": True}
         cls.__annotations__[name] = kind
-        setattr(cls, name, field(default=entry.default, metadata=metadata))
+        made = (
+            {"default_factory": entry.default.copy} if isinstance(entry.default, list) else {"default": entry.default}
+        )
+        setattr(cls, name, field(**made, metadata=metadata))
     for name, old in CONFIG_NAMES.items():
         if name in _STOCK_FIELDS or hasattr(cls, name):  # `world_size` is a property of TrainingArguments
             continue
@@ -284,6 +289,7 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
         | planned_limits(run, policy)
         | mixed_precision(run)
         | policy.config_arguments
+        | ({"chat_template_kwargs": template_options(run)} if tool_schemas(run) else {})
     )
 
 
@@ -334,7 +340,7 @@ def mixed_precision(run: RunConfig) -> dict[str, bool]:
 # ------------------------------------------------------------------------------------------------ of the trainer
 
 
-def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> dict[str, Any]:
     """Keywords for TRL's constructor; raises ConfigError for arguments that cannot work."""
     arguments = rename_arguments(given)
     rewards = arguments["reward_funcs"]
@@ -359,6 +365,8 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
     if columns is not None and getattr(args, "thinking_budget", None) is not None:
         columns = [*columns, "thinking_forced"]
+    if columns is not None and toolbox is not None:
+        columns = [*columns, "completion_mask", "turns", *(["environments"] if toolbox.environment else [])]
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)
@@ -375,6 +383,24 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
         if problems:
             raise ConfigError("\n".join(problems))
     return wrap_for_unsloth(arguments)
+
+
+def make_toolbox(tools: Any, factory: Any, named: dict[str, Any]) -> Toolbox | None:
+    """The tools of a trainer; None without any. The own reward of a class of environments is added to the rewards in
+    `named`; a `Toolbox` is a run's, whose rewards have it."""
+    if isinstance(tools, Toolbox):
+        return tools
+    if tools or factory:
+        toolbox = Toolbox.of(tools or [], factory, getattr(named["args"], "tool_timeout_s", 10.0))
+    elif isinstance(named["args"], RLOOConfig) and (named["args"].tools or named["args"].environment):
+        toolbox = open_named(named["args"], None)
+    else:
+        return None
+    if toolbox.owns_reward:
+        rewards = named["reward_funcs"] if named["reward_funcs"] is not None else []
+        rewards = rewards if isinstance(rewards, (list, tuple)) else [rewards]
+        named["reward_funcs"] = [*rewards, EnvironmentReward(toolbox.environment)]
+    return toolbox
 
 
 def rename_arguments(given: dict[str, Any]) -> dict[str, Any]:

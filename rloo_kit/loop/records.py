@@ -16,6 +16,8 @@ from rloo_kit.gradient.advantages import Advantages
 from rloo_kit.gradient.objective import RATIO_STATISTICS, LossParts, all_finite, spread, sum_rows
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scores
+from rloo_kit.rollout.episodes import Episode
+from rloo_kit.rollout.types import Span
 
 
 class Completions(NamedTuple):
@@ -24,8 +26,9 @@ class Completions(NamedTuple):
     Attributes:
         rows: the dataset's rows. prompts: their prompts, as TRL has them. texts: completions as rewards get them.
         prompt_ids, completion_ids: token ids, the end token included if there is one.
-        truncated: whether it was cut off. forced: (start, end) of the tokens that closed its thinking, None for none.
-        sampler_logps: of each token when it was sampled, in nats, NaN if forced; None if the engine reports none.
+        truncated: whether it was cut off. forced: spans of the tokens that closed its thinking.
+        sampler_logps: of each token when it was sampled, in nats, NaN if it was not; None if the engine reports none.
+        context: spans of the tools' results. episodes: what happened there; None in a run without tools.
     """
 
     rows: list[dict[str, Any]]
@@ -34,8 +37,10 @@ class Completions(NamedTuple):
     completion_ids: list[list[int]]
     texts: list[Any]
     truncated: list[bool]
-    forced: list[tuple[int, int] | None]
+    forced: list[list[Span]]
     sampler_logps: Sequence[list[float] | None]
+    context: list[list[Span]]
+    episodes: Sequence[Episode | None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class RolloutBatch:
     Attributes:
         judged: completions and rewards. group_size: K. first: where this process's rows begin among all (A).
         prompts, completions: token ids on the device, B times (P_i,) and (C_i,).
-        mask: B times (C_i,) bool, the trained tokens: without forced closes and masked completions.
+        mask: B times (C_i,) bool, the trained tokens: without forced closes, tools' results, masked completions.
         scores: (A,), compared with siblings: after normalising and clipping, before the KL penalty; NaN for a
             completion that is not scored.
         sampler_logps: B times (C_i,), log-probabilities under the sampler; None if unknown.
@@ -103,8 +108,10 @@ class RolloutBatch:
         return [list(part) for _, part in groupby(rows, key=lambda row: (self.first + row) // self.group_size)]
 
     def groups(self, rows: Iterable[int]) -> list[Group]:
-        """The rows as prompts with their completions."""
-        return [Group(self.prompts[part[0]], [self.completions[row] for row in part]) for part in self.by_group(rows)]
+        """The rows as prompts with their completions; an environment may give siblings different prompts."""
+        ids = self.judged.completions.prompt_ids
+        parts = [list(same) for part in self.by_group(rows) for _, same in groupby(part, key=lambda row: ids[row])]
+        return [Group(self.prompts[part[0]], [self.completions[row] for row in part]) for part in parts]
 
     def passes(
         self, rows: Iterable[int], tokens: Callable[[list[Group]], int], limit: int, whole_groups: bool

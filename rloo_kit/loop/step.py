@@ -95,6 +95,8 @@ class RLOOStep:
         self.recorder.count("rewards/failed_ratio", failed_share)
         if model.training:
             self.rewarder.watch(failed_share, judged.failures)
+            if self.sampler.tools is not None:
+                self.sampler.watch(judged.completions)
         batch = self.lay_out(judged, model.training)
         if leave_open and model.training and self.settings.advantage.beta and self.settings.scores_first is None:
             batch.kl = batch.zeros()
@@ -119,9 +121,9 @@ class RLOOStep:
             [not (cut and self.settings.mask_truncated_completions)] * len(ids)
             for cut, ids in zip(found.truncated, found.completion_ids, strict=True)
         ]
-        for mask, span in zip(masks, found.forced, strict=True):
-            if span is not None:
-                mask[slice(*span)] = [False] * (span[1] - span[0])
+        for mask, forced, context in zip(masks, found.forced, found.context, strict=True):
+            for start, end in (*forced, *context):
+                mask[start:end] = [False] * (end - start)
         scores = self.rewarder.normalize(judged.scores, training)
         if not self.settings.baseline_includes_masked:
             is_masked = torch.tensor([not any(mask) for mask in masks], device=device)

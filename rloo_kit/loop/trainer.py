@@ -21,7 +21,7 @@ from rloo_kit.config.checks import find_eval_problem
 from rloo_kit.errors import ConfigError, NonFiniteError
 from rloo_kit.loop.build import build_step, check_prompts, describe, refuse_idle
 from rloo_kit.loop.callbacks import use_text_progress
-from rloo_kit.loop.options import FURTHER_ARGUMENTS, name_settings, naming_settings, prepare_arguments
+from rloo_kit.loop.options import FURTHER_ARGUMENTS, make_toolbox, name_settings, naming_settings, prepare_arguments
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.saving import StreamPlace, find_micro_step, load_loop_state, read_place, save_checkpoint
 from rloo_kit.loop.step import RLOOStep
@@ -44,6 +44,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         args: the kit's `RLOOConfig`, or TRL's (the kit's options then have their defaults).
         train_dataset: a `datasets.Dataset` with a column `prompt`, or a stream (`datasets.IterableDataset`) of such
             rows, which requires `max_steps`.
+        tools, environment_factory: as in TRL's `GRPOTrainer`: functions that the model may call, and a class of
+            environments. They run in this process; those of a `Toolbox`, as `tools`, in their own.
 
     Attributes:
         rloo: the step, with its collaborators: sampler, rewarder, scorer, recorder, parallel.
@@ -71,12 +73,16 @@ class RLOOTrainer(trl.RLOOTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *more: Any,
+        tools: Any = None,
+        environment_factory: Any = None,
         **keywords: Any,
     ) -> None:
         named = {"model": model, "reward_funcs": reward_funcs, "args": args}
         named |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
-        arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
+        toolbox = make_toolbox(tools, environment_factory, named)
+        given = {name: value for name, value in named.items() if value is not None} | keywords
+        arguments = prepare_arguments(given, toolbox)
         masters = adapters.trainable_tensors(arguments.get("model"))
         with keep_settings(arguments), adapters.keep_base(arguments["model"]):
             super().__init__(**arguments)
@@ -87,7 +93,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         with naming_settings(self.args):
             policy = self.accelerator.unwrap_model(self.model)
             adapters.settle_reference(policy, self.beta, self.args.reference)
-            self.rloo = build_step(self, self.think_tags)
+            self.rloo = build_step(self, self.think_tags, toolbox)
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to compute

@@ -13,6 +13,7 @@ from rloo_kit.collective import gather_objects, share, share_from_main, wait_for
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
+from rloo_kit.data.tools import open_toolbox
 from rloo_kit.errors import ConfigError, HealthError, NoSignalError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
@@ -175,6 +176,7 @@ class _Training:
             train_dataset=prompts,
             processing_class=policy.tokenizer,
             callbacks=callbacks,
+            tools=open_toolbox(run),
         )
         trainer.checkpoint_record = self.run_dir.checkpoint_record
         trainer.remove_callback(PrinterCallback)

@@ -21,9 +21,9 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.types import FOREIGN, Limits
+from rloo_kit.rollout.types import FOREIGN, Limits, split_turns
 from rloo_kit.system.problems import Problem
-from rloo_kit.think_tags import THINK_START
+from rloo_kit.think_tags import THINK_START, count_thinking
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
 WIDER = 4  # times as many if few groups have a signal: 32 wrong answers are not rare in a run that learns
@@ -82,15 +82,18 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
     batch, judged = probe.batch, probe.batch.judged
     found, size = judged.completions, probe.batch.group_size
     measures.generations, measures.prompts = size, len(batch) // size
-    measures.completion_tokens = Spread.of(batch.lengths)
+    measures.completion_tokens = Spread.of(
+        [sum(map(len, split_turns(*one))) for one in zip(found.completion_ids, found.context, strict=True)]
+    )
     measures.truncated = sum(found.truncated) / len(batch)
     end_id = policy.tags.end_id
     if thinks(policy.family, run.model.enable_thinking) and end_id is not None:
         ids_of = found.completion_ids
-        own = [end_id in ids and span is None for ids, span in zip(ids_of, found.forced, strict=True)]
+        own = [end_id in ids and not spans for ids, spans in zip(ids_of, found.forced, strict=True)]
         measures.closed, measures.think_end_id = sum(own) / len(own), end_id
-        measures.forced = sum(span is not None for span in found.forced) / len(own)
-        measures.thinking_tokens = Spread.of([ids.index(end_id) if end_id in ids else len(ids) for ids in ids_of])
+        measures.forced = sum(map(bool, found.forced)) / len(own)
+        turns = [split_turns(*one) for one in zip(ids_of, found.context, strict=True)]
+        measures.thinking_tokens = Spread.of([count_thinking(one, end_id) for one in turns])
     for column, name in enumerate(probe.rewards):
         rewards = judged.rewards_per_func[:, column]
         differs = int((~tied_groups(rewards, size)).sum())

@@ -18,6 +18,7 @@ from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
+from rloo_kit.data.tools import open_toolbox
 from rloo_kit.loop.memory_watch import MemoryPeak
 from rloo_kit.loop.options import RLOOConfig, loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -26,7 +27,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
 from rloo_kit.plan.vram_plan import VramPlan
-from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
+from rloo_kit.rollout.types import FOREIGN, Limits, Rollout, Span
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 
@@ -275,7 +276,8 @@ class _FullRows:
     def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
         self._before()
         ids = [torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
-        return Rollout(ids, [None] * len(ids), [[-1.0] * len(row) for row in ids])
+        nothing: list[list[Span]] = [[] for _ in ids]
+        return Rollout(ids, nothing, [[-1.0] * len(row) for row in ids], nothing)
 
 
 @contextmanager
@@ -298,6 +300,7 @@ def make_trainer(
         try:
             trainer = RLOOTrainer(
                 model=policy.model,
+                tools=open_toolbox(run),
                 reward_funcs=list(reward_funcs),
                 args=RLOOConfig(**arguments),
                 train_dataset=dataset,

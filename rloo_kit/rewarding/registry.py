@@ -10,6 +10,7 @@ from rloo_kit import rewards
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import family_of
+from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
@@ -58,11 +59,13 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 
 def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
     """`build_rewards` without the printed line."""
-    if not run.rewards:
+    toolbox = open_toolbox(run)
+    own = [EnvironmentReward(toolbox.environment)] if toolbox is not None and toolbox.owns_reward else []
+    if not run.rewards and not own:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
-    made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)]
+    made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)] + own
     names = log_names([reward.__name__ for reward in made], made)
-    weights = [entry.weight for entry in run.rewards]
+    weights = [entry.weight for entry in run.rewards] + [1.0] * len(own)
     return [NamedReward(*parts) for parts in zip(made, names, weights, strict=True)]
 
 

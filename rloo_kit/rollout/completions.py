@@ -3,9 +3,9 @@
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.episodes import Episode, ToolUse, add_observation
 from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import Engine, Limits, OnTokens, Progress
+from rloo_kit.rollout.types import Engine, Limits, OnTokens, Progress, Span, split_turns
 from rloo_kit.system.processes import is_distributed
+from rloo_kit.think_tags import count_thinking
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Completion:
         ids: token ids, forced ones and the end token included.
         text: the ids decoded without special tokens; the thinking tags stay.
         ended: the model ended it itself; False if it was truncated.
-        thinking_tokens: tokens before the first `</think>`; None if the thinking is not closed.
+        thinking_tokens: tokens before the first `</think>` of each turn; None if the last turn's is not closed.
         forced: the thinking budget was spent, which closed the thinking.
+        context: spans of the tools' results. episode: with tools, what happened; the text is then the last turn's.
     """
 
     prompt_index: int
@@ -40,6 +43,8 @@ class Completion:
     ended: bool
     thinking_tokens: int | None
     forced: bool = False
+    context: list[Span] = field(default_factory=list)
+    episode: Episode | None = None
 
     @property
     def closed(self) -> bool:
@@ -62,6 +67,8 @@ def generate_completions(
     engine: str | RolloutSection | None = None,
     on_batch: Progress | None = None,
     on_tokens: OnTokens | None = None,
+    tools: ToolUse | None = None,
+    rows: Sequence[dict[str, Any]] | None = None,
 ) -> list[Completion]:
     """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
 
@@ -82,6 +89,7 @@ def generate_completions(
         on_batch: called now and then with the number of completions done so far and in total.
         on_tokens: called with a completion's index in the result and its ids so far while it grows; see
             docs/rollout.md for how often each engine calls it.
+        tools: what completions may call, from `make_tool_use`. rows: of the dataset, one per prompt, for environments.
 
     Raises:
         ConfigError: a value out of range, a budget for a model without `</think>`, more tokens than the model has
@@ -102,6 +110,8 @@ def generate_completions(
         close_ids = close_ids_for(policy.tokenizer, policy.tags, thinking_close)
         asked = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, policy.tags.end_id)
         length = thinking_budget + len(close_ids) + asked.answer_limit
+        if tools is not None:  # the budgets are a turn's, and the limit is the episode's
+            length = max(length, max_completion_length)
         limits = replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
     if isinstance(engine, str):
         settings = {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
@@ -112,9 +122,16 @@ def generate_completions(
             rollout = RolloutSection()  # each calls as often as it has prompts, and samples from its own copy
     if not prompts:
         return []
+    episodes = None
+    if tools is not None:
+        given = [dict(row) | {"prompt": one} for row, one in zip(rows or [{}] * len(prompts), prompts, strict=True)]
+        given = [row for row in given for _ in range(num_samples)]
+        episodes = tools.begin(given)
+        prompts = list(map(add_observation, given, episodes.observations))
     prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
     _check_lengths(policy, prompt_ids, limits.max_completion_length)
-    prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
+    repeats = num_samples if episodes is None else 1
+    prefixes = [ids for ids in prompt_ids for _ in range(repeats)]  # prompt-major
     end_ids, end_id = find_end_ids(policy), policy.tags.end_id
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with (
@@ -122,18 +139,27 @@ def generate_completions(
         torch.random.fork_rng(devices=devices),
     ):
         torch.manual_seed(seed)
-        sampled = sampler.sample(prefixes, limits, on_progress=on_batch, on_tokens=on_tokens)
-    return [
-        Completion(
-            prompt_index=number // num_samples,
-            ids=ids,
-            text=policy.tokenizer.decode(ids, skip_special_tokens=True),
-            ended=bool(ids) and ids[-1] in end_ids,
-            thinking_tokens=ids.index(end_id) if end_id is not None and end_id in ids else None,
-            forced=span is not None,
+        sampled = sampler.sample(prefixes, limits, on_progress=on_batch, on_tokens=on_tokens, dialogue=episodes)
+    finished = [None] * len(prefixes) if episodes is None else episodes.finish(sampled)
+    completions = []
+    for number, (ids, context, episode) in enumerate(
+        zip(sampled.completion_ids, sampled.context, finished, strict=True)
+    ):
+        turns = split_turns(ids, context)
+        is_closed = end_id is not None and end_id in turns[-1]
+        completions.append(
+            Completion(
+                prompt_index=number // num_samples,
+                ids=ids,
+                text=policy.tokenizer.decode(turns[-1], skip_special_tokens=True),
+                ended=bool(ids) and ids[-1] in end_ids and (episode is None or episode.cut is None),
+                thinking_tokens=count_thinking(turns, end_id) if end_id is not None and is_closed else None,
+                forced=bool(sampled.forced[number]),
+                context=context,
+                episode=episode,
+            )
         )
-        for number, (ids, span) in enumerate(zip(sampled.completion_ids, sampled.forced, strict=True))
-    ]
+    return completions
 
 
 @contextmanager

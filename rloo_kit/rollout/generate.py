@@ -54,7 +54,12 @@ class GenerateEngine(Engine):
         expected = call.expected_lengths or [0.0] * len(lengths)
         order = sorted(call.order, key=lambda row: (-expected[row], -lengths[row]))  # if the longest fits, all fit
         total = len(order)
-        while order:
+        while order or call.away:
+            for state in call.come_back(None if not order else 0.0):
+                order.append(state.number)
+                lengths[state.number] = len(state.prompt) + len(state.ids)
+            if not order:
+                continue
             batch = next_batch(order, lengths, self.rows or len(order))
             if len({lengths[row] for row in batch}) > 1 and self.check_padding():
                 batch = next_batch(order, lengths, self.rows or len(order), pads=False)
@@ -64,13 +69,15 @@ class GenerateEngine(Engine):
                 self._halve(len(batch), f"the {len(order)} unfinished ones start over")
                 continue
             order = [row for row in order if row not in batch]
-            call.report(total - len(order))
+            for row in batch:
+                call.send_away(call.states[row])
+            call.report(total - len(order) - len(call.away))
 
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
         ends, cut = self.sampling.end_ids, None
-        states = [CompletionState(call.limits, ends, row, call.states[row].prompt) for row in batch]
-        prompts = [state.prompt for state in states]
+        states = [call.states[row].copy() for row in batch]
+        prompts = [state.prompt + state.ids for state in states]
         padded = self._pad(prompts)
         rows, width = padded["input_ids"].shape
         if (whole_cut := self._cut) is not None:  # reads a row's own tokens instead of its padding

@@ -47,31 +47,43 @@ class NativeEngine(Engine):
             decoder = make_decoder(self._model, self._decoder)
             self._decoder = type(decoder)
             waiting = deque(call.states[number] for number in call.order)
+            # With tools, when a row comes back depends on the clock: its random numbers must not.
+            uniform = None
+            if call.dialogue is not None:
+                shape = len(call.states), call.limits.max_completion_length
+                uniform = torch.rand(*shape, dtype=torch.float64, device=decoder.device)
             while waiting:
-                self._run(decoder, waiting, call)
+                self._run(decoder, waiting, call, uniform)
 
-    def _run(self, decoder: ModuleDecoder, waiting: deque[CompletionState], call: Call) -> None:
+    def _run(
+        self, decoder: ModuleDecoder, waiting: deque[CompletionState], call: Call, uniform: torch.Tensor | None
+    ) -> None:
         """Generate until no row waits, or until memory runs out: unfinished rows then wait again."""
-        slots = min(self.rows or len(waiting), len(waiting))
+        slots = min(self.rows or len(waiting), len(waiting) + len(call.away))
         live: list[CompletionState] = []
         entering: list[CompletionState] = []
         cache = SlotCache(slots)
         try:
-            while waiting or live:
+            while waiting or live or call.away:
+                waiting.extend(call.come_back(None if not (waiting or live) else 0.0))
+                if not (waiting or live):
+                    continue
                 free = slots - len(live)
                 if waiting and (not live or free * ADMIT_SHARE >= slots):
                     entering = [waiting.popleft() for _ in range(min(free, len(waiting)))]
                     self._fill(decoder, cache, entering, len(live))
                     live, entering = live + entering, []
-                self._step(decoder, cache, live)
+                self._step(decoder, cache, live, uniform)
                 if call.on_tokens is not None:
                     for row in live:
                         call.on_tokens(row.number, row.ids)
                 if any(row.finished for row in live):
+                    for row in live:
+                        call.send_away(row)
                     live = _compact(cache, live)
-                    if not waiting:
+                    if not waiting and not call.away:
                         cache.shrink(len(live))
-                    call.report(len(call.states) - len(waiting) - len(live))
+                    call.report(len(call.states) - len(waiting) - len(live) - len(call.away))
             return
         except RuntimeError as error:
             tried = len(live) + len(entering)
@@ -97,8 +109,10 @@ class NativeEngine(Engine):
             decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
             groups = groups[size:]
 
-    def _step(self, decoder: ModuleDecoder, cache: SlotCache, live: list[CompletionState]) -> None:
-        """One more token for each live row."""
+    def _step(
+        self, decoder: ModuleDecoder, cache: SlotCache, live: list[CompletionState], uniform: torch.Tensor | None
+    ) -> None:
+        """One more token for each live row. `uniform`: (B, C) of all rows, by number and place; None: any."""
         tokens = torch.tensor([row.last for row in live], device=decoder.device)
         positions = cache.begin([row.position for row in live], decoder.device)
         logits = decoder.decode(tokens, positions, cache)  # (R, V)
@@ -107,7 +121,9 @@ class NativeEngine(Engine):
             rows = [row.prompt + row.ids for row in live]
             width = max(map(len, rows))
             ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=decoder.device)
-        drawn, logps = draw(logits, self.sampling.temperature, self._cut, ids)
+        if uniform is not None:
+            uniform = uniform[[row.number for row in live], [len(row.ids) for row in live]][:, None]
+        drawn, logps = draw(logits, self.sampling.temperature, self._cut, ids, uniform)
         new, scores = torch.stack((drawn.double(), logps.double())).tolist()  # one transfer
         if math.isnan(sum(scores)):
             raise BackendError(
@@ -158,7 +174,11 @@ def _agree(fused: ModuleDecoder, plain: ModuleDecoder) -> bool:
 
 
 def draw(
-    logits: torch.Tensor, temperature: float, cut: Cut | None = None, ids: torch.Tensor | None = None
+    logits: torch.Tensor,
+    temperature: float,
+    cut: Cut | None = None,
+    ids: torch.Tensor | None = None,
+    uniform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sampled tokens and their log-probabilities.
 
@@ -166,6 +186,7 @@ def draw(
         logits: (R, V), any floating type.
         temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
         cut: then filters the logits, see `Filters.make_cut`. ids: (R, L) so far, if `cut` reads them.
+        uniform: (R, 1) float64, one random number for each row; None draws them.
 
     Returns:
         tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits contain
@@ -177,14 +198,15 @@ def draw(
     if cut is not None:
         scaled = cut(ids, scaled.clone())
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
-    tokens, total = _invert(scaled.exp())
+    tokens, total = _invert(scaled.exp(), uniform)
     return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)
 
 
-def _invert(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _invert(weights: torch.Tensor, uniform: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (R, 1) from one uniform number per row, and the sums of the weights (R, 1) in float64."""
     rows, vocabulary = weights.shape
-    uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
+    if uniform is None:
+        uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
     if vocabulary <= 4 * BLOCK_ENTRIES:
         sums = weights.cumsum(1, dtype=torch.float64)
         return _pick(sums, uniform * sums[:, -1:]), sums[:, -1:]

@@ -48,15 +48,18 @@ def make_limits(
     thinking_budget: int | None = None,
     answer_budget: int | None = None,
     close: str = "tag",
+    thinking_total: int | None = None,
 ) -> Limits:
-    """The limits of a rollout, from the keys of `rloo`.
+    """The limits of a rollout, from the keys of `rloo`; `thinking_total`: of all turns together.
 
     Raises:
         ConfigError: a budget for a tokenizer without `</think>`, or one that leaves no token for an answer.
     """
-    if thinking_budget is None:
+    if thinking_budget is None and thinking_total is None:
         return Limits(max_completion_length)
     close_ids = close_ids_for(tokenizer, tags, close)
+    if thinking_budget is None:
+        return Limits(max_completion_length, None, answer_budget, close_ids, tags.end_id, thinking_total)
     spent = thinking_budget + len(close_ids)
     if spent + (answer_budget or 1) > max_completion_length:
         raise ConfigError(
@@ -64,4 +67,4 @@ def make_limits(
             f"({answer_budget or 'at least 1'}) is more than rloo.max_completion_length = {max_completion_length}. "
             f"Lower rloo.thinking_budget, or set rloo.max_completion_length to {spent + (answer_budget or 1)} or more"
         )
-    return Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id)
+    return Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id, thinking_total)

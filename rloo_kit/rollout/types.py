@@ -1,8 +1,11 @@
 """Inputs and outputs of a rollout in token ids, completions while they grow, and what all engines are."""
 
+import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict, dataclass, field
 from math import nan
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -16,6 +19,7 @@ from transformers import (
 FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that the kit gives them
 
 Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Span = tuple[int, int]  # first token of a completion, and the one after the last
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,12 @@ class Limits:
     """How long completions may be, in tokens.
 
     Attributes:
-        max_completion_length: hard cap on all tokens of a completion, forced ones included.
-        thinking_budget: tokens after which open thinking is closed; None for no budget.
+        max_completion_length: hard cap on all tokens of a completion, forced ones and tools' results included.
+        thinking_budget: tokens of a turn after which its open thinking is closed; None for no budget.
         answer_budget: tokens after the close, forced or not; None for what `max_completion_length` leaves.
         close_ids: ids that are forced when the budget is spent.
         think_end_id: the id of `</think>`, by which a completion closes its thinking itself.
+        thinking_total: tokens of thinking in all turns together; None for no such limit.
     """
 
     max_completion_length: int
@@ -35,6 +40,7 @@ class Limits:
     answer_budget: int | None = None
     close_ids: tuple[int, ...] = ()
     think_end_id: int | None = None
+    thinking_total: int | None = None
 
     @property
     def answer_limit(self) -> int:
@@ -94,14 +100,22 @@ class Rollout:
 
     Attributes:
         completion_ids: token ids, the end token included if there is one.
-        forced: (start, end) of the forced tokens that closed the thinking; None if none were forced.
+        forced: spans of the forced tokens that closed the thinking; one at most without tools.
         sampler_logps: log-probability of each token when it was drawn, after temperature and filters, float32, in nats;
-            NaN for forced tokens. None at temperature 0.
+            NaN for tokens that were not drawn. None at temperature 0.
+        context: spans of the tools' results.
     """
 
     completion_ids: list[list[int]]
-    forced: list[tuple[int, int] | None]
+    forced: list[list[Span]]
     sampler_logps: list[list[float]] | None
+    context: list[list[Span]]
+
+
+def split_turns(ids: list[int], context: Sequence[Span]) -> list[list[int]]:
+    """The tokens of each turn of a completion, without the tools' results between them."""
+    cuts = [0, *(place for span in context for place in span), len(ids)]
+    return [ids[start:end] for start, end in zip(cuts[::2], cuts[1::2], strict=True)]
 
 
 Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
@@ -113,25 +127,38 @@ OnTokens = Callable[[int, list[int]], None]
 class CompletionState:
     """One completion while it grows, token by token, by the rules of `thinking_budget`.
 
-    Forced tokens have a log-probability of NaN and a recorded span, so that the loss leaves them out.
+    Tokens that are not drawn (a forced close, a tool's result) have a log-probability of NaN and a recorded span, so
+    that the loss leaves them out.
 
     Attributes:
         number: its index in the result. prompt: the prompt's token ids.
-        ids: its tokens so far. logps: their log-probabilities under the sampler, NaN where forced.
-        forced: (start, end) of the forced tokens so far, None if there are none.
-        finished: it takes no more tokens.
+        ids: its tokens so far. logps: their log-probabilities under the sampler, NaN where not drawn.
+        forced: spans of the forced tokens so far. context: spans of the tools' results.
+        finished: it takes no more tokens, unless a tool's result continues it (`resume`).
+        turns: turns that were begun before the current one.
     """
 
     def __init__(self, limits: Limits, end_ids: Collection[int], number: int = 0, prompt: Sequence[int] = ()) -> None:
         self.number, self.prompt = number, list(prompt)
         self.ids: list[int] = []
         self.logps: list[float] = []
-        self.forced: tuple[int, int] | None = None
+        self.forced: list[Span] = []
+        self.context: list[Span] = []
+        self.turns = 0
         self.finished = limits.max_completion_length < 1
         self._limits, self._ends = limits, end_ids
+        self._begin_turn(limits.thinking_total)
+
+    def _begin_turn(self, left: int | None) -> None:
+        """`left`: tokens of thinking that the turns before leave of the total."""
+        self._turn_start = len(self.ids)
+        self._left = left
+        budgets = [one for one in (self._limits.thinking_budget, left) if one is not None]
+        self._budget = min(budgets, default=None)  # of this turn, in tokens
+        self._thought: int | None = None  # tokens of this turn's thinking, once it was closed
         self._answer_ends: int | None = None  # length at which the answer budget is spent
         self._pending: list[int] = []  # forced tokens still to come, the next one last
-        if limits.thinking_budget == 0:
+        if self._budget == 0:
             self._close()
 
     @property
@@ -152,23 +179,39 @@ class CompletionState:
     @property
     def has_budget(self) -> bool:
         """Whether its thinking may be closed by force."""
-        return self._limits.thinking_budget is not None
+        return self._budget is not None
 
     @property
-    def answers(self) -> bool:
-        """Whether its thinking was closed, with a budget."""
-        return self._answer_ends is not None
+    def requests(self) -> int:
+        """How many requests up to `next_stretch` came before, at most: each turn has two with a budget."""
+        return 2 * self.turns + (self._answer_ends is not None)
+
+    def copy(self) -> "CompletionState":
+        """A state that grows by itself."""
+        other = copy.copy(self)
+        for name in ("ids", "logps", "forced", "context", "_pending"):
+            setattr(other, name, list(getattr(self, name)))
+        return other
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token is an end token."""
+        return bool(self.ids) and self.ids[-1] in self._ends
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """The tokens of the current turn."""
+        return self.ids[self._turn_start :]
 
     @property
     def next_stretch(self) -> tuple[int, list[int]]:
         """How many tokens may be sampled in one request before a limit, and the ids that stop it earlier."""
-        budget, ends = self._limits.thinking_budget, [*self._ends]
-        if budget is None:
-            return self.room, ends
+        if self._budget is None:
+            return self.room, [*self._ends]
         if self._answer_ends is not None:
-            return min(self.room, self._answer_ends - len(self.ids)), ends
+            return min(self.room, self._answer_ends - len(self.ids)), [*self._ends]
         closing = [] if self._limits.think_end_id is None else [self._limits.think_end_id]
-        return min(self.room, budget - len(self.ids)), ends + closing
+        return min(self.room, self._turn_start + self._budget - len(self.ids)), [*self._ends, *closing]
 
     @property
     def next_forced(self) -> int | None:
@@ -178,10 +221,12 @@ class CompletionState:
     def take(self, token: int, logp: float) -> None:
         """Add the sampled token, or the forced one that is due instead."""
         if self._pending:
-            start = len(self.ids) if self.forced is None else self.forced[0]
+            if self.forced and self.forced[-1][1] == len(self.ids):
+                self.forced[-1] = (self.forced[-1][0], len(self.ids) + 1)
+            else:
+                self.forced.append((len(self.ids), len(self.ids) + 1))
             self.ids.append(self._pending.pop())
             self.logps.append(nan)
-            self.forced = (start, len(self.ids))
             if not self._pending:
                 self._answer_ends = len(self.ids) + self._limits.answer_limit
         else:
@@ -190,16 +235,48 @@ class CompletionState:
             if token in self._ends:
                 self.finished = True
                 return
-            if self._limits.thinking_budget is not None and self._answer_ends is None:
+            if self._budget is not None and self._answer_ends is None:
+                thought = len(self.ids) - self._turn_start
                 if token == self._limits.think_end_id:
+                    self._thought = thought - 1
                     self._answer_ends = len(self.ids) + self._limits.answer_limit
-                elif len(self.ids) >= self._limits.thinking_budget:
+                elif thought >= self._budget:
                     self._close()
         length = len(self.ids)
         self.finished = length >= self._limits.max_completion_length or length == self._answer_ends
 
+    def resume(self, context: Sequence[int]) -> None:
+        """Continue with a new turn after the ids that a tool's result takes."""
+        start = len(self.ids)
+        left = self._left
+        if left is not None:
+            thought = len(self.turn_ids) if self._thought is None else self._thought
+            left = max(0, left - thought)
+        self.ids += context
+        self.logps += [nan] * len(context)
+        self.context.append((start, len(self.ids)))
+        self.turns += 1
+        self.finished = False
+        self._begin_turn(left)
+
     def _close(self) -> None:
+        self._thought = len(self.turn_ids)
         self._pending = list(reversed(self._limits.close_ids))
+
+
+class Dialogue(Protocol):
+    """What completions of several turns talk to. Called in the thread that samples, or in a server engine's threads."""
+
+    def ask(self, number: int, turn: list[int], turns: int) -> "Future[Any] | None":
+        """The reply to a turn that has ended; None if the completion is over.
+
+        Args:
+            number: index of the prompt. turn: ids of the turn. turns: those before it.
+        """
+
+    def read(self, number: int, reply: Any, room: int) -> list[int]:
+        """The ids between the turn and the next one, of which there are fewer than `room`; empty if the completion is
+        over."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +307,40 @@ class Call:
     expected_lengths: Sequence[float] | None
     on_progress: Progress | None
     on_tokens: OnTokens | None
+    dialogue: Dialogue | None = None
+    away: "dict[Future[Any], CompletionState]" = field(default_factory=dict)  # those that wait for a reply
+
+    def send_away(self, state: CompletionState) -> bool:
+        """Ask for the reply to a turn that has ended; False if the completion is over."""
+        reply = self._ask(state)
+        if reply is not None:
+            self.away[reply] = state
+        return reply is not None
+
+    def come_back(self, wait_s: float | None = 0.0) -> list[CompletionState]:
+        """Completions whose reply has arrived, ready for their next turn; those that it ends are not among them.
+        `wait_s`: for the first reply, None as long as it takes."""
+        if not self.away:
+            return []
+        done = sorted(wait(self.away, wait_s, FIRST_COMPLETED).done, key=lambda one: self.away[one].number)
+        return [state for reply in done if self._resume(state := self.away.pop(reply), reply)]
+
+    def ask_and_wait(self, state: CompletionState) -> bool:
+        """`send_away` and `come_back` of one completion, in a thread of its own; False if it is over."""
+        reply = self._ask(state)
+        return reply is not None and self._resume(state, reply)
+
+    def _ask(self, state: CompletionState) -> "Future[Any] | None":
+        if self.dialogue is None or not (state.finished and state.ended):
+            return None
+        return self.dialogue.ask(state.number, state.turn_ids, state.turns)
+
+    def _resume(self, state: CompletionState, reply: "Future[Any]") -> bool:
+        assert self.dialogue is not None
+        context = self.dialogue.read(state.number, reply.result(), state.room)
+        if context:
+            state.resume(context)
+        return bool(context)
 
     def report(self, done: int) -> None:
         """Call `on_progress` with the number of completions done."""
@@ -257,6 +368,7 @@ class Engine:
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
         on_tokens: OnTokens | None = None,
+        dialogue: Dialogue | None = None,
     ) -> Rollout:
         """One completion for each prompt; neighbours with equal prompts are a group.
 
@@ -266,6 +378,7 @@ class Engine:
             expected_lengths: one number per prompt; if not all rows fit at once, the longest start first.
             on_progress: called with the number of completions done so far and in total.
             on_tokens: called while completions grow, in this thread; it does not change what is sampled.
+            dialogue: answers turns, for completions of several; None: a completion is one turn.
 
         The model is put into evaluation mode and restored afterwards. Random numbers are torch's global ones.
 
@@ -277,9 +390,10 @@ class Engine:
         order = [number for number, state in enumerate(states) if not state.finished]
         if expected_lengths is not None:
             order.sort(key=lambda number: -expected_lengths[number])  # stable: siblings stay neighbours
-        self._finish(Call(limits, states, order, expected_lengths, on_progress, on_tokens))
+        self._finish(Call(limits, states, order, expected_lengths, on_progress, on_tokens, dialogue))
         logps = None if self.sampling.temperature == 0 else [state.logps for state in states]
-        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
+        ids, forced = [state.ids for state in states], [state.forced for state in states]
+        return Rollout(ids, forced, logps, [state.context for state in states])
 
     def _finish(self, call: Call) -> None:
         """Finish all states of the call."""

@@ -78,7 +78,11 @@ class VllmEngine(Engine):
             try:
                 for number in call.order:
                     ask(call.states[number])
-                while asked:
+                while asked or call.away:
+                    for state in call.come_back(None if not asked else 0.0):
+                        ask(state)
+                    if not asked:
+                        continue
                     with hold_signals():  # an interrupted step leaves the engine unusable
                         outputs = engine.step()
                     if call.on_tokens is not None:  # the tokens so far, after those that the states already have
@@ -89,8 +93,9 @@ class VllmEngine(Engine):
                     for state, found in done:
                         _take(state, found)
                         ask(state)
+                        call.send_away(state)
                     if any(state.finished for state, _ in done):
-                        call.report(len(call.states) - len(asked))
+                        call.report(len(call.states) - len(asked) - len(call.away))
             finally:  # an error or Ctrl-C leaves no request behind
                 if asked:
                     with hold_signals():
@@ -105,7 +110,7 @@ class VllmEngine(Engine):
         return SamplingParams(
             max_tokens=room,
             stop_token_ids=stops,
-            seed=(seed + state.answers) % 2**31,
+            seed=(seed + state.requests) % 2**31,
             temperature=self.sampling.temperature,
             **asdict(self.sampling.filters),
             ignore_eos=True,  # only a request's own stop ids end it, not those in the checkpoint's files
@@ -315,7 +320,7 @@ class ServerEngine(Engine):
             started: list[Future[None]] = []
             try:
                 for number in call.order:
-                    started.append(pool.submit(self._sample_one, call.states[number], seeds[number]))
+                    started.append(pool.submit(self._sample_one, call.states[number], seeds[number], call))
                     started[-1].add_done_callback(done.put)
                 while left:
                     try:
@@ -336,15 +341,15 @@ class ServerEngine(Engine):
             for number in sorted(call.order):
                 call.on_tokens(number, call.states[number].ids)
 
-    def _sample_one(self, state: CompletionState, seed: int) -> None:
-        """Finish one completion; the answer after closed thinking is a second request."""
+    def _sample_one(self, state: CompletionState, seed: int, call: Call) -> None:
+        """Finish one completion; the answer after closed thinking is a second request, and each turn has its own."""
         vocabulary = self._settings.vocabulary or 2**31
-        while not state.finished:
+        while not state.finished or call.ask_and_wait(state):
             if state.next_forced is not None:
                 state.take(state.next_forced, math.nan)
                 continue
             room, stops = state.next_stretch
-            ids, logps = self._complete(state.prompt + state.ids, room, stops, (seed + state.answers) % 2**31)
+            ids, logps = self._complete(state.prompt + state.ids, room, stops, (seed + state.requests) % 2**31)
             if max(ids) >= vocabulary:
                 raise RolloutServerError(
                     f"{self._client.url} sampled the id {max(ids)}, but this run's model has {vocabulary} ids: serve "

@@ -1,0 +1,471 @@
+"""The tools of a run: the user's functions and environments, called in processes of their own, so that a hang can be
+ended; in the drop-in trainer, whose tools are Python objects, in this process.
+
+A process that was ended is replaced, and the environments that it held are built again from their calls so far.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateFuture
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, ValidationError, validate_call
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError, RewardError, WholeBatchError, excerpt, shorten
+from rloo_kit.system.input_files import find_input, places_of
+from rloo_kit.system.isolation import LateError, Worker, worker_environment
+from rloo_kit.system.user_code import describe_user_error, import_target, make_plain, read_files
+
+LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
+START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
+LONGEST_RESULT = 100_000  # characters that leave the process
+NO_TOOLS = ("reset", "get_reward", "respond", "tools")  # public methods that are not offered to the model
+
+Call = tuple[str, dict[str, Any]]  # name and arguments; of an environment's own reply: "", {"messages": [...]}
+Past = tuple[dict[str, Any], list[Call]]  # the row that an environment was reset with, and its calls so far
+
+
+class Result(NamedTuple):
+    """What a call came to.
+
+    Attributes:
+        content: the text for the model.
+        kind: "ok"; "failed": the tool raised, took too long, died or returned what is no text; "invalid": the call
+            names no tool, or its arguments do not fit.
+        detail: for the user, why it failed.
+    """
+
+    content: str
+    kind: str = "ok"
+    detail: str = ""
+
+
+class ToolHost:
+    """Functions and environments where they are called: in a worker, or in this process.
+
+    Args:
+        tools: functions with type hints and a docstring in Google's style.
+        factory: makes an environment; None without one. Instances are reused: one for each row of a batch.
+
+    Raises:
+        ConfigError: a tool without hints or docstring, two of one name, an environment without `reset`.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None) -> None:
+        self.factory, self._functions = factory, list(tools)
+        self._pool: dict[int, Any] = {}  # instances by row, reused by later batches
+        self._live: dict[int, tuple[Any, dict[str, Any]]] = {}  # by row: the environment, and its tools by name
+        probe = self._take(0) if factory is not None else None
+        self.environment = None if probe is None else str(getattr(probe, "name", type(probe).__name__))
+        self.owns_reward, self.responds = hasattr(probe, "get_reward"), hasattr(probe, "respond")
+        if probe is not None and not callable(getattr(probe, "reset", None)):
+            raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
+        offered = [*self._functions, *_methods(probe)]
+        names = [tool.__name__ for tool in offered]
+        if doubled := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"two tools are named {sorted(doubled)[0]}: rename one of them")
+        self.schemas = list(map(_read_schema, offered))
+        self._tools = _by_name(self._functions)
+
+    def reset(self, number: int, row: dict[str, Any]) -> Result:
+        """Start the episode of row `number`; the content is the observation, empty for none."""
+        self._live.pop(number, None)
+        try:
+            found = _finish(self._take(number).reset(**row))
+        except BaseException as error:  # sys.exit too: it is the environment's
+            return Result("", "failed", f"reset: {describe_user_error(error)}")
+        self._live[number] = (self._pool[number], self._tools | _by_name(_methods(self._pool[number])))
+        return Result("" if found is None else str(found))
+
+    def call(self, number: int, past: Past, name: str, arguments: dict[str, Any]) -> Result:
+        """Call a tool in the episode of row `number`; `past` rebuilds its environment, if this process has none."""
+        tools = self._tools
+        if self.factory is not None:
+            if (lost := self._restore(number, past)) is not None:
+                return lost
+            tools = self._live[number][1]
+        if name not in tools:
+            return Result(f"error: there is no tool {excerpt(name)}; there are {', '.join(tools)}", "invalid")
+        try:
+            return _as_result(_finish(tools[name](**arguments)), name)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
+        except BaseException as error:  # sys.exit and KeyboardInterrupt too
+            return Result(
+                shorten(f"error: {name}: {type(error).__name__}: {error}", 500), "failed", describe_user_error(error)
+            )
+
+    def respond(self, number: int, past: Past, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """The environment's next messages after a turn without a call, none if the episode is over; None: it failed."""
+        if self._restore(number, past) is not None:
+            return None
+        try:
+            return [
+                {str(key): value for key, value in one.items()}
+                for one in _finish(self._live[number][0].respond(messages))
+            ]
+        except BaseException:  # the environment's, as above
+            return None
+
+    def get_reward(self, number: int, past: Past) -> float:
+        """The environment's own reward; raises RewardError."""
+        if (lost := self._restore(number, past)) is not None:
+            raise RewardError(lost.detail)
+        try:
+            return float(_finish(self._live[number][0].get_reward()))
+        except BaseException as error:
+            raise RewardError(f"get_reward: {describe_user_error(error)}") from None
+
+    def view(self, number: int, past: Past) -> dict[str, Any]:
+        """The environment's attributes as plain values."""
+        if (lost := self._restore(number, past)) is not None:
+            raise RewardError(lost.detail)
+        return dict(make_plain(vars(self._live[number][0])))
+
+    def take(self, number: int) -> Any:
+        """The environment of row `number` itself."""
+        return self._live[number][0] if number in self._live else self._take(number)
+
+    def _take(self, number: int) -> Any:
+        assert self.factory is not None
+        if number not in self._pool:
+            self._pool[number] = self.factory()
+        return self._pool[number]
+
+    def _restore(self, number: int, past: Past) -> Result | None:
+        """Make sure that row `number` has its environment, in the state after `past`; a failed Result if not."""
+        if number not in self._live:
+            found = self.reset(number, past[0])
+            if found.kind == "failed":
+                return Result("error: the environment cannot be started", *found[1:])
+            for name, arguments in past[1]:
+                self.call(number, past, name, arguments) if name else self.respond(number, past, **arguments)
+        return None
+
+
+def _methods(environment: Any) -> list[Callable[..., Any]]:
+    """The tools of an environment: what its `tools()` returns, or its public methods."""
+    if environment is None:
+        return []
+    if hasattr(environment, "tools"):
+        return list(environment.tools())
+    names = [
+        name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
+    ]  # of the class: no properties
+    return [getattr(environment, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
+
+
+def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Tools whose arguments are checked, and read as their type hints say (the text 12 as a number), by name."""
+    return {tool.__name__: validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool) for tool in tools}
+
+
+def _read_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema  # loads torch: in the worker
+
+    try:
+        return dict(get_json_schema(tool))
+    except Exception as error:  # of several kinds, each with a sentence on what is missing
+        raise ConfigError(
+            f"tool {tool.__name__}: {error}. A tool has type hints, and a docstring that says what it does and, below "
+            "`Args:`, what each argument is"
+        ) from None
+
+
+def _finish(value: Any) -> Any:
+    """The result of an async function, or the value itself."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def _as_result(value: Any, name: str) -> Result:
+    """What a tool returned as text: a text as it is, anything else as JSON."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = text.encode("utf-8", "replace").decode()
+        if value is None:
+            raise TypeError
+    except (TypeError, ValueError, RecursionError):
+        found = f"{name} returned {excerpt(value, 60)}; a tool returns text, or what JSON can hold"
+        return Result(f"error: {found}", "failed", found)
+    return Result(shorten(text, LONGEST_RESULT))
+
+
+# ---- in the worker
+
+_host: ToolHost
+
+
+def open_host(tools: list[str], environment: str | None, folders: list[str]) -> dict[str, Any]:
+    """Import the tools and the environment; returns what `Toolbox` says of them."""
+    global _host
+    factory: Callable[[], Any] | None = None
+    if environment is not None and environment.startswith(LIBRARY):
+        from rloo_kit.data.verifiers_env import VerifiersEnvironment  # loads the package
+
+        factory = functools.partial(VerifiersEnvironment, environment.removeprefix(LIBRARY))
+    elif environment is not None:
+        factory = import_target(environment, folders)
+    try:
+        _host = ToolHost([import_target(tool, folders) for tool in tools], factory)
+    except ConfigError as error:
+        raise RewardError(str(error)) from None
+    return {name: getattr(_host, name) for name in ("schemas", "environment", "owns_reward", "responds")}
+
+
+def call_host(method: str, *args: Any) -> Any:
+    """Call a method of the process's host."""
+    return getattr(_host, method)(*args)
+
+
+# ---- in the run
+
+
+@dataclass
+class _InWorker:
+    """A worker with a host of the named tools."""
+
+    targets: tuple[list[str], str | None, list[str]]
+    worker: Worker
+    sources: dict[str, str]
+
+    def open(self) -> dict[str, Any]:
+        if self.read_sources() != self.sources:
+            raise WholeBatchError("a file of the tools changed after they were loaded: put it back, or start again")
+        try:
+            return dict(self.worker.call(open_host, *self.targets, timeout_s=START_TIMEOUT_S, name="loading the tools"))
+        except RewardError:
+            self.worker.close()
+            raise
+
+    def read_sources(self) -> dict[str, str]:
+        tools, environment, folders = self.targets
+        named = [one for one in (*tools, environment or "") if ":" in one]
+        return {name: one for target in named for name, one in read_files(target.rpartition(":")[0], folders).items()}
+
+    def run(self, timeout_s: float, method: str, *args: Any) -> Any:
+        if not self.worker.running:
+            self.open()
+        return self.worker.call(call_host, method, *args, timeout_s=timeout_s, restart=False)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+@dataclass
+class _InThisProcess:
+    """A host whose calls run in a thread. A call that takes too long is abandoned: a thread cannot be ended."""
+
+    host: ToolHost
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rloo-kit-tool"))
+
+    def run(self, timeout_s: float, method: str, *args: Any) -> Any:
+        try:
+            return self.thread.submit(getattr(self.host, method), *args).result(timeout_s)
+        except LateFuture:
+            self.thread.shutdown(wait=False)
+            self.thread = ThreadPoolExecutor(1, "rloo-kit-tool")
+            raise LateError(f"took longer than {timeout_s:g} s") from None
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=False)
+
+
+class Toolbox:
+    """The tools of a run, from `open_toolbox` or `Toolbox.of`. Calls of different rows may run at the same time, in as
+    many processes as there are; those of one row run one after the other.
+
+    Attributes:
+        schemas: of each tool, as chat templates read them.
+        environment: name of the environment's class, None without one.
+        owns_reward: the environment has `get_reward`. responds: it may answer turns without a call.
+        sources: digests of the user's files.
+    """
+
+    def __init__(self, places: Sequence[Any], described: dict[str, Any], timeout_s: float) -> None:
+        self.schemas: list[dict[str, Any]] = described["schemas"]
+        self.environment: str | None = described["environment"]
+        self.owns_reward: bool = described["owns_reward"]
+        self.responds: bool = described["responds"]
+        self.sources: dict[str, str] = getattr(places[0], "sources", {})
+        self._places, self._timeout_s = places, timeout_s
+        self._threads = [ThreadPoolExecutor(1, "rloo-kit-tools") for _ in places]
+        self._past: dict[int, Past] = {}
+
+    @classmethod
+    def of(cls, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None, timeout_s: float) -> "Toolbox":
+        """The toolbox of Python functions and of a class of environments, called in this process."""
+        host = ToolHost(tools, factory)
+        return cls([_InThisProcess(host)], vars(host), timeout_s)
+
+    def reset(self, numbers: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Result]:
+        """Start the episodes of a batch's rows; the contents are the environments' observations."""
+        self._past = {number: (row, []) for number, row in zip(numbers, rows, strict=True)}
+        if self.environment is None:
+            return [Result("")] * len(numbers)
+        started = [self._run(number, "reset", row) for number, (row, _) in self._past.items()]
+        return [_settle("reset", future.result) for future in started]
+
+    def call(self, number: int, calls: Sequence[Call]) -> "Future[list[Result]]":
+        """Make calls in the episode of row `number`, one after the other."""
+        row, past = self._past[number]
+        before, self._past[number] = list(past), (row, [*past, *calls])
+        return self._submit(number, self._call_all, number, (row, before), calls)
+
+    def _call_all(self, run: Callable[..., Any], number: int, past: Past, calls: Sequence[Call]) -> list[Result]:
+        row, before = past
+        found = []
+        for name, arguments in calls:
+            found.append(_settle(name, run, "call", number, (row, before), name, arguments))
+            before = [*before, (name, arguments)]
+        return found
+
+    def respond(self, number: int, messages: list[dict[str, Any]]) -> "Future[list[dict[str, Any]] | None]":
+        """The environment's messages after a turn without a call, none if it ends the episode; None: it failed."""
+        row, past = self._past[number]
+        self._past[number] = (row, [*past, ("", {"messages": messages})])
+        return self._submit(number, lambda run: run("respond", number, (row, past), messages))
+
+    def get_reward(self, number: int) -> float:
+        """The own reward of the environment of row `number`; raises RewardError."""
+        return float(self._run(number, "get_reward", self._past[number]).result())
+
+    def environments(self) -> list[Any]:
+        """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
+        place = self._places[0]
+        if isinstance(place, _InThisProcess):
+            return [place.host.take(number) for number in self._past]
+        return [EnvironmentView(self, number) for number in self._past]
+
+    def view(self, number: int) -> dict[str, Any]:
+        """The attributes of the environment of row `number`, as plain values."""
+        return dict(self._run(number, "view", self._past[number]).result())
+
+    def close(self) -> None:
+        """End the processes; a later call starts others."""
+        for place in self._places:
+            place.close()
+
+    def _run(self, number: int, method: str, *args: Any) -> "Future[Any]":
+        return self._submit(number, lambda run: run(method, number, *args))
+
+    def _submit(self, number: int, work: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """`work(run, ...)` in the thread of the row's process; `run` calls a method of its host."""
+        index = number % len(self._places)
+        return self._threads[index].submit(work, functools.partial(self._places[index].run, self._timeout_s), *args)
+
+
+def _settle(name: str, function: Callable[..., Any], *args: Any) -> Result:
+    """The result of a call, whatever happened to its process."""
+    try:
+        return Result(*function(*args))
+    except (RewardError, WholeBatchError, LateError) as error:
+        text = str(error)
+        return Result(f"error: {name}: {text}", "failed", f"{name}: {text} (rloo.tool_timeout_s)")
+
+
+class EnvironmentView:
+    """An environment that lives in the tools' process: its attributes, read when asked for, and its own reward. In a
+    reward's process it is a namespace of the attributes."""
+
+    def __init__(self, toolbox: Toolbox, number: int) -> None:
+        self._toolbox, self._number = toolbox, number
+
+    def get_reward(self) -> float:
+        """The environment's own reward."""
+        return self._toolbox.get_reward(self._number)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = self._toolbox.view(self._number)
+        if name not in found:
+            raise AttributeError(f"the environment has no attribute {name}; it has {', '.join(found)}")
+        return found[name]
+
+    def __reduce__(self) -> Any:
+        return _namespace, (self._toolbox.view(self._number),)
+
+
+def _namespace(values: dict[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(**values)
+
+
+class EnvironmentReward:
+    """The reward that an environment has itself, `get_reward()`, in TRL's convention; `name` is the environment's."""
+
+    def __init__(self, name: str | None) -> None:
+        self.__name__ = str(name)
+
+    def __call__(self, environments: list[Any], **columns: Any) -> list[float]:
+        return [float(one.get_reward()) for one in environments]
+
+
+def open_toolbox(run: RunConfig) -> Toolbox | None:
+    """The run's tools, loaded; None if it has none. One toolbox for equal settings in a process.
+
+    Raises:
+        ConfigError: a tool or the environment cannot be imported or offered, with its name.
+    """
+    is_used = run.rloo.tools or run.rloo.environment is not None
+    return open_named(run.rloo, run.source and run.source.parent) if is_used else None
+
+
+def open_named(section: Any, next_to: Path | None) -> Toolbox:
+    """The tools that `run.rloo` or an `RLOOConfig` names; files are looked for in `next_to` too."""
+    targets, folders = list[str](), list[str]()
+    for target in (*section.tools, *([section.environment] if section.environment else [])):
+        module, _, name = target.rpartition(":")
+        folder = places_of("", "rloo.tools", next_to)
+        if module.endswith(".py"):
+            file = find_input(module, "rloo.tools", next_to).resolve()
+            target, folder = f"{file}:{name}", [file.parent]
+        targets.append(target)
+        folders += [str(one) for one in folder if str(one) not in folders]
+    environment = targets.pop() if section.environment else None
+    return _open(
+        tuple(targets),
+        environment,
+        tuple(folders),
+        section.tool_timeout_s,
+        section.tool_processes,
+        tuple(section.tool_env),
+    )
+
+
+def tool_schemas(run: RunConfig) -> list[dict[str, Any]] | None:
+    """The schemas of the run's tools, as chat templates read them; None without tools."""
+    toolbox = open_toolbox(run)
+    return None if toolbox is None else toolbox.schemas
+
+
+@functools.cache
+def _open(
+    tools: tuple[str, ...],
+    environment: str | None,
+    folders: tuple[str, ...],
+    timeout_s: float,
+    count: int,
+    env: tuple[str, ...],
+) -> Toolbox:
+    named = ", ".join([*tools, *([environment] if environment else [])])
+    places = []
+    for _ in range(count):
+        place = _InWorker(
+            (list(tools), environment, list(folders)), Worker(f"the tools ({named})", worker_environment(env)), {}
+        )
+        place.sources = place.read_sources()
+        places.append(place)
+    try:
+        return Toolbox(places, places[0].open(), timeout_s)
+    except (RewardError, WholeBatchError) as error:
+        raise ConfigError(f"rloo.tools, rloo.environment ({named}): {error}") from None

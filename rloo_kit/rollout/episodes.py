@@ -1,0 +1,264 @@
+"""Episodes: completions that call tools for several turns.
+
+A turn that has ended is parsed by transformers; its calls are made in the tools' processes while other completions are
+sampled; the results are rendered as the chat template does and tokenized alone. No sampled id changes.
+"""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3_template
+
+from rloo_kit.data.chat import detect_family, thinks
+from rloo_kit.data.tool_turns import Message, ToolFormat
+from rloo_kit.data.tools import Result, Toolbox
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.rollout.types import Rollout, Span, split_turns
+
+NO_NAME = "unknown"  # of the tool that a call without a readable name asks for
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of one completion under their names in `rloo`: turns of the model, calls, tokens of one result."""
+
+    max_turns: int
+    max_tool_calls: int
+    tool_result_tokens: int
+
+
+@dataclass
+class Episode:
+    """What happened between a completion's turns.
+
+    Attributes:
+        messages: the assistant's (content, and reasoning_content and tool_calls if it has any) and the tools'.
+        calls: (name, kind of its `Result`) each. failures: why tools failed, for the user.
+        cut: the limit that ended it, "max_turns" or "length" (no room for a result); None if the model ended it.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    cut: str | None = None
+
+    def count(self, kind: str) -> int:
+        """The calls of one kind."""
+        return sum(one == kind for _, one in self.calls)
+
+
+class ToolParser:
+    """Reads turns; picks the tokenizer's response template: its own, TRL's for a known chat template, or Qwen's.
+
+    Raises ConfigError if none reads a call back that the chat template has written."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self.form, self.tokenizer = form, form.tokenizer
+        self._prefix = self.tokenizer(form.generation_prompt, add_special_tokens=False)["input_ids"]
+        own = getattr(self.tokenizer, "response_template", None)
+        if own is None:
+            with suppress(ValueError):  # not a template that TRL knows
+                add_response_schema(self.tokenizer)
+        candidates = [getattr(self.tokenizer, "response_template", None), qwen3_template, qwen3_5_template]
+        for self.tokenizer.response_template in filter(None, candidates):
+            written = self.tokenizer(form.example_turn, add_special_tokens=False)["input_ids"]
+            if self.read(written)[0].get("tool_calls") == form.example_calls:
+                return
+        self.tokenizer.response_template = own
+        raise ConfigError(
+            f"the calls that the chat template of {self.tokenizer.name_or_path or 'this model'} writes cannot be read "
+            "back: give the tokenizer a response_template (transformers, chat response parsing), or use Qwen3"
+        )
+
+    def read(self, ids: list[int]) -> tuple[Message, str]:
+        """A turn (C,) as a message, and what is wrong with its calls; "" if nothing is."""
+        try:
+            message = dict(self.tokenizer.parse_response(ids, prefix=self._prefix))
+        except (ValueError, TypeError) as error:
+            content = self.tokenizer.decode(ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": content}, str(error).replace("\n", " ")
+        message["content"] = str(message.get("content") or "").removesuffix(self.tokenizer.eos_token)
+        functions = [one.get("function") for one in message.get("tool_calls") or []]
+        if all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions) and all(
+            isinstance(one.get("arguments"), dict) for one in functions
+        ):
+            return message, ""
+        del message["tool_calls"]
+        content = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": content}, "a call is an object with a name and arguments"
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a batch of episodes is made with."""
+
+    toolbox: Toolbox
+    parser: ToolParser
+    limits: EpisodeLimits
+
+    def begin(self, rows: Sequence[dict[str, Any]]) -> "Episodes":
+        """Start an episode for each row of the dataset."""
+        return Episodes(self.toolbox, self.parser, self.limits, rows)
+
+
+def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
+    """What completions may call, for `Sampler` and `generate_completions`.
+
+    Args:
+        tokenizer: the policy's; gets a response template. limits: `run.rloo` or an `RLOOConfig`.
+        options: of the chat template, such as `enable_thinking`.
+
+    Raises:
+        ConfigError: the chat template has no tools, or its calls cannot be read.
+    """
+    family = detect_family(tokenizer, model_name)
+    form = ToolFormat(tokenizer, thinks(family, options.get("enable_thinking")), **options)
+    found = EpisodeLimits(limits.max_turns, limits.max_tool_calls, limits.tool_result_tokens)
+    return ToolUse(toolbox, ToolParser(form), found)
+
+
+class Episodes:
+    """The dialogue of one batch of completions with the run's tools; see `Dialogue`.
+
+    Attributes:
+        observations: what the environments answered to `reset(**row)`, "" for nothing.
+        episodes: one for each row.
+    """
+
+    def __init__(
+        self, toolbox: Toolbox, parser: ToolParser, limits: EpisodeLimits, rows: Sequence[dict[str, Any]]
+    ) -> None:
+        self.toolbox, self.parser, self.limits = toolbox, parser, limits
+        self.episodes = [Episode() for _ in rows]
+        started = toolbox.reset(range(len(rows)), rows)
+        self.observations = [one.content for one in started]
+        for episode, one in zip(self.episodes, started, strict=True):
+            if one.kind == "failed":
+                episode.calls.append(("reset", one.kind))
+                episode.failures.append(one.detail)
+        self._lock = threading.Lock()  # a tokenizer is not safe in threads
+
+    def ask(self, number: int, turn: list[int], turns: int) -> "Future[Any] | None":
+        """Make the calls of a turn that has ended."""
+        episode = self.episodes[number]
+        with self._lock:
+            message, problem = self.parser.read(turn)
+        episode.messages.append(message)
+        calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or []]
+        if not calls and not problem and not self.toolbox.responds:
+            return None
+        if turns + 1 >= self.limits.max_turns:
+            episode.cut = "max_turns" if calls or problem else None
+            return None
+        if problem:
+            return _done([(NO_NAME, Result(f"error: the call cannot be read: {problem}", "invalid"))])
+        if not calls:
+            return self.toolbox.respond(number, episode.messages)
+        left = max(0, self.limits.max_tool_calls - len(episode.calls))
+        limit = Result(f"error: no call is left; the limit is {self.limits.max_tool_calls}", "invalid")
+        over = [(name, limit) for name, _ in calls[left:]]
+        if not calls[:left]:
+            return _done(over)
+        names = [name for name, _ in calls[:left]]
+        made: Future[Any] = Future()
+        asked = self.toolbox.call(number, calls[:left])
+        asked.add_done_callback(
+            lambda done: _pass_on(done, made, lambda: [*zip(names, done.result(), strict=True), *over])
+        )
+        return made
+
+    def read(self, number: int, reply: Any, room: int) -> list[int]:
+        """The ids that the results, or an environment's own messages, take in the completion."""
+        episode = self.episodes[number]
+        if not reply:
+            if reply is None:
+                episode.failures.append("respond failed")
+            return []
+        if isinstance(reply[0], dict):
+            messages = [one | {"content": self._fit(str(one.get("content") or ""))} for one in reply]
+        else:
+            messages = [{"role": "tool", "name": name, "content": self._fit(result.content)} for name, result in reply]
+            episode.calls += [(name, result.kind) for name, result in reply]
+            episode.failures += [result.detail for _, result in reply if result.kind == "failed"]
+        with self._lock:
+            ids = self._encode(self.parser.form.render_results(messages))
+        if len(ids) >= room:
+            episode.cut = "length"
+            return []
+        episode.messages += messages
+        return ids
+
+    def finish(self, rollout: Rollout) -> list[Episode]:
+        """The episodes, each with the message of a last turn that was cut off, which nobody has read."""
+        for episode, ids, spans in zip(self.episodes, rollout.completion_ids, rollout.context, strict=True):
+            written = sum(message["role"] == "assistant" for message in episode.messages)
+            if written <= len(spans):
+                last = split_turns(ids, spans)[-1]
+                content = self.parser.tokenizer.decode(last, skip_special_tokens=True)
+                episode.messages.append({"role": "assistant", "content": content})
+        return self.episodes
+
+    def _fit(self, text: str) -> str:
+        """A result without control tokens, cut at the limit."""
+        with self._lock:
+            text, limit = self.parser.form.defuse(text), self.limits.tool_result_tokens
+            ids = self._encode(text)
+            if len(ids) <= limit:
+                return text
+            return f"{self.parser.tokenizer.decode(ids[:limit])} ... (cut: {limit} of {len(ids)} tokens)"
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.parser.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _done(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _pass_on(done: "Future[Any]", made: "Future[Any]", result: Any) -> None:
+    """Settle `made` with `result()`, or with the error of `done`."""
+    if (error := done.exception()) is not None:
+        made.set_exception(error)
+    else:
+        made.set_result(result())
+
+
+def add_observation(row: dict[str, Any], observation: str) -> Any:
+    """The prompt of a row with an environment's observation behind the user's last message; raises DataError if that
+    message is not found in a rendered prompt."""
+    prompt = row["prompt"]
+    if not observation:
+        return prompt
+    if not isinstance(prompt, str):
+        return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
+    question = row.get("question") or ""
+    before, found, after = prompt.rpartition(question)
+    if not question or not found:
+        raise DataError(
+            "the environment's reset returned an observation, but the prompt does not contain the column question, "
+            "behind which it would go: give the observation in the prompt, and return None"
+        )
+    return before + question + observation + after
+
+
+def episode_columns(
+    ids: Sequence[list[int]], context: Sequence[list[Span]], episodes: Sequence[Episode | None], toolbox: Toolbox
+) -> list[dict[str, Any]]:
+    """What rewards get of each episode in addition to the dataset's columns: `completion_mask` (0 for a tool's result),
+    `turns` (its messages) and, with an environment, `environments`."""
+    environments = [] if toolbox.environment is None else toolbox.environments()
+    found = []
+    for number, episode in enumerate(episodes):
+        assert episode is not None
+        mask = [1] * len(ids[number])
+        for start, end in context[number]:
+            mask[start:end] = [0] * (end - start)
+        own = {"environments": environments[number]} if environments else {}
+        found.append({"completion_mask": mask, "turns": episode.messages, **own})
+    return found
