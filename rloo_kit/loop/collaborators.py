@@ -131,8 +131,8 @@ class Sampler:
             if self.engine.name not in FOREIGN:  # those have their own base and precision
                 stack.enter_context(self.parallel.whole_weights(self.trainer.model_wrapped))
                 stack.enter_context(self.parallel.accelerator.autocast())
-            talk = self._episodes
-            self._rollout = self.engine.sample(prompt_ids, self.limits, expected, self.on_progress, dialogue=talk)
+            more: dict[str, Any] = {} if self._episodes is None else {"dialogue": self._episodes}
+            self._rollout = self.engine.sample(prompt_ids, self.limits, expected, self.on_progress, **more)
         for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
         return self._rollout.completion_ids

@@ -90,7 +90,8 @@ def corrected_gradient(make_batches):
         def shifted(*arguments):
             rollout = sample(*arguments)
             rows = zip(rollout.sampler_logps, shifts, strict=True)
-            return type(rollout)(rollout.completion_ids, rollout.forced, [[p - by for p in row] for row, by in rows])
+            logps = [[p - by for p in row] for row, by in rows]
+            return type(rollout)(rollout.completion_ids, rollout.forced, logps, rollout.context)
 
         def keep():
             close()

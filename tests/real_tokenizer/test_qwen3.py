@@ -128,16 +128,16 @@ def test_a_budget_closes_the_thought(qwen3_tokenizer: Any, close: str) -> None:
     sampled = iter([START, *encode(qwen3_tokenizer, "\n" + THOUGHT)[:8], *encode(qwen3_tokenizer, "4 ist es, ja")])
     while not state.finished:
         state.take(next(sampled) if state.next_forced is None else -1, -1.0)
-    assert state.forced == (9, 9 + CLOSE_TOKENS[close]) and len(state.ids) == 9 + CLOSE_TOKENS[close] + 3
+    assert state.forced == [(9, 9 + CLOSE_TOKENS[close])] and len(state.ids) == 9 + CLOSE_TOKENS[close] + 3
     text = qwen3_tokenizer.decode(state.ids, skip_special_tokens=True)
-    first, last = span_offsets(state.forced, state.ids, qwen3_tokenizer)
+    first, last = span_offsets(state.forced[0], state.ids, qwen3_tokenizer)
     assert text[first:last] == (CLOSING_SENTENCE if close == "sentence" else "</think>")
     start = answer_offset(text, state.ids, qwen3_tokenizer, tags)
     assert text[:start].endswith("</think>") and text[start:].strip() == "4 ist es"
     closed_itself = CompletionState(limits, [TURN_END])
     for token in (START, 19, END, 19, 13, 13):
         closed_itself.take(token, -1.0)
-    assert closed_itself.forced is None and closed_itself.finished and closed_itself.ids.count(END) == 1
+    assert not closed_itself.forced and closed_itself.finished and closed_itself.ids.count(END) == 1
 
 
 @pytest.mark.parametrize(

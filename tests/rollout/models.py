@@ -105,11 +105,12 @@ def check_kept(model: Any, prompts: list[list[int]], found: Any, filters: Filter
 def check_logps(
     model: Any, prompts: list[list[int]], found: Any, temperature: float = 1.0, tolerance: float = 1e-5
 ) -> None:
-    """Every log-probability is that of `model` as it scores, NaN where a token was forced."""
-    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
+    """Every log-probability is that of `model` as it scores, NaN where a token was forced or a tool's."""
+    rows = zip(prompts, found.completion_ids, found.forced, found.context, found.sampler_logps, strict=True)
+    for prompt, ids, forced, context, logps in rows:
         exact = teacher_forced(model, prompt, ids, temperature)
-        start, end = span or (0, 0)
-        exact[start:end] = [float("nan")] * (end - start)
+        for start, end in (*forced, *context):
+            exact[start:end] = [float("nan")] * (end - start)
         assert logps == pytest.approx(exact, abs=tolerance, nan_ok=True)
 
 

@@ -176,8 +176,9 @@ def test_a_budget_in_both_engines(make_model, name):
     found = engine_for(model, name, rows=7).sample(prompts, limits)
     kinds = set()
     check_logps(model, prompts, found)
-    for ids, span in zip(found.completion_ids, found.forced, strict=True):
-        if span is not None:
+    for ids, spans in zip(found.completion_ids, found.forced, strict=True):
+        if spans:
+            (span,) = spans
             kinds.add("forced")
             assert span == (6, 6 + len(limits.close_ids)) and tuple(ids[slice(*span)]) == limits.close_ids
             assert len(ids) - span[1] <= 4

@@ -178,8 +178,9 @@ def test_budgets_by_the_same_rules(server, make_policy, make_engine):
     check_against(model, found, prompts)
     kinds = set()
     bodies = server.posted(COMPLETE)
-    for prompt, ids, span in zip(prompts, found.completion_ids, found.forced, strict=True):
-        if span is not None:
+    for prompt, ids, spans in zip(prompts, found.completion_ids, found.forced, strict=True):
+        if spans:
+            (span,) = spans
             kinds.add("forced")
             assert span == (6, 6 + len(limits.close_ids)) and tuple(ids[slice(*span)]) == limits.close_ids
             before = ids[: span[1]]

@@ -74,7 +74,8 @@ class Recorded:
         from rloo_kit.rollout.types import Rollout
 
         taken, self._left = self._left[: len(prompt_ids)], self._left[len(prompt_ids) :]
-        return Rollout(taken, [None] * len(taken), None)
+        nothing: list[Any] = [[] for _ in taken]
+        return Rollout(taken, nothing, None, nothing)
 
 
 def make_trainer(policy: Any, args: Any, prompts: list[str], callbacks: Any = None) -> Any:

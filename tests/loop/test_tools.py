@@ -1,0 +1,238 @@
+"""A run whose completions call tools: what is trained is what was sampled, and nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.trainer import RLOOTrainer
+from rloo_kit.rollout.types import split_turns
+from tests.episodes import END, TEMPLATE, THINK_END, Scripted, add, call, with_tools
+from tests.loop.conftest import with_adapter
+
+SCRIPT = [
+    ["I add." + call("add", a=2, b=3), "So five.</think>\n\n5"],
+    ["</think>\n\n4"],
+    ["hm" + call("add", a=20, b=3), "and" + call("add", a=23, b=1), "yes</think>\n\n24"],
+    ["no</think>\n\n<tool_call>\nadd 1 2\n</tool_call>", "</think>\n\n3"],
+]
+RESULT = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+def by_tokens(completion_ids: Any, completion_mask: Any, **_: Any) -> list[float]:
+    """Different for each row, by the model's own tokens."""
+    rows = zip(completion_ids, completion_mask, strict=True)
+    return [sum(token for token, own in zip(ids, mask, strict=True) if own) % 19 / 19 for ids, mask in rows]
+
+
+def make(
+    model: Any, tokenizer: Any, folder: Any, script: Any = SCRIPT, rewards: Any = (by_tokens,), **options: Any
+) -> Any:
+    tools = {name: options.pop(name) for name in ("tools", "environment_factory") if name in options}
+    config = {
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 300, "beta": 0.0,
+        "learning_rate": 1e-2, "shuffle_dataset": False, "logging_steps": 1, "save_strategy": "no",
+    } | options  # fmt: skip
+    trainer = RLOOTrainer(
+        model=model,
+        reward_funcs=list(rewards),
+        args=RLOOConfig(**config),
+        train_dataset=Dataset.from_dict({"prompt": ["2+3=", "20+3+1="]}),
+        processing_class=with_tools(tokenizer),
+        **{"tools": [add]} | tools,
+    )
+    trainer.rloo.sampler.engine = Scripted(trainer.processing_class, script)
+    return trainer
+
+
+def first_step(trainer: Any) -> tuple[Any, float, dict[str, torch.Tensor]]:
+    """The first rollout, its loss, and the gradients."""
+    rows = [dict(trainer.train_dataset[number]) for number in (0, 1) for _ in range(4)]
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    batch = trainer.rloo.roll_out(trainer.model, rows, leave_open=True)
+    loss = trainer._compute_loss(trainer.model, {"rollout": batch, "rows": list(range(8))})
+    loss.backward()
+    found = {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.grad is not None}
+    return batch, loss.item(), found
+
+
+def by_hand(model: Any, batch: Any, options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of the episodes as single sequences: leave-one-out, in the reward the KL's mean over the trained tokens,
+    a weight for each token; what is not the model's has weight 0."""
+    found, model = batch.judged.completions, model.eval()
+    rewards, logps, masks, corrections = [], [], [], []
+    for row, (prompt, ids) in enumerate(zip(found.prompt_ids, found.completion_ids, strict=True)):
+        mask = torch.ones(len(ids))
+        for start, end in (*found.context[row], *found.forced[row]):
+            mask[start:end] = 0.0
+
+        def score(prompt: list[int] = prompt, ids: list[int] = ids) -> torch.Tensor:
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+        own = score()
+        with torch.no_grad(), model.disable_adapter():
+            kl = ((own.detach() - score()) * mask).sum() / mask.sum()
+        reward = batch.judged.raw_scores[row] - options.get("beta", 0.0) * kl
+        sampled = torch.tensor(found.sampler_logps[row]).nan_to_num(0.0)
+        weight = (
+            (own.detach() - sampled).exp().clamp(max=2.0) if "sampler_correction" in options else torch.ones(len(ids))
+        )
+        rewards.append(reward), logps.append(own), masks.append(mask), corrections.append(weight)
+    groups = torch.stack(rewards).view(2, 4)
+    advantages = (groups - (groups.sum(1, keepdim=True) - groups) / 3).flatten()
+    terms = zip(advantages, logps, masks, corrections, strict=True)
+    loss = -sum(a * (one * mask * weight).sum() for a, one, mask, weight in terms) / 8
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "KL": {"beta": 0.5, "kl_form": "length_normalized", "reference": "base"},
+    "KL, balanced": {"beta": 0.5, "kl_form": "length_normalized", "reference": "base", "memory": "balanced"},
+    "one sequence at a time": {"memory": "low"},
+    "small passes": {"tokens_per_pass": 150},
+    "budgets": {"thinking_budget": 4, "thinking_budget_total": 6},
+    "correction": {"sampler_correction": "token"},
+}
+
+
+@pytest.mark.parametrize("layout", ["shared", "repeated", "padded"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_episode_is_its_single_sequence_with_a_mask(case, layout, make_tiny_model, tiny_tokenizer, tmp_path):
+    """Frameworks that tokenize an episode again train on ids that were never sampled, and count tool results as the
+    model's: here the gradient is that of the sampled ids, in every layout."""
+    if layout != "padded" and case in ("one sequence at a time", "small passes"):
+        layout = "repeated"
+    trainer = make(with_adapter(make_tiny_model()), tiny_tokenizer, tmp_path, **CASES[case])
+    trainer.rloo.scorer.scorer.layouts = (layout,)
+    trainer.rloo.scorer.scorer.layout = layout
+    batch, _, found = first_step(trainer)
+    _, expected = by_hand(trainer.model, batch, CASES[case])
+    assert found.keys() == expected.keys()
+    largest = max(one.abs().max() for one in expected.values())
+    worst = max((one - expected[name]).abs().max() for name, one in found.items())
+    assert worst <= 1e-6 * max(1.0, largest), f"{worst / largest:.1e} of the largest gradient"
+
+
+def test_ids_are_the_sampled_ones_and_only_the_result_is_rendered(make_tiny_model, tiny_tokenizer, tmp_path):
+    """The second turn continues behind the first as it was sampled, its result as the template writes it."""
+    trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path)
+    batch, _, _ = first_step(trainer)
+    found, encode = batch.judged.completions, lambda text: tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+    end = "<|im_end|>"
+    whole = [
+        SCRIPT[0][0] + end + RESULT.format(5) + SCRIPT[0][1] + end,
+        SCRIPT[1][0] + end,
+        SCRIPT[2][0] + end + RESULT.format(23) + SCRIPT[2][1] + end + RESULT.format(24) + SCRIPT[2][2] + end,
+    ]
+    assert found.completion_ids[:3] == list(map(encode, whole))
+    results = [[tiny_tokenizer.decode(ids[slice(*span)]) for span in spans]
+               for ids, spans in zip(found.completion_ids, found.context, strict=True)]  # fmt: skip
+    assert results[:3] == [[RESULT.format(5)], [], [RESULT.format(23), RESULT.format(24)]]
+    assert "error: the call cannot be read" in results[3][0]
+    assert found.texts[0] == "So five.</think>\n\n5", "rewards read the answer, not the call"
+    assert [[message["role"] for message in one.messages] for one in found.episodes[:3]] == [
+        ["assistant", "tool", "assistant"], ["assistant"], ["assistant", "tool"] * 2 + ["assistant"],
+    ]  # fmt: skip
+    assert found.episodes[3].count("invalid") == 1 and not any(found.truncated)
+    prompt = tiny_tokenizer.decode(found.prompt_ids[0])
+    assert prompt == "2+3=", "a rendered prompt stays as it is"
+
+
+def test_masks_are_those_of_grpo(make_tiny_model, tiny_tokenizer, tmp_path):
+    """The `tool_mask` of TRL's GRPOTrainer on the same completions, whose code users bring along."""
+    import trl
+    from trl.chat_template_utils import qwen3_template
+
+    tokenizer = with_tools(tiny_tokenizer)
+    tokenizer.response_template = qwen3_template
+    messages = [[{"role": "user", "content": text}] for text in ("2+3=", "20+3+1=")]
+    data = Dataset.from_dict({"prompt": messages})
+    script = SCRIPT[:3] + [["x" + call("no_such_tool"), "</think>\n\n3"]]
+    turns = [[[*tokenizer(turn)["input_ids"], END] for turn in one] for one in script]
+    config = trl.GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_generations=4,
+        per_device_train_batch_size=8, max_completion_length=300, disable_tqdm=True,
+    )  # fmt: skip
+    stock = trl.GRPOTrainer(
+        model=make_tiny_model(), reward_funcs=lambda **_: [0.0] * 8, args=config, train_dataset=data,
+        processing_class=tokenizer, tools=[add],
+    )  # fmt: skip
+    asked: dict[int, int] = {}
+
+    def sample(prompts: list[list[int]], *_: Any, **__: Any) -> Any:
+        rows = range(8) if not asked else [row for row in range(8) if asked[row] < len(turns[row % 4])]
+        for row in rows:
+            asked[row] = asked.get(row, 0) + 1
+        assert len(prompts) == len(rows)
+        return [list(turns[row % 4][asked[row] - 1]) for row in rows], None
+
+    stock._generate_single_turn = sample
+    stock._sync_tool_dicts, stock._async_tool_dicts = [{"add": add}] * 8, [{}] * 8
+    prompts = [prompt for prompt in messages for _ in range(4)]
+    prompt_ids, completion_ids, masks, texts, *_ = stock._generate(prompts)
+
+    trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path, script)
+    trainer.train_dataset = data
+    batch, _, _ = first_step(trainer)
+    found = batch.judged.completions
+    assert found.prompt_ids == prompt_ids, "the tools are in the prompt"
+    other = [row for row in range(8) if row % 4 == 3]  # the error of an unknown tool has other words
+    own = [[int(value) for value in mask] for mask in batch.mask]
+    for row in range(8):
+        if row not in other:
+            assert (found.completion_ids[row], own[row]) == (completion_ids[row], masks[row])
+            assert [one["content"] for one in found.texts[row]] == [one["content"] for one in texts[row]]
+        else:
+            turns_of = [split_turns(ids, spans_of(mask)) for ids, mask in
+                        ((found.completion_ids[row], own[row]), (completion_ids[row], masks[row]))]  # fmt: skip
+            assert turns_of[0] == turns_of[1]
+
+
+def spans_of(mask: list[int]) -> list[tuple[int, int]]:
+    """The runs of 0 in a mask."""
+    edges = [place for place in range(1, len(mask)) if mask[place] != mask[place - 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def test_budgets_hold_in_each_turn_and_in_all(make_tiny_model, tiny_tokenizer, tmp_path):
+    """A model that calls often could think without end, a budget's worth for each call."""
+    long = [["abcdefgh" + call("add", a=1, b=1), "ijklmnop</think>\n\n2"]] * 4
+    options = {"thinking_budget": 6, "thinking_budget_total": 9}
+    trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path, long, **options)
+    batch, _, _ = first_step(trainer)
+    found = batch.judged.completions
+    first, second = split_turns(found.completion_ids[0], found.context[0])
+    assert (first.index(THINK_END), second.index(THINK_END)) == (6, 3)
+    assert [ids for start, end in found.forced[0] for ids in found.completion_ids[0][start:end]] == [THINK_END] * 2
+    row = trainer.rloo.recorder._describe(batch)[0].tolist()
+    assert row[4] == 9.0, "thinking_tokens: of both turns, without the tool's result"
+
+
+def test_a_template_without_tools_is_refused_by_name(make_tiny_model, tiny_tokenizer, tmp_path):
+    """A template that drops tools trains a model to call what it never heard of."""
+    from rloo_kit.errors import ConfigError
+
+    for template, why in (
+        (tiny_tokenizer.chat_template, "leaves"),
+        (
+            TEMPLATE.replace("if message.reasoning_content", "if loop.last and message.reasoning_content"),
+            "prefix-preserving",
+        ),
+    ):
+        tokenizer = with_tools(tiny_tokenizer)
+        tokenizer.chat_template, tokenizer.name_or_path = template, "some/model"
+        with pytest.raises(ConfigError, match=f"some/model {why}|some/model is not {why}"):
+            RLOOTrainer(
+                model=make_tiny_model(), reward_funcs=by_tokens, tools=[add], processing_class=tokenizer,
+                train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}), peft_config=LoraConfig(r=2),
+                args=RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+            )  # fmt: skip
