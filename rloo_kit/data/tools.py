@@ -255,7 +255,7 @@ class _InWorker:
     def run(self, timeout_s: float, method: str, *args: Any) -> Any:
         if not self.worker.running:
             self.open()
-        return self.worker.call(call_host, method, *args, timeout_s=timeout_s, restart=False)
+        return self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
 
     def close(self) -> None:
         self.worker.close()
@@ -313,27 +313,44 @@ class Toolbox:
         if self.environment is None:
             return [Result("")] * len(numbers)
         started = [self._run(number, "reset", row) for number, (row, _) in self._past.items()]
-        return [_settle("reset", future.result) for future in started]
+        found = []
+        for future in started:
+            try:
+                found.append(Result(*future.result()))
+            except (RewardError, WholeBatchError) as error:
+                found.append(_failed("reset", error))
+        return found
 
     def call(self, number: int, calls: Sequence[Call]) -> "Future[list[Result]]":
         """Make calls in the episode of row `number`, one after the other."""
-        row, past = self._past[number]
-        before, self._past[number] = list(past), (row, [*past, *calls])
-        return self._submit(number, self._call_all, number, (row, before), calls)
+        return self._submit(number, self._call_all, number, self._past, calls)
 
-    def _call_all(self, run: Callable[..., Any], number: int, past: Past, calls: Sequence[Call]) -> list[Result]:
-        row, before = past
+    def _call_all(
+        self, run: Callable[..., Any], number: int, pasts: dict[int, Past], calls: Sequence[Call]
+    ) -> list[Result]:
         found = []
         for name, arguments in calls:
-            found.append(_settle(name, run, "call", number, (row, before), name, arguments))
-            before = [*before, (name, arguments)]
+            row, before = pasts[number]
+            try:
+                found.append(Result(*run("call", number, (row, before), name, arguments)))
+            except (RewardError, WholeBatchError) as error:  # its process has ended, and the next one would likewise
+                found.append(_failed(name, error))
+            else:
+                pasts[number] = (row, [*before, (name, arguments)])
         return found
 
     def respond(self, number: int, messages: list[dict[str, Any]]) -> "Future[list[dict[str, Any]] | None]":
         """The environment's messages after a turn without a call, none if it ends the episode; None: it failed."""
-        row, past = self._past[number]
-        self._past[number] = (row, [*past, ("", {"messages": messages})])
-        return self._submit(number, lambda run: run("respond", number, (row, past), messages))
+        return self._submit(number, self._respond, number, self._past, messages)
+
+    def _respond(self, run: Callable[..., Any], number: int, pasts: dict[int, Past], messages: Any) -> Any:
+        row, before = pasts[number]
+        try:
+            found = run("respond", number, (row, before), messages)
+        except (RewardError, WholeBatchError):
+            return None
+        pasts[number] = (row, [*before, ("", {"messages": messages})])
+        return found
 
     def get_reward(self, number: int) -> float:
         """The own reward of the environment of row `number`; raises RewardError."""
@@ -364,13 +381,10 @@ class Toolbox:
         return self._threads[index].submit(work, functools.partial(self._places[index].run, self._timeout_s), *args)
 
 
-def _settle(name: str, function: Callable[..., Any], *args: Any) -> Result:
-    """The result of a call, whatever happened to its process."""
-    try:
-        return Result(*function(*args))
-    except (RewardError, WholeBatchError, LateError) as error:
-        text = str(error)
-        return Result(f"error: {name}: {text}", "failed", f"{name}: {text} (rloo.tool_timeout_s)")
+def _failed(name: str, error: Exception) -> Result:
+    """The result of a call that has ended its process."""
+    limit = " (rloo.tool_timeout_s)" if isinstance(error, LateError) else ""
+    return Result(f"error: {name}: {error}", "failed", f"{name}: {error}{limit}")
 
 
 class EnvironmentView:
