@@ -101,3 +101,33 @@ class Echo:
     def read(self, number: int, reply: int, room: int) -> list[int]:
         context = [30 + number % 8, 31 + reply, 32]
         return context if len(context) < room else []
+
+
+CALLS = (call("add", a=2, b=3).removeprefix("</think>\n\n"), call("fail").removeprefix("</think>\n\n"))
+
+
+def calling_tokenizer(tokenizer: Any) -> Any:
+    """The tiny tokenizer with tools, in which two whole calls are one token each: 261 adds, 262 fails. A random model
+    samples them now and then."""
+    from tokenizers import AddedToken
+
+    tokenizer = with_tools(tokenizer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in CALLS])
+    return tokenizer
+
+
+def calling_model(make_tiny_model: Callable[..., Any], bias: dict[int, float] | None = None) -> Any:
+    """A random model that leans to some ids, by one dimension of the residual stream that no layer changes."""
+    import torch
+
+    model = make_tiny_model(0, tie_word_embeddings=False, initializer_range=0.3)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 20.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[:, 0] = 0.0
+        for token, value in (bias or {END: 1.6, THINK_END: 1.8, 261: 1.8, 262: 1.6}).items():
+            model.lm_head.weight[token] = 0.0
+            model.lm_head.weight[token, 0] = value
+    return model

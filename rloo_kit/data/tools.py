@@ -101,9 +101,8 @@ class ToolHost:
             where = ".".join(map(str, first["loc"]))
             return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
         except BaseException as error:  # sys.exit and KeyboardInterrupt too
-            return Result(
-                shorten(f"error: {name}: {type(error).__name__}: {error}", 500), "failed", describe_user_error(error)
-            )
+            text = shorten(f"error: {name}: {type(error).__name__}: {error}", 500)
+            return Result(text, "failed", f"{name}: {describe_user_error(error)}")
 
     def respond(self, number: int, past: Past, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """The environment's next messages after a turn without a call, none if the episode is over; None: it failed."""

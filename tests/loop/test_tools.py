@@ -236,3 +236,59 @@ def test_a_template_without_tools_is_refused_by_name(make_tiny_model, tiny_token
                 train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}), peft_config=LoraConfig(r=2),
                 args=RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
             )  # fmt: skip
+
+
+class Counter:
+    """An environment as users bring it from TRL: instances are reused, `reset` begins an episode."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self, prompt: str, **row: object) -> str:
+        """Begin at the prompt's length."""
+        self.count = len(prompt)
+        return f" ({self.count})"
+
+    def step(self, by: int) -> str:
+        """Count on.
+
+        Args:
+            by: how far.
+        """
+        self.count += by
+        return str(self.count)
+
+    def get_reward(self) -> float:
+        """What was counted."""
+        return float(self.count)
+
+
+def test_an_environment_of_trl_trains_unchanged(make_tiny_model, tiny_tokenizer, tmp_path):
+    """`environment_factory` with its own reward and no other: what it observes is in the prompt, each row has its own
+    instance, and rewards get the objects."""
+    seen = []
+
+    def look(environments: Any, turns: Any, **_: Any) -> list[float]:
+        seen.extend((one.count, len(messages)) for one, messages in zip(environments, turns, strict=True))
+        return [0.0] * len(turns)
+
+    script = [
+        ["a" + call("step", by=1) + call("step", by=2).removeprefix("</think>\n\n"), "</think>\n\nx"],
+        ["</think>\n\nx"], ["b" + call("step", by=50), "</think>\n\nx"], ["</think>\n\nx"],
+    ]  # fmt: skip
+    options = {"tools": None, "environment_factory": Counter, "max_steps": 1}
+    trainer = make(with_adapter(make_tiny_model()), tiny_tokenizer, tmp_path, script, [look], **options)
+    conversations = [[{"role": "user", "content": text}] for text in ("ab", "abcd")]
+    trainer.train_dataset = Dataset.from_dict({"prompt": conversations})
+    rows: list[Any] = []
+    trainer.rollout_listeners.append(rows.extend)
+    trainer.train()
+    assert trainer.reward_func_names == ["look", "Counter"]
+    first = [row["rewards"]["Counter"] for row in rows[:4]]
+    assert first == [1.0 + 3, 1.0, 1.0 + 50, 1.0] and seen[0] == (4, 4), "one message: its length is 1"
+    assert [one["role"] for one in rows[0]["completion"]] == ["assistant", "tool", "tool", "assistant"]
+    assert "ab (1)" in trainer.processing_class.apply_chat_template(rows[0]["prompt"], tokenize=False)
+    logs = next(one for one in trainer.state.log_history if "loss" in one)
+    assert logs["tools/call_frequency"] == 0.75 and logs["tools/step/failure_frequency"] == 0.0
+    assert logs["completions/mean_length"] < 60 < max(len(row["completion_ids"]) for row in rows)
+    assert logs["grad_norm"] > 0

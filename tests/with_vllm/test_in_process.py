@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.episodes import Echo
 from tests.rollout.models import MODULES, check_logps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,3 +270,21 @@ def test_broken_weights_are_named(policy, data):
         next(value for name, value in policy.model.named_parameters() if "lora_B" in name).fill_(float("nan"))
     with pytest.raises(BackendError, match="NaN.*rloo.learning_rate"):
         make_engine(policy).sample(prompts_of(policy, data), limits(policy))
+
+
+def test_turns_continue_behind_their_replies(policy, data):
+    """A second turn is a request behind the tool's result; rows whose tool is slow hold nobody up, and what is sampled
+    does not depend on it."""
+    disturb(policy.model, 2)
+    prompts = prompts_of(policy, data)
+    engine, found = make_engine(policy), []
+    for delay_s in (0.0, 0.05):
+        torch.manual_seed(1)
+        dialogue = Echo(lambda number, delay_s=delay_s: delay_s * (number % 3))
+        found.append(engine.sample(prompts, limits(policy, 60, thinking_budget=6, answer_budget=8), dialogue=dialogue))
+        check_logps(policy.model, prompts, found[-1], tolerance=MOST)
+    assert found[0].completion_ids == found[1].completion_ids
+    for ids, context, forced in zip(found[0].completion_ids, found[0].context, found[0].forced, strict=True):
+        assert [ids[start + 1] for start, _ in context] == [31 + turn for turn in range(len(context))]
+        assert len(forced) <= len(context) + 1
+    assert max(map(len, found[0].context)) == 2

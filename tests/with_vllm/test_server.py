@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.episodes import Echo
 from tests.rollout.models import check_logps
 from tests.with_vllm.conftest import VllmServer
 
@@ -106,6 +107,20 @@ def test_every_token_is_scored_as_the_trainer_scores_it(
     if temperature != 1.0:
         with pytest.raises(AssertionError):  # the temperature shows in the log-probabilities
             check_logps(model, prompts, found, 1.0, 0.1)
+    engine.close()
+
+
+def test_turns_continue_behind_their_replies(server, make_policy, make_engine, prompts):
+    """Each turn is a request of its own, behind the tool's result, which has no log-probability."""
+    from rloo_kit.rollout.types import Limits
+
+    model = make_policy()
+    engine = make_engine(server, model)
+    found = engine.sample(prompts, Limits(60), dialogue=Echo(lambda number: 0.02 * (number % 3)))
+    check_logps(model, prompts, found, tolerance=GAP)
+    assert max(map(len, found.context)) == 2
+    for number, (ids, context) in enumerate(zip(found.completion_ids, found.context, strict=True)):
+        assert [ids[start] for start, _ in context] == [30 + number % 8] * len(context)
     engine.close()
 
 
