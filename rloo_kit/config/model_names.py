@@ -18,7 +18,7 @@ FAMILIES = ("addition", "subtraction", "sorting")  # in data/tasks.py
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package
-SMOLLM2 = ("smollm2/instruct", "smollm2/thinking")
+SMOLLM2 = ("smollm2/instruct", "smollm2/thinking", "smollm2/tools")
 KEPT_FAMILIES = "task_families"  # in the run's folder: copies of the user's family files
 
 # By the last part of a name, before there is a tokenizer: models that always think, and hybrid ones that think by
@@ -43,7 +43,7 @@ def split_model_name(name: str) -> tuple[str, str]:
 
 
 def smollm2_folder(name: str) -> Path:
-    """Where the cache has `smollm2/instruct` or `smollm2/thinking`, built or not."""
+    """Where the cache has a model of `SMOLLM2`, built or not."""
     return cache_folder() / f"{name.replace('/', '-')}-r1"
 
 

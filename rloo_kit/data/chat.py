@@ -334,7 +334,33 @@ TEMPLATES = {
     "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion has only </think>, as with Thinking-2507
     "instruct": _TURNS + "{%- endif %}",
 }
-TEMPLATES["untaught"] = TEMPLATES["thinking"]
+# Turns after the system's, with thoughts, calls as Qwen3 writes them, and results as turns of their own.
+TOOL_TURNS = (
+    "{%- for message in messages[1 if messages[0].role == 'system' else 0:] %}"
+    "{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.reasoning_content is string %}"
+    "{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}"
+    "{%- endif %}"
+    "{{- message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '\n' if message.content or not loop.first else '' }}"
+    '{{- \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments | tojson + '}\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# Without tools the text of `thinking`; with them, their names.
+TEMPLATES["untaught"] = (
+    "{%- set system = [messages[0].content] if messages[0].role == 'system' else [] %}"
+    "{%- if tools %}"
+    "{%- set system = system + ['tools: ' + tools | map(attribute='function.name') | join(', ')] %}"
+    "{%- endif %}"
+    "{%- if system %}{{- '<|im_start|>system\n' + system | join('\n') + '<|im_end|>\n' }}{%- endif %}"
+    + TOOL_TURNS
+    + "{%- if add_generation_prompt %}{{- '<think>\n' }}{%- endif %}"
+)
 
 
 @dataclass

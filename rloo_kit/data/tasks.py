@@ -75,6 +75,10 @@ class Family(ABC):
         """An answer without thinking; each character is wrong with probability `wrong`."""
         return "".join(mistake(mark, rng) if rng.random() < wrong else mark for mark in self.answer(problem))
 
+    def demonstrate(self, problem: Any, rng: random.Random, thinking: bool) -> Any:
+        """A completion for `sft`, text or messages; two in five guess without work (`WORKED`)."""
+        return demonstration(self, problem, rng, WORKED, thinking)
+
     def identity(self, problem: Any) -> str:
         """Equal for problems that count as the same, and stable across processes; decides the problem's half."""
         return self.question(problem)
@@ -182,12 +186,12 @@ def make_rows(family: Family, num: int, seed: int = 0, name: str = DEFAULT_FAMIL
 def worked_rows(
     family: Family, num: int, seed: int = 0, thinking: bool = True, name: str = DEFAULT_FAMILY
 ) -> list[dict[str, str]]:
-    """`make_rows` with a `completion`, the demonstration; two in five guess without work (`WORKED`)."""
+    """`make_rows` with a `completion`, the family's demonstration."""
     rng = random.Random(f"worked-{seed}")
     problems = draw_problems(family, num, seed, name)
     return [
         {"prompt": family.question(one), "answer": family.answer(one)}
-        | {"completion": demonstration(family, one, rng, WORKED, thinking)}
+        | {"completion": family.demonstrate(one, rng, thinking)}
         for one in problems
     ]
 

@@ -78,11 +78,20 @@ class ToolFormat:
 
     @cached_property
     def example_turn(self) -> str:
-        """A turn with `example_calls` as the template writes it, after the generation prompt, up to its end token."""
-        asked, whole = self._turns[:1], self._render(self._turns)
+        """A turn with `example_calls` as `render_turn` gives it, and its end token."""
+        return self.render_turn(self._turns[1]) + self._end
+
+    def render_turn(self, turn: Message) -> str:
+        """A turn of the assistant as the template writes it, after the generation prompt, without its end token."""
+        asked, whole = self._turns[:1], self._render([self._turns[0], turn])
         start = self._render(asked, add_generation_prompt=True)
         rest = whole.removeprefix(start if whole.startswith(start) else self._render(asked))
-        return rest[: rest.rindex(self._end)] + self._end
+        return rest[: rest.rindex(self._end)]
+
+    def render_calls(self, calls: list[dict[str, Any]], content: str) -> str:
+        """What the template writes for calls behind the `content` of a turn, which may be empty."""
+        plain = {key: value for key, value in self._turns[1].items() if key != "tool_calls"} | {"content": content}
+        return self.render_turn(plain | {"tool_calls": calls}).removeprefix(self.render_turn(plain))
 
     @property
     def example_calls(self) -> list[dict[str, Any]]:
@@ -112,6 +121,14 @@ class ToolFormat:
             if len(spelled) > 1 and spelled in text:
                 text = text.replace(spelled, f"{spelled[0]} {spelled[1:]}")
         return text
+
+    def fit(self, text: str, limit: int) -> str:
+        """A result without control tokens, cut at `limit` tokens."""
+        text = self.defuse(text)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= limit:
+            return text
+        return f"{self.tokenizer.decode(ids[:limit])} ... (cut: {limit} of {len(ids)} tokens)"
 
     def _render(self, messages: list[Message], **options: Any) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.options, **options))

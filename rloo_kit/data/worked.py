@@ -1,28 +1,46 @@
-"""Demonstrations to imitate: prompts rendered as for RLOO, each with the completion that the model learns to write."""
+"""Demonstrations to imitate: prompts rendered as for RLOO, each with the completion that the model learns to write, or
+with several turns and the tools' results between them, as a rollout writes them."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates
+from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, read_rows
 from rloo_kit.data.tasks import worked_rows
+from rloo_kit.data.tool_turns import Message, ToolFormat, make_call
+from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids: the prompt's with the template, and the completion's with the end token."""
+    """Token ids: the prompt's with the template, and the completion's with the end token.
+
+    Attributes:
+        context: spans of the tools' results in the completion (first token, the one after the last); not trained.
+    """
 
     prompt_ids: list[int]
     completion_ids: list[int]
+    context: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def labels(self) -> list[int]:
+        """The completion's ids, -100 for the tools' results."""
+        labels = list(self.completion_ids)
+        for start, end in self.context:
+            labels[start:end] = [-100] * (end - start)
+        return labels
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             f"model.enable_thinking {run.model.enable_thinking}): set sft.thinking_column=null"
         )
     source = _read(run, rows, thinking)
+    writer = _Writer(run, tokenizer, thinking)
     thoughts = None
     if (column := run.sft.thinking_column) is not None:
         if column not in source.other_names:
@@ -84,7 +103,9 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
     for row, value in enumerate(source.answers or []):
         where = source.where(row)
-        answer = _text(value, f"{where}: {run.sft.completion_column}").strip().removesuffix(end).rstrip()
+        turns = writer.read_turns(value, f"{where}: {run.sft.completion_column}")
+        answer = turns[-1]["content"] if turns else _text(value, f"{where}: {run.sft.completion_column}")
+        answer = answer.strip().removesuffix(end).rstrip()
         thought = None if thoughts is None else _text(thoughts[row], f"{where}: {column}")
         if not answer.rpartition(THINK_END)[2]:
             left_out[f"whose column '{run.sft.completion_column}' is empty (sft.completion_column)"] += 1
@@ -96,12 +117,11 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
         if prompt_identity(prompt) in known:
             left_out["whose prompts are held out for the evaluation"] += 1
             continue
-        completion = _render_completion(tokenizer, prompt, answer, thought, thinking, where)
-        if completion is None:
+        written = writer.write(prompt, turns or [{"role": "assistant", "content": answer}], thought, where)
+        if written is None:
             unclosed.append(row)
             continue
-        ids = [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        example = Example(tokenizer(prompt)["input_ids"], ids)
+        example = Example(tokenizer(prompt)["input_ids"], *written)
         if len(example.prompt_ids) + len(example.completion_ids) > limit:
             left_out[f"of more than {limit} tokens (sft.max_length)"] += 1
             continue
@@ -149,6 +169,90 @@ def _render_completion(
             "model.enable_thinking=true if its template reads that, model.family=thinking if it always thinks"
         )
     return text
+
+
+class _Writer:
+    """Writes completions of one or several turns as a rollout does."""
+
+    def __init__(self, run: RunConfig, tokenizer: Any, thinking: bool) -> None:
+        self.tokenizer, self.thinking, self.limit = tokenizer, thinking, run.rloo.tool_result_tokens
+        schemas = tool_schemas(run) or []
+        self.names = [str(one["function"]["name"]) for one in schemas]
+        self.form = ToolFormat(tokenizer, thinking, **template_options(run)) if schemas else None
+
+    def read_turns(self, value: Any, what: str) -> list[Message] | None:
+        """The messages of a demonstration with tools, calls in one form and results named; None for any other."""
+        value = parse_conversation(value)
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            return None
+        if len(value) < 2 and not any(
+            one.get("tool_calls") or one.get("reasoning_content") is not None for one in value
+        ):
+            return None
+        if self.form is None and (len(value) > 1 or value[0].get("tool_calls")):
+            raise DataError(f"{what} has several messages or calls a tool, and the run has no tools: set rloo.tools")
+        turns, open_calls = list[Message](), list[str]()  # names of calls without a result so far
+        for number, one in enumerate(value, 1):
+            place, role = f"{what}: message {number}", one.get("role")
+            previous = turns[-1]["role"] if turns else "tool"
+            if role != ("tool" if open_calls else "assistant") or role == previous == "assistant":
+                wanted = f"the result of {open_calls[0]} (tool)" if open_calls else "the assistant's, after a result"
+                raise DataError(f"{place} has the role {excerpt(role)}, where there has to be {wanted}")
+            turn: Message = {"role": role, "content": _text(one.get("content"), place)}
+            if role == "tool":
+                turn["name"] = open_calls.pop(0)
+                if one.get("name") not in (None, turn["name"]):
+                    raise DataError(f"{place} is a result of {excerpt(one['name'])}, and the call is {turn['name']}")
+            if isinstance(one.get("reasoning_content"), str):
+                turn["reasoning_content"] = refuse_surrogates(one["reasoning_content"], place)
+            if one.get("tool_calls"):
+                turn["tool_calls"] = [self._read_call(call, place) for call in one["tool_calls"]]
+                open_calls = [call["function"]["name"] for call in turn["tool_calls"]]
+            turns.append(turn)
+        if open_calls or turns[-1]["role"] != "assistant":
+            raise DataError(f"{what} ends with a tool's turn or a call; the last message is the assistant's answer")
+        return turns
+
+    def _read_call(self, call: Any, place: str) -> dict[str, Any]:
+        found = call.get("function", call) if isinstance(call, dict) else {}
+        name, arguments = found.get("name"), found.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        if name not in self.names or not isinstance(arguments, dict):
+            wanted = '{"name": ..., "arguments": {...}}'
+            raise DataError(
+                f"{place} calls {excerpt(call)}; a call is {wanted} of a tool of the run: {', '.join(self.names)}"
+            )
+        return make_call(name, arguments)
+
+    def write(
+        self, prompt: str, turns: list[Message], thought: str | None, where: str
+    ) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Ids after the rendered `prompt` and spans of the results; None if a turn's thinking is never closed."""
+        ids, context, results = list[int](), list[tuple[int, int]](), list[Message]()
+        for turn in turns:
+            if turn["role"] == "tool":
+                assert self.form is not None
+                results.append(turn | {"content": self.form.fit(turn["content"], self.limit)})
+                continue
+            if results:
+                assert self.form is not None
+                between = self._encode(self.form.render_results(results))
+                context.append((len(ids), len(ids) + len(between)))
+                ids, results, prompt = ids + between, [], self.form.generation_prompt
+            own = turn.get("reasoning_content", thought)
+            text = _render_completion(self.tokenizer, prompt, turn["content"].strip(), own, self.thinking, where)
+            if text is None:
+                return None
+            if self.form is not None and "tool_calls" in turn:
+                text += "\n\n" if text.endswith(THINK_END) else ""
+                text += self.form.render_calls(turn["tool_calls"], text.rpartition(THINK_END)[2].strip())
+            ids += [*self._encode(text), self.tokenizer.eos_token_id]
+        return ids, context
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:

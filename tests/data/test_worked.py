@@ -10,9 +10,14 @@ from rloo_kit.checks.cheap import PreflightError, find_tokenizer, refuse_worked_
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import SourceSection
 from rloo_kit.data.load import prepare_data
+from rloo_kit.data.tool_turns import ToolFormat
+from rloo_kit.data.tools import Toolbox
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.models.embedded import build_tokenizer
+from rloo_kit.models.embedded import SMOLLM2_TOOLS, build_tokenizer
+from rloo_kit.rollout.episodes import EpisodeLimits, Episodes, ToolParser
+from rloo_kit.rollout.types import Limits
+from tests.episodes import Scripted, add
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": f"so\n</think>\n\n{n + 1}"} for n in range(10)]
 HYBRID = (
@@ -23,9 +28,11 @@ HYBRID = (
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Any:
-    """`make_run(rows, model="thinking", **sft)`: a run on these rows."""
+    """`make_run(rows, model="thinking", tools=(), **sft)`: a run on these rows."""
 
-    def make(rows: list[dict[str, Any]] = ROWS, model: str = "thinking", **sft: Any) -> RunConfig:
+    def make(
+        rows: list[dict[str, Any]] = ROWS, model: str = "thinking", tools: tuple[str, ...] = (), **sft: Any
+    ) -> RunConfig:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return RunConfig.model_validate(
@@ -34,7 +41,13 @@ def make_run(tmp_path: Path) -> Any:
                 "model": {"name": f"embedded/{model}"},
                 "data": {"source": str(file), "test_size": 2},
                 "rewards": [{"name": "answer_reward"}],
-                "rloo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4},
+                "rloo": {
+                    "max_steps": 1,
+                    "num_generations": 2,
+                    "per_device_train_batch_size": 4,
+                    "tools": list(tools),
+                    "tool_result_tokens": 8,
+                },
                 "sft": sft,
             }
         )
@@ -172,3 +185,89 @@ def test_rows_from_python_and_a_mix(make_run):
     with pytest.raises(ConfigError, match=r"sft.source"):
         texts(run)
     assert len(texts(run, rows=ROWS)) == 10
+
+
+ADD = """
+def add(a: int, b: int) -> int:
+    '''Add.
+
+    Args:
+        a: One.
+        b: Two.
+    '''
+    return a + b
+"""
+CALL = {"function": {"name": "add", "arguments": {"a": 2, "b": 10**9}}}
+SAID = {"role": "assistant", "content": "1", "reasoning_content": ""}
+CALLING, RESULT = SAID | {"content": "", "tool_calls": [CALL]}, {"role": "tool", "content": str(10**9 + 2)}
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    file = tmp_path_factory.mktemp("tools") / "adder.py"
+    file.write_text(ADD)
+    return (f"{file}:add",)
+
+
+@pytest.mark.parametrize("thinks", [True, False], ids=["untaught", "smollm2/tools"])
+def test_turns_with_tools_are_those_of_a_rollout(make_run: Any, tools: tuple[str, ...], thinks: bool) -> None:
+    """A demonstration that was rendered whole had other ids between its turns than the rollouts that were to follow
+    it, and its results were imitated."""
+    tokenizer = build_tokenizer("untaught" if thinks else "instruct")
+    if not thinks:
+        tokenizer.chat_template = SMOLLM2_TOOLS
+    thought = {"reasoning_content": "two sums"} if thinks else {}
+    both = {"role": "assistant", "content": "I add.", "tool_calls": [CALL, CALL], **thought}
+    once = {"role": "assistant", "content": "so</think>\n\n" if thinks else "", "tool_calls": [CALL["function"]]}
+    once["tool_calls"][0] = CALL["function"] | {"arguments": json.dumps(CALL["function"]["arguments"])}
+    last = {"role": "assistant", "content": "done", **thought}
+    talk = [both, RESULT, RESULT | {"name": "add"}, once, RESULT | {"reasoning_content": None}, last]
+    rows = [{"prompt": "?", "completion": one} for one in (talk, json.dumps(talk))]
+    run = make_run(rows, "untaught" if thinks else "instruct", tools, max_length=2000)
+    found = load_worked(run, tokenizer, ()).examples
+    assert found[0] == found[1], "messages as JSON"
+    assert "add" in tokenizer.decode(found[0].prompt_ids), "the prompt has the tools"
+
+    tool_call = f"<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call>"
+    first, second = ("two sums\n</think>\n\n", "so</think>\n\n") if thinks else ("", "")
+    turns = [f"{first}I add.\n{tool_call}\n{tool_call}", second + tool_call, f"{first}done"]
+    parser = ToolParser(ToolFormat(tokenizer, thinks))
+    dialogue = Episodes(Toolbox.of([add], None, 10.0), parser, EpisodeLimits(8, 8, 8), [{}])
+    rollout = Scripted(tokenizer, [turns]).sample([found[0].prompt_ids], Limits(1000), dialogue=dialogue)
+    assert found[0].completion_ids == rollout.completion_ids[0]
+    assert found[0].context == rollout.context[0] and len(found[0].context) == 2
+    spans = [tokenizer.decode(found[0].completion_ids[start:end]) for start, end in found[0].context]
+    assert spans[0].count("cut: 8 of 10 tokens") == 2, "results are as long as a rollout's"
+    kept = [one for one in found[0].labels if one != -100]
+    assert tokenizer.decode(kept) == "".join(f"{turn}<|im_end|>" for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("talk", "message"),
+    [
+        ([RESULT, SAID], r"completion: message 1 has the role 'tool'"),
+        ([CALLING, SAID], r"message 2 has the role 'assistant', where there has to be the result of add"),
+        ([SAID, SAID], r"message 2 has the role 'assistant', where .* after a result"),
+        ([{"role": "user", "content": "?"}, SAID], r"message 1 has the role 'user'"),
+        ([CALLING, RESULT], r"ends with a tool's turn or a call"),
+        ([CALLING], r"ends with a tool's turn or a call"),
+        ([CALLING, RESULT | {"name": "sub"}, SAID], r"message 2 is a result of 'sub', and the call is add"),
+        ([SAID | {"tool_calls": [{"name": "sub", "arguments": {}}]}, RESULT, SAID], r"message 1 calls .*sub.*: add"),
+        ([SAID | {"tool_calls": [{"name": "add", "arguments": "a=2"}]}, RESULT, SAID], r"message 1 calls .*a=2.*: add"),
+        ([CALLING, RESULT, {"role": "assistant", "content": "1"}], r"1 of 1 demonstrations have no </think>"),
+        ([CALLING, RESULT, SAID | {"content": "1<|im_end|>2"}], r"control token <\|im_end\|>"),
+    ],
+)
+def test_turns_that_no_rollout_has_are_refused(make_run, tools, talk, message):
+    """A result without its call, or a call that nobody answers, teaches a form that is never sampled."""
+    with pytest.raises(DataError, match=f"line 1: .*{message}|{message}"):
+        texts(make_run([{"prompt": "?", "completion": talk}], "untaught", tools))
+
+
+def test_calls_need_tools(make_run):
+    """The calls of a demonstration would have no schema in its prompt."""
+    with pytest.raises(DataError, match=r"the run has no tools: set rloo.tools"):
+        texts(make_run([{"prompt": "?", "completion": [CALLING, RESULT, SAID]}], "untaught"))
+    assert texts(make_run([{"prompt": "?", "completion": [SAID]}], "untaught")) == [
+        "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n<think>\n|</think>\n\n1<|im_end|>"
+    ]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import TrainerCallback
 
 from rloo_kit import fine_tune, load_config, load_data, load_policy, load_trained
-from rloo_kit.data.worked import load_worked
+from rloo_kit.data.worked import Demonstrations, Example, load_worked
 from rloo_kit.errors import ConfigError, NonFiniteError, RunExistsError
 from rloo_kit.loop import sft
 from rloo_kit.loop.options import RLOOConfig, training_arguments
@@ -125,6 +125,45 @@ def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, keys, tmp_
     loss.backward()
     logged = next(row for row in trainer.state.log_history if "loss" in row)
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-5) and "entropy" in logged
+    for name, value in trained(policy.model).items():
+        torch.testing.assert_close(gradients[name], value.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_results_of_tools_are_read_and_not_learnt(load, tmp_path):
+    """A model that imitates its tools' results learns to make them up. The loss is that of the model's own tokens, in
+    their whole context."""
+    run, policy, data = load("model.lora=null", "rloo.max_grad_norm=0", "sft.max_steps=1")
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(length):
+        return torch.randint(0, 250, (length,), generator=draw).tolist()
+
+    spans = [[(3, 6)], [], [(1, 4), (6, 7)], [(5, 9)]]
+    worked = Demonstrations([Example(ids(4 + n), ids(10 + n), spans[n]) for n in range(4)] * 2, 8)
+    trainer = build_trainer(run, policy, worked, tmp_path / "none")
+    gradients = {}
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **_):
+            gradients.update({name: value.grad.clone() for name, value in trained(policy.model).items()})
+
+    trainer.add_callback(Watch())
+    before = {name: value.detach().clone() for name, value in trained(policy.model).items()}
+    trainer.train()
+    kept = [label for one in worked.examples for label in one.labels if label != -100]
+    assert trainer.tokens == len(kept) == 2 * (10 + 11 + 12 + 13 - 3 - 4 - 4)
+    for name, value in trained(policy.model).items():
+        value.data.copy_(before[name])
+        value.grad = None
+    losses = []
+    for one in worked.examples:
+        row = torch.tensor([one.prompt_ids + one.completion_ids])
+        logits = policy.model(input_ids=row).logits[0, len(one.prompt_ids) - 1 : -1]
+        losses.append(functional.cross_entropy(logits, torch.tensor(one.labels), ignore_index=-100, reduction="sum"))
+    loss = torch.stack(losses).sum() / len(kept)
+    loss.backward()
+    logged = next(row for row in trainer.state.log_history if "loss" in row)
+    assert logged["loss"] == pytest.approx(loss.item(), rel=1e-5)
     for name, value in trained(policy.model).items():
         torch.testing.assert_close(gradients[name], value.grad, rtol=1e-4, atol=1e-7)
 

@@ -200,11 +200,15 @@ def test_the_recipe_is_the_one_of_its_number(name, tokenizers):
 
 
 def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, short_plan):
-    """It stands for a model that solves nothing: same sizes, same template, and no step of the cold start."""
+    """It stands for a model that solves nothing: same sizes, same text without tools, and no step of the cold start."""
     assert PLANS["untaught"] == replace(PLANS["thinking"], steps=0)
+    talk = [{"role": "system", "content": "Add."}, *QUESTION, {"role": "assistant", "content": "</think>2"}, *QUESTION]
     for vocabulary in ROWS:
         mine, taught = tokenizers["untaught", vocabulary], tokenizers["thinking", vocabulary]
-        assert mine.get_vocab() == taught.get_vocab() and mine.chat_template == taught.chat_template
+        assert mine.get_vocab() == taught.get_vocab()
+        for messages in (QUESTION, talk):
+            options = {"tokenize": False, "add_generation_prompt": True}
+            assert mine.apply_chat_template(messages, **options) == taught.apply_chat_template(messages, **options)
     plan = replace(short_plan, steps=0)
     one, other, another = (
         cold_start.train(tokenizers["untaught", "compact"], "untaught", tasks.ADDITION, "compact", seed, plan)
