@@ -60,7 +60,9 @@ def place_with_tools(tmp_path, calling_folder):
 
 @pytest.mark.slow
 def test_a_run_killed_in_an_episode_ends_like_one_that_was_not(place_with_tools):
-    """SIGKILL while a tool is called: the calls are made again, and the run ends to the bit like one without a kill."""
+    """SIGKILL while a tool is called: the calls are made again, and the run ends to the bit like one without a kill, its
+    ids, rewards and weights. How long a tool takes decides which rows are computed together, so that the rounding of the
+    sampler's log-probabilities, which the gap to the trainer shows, may differ."""
     whole = place_with_tools("whole")
     assert whole.run(*WORDS) == 0, whole.printed()
     metrics, rows, _ = whole.result()
@@ -73,7 +75,10 @@ def test_a_run_killed_in_an_episode_ends_like_one_that_was_not(place_with_tools)
     (killed.folder / "kill_at").write_text(str(calls * 2 // 3))
     assert killed.run(*WORDS) == -signal.SIGKILL and killed.status()["step"] < 4
     assert killed.run("--resume", *WORDS) == 0, killed.printed()
-    assert_equal(killed.result(), whole.result())
+    results = [killed.result(), whole.result()]
+    for row in (row for metrics, _, _ in results for row in metrics):
+        assert row.pop("sampling/logp_difference_max") < 1e-5 and row.pop("sampling/logp_difference_mean") < 1e-6
+    assert_equal(*results)
 
 
 @pytest.mark.slow
