@@ -34,7 +34,7 @@ from rloo_kit.data.sources import (
     to_dataset,
 )
 from rloo_kit.data.tasks import Family, find_family, make_rows
-from rloo_kit.data.tools import tool_schemas
+from rloo_kit.data.tools import LIBRARY, read_library_rows, tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say
@@ -163,7 +163,7 @@ def needs_stack(run: RunConfig) -> bool:
 
 def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
     """Whether only the stack can read a source, which `key` names."""
-    if source.startswith(EMBEDDED_PREFIX) or is_gym(source):
+    if source.startswith((EMBEDDED_PREFIX, LIBRARY)) or is_gym(source):
         return False
     try:
         path = find_file(source, run.source, key)
@@ -290,6 +290,9 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     if is_gym(part.source):
         asked = part.options, part.level, part.count, first_seed(run.data.seed, part.number)
         return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
+    if part.source.startswith(LIBRARY):
+        rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
+        return replace(read_rows(rows, Columns()), name=part.source)
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import ConfigDict, ValidationError, validate_call
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import ConfigError, RewardError, WholeBatchError, excerpt, shorten
+from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, excerpt, shorten
 from rloo_kit.system.input_files import find_input, places_of
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
 from rloo_kit.system.user_code import describe_user_error, import_target, make_plain, read_files
@@ -116,12 +116,12 @@ class ToolHost:
         except BaseException:  # the environment's, as above
             return None
 
-    def get_reward(self, number: int, past: Past) -> float:
-        """The environment's own reward; raises RewardError."""
+    def get_reward(self, number: int, past: Past, messages: list[dict[str, Any]]) -> float:
+        """The environment's own reward of the episode's messages; raises RewardError."""
         if (lost := self._restore(number, past)) is not None:
             raise RewardError(lost.detail)
         try:
-            return float(_finish(self._live[number][0].get_reward()))
+            return own_reward(self._live[number][0], messages)
         except BaseException as error:
             raise RewardError(f"get_reward: {describe_user_error(error)}") from None
 
@@ -129,7 +129,8 @@ class ToolHost:
         """The environment's attributes as plain values."""
         if (lost := self._restore(number, past)) is not None:
             raise RewardError(lost.detail)
-        return dict(make_plain(vars(self._live[number][0])))
+        found = vars(self._live[number][0])
+        return dict(make_plain({name: value for name, value in found.items() if not name.startswith("_")}))
 
     def take(self, number: int) -> Any:
         """The environment of row `number` itself."""
@@ -150,6 +151,12 @@ class ToolHost:
             for name, arguments in past[1]:
                 self.call(number, past, name, arguments) if name else self.respond(number, past, **arguments)
         return None
+
+
+def own_reward(environment: Any, messages: list[dict[str, Any]]) -> float:
+    """`get_reward()` of an environment, or `get_reward(messages)` if it takes the episode's."""
+    method = environment.get_reward
+    return float(_finish(method(messages) if inspect.signature(method).parameters else method()))
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
@@ -351,9 +358,9 @@ class Toolbox:
         pasts[number] = (row, [*before, ("", {"messages": messages})])
         return found
 
-    def get_reward(self, number: int) -> float:
+    def get_reward(self, number: int, messages: list[dict[str, Any]]) -> float:
         """The own reward of the environment of row `number`; raises RewardError."""
-        return float(self._run(number, "get_reward", self._past[number]).result())
+        return float(self._run(number, "get_reward", self._past[number], messages).result())
 
     def environments(self) -> list[Any]:
         """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
@@ -393,9 +400,9 @@ class EnvironmentView:
     def __init__(self, toolbox: Toolbox, number: int) -> None:
         self._toolbox, self._number = toolbox, number
 
-    def get_reward(self) -> float:
-        """The environment's own reward."""
-        return self._toolbox.get_reward(self._number)
+    def get_reward(self, messages: list[dict[str, Any]]) -> float:
+        """The environment's own reward of the episode's messages."""
+        return self._toolbox.get_reward(self._number, messages)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -413,14 +420,28 @@ def _namespace(values: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**values)
 
 
+def read_library_rows(source: str, count: int | None, env: Sequence[str]) -> list[dict[str, Any]]:
+    """The tasks of `verifiers/NAME` as rows, read in a process of their own; raises DataError."""
+    from rloo_kit.data.verifiers_env import read_verifiers_rows  # the process loads the package
+
+    worker = Worker(source, worker_environment(env))
+    try:
+        name = source.removeprefix(LIBRARY)
+        return list(worker.call(read_verifiers_rows, name, count, timeout_s=START_TIMEOUT_S, name=f"reading {source}"))
+    except RewardError as error:
+        raise DataError(f"data.source: {error}") from None
+    finally:
+        worker.close()
+
+
 class EnvironmentReward:
     """The reward that an environment has itself, `get_reward()`, in TRL's convention; `name` is the environment's."""
 
     def __init__(self, name: str | None) -> None:
         self.__name__ = str(name)
 
-    def __call__(self, environments: list[Any], **columns: Any) -> list[float]:
-        return [float(one.get_reward()) for one in environments]
+    def __call__(self, environments: list[Any], turns: list[Any], **columns: Any) -> list[float]:
+        return [own_reward(*one) for one in zip(environments, turns, strict=True)]
 
 
 def open_toolbox(run: RunConfig) -> Toolbox | None:
