@@ -9,10 +9,19 @@ from typing import Any, NamedTuple
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
-from rloo_kit.data.chat import LightTokenizer, check_budget, embedded_tokenizer, family_of, read_tokenizer
+from rloo_kit.data.chat import (
+    LightTokenizer,
+    check_budget,
+    embedded_tokenizer,
+    family_of,
+    read_tokenizer,
+    template_options,
+)
 from rloo_kit.data.gym import require_library
 from rloo_kit.data.load import needs_stack, prepare_data
 from rloo_kit.data.tasks import find_family
+from rloo_kit.data.tool_turns import ToolFormat
+from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.plan import parts
@@ -65,6 +74,10 @@ def find_reward_faults(
     faults: list[Problem] = []
     names = [entry.name for entry in run.rewards] if reward_funcs is None else list(map(reward_name, reward_funcs))
     scores: list[list[float | None] | None] = []
+    if made and row is not None and run.rloo.has_tools:
+        with catching("tools", faults):
+            row = row | _start_environment(run, row)
+        made = [] if faults else made
     for index, name in enumerate(names):
         key, reward, called = f"rewards.{index}", reward_funcs and reward_funcs[index], None
         if reward_funcs is None:
@@ -78,8 +91,37 @@ def find_reward_faults(
             if reward is not None and reward_funcs is None:
                 close_worker(reward)
         scores.append(called)
+    if "environments" in (row or {}):  # it is the same for all made-up completions, and may decide their rewards
+        return faults
     weighted = run.rewards if reward_funcs is None else reward_funcs
     return faults + _find_no_signal(scores, [getattr(one, "weight", 1.0) for one in weighted], names)
+
+
+def find_tool_faults(run: RunConfig, tokenizer: Any | None, thinking: bool) -> list[Problem]:
+    """Problems of `rloo.tools` and `rloo.environment`: imports them in their process, makes their schemas and, with a
+    tokenizer, lets the chat template render them. Nothing is called."""
+    faults: list[Problem] = []
+    with catching("tools", faults):
+        if open_toolbox(run) is not None and tokenizer is not None:
+            ToolFormat(tokenizer, thinking, **template_options(run))
+    longest, result = run.rloo.max_completion_length, run.rloo.tool_result_tokens
+    if run.rloo.has_tools and result >= longest:
+        found = f"rloo.tool_result_tokens is {result}, and a completion holds {longest} tokens, results included"
+        fix = f"set rloo.tool_result_tokens={max(longest // 4, 1)} or a larger rloo.max_completion_length"
+        faults.append(Problem("tools", found, fix, level="warning"))
+    return faults
+
+
+def _start_environment(run: RunConfig, row: dict[str, Any]) -> dict[str, Any]:
+    """The column `environments` of a row, nothing without one. Raises ConfigError if the reset fails."""
+    toolbox = open_toolbox(run)
+    if toolbox is None or toolbox.environment is None:
+        return {}
+    (started,) = toolbox.reset([0], [row])
+    if started.kind == "failed":
+        found = f"rloo.environment: {toolbox.environment} cannot start an episode with the first row"
+        raise ConfigError(f"{found} ({', '.join(row)}): {started.detail}")
+    return {"environments": toolbox.environments()[0]}
 
 
 def _make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp]:
@@ -120,20 +162,26 @@ def _try_reward(
     """Call a reward on all completions and append what is wrong to `faults`. Returns its values; None if it was not
     called, or cannot score all of them."""
     inner = getattr(reward, "reward", reward)
-    if isinstance(inner, RewardModel) or not callable(inner) or hasattr(inner, "forward") or is_async(inner):
-        return None  # the first call would load weights, or only a trainer can await it
+    if isinstance(inner, RewardModel | EnvironmentReward) or not callable(inner):
+        return None  # it would load weights, or it scores what has been played
+    if hasattr(inner, "forward") or is_async(inner):
+        return None  # the same, or only a trainer can await it
     texts = [one.text for one in made]
     if opens_thinking(row["prompt"]):
         parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
         texts += [gap.join(parts) for gap in GAPS]
+    ids = [one.ids for one in [*made, *made][: len(texts)]]
     columns = {column: [value] * len(texts) for column, value in row.items() if column != "prompt"}
-    if run.rloo.thinking_budget is not None:
+    if run.rloo.thinking_budget is not None or run.rloo.thinking_budget_total is not None:
         columns["thinking_forced"] = [False] * len(texts)
+    if run.rloo.has_tools:
+        columns["completion_mask"] = [[1] * len(one) for one in ids]
+        columns["turns"] = [[{"role": "assistant", "content": text}] for text in texts]
     try:
         scored = guard(reward, columns).score(
             prompts=[row["prompt"]] * len(texts),
             completions=texts,
-            completion_ids=[one.ids for one in [*made, *made][: len(texts)]],
+            completion_ids=ids,
             trainer_state=None,
             log_extra=lambda name, values: None,
             log_metric=lambda name, value: None,
@@ -220,7 +268,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
         folder: None skips the check that the run's folder is free.
 
     Returns:
-        The problems in the order of the checks: machine, row, data, rewards, folder, disk, trackers.
+        The problems in the order of the checks: machine, row, tools, data, rewards, folder, disk, trackers.
     """
     faults = find_machine_faults(run)
     loaded = tokenizer is not None
@@ -231,13 +279,18 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
         with catching("row", faults):
             family, thinking = family_of(run, tokenizer)
             check_budget(run, family)
-        if loaded or not needs_stack(run):
-            with catching("data", faults):
-                train = prepare_data(run, tokenizer).train
-                row = train.row(0)
-                run.check_prompts(len(train.rows))
+    unusable = errors_of(found := find_tool_faults(run, tokenizer, thinking))
+    faults += found
+    if tokenizer is not None and (loaded or not needs_stack(run)):
+        plain = {"rloo": run.rloo.model_copy(update={"tools": [], "environment": None})} if unusable else {}
+        with catching("data", faults):
+            train = prepare_data(run.model_copy(update=plain), tokenizer).train
+            row = None if unusable else train.row(0)
+            run.check_prompts(len(train.rows))
     faults += find_reward_faults(run, tokenizer, thinking, row)
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
+    if not unusable and (toolbox := open_toolbox(run)) is not None and toolbox.owns_reward:
+        names.append(str(toolbox.environment))
     known = ["auto", "accuracy", "reward", *names]
     if run.eval.every_steps and run.eval.measure not in known:
         level = "warning" if folder is None else "error"  # without a folder the rewards may be made in Python

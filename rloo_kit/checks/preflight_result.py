@@ -43,11 +43,30 @@ class RewardFound:
     failed: int
 
 
+@dataclass(frozen=True)
+class EpisodesFound:
+    """Tools in the probe rollout; shares in [0, 1].
+
+    Attributes:
+        calling: share of completions with a call. calls: their number. failed, invalid: shares of the calls.
+        turns: mean of a completion. cut: share of completions that a limit ended. shown: lines of one episode.
+    """
+
+    calling: float
+    calls: int
+    failed: float
+    invalid: float
+    turns: float
+    cut: float
+    shown: list[str]
+
+
 @dataclass
 class Measures:
     """Measurements on the loaded model; None if not measured. Shares are in [0, 1], GiB are peaks.
 
     Attributes:
+        tools: by name, a call with made-up arguments. episodes: None in a run without tools.
         prompts, generations: of the probe rollout; a prompt's completions are a group.
         completion_tokens: of its completions. truncated: share that the limit cut off.
         thinking_tokens: before the first `</think>`; unclosed thinking counts in full.
@@ -61,6 +80,8 @@ class Measures:
         step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. Estimates.
     """
 
+    tools: dict[str, str] = field(default_factory=dict)
+    episodes: EpisodesFound | None = None
     prompts: int | None = None
     generations: int | None = None
     completion_tokens: Spread | None = None
@@ -87,6 +108,8 @@ class Measures:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The measurements as text: (name, value)."""
+        for name, called in self.tools.items():
+            yield f"tool {name}", called
         if self.prompts is not None and self.generations is not None:
             count = f"{self.prompts} prompts x {self.generations} = {self.prompts * self.generations} completions"
             yield "probe rollout", count
@@ -95,6 +118,11 @@ class Measures:
                 forced = f", {self.forced:.0%} closed by the budget" if self.forced else ""
                 closed = f"{self.closed:.0%} close it (token {self.think_end_id}){forced}"
                 yield "thinking", f"{self.thinking_tokens}; {closed}"
+            if (one := self.episodes) is not None:
+                shares = f"; {one.failed:.0%} failed, {one.invalid:.0%} invalid" if one.calls else ""
+                calls = f"{one.calling:.0%} of the completions call a tool ({one.calls} calls{shares})"
+                yield "episodes", f"{calls}; {one.turns:.3g} turns on average, {one.cut:.0%} ended by a limit"
+                yield "an episode", "\n".join(one.shown)
             for name, found in self.rewards.items():
                 failed = f"; failed for {found.failed}" if found.failed else ""
                 yield name, f"mean {found.mean:.3g}; differs in {found.differs} of {self.prompts} groups{failed}"

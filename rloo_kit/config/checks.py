@@ -169,6 +169,28 @@ def _find_server_problems(engine: str | None, url: str | None) -> list[str]:
     return [f"rollout.server_url is {url!r}; it takes http://host:port, without a path (no /v1)"]
 
 
+def find_tool_problems(values: Mapping[str, Any]) -> list[str]:
+    """Names in a file that cannot be tools, and a limit that needs them; `values` as in `find_option_problems`.
+
+    >>> find_tool_problems({"tools": ["search"], "environment": None, "thinking_budget_total": None})
+    ['rloo.tools has search; a tool is module:function or path/to/file.py:function']
+    """
+    environment, total = values["environment"], values["thinking_budget_total"]
+    problems = [
+        f"rloo.tools has {name}; a tool is module:function or path/to/file.py:function"
+        for name in values["tools"]
+        if not all(name.rpartition(":"))
+    ]
+    if environment is not None and not environment.startswith("verifiers/") and not all(environment.rpartition(":")):
+        problems.append(f"rloo.environment is {environment}; it takes module:Class, file.py:Class or verifiers/NAME")
+    if total is not None and not values["tools"] and environment is None:
+        problems.append(
+            f"rloo.thinking_budget_total is {total}, a limit for several turns, and without rloo.tools there is one; "
+            f"set rloo.thinking_budget={total}, or rloo.thinking_budget_total=null"
+        )
+    return problems
+
+
 def find_temperature_problems(engine: str, temperatures: Mapping[str, float]) -> list[str]:
     """Temperatures, by key, outside the engine's range.
 

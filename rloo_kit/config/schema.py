@@ -14,6 +14,7 @@ from rloo_kit.config.checks import (
     find_gym_problem,
     find_option_problems,
     find_test_problem,
+    find_tool_problems,
 )
 from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2, SMOLLM2_PREFIX, find_embedded_problem
 from rloo_kit.config.section import Section, TrlDefault, key
@@ -93,7 +94,7 @@ class ModelSection(Section):
     name: str = Field(
         min_length=1,
         description="hub id, local folder, embedded/thinking, embedded/thinking@FAMILY, embedded/instruct, "
-        "embedded/untaught, smollm2/instruct, smollm2/thinking",
+        "embedded/untaught, smollm2/instruct, smollm2/thinking, smollm2/tools",
     )
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
         "auto", "how its chat template treats thinking; auto reads the template"
@@ -405,6 +406,11 @@ class RLOOSection(Section):
         return self.per_device_train_batch_size * count_processes() * passes
 
     @property
+    def has_tools(self) -> bool:
+        """Whether completions may have several turns."""
+        return bool(self.tools) or self.environment is not None
+
+    @property
     def prompts_per_generation(self) -> int:
         """Prompts of one rollout over all processes."""
         return self.generation_batch_size // self.num_generations
@@ -424,7 +430,9 @@ class RLOOSection(Section):
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
             low, high = self.reward_clip_range
             raise ValueError(f"reward_clip_range is [{low}, {high}]; the first number must be below the second")
-        if problems := find_option_problems(dict(self)) or find_batch_problems(dict(self)):
+        options = dict(self)
+        problems = find_option_problems(options) or find_batch_problems(options) or find_tool_problems(options)
+        if problems:
             raise ValueError("\n".join(problems))
         return self
 

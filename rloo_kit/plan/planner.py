@@ -93,7 +93,7 @@ def read_workload(
     by_machine = "float32" if model.lora is None or not machine.on_cuda else "bfloat16"
     is_wide = (by_machine if model.dtype == "auto" else model.dtype) == "float32"
     longest = rloo.max_completion_length
-    if rloo.thinking_budget is not None and rloo.answer_budget is not None:
+    if rloo.thinking_budget is not None and rloo.answer_budget is not None and not rloo.has_tools:
         budgets = rloo.thinking_budget + CLOSE_TOKENS.get(rloo.thinking_close, 1) + rloo.answer_budget
         longest = min(budgets, longest)
     engine = engine or run.rollout.engine
@@ -356,6 +356,13 @@ def _find_notes(
     run: RunConfig, work: Workload, rows: int, machine: Machine, config: Mapping[str, Any] | None
 ) -> Iterator[str]:
     """What the figures assume, and what else would fit."""
+    if (rloo := run.rloo).has_tools:
+        most = f"{rloo.max_turns} turns and {rloo.max_tool_calls} results of {rloo.tool_result_tokens} tokens"
+        yield (
+            f"an episode, at most {most}, has the {rloo.max_completion_length} tokens of rloo.max_completion_length, "
+            "so tools take no more memory; one without room for its next result is cut off. The time that tools "
+            "themselves take is not counted"
+        )
     if work.unknown_bytes:
         yield (
             f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
@@ -439,7 +446,8 @@ def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[
 
     tokens = largest(1, max(work.completion_tokens // STEP, 1), fits) * STEP
     if tokens < work.completion_tokens:
-        thinking = None if run.rloo.answer_budget is None else run.rloo.thinking_budget
+        ends_early = run.rloo.answer_budget is not None and not run.rloo.has_tools
+        thinking = run.rloo.thinking_budget if ends_early else None
         less = 0 if thinking is None else thinking - (work.completion_tokens - tokens)
         work = replace(work, completion_tokens=tokens)
         yield ("rloo.thinking_budget", less, work) if less > 0 else ("rloo.max_completion_length", tokens, work)

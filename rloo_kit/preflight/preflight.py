@@ -20,6 +20,7 @@ from rloo_kit.collective import share, share_from_main
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
+from rloo_kit.data.tools import open_toolbox
 from rloo_kit.errors import RlooKitError
 from rloo_kit.loop.callbacks import say_findings
 from rloo_kit.loop.training import check_sampling, check_start, train_in
@@ -36,6 +37,7 @@ from rloo_kit.preflight.probe import (
     is_short,
     is_unsure,
     roll_out,
+    try_tools,
 )
 from rloo_kit.preflight.trial_steps import StepsFound, Tell, make_trainer, try_steps
 from rloo_kit.results.verdict import TrainResult
@@ -146,12 +148,16 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             say(f"preflight {format_seconds(time.monotonic() - started)} | {text}")
 
     with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
+        toolbox, tools_fail = open_toolbox(run), any(fault.name == "tools" for fault in faults)
+        if toolbox is not None and toolbox.schemas and len(data.train) and not tools_fail:
+            tell(f"a call of each of {len(toolbox.schemas)} tools")
+            faults += try_tools(toolbox, data.train[0], measures)
         known = len(faults)
         with catching("data", faults):
             run.check_prompts(len(data.train))
         with catching("rollout", faults):
             check_sampling(hidden, policy)
-        if len(faults) == known:
+        if len(faults) == known and not tools_fail:
             probe, is_named = None, any(fault.name == "rewards" for fault in faults)
             found: list[Problem] = []
             with catching("rollout", found):

@@ -4,15 +4,18 @@ problems that would keep the run from learning."""
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rloo_kit.checks.preflight_result import Measures, RewardFound, Spread
+from rloo_kit.checks.preflight_result import EpisodesFound, Measures, RewardFound, Spread
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
+from rloo_kit.data.tools import Toolbox
+from rloo_kit.errors import excerpt, shorten
 from rloo_kit.gradient.advantages import tied_groups
 from rloo_kit.health.series import at_ceiling
 from rloo_kit.loop.metrics import find_answer_column
@@ -20,6 +23,7 @@ from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.intervals import clustered, wilson
+from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.types import FOREIGN, Limits, split_turns
 from rloo_kit.system.problems import Problem
@@ -35,6 +39,7 @@ ROOM = 1.25  # factor on the longest of a few completions
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 FEW, MANY = 0.25, 0.3  # warning: at most this share of groups with a signal, above this share cut off
 NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
+SHOWN = 160  # characters of a message in the episode that is shown
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
         measures.forced = sum(map(bool, found.forced)) / len(own)
         turns = [split_turns(*one) for one in zip(ids_of, found.context, strict=True)]
         measures.thinking_tokens = Spread.of([count_thinking(one, end_id) for one in turns])
+    if played := [one for one in found.episodes if one is not None]:
+        measures.episodes = _describe_episodes(played)
     for column, name in enumerate(probe.rewards):
         rewards = judged.rewards_per_func[:, column]
         differs = int((~tied_groups(rewards, size)).sum())
@@ -138,6 +145,8 @@ def find_rollout_faults(
     if policy.family == "instruct" and (closed := sum(end_id in one for one in ids) / len(ids)) > CLOSED:
         found = f"{closed:.0%} of {len(ids)} completions close a thought, and the family is instruct"
         yield Problem("rollout", found, "set model.family: thinking", level="warning")
+    if measures.episodes is not None:
+        yield from _find_episode_faults(run, probe, measures.episodes, bool(measures.tools))
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1
     # Of a probe without a signal: too few completions do not rule out chance.
@@ -148,7 +157,8 @@ def find_rollout_faults(
     if few and measures.signal == 0:
         yield _find_silence(run, probe, measures, level)
         return
-    if measures.truncated > MANY and run.rloo.thinking_budget is None:
+    by_tools = 0.0 if measures.episodes is None else measures.episodes.cut
+    if measures.truncated - by_tools > MANY and run.rloo.thinking_budget is None:
         found = f"{measures.truncated:.0%} of {count} completions are cut off"
         fix = f"set {_longer(run, _round_up(2 * run.rloo.max_completion_length))}"
         yield Problem("rollout", found, fix, level="warning")
@@ -252,6 +262,97 @@ def _longer(run: RunConfig, value: int) -> str:
 def _round_up(tokens: int) -> int:
     unit = 8 if tokens < 256 else 256
     return -(-tokens // unit) * unit
+
+
+# ------------------------------------------------------------------------------------------------ tools
+
+
+def try_tools(toolbox: Toolbox, row: dict[str, Any], measures: Measures) -> Iterator[Problem]:
+    """Call each tool once with made-up arguments in an episode of `row`; what it came to goes into `measures`. The
+    problems are warnings, because the arguments may be senseless."""
+    for schema in toolbox.schemas:
+        name, arguments = schema["function"]["name"], make_value(schema["function"]["parameters"])
+        toolbox.reset([0], [row])  # whatever the last call did to its process
+        started = time.monotonic()
+        (result,) = toolbox.call(0, [(name, arguments)]).result()
+        call, found = _write_call(name, arguments), (result.detail or result.content).removeprefix(f"{name}: ")
+        measures.tools[name] = f"{call} = {_one_line(found)} ({time.monotonic() - started:.2g} s)"
+        if result.kind == "ok":
+            continue
+        fix = "the arguments are made up; fix the tool if they make sense"
+        if "its process" in found:
+            fix = "fix the tool; in a run the model gets this as the result, and the process is started again"
+        yield Problem("tools", f"rloo.tools: {call} failed: {found}", fix, level="warning")
+
+
+def make_value(schema: dict[str, Any]) -> Any:
+    """A made-up value of a JSON schema, with the required properties only.
+
+    >>> make_value({"type": "object", "properties": {"city": {"type": "string"}, "n": {}}, "required": ["city"]})
+    {'city': 'text'}
+    """
+    if "enum" in schema or "anyOf" in schema:
+        return schema["enum"][0] if "enum" in schema else make_value(schema["anyOf"][0])
+    kind = schema.get("type", "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        return {name: make_value(schema["properties"][name]) for name in schema.get("required", ())}
+    if kind == "array":
+        return list(map(make_value, schema.get("prefixItems", [schema["items"]] if "items" in schema else [])))
+    return {"integer": 1, "number": 1, "boolean": True, "null": None}.get(kind, "text")
+
+
+def _describe_episodes(played: list[Episode]) -> EpisodesFound:
+    kinds = Counter(kind for one in played for _, kind in one.calls)
+    calls, shown = kinds.total(), max(played, key=lambda one: (bool(one.calls), one.cut is None))
+    return EpisodesFound(
+        calling=sum(bool(one.calls) for one in played) / len(played),
+        calls=calls,
+        failed=kinds["failed"] / max(1, calls),
+        invalid=kinds["invalid"] / max(1, calls),
+        turns=sum(message["role"] == "assistant" for one in played for message in one.messages) / len(played),
+        cut=sum(one.cut is not None for one in played) / len(played),
+        shown=[_one_line(_write_message(message)) for message in shown.messages],
+    )
+
+
+def _write_message(message: dict[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    said = [message.get("reasoning_content") or "", message.get("content") or ""]
+    written = [_write_call(one["name"], one["arguments"]) for one in calls]
+    return f"{message.get('name') or message['role']}: {' '.join([*map(_one_line, said), *written])}"
+
+
+def _write_call(name: str, arguments: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={excerpt(value, 40)}' for key, value in arguments.items())})"
+
+
+def _one_line(text: str) -> str:
+    return shorten(" ".join(text.split()), SHOWN)
+
+
+def _find_episode_faults(run: RunConfig, probe: Probe, found: EpisodesFound, may_call: bool) -> Iterator[Problem]:
+    """Problems shown by the calls of the probe rollout."""
+    played = [one for one in probe.batch.judged.completions.episodes if one is not None]
+    limit, failures = run.run.max_reward_failure_share, [text for one in played for text in one.failures]
+    if may_call and not found.calls:
+        text = f"none of {len(played)} completions calls a tool, and RLOO cannot learn to call what is never sampled"
+        fix = "train on worked calls first (rloo-kit sft), or ask for them in data.system_prompt"
+        yield Problem("tools", text, fix, level="warning")
+    if found.failed:
+        text = f"{found.failed:.0%} of {found.calls} calls of tools failed"
+        level = "error" if found.failed > limit else "warning"
+        fix = f"fix the tool. A failure: {failures[0]}"
+        yield Problem("tools", text, fix, f"run.max_reward_failure_share={limit:g}", level)
+    if found.invalid > MANY:
+        text = f"{found.invalid:.0%} of {found.calls} calls name no tool, or arguments that do not fit"
+        fix = "say more in the docstrings of rloo.tools, or train on worked calls first (rloo-kit sft)"
+        yield Problem("tools", text, fix, level="warning")
+    if found.cut > MANY:
+        by_turns = sum(one.cut == "max_turns" for one in played) >= found.cut * len(played) / 2
+        key = "max_turns" if by_turns else "max_completion_length"
+        fix = f"raise rloo.{key} ({dict(run.rloo)[key]})" + ("" if by_turns else ", or lower rloo.tool_result_tokens")
+        yield Problem("tools", f"{found.cut:.0%} of {len(played)} episodes are ended by a limit", fix, level="warning")
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities

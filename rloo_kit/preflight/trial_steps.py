@@ -225,13 +225,13 @@ def take_steps(
     load = load_of(run, policy)
     generations, completions = rows_of_a_pass(load)
     engine = "auto" if load.engine in FOREIGN else run.rollout.engine
-    changed = {
+    changed: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": completions, "gradient_accumulation_steps": 1,
         "steps_per_generation": None, "num_generations": generations, "logging_steps": 1,
         "rollout_engine": engine, "rollout_server_url": None,
         "lr_scheduler_type": "constant", "warmup_steps": 0, "mask_truncated_completions": False,
         "sampler_correction": "none", "sampler_correction_floor": 0.0, "reward_clip_range": None,
-        "max_skipped_steps": steps + 1,
+        "max_skipped_steps": steps + 1, "tools": [], "environment": None,
     }  # fmt: skip
     prompts = [{"prompt": "0" * load.prompt_tokens}] * (2 * completions // generations)
     dataset = load_stack().datasets.Dataset.from_list(prompts)
@@ -300,7 +300,7 @@ def make_trainer(
         try:
             trainer = RLOOTrainer(
                 model=policy.model,
-                tools=open_toolbox(run),
+                tools=open_toolbox(run) if arguments.get("tools") or arguments.get("environment") else None,
                 reward_funcs=list(reward_funcs),
                 args=RLOOConfig(**arguments),
                 train_dataset=dataset,

@@ -38,6 +38,24 @@ def reward(body: str, name: str = "own") -> Callable[[Path], object]:
     return write("my_rewards.py", f"def {name}(completions, **columns):\n{body}")
 
 
+def tools(text: str) -> Callable[[Path], object]:
+    return write("my_tools.py", text)
+
+
+DOC = '    """Add.\n\n    Args:\n        a: a number.\n    """\n'
+ADD = f"def add(a: int) -> int:\n{DOC}    return a + 1\n"
+# An environment that needs the answer, and a reward that reads what only a run with tools has.
+WORLD = (
+    "class World:\n    def reset(self, answer, **row):\n        self.left = int(answer)\n\n"
+    f"    def take(self, a: int) -> int:\n    {DOC.replace(chr(10) + '    ', chr(10) + '        ')}"
+    "        self.left -= a\n        return self.left\n\n"
+    "def left(completions, completion_mask, turns, environments, **columns):\n"
+    "    assert turns[0][-1]['role'] == 'assistant' and set(completion_mask[0]) <= {1}\n"
+    "    return [float(one.left) for one in environments]\n"
+)
+UNTAUGHT = ("model.name=embedded/untaught", "rloo.tool_result_tokens=20")
+TOOL = (*UNTAUGHT, "rloo.tools=['my_tools.py:add']")
+IN_WORLD = (*UNTAUGHT, "rloo.environment='my_tools.py:World'", "rewards=[{name: 'my_tools.py:left'}]")
 NO_GPU = ("No GPU", "4.02B parameters", "rloo-kit plan", "configs/arithmetic_thinking.yaml")
 OWN = ("rewards=[{name: 'my_rewards:own'}]",)
 FAULTS = (
@@ -82,6 +100,21 @@ FAULTS = (
            reward("    return [None] * len(completions)\n"), "warning"),
     Faulty("a reward that is the same for everything", OWN, ("rewards", "nonsense", "teaches nothing"),
            reward("    return [1.0] * len(completions)\n"), "warning"),
+    Faulty("a tool's file that is not there", TOOL, ("rloo.tools", "no file my_tools.py")),
+    Faulty("a tool without a docstring", TOOL, ("rloo.tools", "tool add", "docstring", "`Args:`"),
+           tools("def add(a: int) -> int:\n    return a\n")),
+    Faulty("a tool by its name alone", (*UNTAUGHT, "rloo.tools=[add]"), ("rloo.tools", "module:function")),
+    Faulty("a template without tools", (*TOOL, "model.name=embedded/thinking"),
+           ("rloo.tools", "chat template", "leaves the tools out"), tools(ADD)),
+    Faulty("a result as long as a completion", (*TOOL, "rloo.tool_result_tokens=48"),
+           ("rloo.tool_result_tokens=12", "rloo.max_completion_length"), tools(ADD), "warning"),
+    Faulty("a limit for several turns without tools", ("rloo.thinking_budget_total=9",),
+           ("rloo.thinking_budget=9", "rloo.tools")),
+    Faulty("an environment that cannot start", IN_WORLD,
+           ("rloo.environment: World", "prompt, answer", "ValueError", "my_tools.py, line 3"),
+           tools(WORLD.replace("int(answer)", "int('x' + answer)"))),
+    Faulty("an environment of verifiers without the package",
+           (*UNTAUGHT, "rloo.environment=verifiers/wordle"), ("rloo.environment", "pip install 'verifiers")),
     Faulty("a measure that no reward has", ("eval.every_steps=1", "eval.measure=acuracy"),
            ("eval.measure", "accuracy")),
     Faulty("a tracker that is not installed", ("rloo.report_to=swanlab_",), ("rloo.report_to",)),

@@ -11,7 +11,7 @@ from rloo_kit.checks.cheap import FolderUse, PreflightError, find_faults, refuse
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.problems import Problem
-from tests.checks.faulty import FAULTS, OWN, Faulty, prepare, reward
+from tests.checks.faulty import ADD, FAULTS, IN_WORLD, OWN, TOOL, WORLD, Faulty, prepare, reward, tools
 
 SOUND = Faulty("a sound run", (), ())
 
@@ -44,6 +44,18 @@ def test_each_fault_is_found_with_its_key_and_its_fix(place: Path, fault: Faulty
 def test_a_sound_run_has_none(place: Path) -> None:
     """Working configurations have no faults: a check with false alarms gets switched off."""
     assert faults_of(place, SOUND) == []
+
+
+@pytest.mark.parametrize(("keys", "text"), [(TOOL, ADD), (IN_WORLD, WORLD)])
+def test_a_sound_run_with_tools_has_none(place: Path, keys: tuple[str, ...], text: str) -> None:
+    """Rewards get what they will get of an episode; that they earn the same in an environment is no fault."""
+    assert faults_of(place, Faulty("tools", keys, (), tools(text))) == []
+
+
+def test_faulty_tools_hide_no_other_fault(place: Path) -> None:
+    """The data are rendered with the tools: a tool that cannot be imported was all that the first attempt reported."""
+    found = faults_of(place, Faulty("two", (*TOOL, "data.answer_column=anser"), ()))
+    assert [(one.name, one.key) for one in found] == [("tools", "rloo.tools"), ("data", "data.answer_column")]
 
 
 def test_all_faults_are_reported_at_once(place: Path) -> None:

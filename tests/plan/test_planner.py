@@ -174,6 +174,11 @@ def test_widths_follow_the_run() -> None:
     run = load_config(THINKING, rloo={"thinking_budget": 2048, "answer_budget": 256})
     longest = read_workload(run, find_machine(12)).completion_tokens
     assert 2048 + 256 < longest < 2048 + 256 + 64, "both budgets and the closing text bound it"
+    run.rloo.tools = ["my_tools:search"]
+    assert read_workload(run, find_machine(12)).completion_tokens == run.rloo.max_completion_length > longest, (
+        "each turn has its budgets"
+    )
+    assert any("8 turns and 8 results of 256 tokens" in note for note in plan_vram(run, 12).notes)
     for gib in (0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=f"gpu_gib is {gib}"):
             plan_vram(load_config(THINKING), gib)

@@ -1,0 +1,113 @@
+"""The preflight of a run with tools: what each tool does, and what the model does with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rloo_kit as kit
+from rloo_kit.checks.preflight_result import Measures
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.tools import _open
+from rloo_kit.errors import ConfigError
+from rloo_kit.preflight.probe import describe, draw_rows, find_rollout_faults, roll_out
+from rloo_kit.preflight.trial_steps import make_trainer
+from tests.episodes import Scripted, call
+
+WORLD = Path(__file__).parent / "world.py"
+RUN = {
+    "model": {"name": "embedded/untaught", "max_seq_length": 640},
+    "data": {"source": "embedded/addition", "num_prompts": 100, "test_size": 20, "max_prompt_length": 128},
+    "rewards": [{"name": "length_reward", "params": {"min_words": 3}}],
+}
+
+
+@pytest.fixture(autouse=True)
+def transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+
+
+def prepare(folder: Path, *tools: str, **keys: Any) -> tuple[Any, Any, Any, Any]:
+    rloo = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 500}
+    rloo |= {"tools": [f"{WORLD}:{name}" for name in tools], "tool_result_tokens": 40, "tool_timeout_s": 1.0}
+    run = RunConfig.model_validate(
+        RUN | {"rloo": rloo | keys, "run": {"name": "tools", "output_dir": str(folder), "evaluate": False}}
+    )
+    policy = kit.load_policy(run, check=False)
+    data = kit.load_data(run, policy.tokenizer)
+    return run, policy, data, kit.build_rewards(run, policy.tokenizer)
+
+
+def test_each_tool_is_called_once_in_its_process(tmp_path):
+    """A tool that hangs, or needs a network that is not there, was found in step one of a long run; and a model that
+    calls nothing, after it."""
+    run, policy, data, rewards = prepare(
+        tmp_path, "add", "look_up", "wait", "an_object", environment=f"{WORLD}:World", max_completion_length=90
+    )
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert found.go, found
+    tools = found.measures.tools
+    assert tools["add"].startswith("add(a=1) = 1 (") and tools["look_up"].startswith("look_up(word='text') = KeyError")
+    assert "took longer than 1 s" in tools["wait"] and "returned <object" in tools["an_object"]
+    assert tools["take"].startswith(f"take(a=1) = {int(data.train[0]['answer']) - 1} ("), "after a reset with a row"
+    texts = [fault.text for fault in found.warnings if fault.name == "tools"]
+    assert [text.partition("(")[0] for text in texts[:3]] == [
+        "rloo.tools: look_up",
+        "rloo.tools: wait",
+        "rloo.tools: an_object",
+    ]
+    assert "made up" in texts[0] and "rloo.tool_timeout_s" in texts[1] and "what JSON can hold" in texts[2]
+    assert "none of" in texts[3] and "rloo-kit sft" in texts[3]
+    assert "tool add" in str(found) and found.to_dict()["measures"]["episodes"]["calls"] == 0
+    assert "World" in found.measures.rewards, "its own reward is judged"
+
+
+def test_an_environment_that_cannot_start_is_an_error(tmp_path):
+    """Every episode would begin with a failure, and the run would stop at its third rollout."""
+    run, policy, data, rewards = prepare(tmp_path, environment=f"{WORLD}:World")
+    data.train = data.train.remove_columns("answer").add_column("answer", ["many"] * len(data.train))
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert [fault.name for fault in found.errors] == ["tools"]
+    assert "World cannot start" in found.errors[0].text and "world.py" in found.errors[0].text
+
+
+SCRIPT = [
+    ["I add." + call("add", a=2, b=3), "So</think>\n\n5"],
+    ["</think>\n\n4"],
+    [call("look_up", word="two"), "</think>\n\n5"],
+    [call("add", a="x"), call("add", a=1), call("add", a=1), "</think>\n\n5"],
+]
+
+
+def test_an_episode_is_shown_and_its_calls_are_counted(tmp_path):
+    """Whether calls arrive as the model means them shows in the first episodes, or after hours in the report."""
+    run, policy, data, rewards = prepare(tmp_path, "add", "look_up", max_turns=3)
+    measures = Measures(tools={"add": ""})
+    with make_trainer(policy, run, rewards, data.train) as trainer:
+        trainer.rloo.sampler.engine = Scripted(policy.tokenizer, SCRIPT)
+        probe = roll_out(trainer, draw_rows(run, data.train), run, lambda line: None)
+        describe(run, policy, probe, measures)
+        faults = list(find_rollout_faults(run, policy, trainer, probe, measures))
+    found = measures.episodes
+    assert (found.calling, found.calls) == (0.75, 8 * 4)
+    assert (found.failed, found.invalid, found.turns, found.cut) == (0.25, 0.25, 2.0, 0.25)
+    assert found.shown == ["assistant: I add. add(a=2, b=3)", "add: 5", "assistant: So 5"]
+    texts = [fault.text for fault in faults if fault.name == "tools"]
+    assert len(texts) == 1 and "25% of 32 calls of tools failed" in texts[0] and "KeyError: 'two'" in texts[0]
+    shown = dict(measures.lines())
+    assert shown["an episode"] == "\n".join(found.shown) and "75% of the completions call a tool" in shown["episodes"]
+
+
+def test_an_edited_tool_is_noticed_by_a_resumed_run(tmp_path):
+    """The same file name and another program: the second half of a run would be trained in another world."""
+    file = tmp_path / "own_tools.py"
+    file.write_text(WORLD.read_text(encoding="utf-8"), encoding="utf-8")
+    keys = {"tools": [f"{file}:add"], "max_completion_length": 90, "save_steps": 1}
+    run, policy, data, rewards = prepare(tmp_path, **keys, max_steps=1)
+    kit.train(run, policy, data, rewards)
+    file.write_text(file.read_text(encoding="utf-8").replace("return a + b", "return a - b"), encoding="utf-8")
+    _open.cache_clear()  # as in another process
+    run, policy, data, rewards = prepare(tmp_path, **keys, max_steps=2)
+    with pytest.raises(ConfigError, match="Changed: tools in own_tools.py"):
+        kit.train(run, policy, data, rewards, resume=True)
+    assert kit.train(run, policy, data, rewards, resume=True, accept_changes=True).steps == 2

@@ -1,0 +1,52 @@
+"""Tools for a preflight: one that works, and the ways in which one does not."""
+
+import time
+
+
+def add(a: int, b: int = 0) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one.
+        b: the second one.
+    """
+    return a + b
+
+
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: which one.
+    """
+    return {"one": "eins"}[word]
+
+
+def wait() -> str:
+    """Never answer."""
+    while True:
+        time.sleep(1)
+
+
+def an_object() -> object:
+    """Return an object."""
+    return object()
+
+
+class World:
+    """Counts down from the answer."""
+
+    def reset(self, answer: str, **row: object) -> None:
+        self.left = int(answer)
+
+    def take(self, a: int) -> int:
+        """Take something away.
+
+        Args:
+            a: how much.
+        """
+        self.left -= a
+        return self.left
+
+    def get_reward(self) -> float:
+        return float(self.left == 0)
