@@ -52,7 +52,7 @@ from rloo_kit.system.user_code import digest_texts
 
 def train_in(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> TrainResult:
     """The training of `rloo_kit.train` in an open folder, after `check_start`."""
-    check_inputs(run_dir, policy, data, reward_funcs)
+    check_inputs(run, run_dir, policy, data, reward_funcs)
     return _Training(run, policy, data, reward_funcs, run_dir).run_to_end()
 
 
@@ -76,14 +76,19 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
     start_engine(run, policy)
 
 
-def check_inputs(run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
-    """Record what a run's configuration only names (its rows, its rewards' sources, its base), and compare it with what
-    a resumed run has; once for each open folder. Raises ConfigError, with a list, if they have changed.
+def check_inputs(run: RunConfig, run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
+    """Record what a run's configuration only names (its rows, the sources of its rewards and tools, its base), and
+    compare it with what a resumed run has; once for each open folder. Raises ConfigError, with a list, if they have
+    changed.
 
     Changes that `run_dir` accepts, or that come before anything is trained, are recorded, and what was measured before
     them is deleted."""
     if not run_dir.inputs:
-        run_dir.inputs = share_from_main(lambda: _compare_inputs(run_dir, _read_inputs(policy, data, reward_funcs)))
+        toolbox = open_toolbox(run)
+        sources = {} if toolbox is None else {f"tools in {file}": one for file, one in toolbox.sources.items()}
+        run_dir.inputs = share_from_main(
+            lambda: _compare_inputs(run_dir, sources | _read_inputs(policy, data, reward_funcs))
+        )
 
 
 def _compare_inputs(run_dir: RunDir, found: dict[str, str]) -> str:
@@ -313,7 +318,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run (`no_signal`:
     NoSignalError), else as `train`."""
     check_start(run, policy, data, reward_funcs)  # before a long evaluation
-    check_inputs(run_dir, policy, data, reward_funcs)
+    check_inputs(run, run_dir, policy, data, reward_funcs)
     before = after = None
     if run.run.evaluate:
         before = share(load_evaluation(run, "before") if run_dir.resumed else None)
