@@ -75,6 +75,8 @@ class Scripted(Engine):
                     if state.finished:
                         break
                     state.take(token, -2.0 - 0.01 * len(state.ids))
+                    if call.on_tokens is not None:
+                        call.on_tokens(number, state.ids)
                 turn += 1
                 call.ask_and_wait(state)
 
@@ -98,8 +100,8 @@ class Echo:
         threading.Timer(self._delay_s(number), reply.set_result, [turns]).start()
         return reply
 
-    def read(self, number: int, reply: int, room: int) -> list[int]:
-        context = [30 + number % 8, 31 + reply, 32]
+    def read(self, number: int, reply: "Future[int]", room: int) -> list[int]:
+        context = [30 + number % 8, 31 + reply.result(), 32]
         return context if len(context) < room else []
 
 

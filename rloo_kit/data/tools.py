@@ -10,7 +10,6 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as LateFuture
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,33 +103,20 @@ class ToolHost:
             text = shorten(f"error: {name}: {type(error).__name__}: {error}", 500)
             return Result(text, "failed", f"{name}: {describe_user_error(error)}")
 
-    def respond(self, number: int, past: Past, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """The environment's next messages after a turn without a call, none if the episode is over; None: it failed."""
-        if self._restore(number, past) is not None:
-            return None
-        try:
-            return [
-                {str(key): value for key, value in one.items()}
-                for one in _finish(self._live[number][0].respond(messages))
-            ]
-        except BaseException:  # the environment's, as above
-            return None
-
-    def get_reward(self, number: int, past: Past, messages: list[dict[str, Any]]) -> float:
-        """The environment's own reward of the episode's messages; raises RewardError."""
+    def ask(self, number: int, past: Past, what: str, messages: list[dict[str, Any]]) -> Any:
+        """The environment's "respond" (its messages after a turn without a call, none if the episode is over),
+        "get_reward", or "view" (its attributes as plain values); raises RewardError."""
         if (lost := self._restore(number, past)) is not None:
             raise RewardError(lost.detail)
+        environment = self._live[number][0]
         try:
-            return own_reward(self._live[number][0], messages)
-        except BaseException as error:
-            raise RewardError(f"get_reward: {describe_user_error(error)}") from None
-
-    def view(self, number: int, past: Past) -> dict[str, Any]:
-        """The environment's attributes as plain values."""
-        if (lost := self._restore(number, past)) is not None:
-            raise RewardError(lost.detail)
-        found = vars(self._live[number][0])
-        return dict(make_plain({name: value for name, value in found.items() if not name.startswith("_")}))
+            if what == "respond":
+                return list(_finish(environment.respond(messages)))
+            if what == "get_reward":
+                return own_reward(environment, messages)
+            return make_plain({name: value for name, value in vars(environment).items() if not name.startswith("_")})
+        except BaseException as error:  # as above
+            raise RewardError(f"{what}: {describe_user_error(error)}") from None
 
     def take(self, number: int) -> Any:
         """The environment of row `number` itself."""
@@ -149,7 +135,7 @@ class ToolHost:
             if found.kind == "failed":
                 return Result("error: the environment cannot be started", *found[1:])
             for name, arguments in past[1]:
-                self.call(number, past, name, arguments) if name else self.respond(number, past, **arguments)
+                self.call(number, past, name, arguments) if name else self.ask(number, past, "respond", **arguments)
         return None
 
 
@@ -165,10 +151,9 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
         return []
     if hasattr(environment, "tools"):
         return list(environment.tools())
-    names = [
-        name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
-    ]  # of the class: no properties
-    return [getattr(environment, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
+    members = inspect.getmembers(type(environment), inspect.isfunction)  # of the class: a property may be a program
+    names = [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
+    return [getattr(environment, name) for name in names]
 
 
 def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -242,7 +227,9 @@ class _InWorker:
 
     targets: tuple[list[str], str | None, list[str]]
     worker: Worker
-    sources: dict[str, str]
+
+    def __post_init__(self) -> None:
+        self.sources = self.read_sources()
 
     def open(self) -> dict[str, Any]:
         if self.read_sources() != self.sources:
@@ -269,21 +256,16 @@ class _InWorker:
 
 @dataclass
 class _InThisProcess:
-    """A host whose calls run in a thread. A call that takes too long is abandoned: a thread cannot be ended."""
+    """A host in this process; a call is not limited, because a thread cannot be ended."""
 
     host: ToolHost
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rloo-kit-tool"))
+    sources: dict[str, str] = field(default_factory=dict)
 
     def run(self, timeout_s: float, method: str, *args: Any) -> Any:
-        try:
-            return self.thread.submit(getattr(self.host, method), *args).result(timeout_s)
-        except LateFuture:
-            self.thread.shutdown(wait=False)
-            self.thread = ThreadPoolExecutor(1, "rloo-kit-tool")
-            raise LateError(f"took longer than {timeout_s:g} s") from None
+        return getattr(self.host, method)(*args)
 
     def close(self) -> None:
-        self.thread.shutdown(wait=False)
+        """Nothing to end."""
 
 
 class Toolbox:
@@ -300,67 +282,57 @@ class Toolbox:
     def __init__(self, places: Sequence[Any], described: dict[str, Any], timeout_s: float) -> None:
         self.schemas: list[dict[str, Any]] = described["schemas"]
         self.environment: str | None = described["environment"]
-        self.owns_reward: bool = described["owns_reward"]
-        self.responds: bool = described["responds"]
-        self.sources: dict[str, str] = getattr(places[0], "sources", {})
+        self.owns_reward, self.responds = bool(described["owns_reward"]), bool(described["responds"])
+        self.sources: dict[str, str] = places[0].sources
         self._places, self._timeout_s = places, timeout_s
         self._threads = [ThreadPoolExecutor(1, "rloo-kit-tools") for _ in places]
         self._past: dict[int, Past] = {}
 
     @classmethod
-    def of(cls, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None, timeout_s: float) -> "Toolbox":
+    def of(cls, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None) -> "Toolbox":
         """The toolbox of Python functions and of a class of environments, called in this process."""
         host = ToolHost(tools, factory)
-        return cls([_InThisProcess(host)], vars(host), timeout_s)
+        return cls([_InThisProcess(host)], vars(host), 0.0)
 
     def reset(self, numbers: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Result]:
         """Start the episodes of a batch's rows; the contents are the environments' observations."""
-        self._past = {number: (row, []) for number, row in zip(numbers, rows, strict=True)}
+        pairs = list(zip(numbers, rows, strict=True))
+        self._past = {number: (row, []) for number, row in pairs}
         if self.environment is None:
             return [Result("")] * len(numbers)
-        started = [self._run(number, "reset", row) for number, (row, _) in self._past.items()]
-        found = []
-        for future in started:
-            try:
-                found.append(Result(*future.result()))
-            except (RewardError, WholeBatchError) as error:
-                found.append(_failed("reset", error))
-        return found
+        return [one.result() for one in [self._submit(number, self._reset, row) for number, row in pairs]]
+
+    def _reset(self, run: Callable[..., Any], number: int, row: dict[str, Any]) -> Result:
+        try:
+            return Result(*run("reset", number, row))
+        except RewardError as error:
+            return _failed("reset", error)
 
     def call(self, number: int, calls: Sequence[Call]) -> "Future[list[Result]]":
         """Make calls in the episode of row `number`, one after the other."""
-        return self._submit(number, self._call_all, number, self._past, calls)
+        return self._submit(number, self._call_all, self._past, calls)
 
-    def _call_all(
-        self, run: Callable[..., Any], number: int, pasts: dict[int, Past], calls: Sequence[Call]
-    ) -> list[Result]:
+    def _call_all(self, run: Callable[..., Any], number: int, pasts: dict[int, Past], calls: Sequence[Call]) -> Any:
         found = []
         for name, arguments in calls:
             row, before = pasts[number]
             try:
                 found.append(Result(*run("call", number, (row, before), name, arguments)))
-            except (RewardError, WholeBatchError) as error:  # its process has ended, and the next one would likewise
-                found.append(_failed(name, error))
-            else:
                 pasts[number] = (row, [*before, (name, arguments)])
+            except RewardError as error:  # its process has ended, and the next one would likewise
+                found.append(_failed(name, error))
         return found
 
-    def respond(self, number: int, messages: list[dict[str, Any]]) -> "Future[list[dict[str, Any]] | None]":
-        """The environment's messages after a turn without a call, none if it ends the episode; None: it failed."""
-        return self._submit(number, self._respond, number, self._past, messages)
+    def ask(self, number: int, what: str, messages: list[dict[str, Any]]) -> "Future[Any]":
+        """`ToolHost.ask` of the environment of row `number`; the future may have a RewardError."""
+        return self._submit(number, self._ask, self._past, what, messages)
 
-    def _respond(self, run: Callable[..., Any], number: int, pasts: dict[int, Past], messages: Any) -> Any:
+    def _ask(self, run: Callable[..., Any], number: int, pasts: dict[int, Past], what: str, messages: Any) -> Any:
         row, before = pasts[number]
-        try:
-            found = run("respond", number, (row, before), messages)
-        except (RewardError, WholeBatchError):
-            return None
-        pasts[number] = (row, [*before, ("", {"messages": messages})])
+        found = run("ask", number, (row, before), what, messages)
+        if what == "respond":
+            pasts[number] = (row, [*before, ("", {"messages": messages})])
         return found
-
-    def get_reward(self, number: int, messages: list[dict[str, Any]]) -> float:
-        """The own reward of the environment of row `number`; raises RewardError."""
-        return float(self._run(number, "get_reward", self._past[number], messages).result())
 
     def environments(self) -> list[Any]:
         """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
@@ -369,22 +341,16 @@ class Toolbox:
             return [place.host.take(number) for number in self._past]
         return [EnvironmentView(self, number) for number in self._past]
 
-    def view(self, number: int) -> dict[str, Any]:
-        """The attributes of the environment of row `number`, as plain values."""
-        return dict(self._run(number, "view", self._past[number]).result())
-
     def close(self) -> None:
         """End the processes; a later call starts others."""
         for place in self._places:
             place.close()
 
-    def _run(self, number: int, method: str, *args: Any) -> "Future[Any]":
-        return self._submit(number, lambda run: run(method, number, *args))
-
     def _submit(self, number: int, work: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """`work(run, ...)` in the thread of the row's process; `run` calls a method of its host."""
+        """`work(run, number, ...)` in the thread of the row's process; `run` calls a method of its host."""
         index = number % len(self._places)
-        return self._threads[index].submit(work, functools.partial(self._places[index].run, self._timeout_s), *args)
+        run = functools.partial(self._places[index].run, self._timeout_s)
+        return self._threads[index].submit(work, run, number, *args)
 
 
 def _failed(name: str, error: Exception) -> Result:
@@ -402,18 +368,15 @@ class EnvironmentView:
 
     def get_reward(self, messages: list[dict[str, Any]]) -> float:
         """The environment's own reward of the episode's messages."""
-        return self._toolbox.get_reward(self._number, messages)
+        return float(self._toolbox.ask(self._number, "get_reward", messages).result())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):  # of Python's protocols
             raise AttributeError(name)
-        found = self._toolbox.view(self._number)
-        if name not in found:
-            raise AttributeError(f"the environment has no attribute {name}; it has {', '.join(found)}")
-        return found[name]
+        return getattr(_namespace(self._toolbox.ask(self._number, "view", []).result()), name)
 
     def __reduce__(self) -> Any:
-        return _namespace, (self._toolbox.view(self._number),)
+        return _namespace, (self._toolbox.ask(self._number, "view", []).result(),)
 
 
 def _namespace(values: dict[str, Any]) -> SimpleNamespace:
@@ -466,14 +429,8 @@ def open_named(section: Any, next_to: Path | None) -> Toolbox:
         targets.append(target)
         folders += [str(one) for one in folder if str(one) not in folders]
     environment = targets.pop() if section.environment else None
-    return _open(
-        tuple(targets),
-        environment,
-        tuple(folders),
-        section.tool_timeout_s,
-        section.tool_processes,
-        tuple(section.tool_env),
-    )
+    limits = section.tool_timeout_s, section.tool_processes, tuple(section.tool_env)
+    return _open(tuple(targets), environment, tuple(folders), *limits)
 
 
 def tool_schemas(run: RunConfig) -> list[dict[str, Any]] | None:
@@ -484,22 +441,12 @@ def tool_schemas(run: RunConfig) -> list[dict[str, Any]] | None:
 
 @functools.cache
 def _open(
-    tools: tuple[str, ...],
-    environment: str | None,
-    folders: tuple[str, ...],
-    timeout_s: float,
-    count: int,
-    env: tuple[str, ...],
+    tools: tuple[str, ...], environment: str | None, folders: tuple[str, ...], timeout_s: float, count: int, env: Any
 ) -> Toolbox:
-    named = ", ".join([*tools, *([environment] if environment else [])])
-    places = []
-    for _ in range(count):
-        place = _InWorker(
-            (list(tools), environment, list(folders)), Worker(f"the tools ({named})", worker_environment(env)), {}
-        )
-        place.sources = place.read_sources()
-        places.append(place)
+    named = ", ".join(filter(None, [*tools, environment]))
+    targets = list(tools), environment, list(folders)
+    places = [_InWorker(targets, Worker(f"the tools ({named})", worker_environment(env))) for _ in range(count)]
     try:
         return Toolbox(places, places[0].open(), timeout_s)
-    except (RewardError, WholeBatchError) as error:
+    except RewardError as error:
         raise ConfigError(f"rloo.tools, rloo.environment ({named}): {error}") from None

@@ -391,7 +391,7 @@ def make_toolbox(tools: Any, factory: Any, named: dict[str, Any]) -> Toolbox | N
     if isinstance(tools, Toolbox):
         return tools
     if tools or factory:
-        toolbox = Toolbox.of(tools or [], factory, getattr(named["args"], "tool_timeout_s", 10.0))
+        toolbox = Toolbox.of(tools or [], factory)
     elif isinstance(named["args"], RLOOConfig) and (named["args"].tools or named["args"].environment):
         toolbox = open_named(named["args"], None)
     else:

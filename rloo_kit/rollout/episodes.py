@@ -16,7 +16,7 @@ from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3
 from rloo_kit.data.chat import detect_family, thinks
 from rloo_kit.data.tool_turns import Message, ToolFormat
 from rloo_kit.data.tools import Result, Toolbox
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError, RewardError
 from rloo_kit.rollout.types import Rollout, Span, split_turns
 
 NO_NAME = "unknown"  # of the tool that a call without a readable name asks for
@@ -140,6 +140,8 @@ class Episodes:
             if one.kind == "failed":
                 episode.calls.append(("reset", one.kind))
                 episode.failures.append(one.detail)
+        self._asked: dict[int, tuple[list[str], list[tuple[str, Result]]] | None] = {}  # by row: the calls' names, and
+        # those that are refused; None for a turn that the environment answers
         self._lock = threading.Lock()  # a tokenizer is not safe in threads
 
     def ask(self, number: int, turn: list[int], turns: int) -> "Future[Any] | None":
@@ -154,38 +156,37 @@ class Episodes:
         if turns + 1 >= self.limits.max_turns:
             episode.cut = "max_turns" if calls or problem else None
             return None
-        if problem:
-            return _done([(NO_NAME, Result(f"error: the call cannot be read: {problem}", "invalid"))])
-        if not calls:
-            return self.toolbox.respond(number, episode.messages)
+        if not calls and not problem:
+            self._asked[number] = None
+            return self.toolbox.ask(number, "respond", [*episode.messages])
         left = max(0, self.limits.max_tool_calls - len(episode.calls))
         limit = Result(f"error: no call is left; the limit is {self.limits.max_tool_calls}", "invalid")
-        over = [(name, limit) for name, _ in calls[left:]]
-        if not calls[:left]:
-            return _done(over)
-        names = [name for name, _ in calls[:left]]
-        made: Future[Any] = Future()
-        asked = self.toolbox.call(number, calls[:left])
-        asked.add_done_callback(
-            lambda done: _pass_on(done, made, lambda: [*zip(names, done.result(), strict=True), *over])
-        )
-        return made
+        unread = Result(f"error: the call cannot be read: {problem}", "invalid")
+        refused = [(NO_NAME, unread)] if problem else [(name, limit) for name, _ in calls[left:]]
+        self._asked[number] = [name for name, _ in calls[:left]], refused
+        return self.toolbox.call(number, calls[:left])
 
-    def read(self, number: int, reply: Any, room: int) -> list[int]:
+    def read(self, number: int, reply: "Future[Any]", room: int) -> list[int]:
         """The ids that the results, or an environment's own messages, take in the completion."""
-        episode = self.episodes[number]
-        if not reply:
-            if reply is None:
-                episode.failures.append("respond failed")
+        episode, asked = self.episodes[number], self._asked.pop(number)
+        try:
+            found = reply.result()
+        except RewardError as error:  # of `respond`: the calls of tools return their errors
+            episode.calls.append(("respond", "failed"))
+            episode.failures.append(str(error))
             return []
-        if isinstance(reply[0], dict):
-            messages = [one | {"content": self._fit(str(one.get("content") or ""))} for one in reply]
+        if asked is None:
+            messages = [one | {"content": self._fit(str(one.get("content") or ""))} for one in found]
         else:
-            messages = [{"role": "tool", "name": name, "content": self._fit(result.content)} for name, result in reply]
-            episode.calls += [(name, result.kind) for name, result in reply]
-            episode.failures += [result.detail for _, result in reply if result.kind == "failed"]
+            results = [*zip(asked[0], found, strict=True), *asked[1]]
+            messages = [{"role": "tool", "name": name, "content": self._fit(one.content)} for name, one in results]
+            episode.calls += [(name, one.kind) for name, one in results]
+            episode.failures += [one.detail for _, one in results if one.kind == "failed"]
+        if not messages:
+            return []
         with self._lock:
-            ids = self._encode(self.parser.form.render_results(messages))
+            text = self.parser.form.render_results(messages)
+            ids = list(self.parser.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(ids) >= room:
             episode.cut = "length"
             return []
@@ -203,30 +204,8 @@ class Episodes:
         return self.episodes
 
     def _fit(self, text: str) -> str:
-        """A result without control tokens, cut at the limit."""
         with self._lock:
-            text, limit = self.parser.form.defuse(text), self.limits.tool_result_tokens
-            ids = self._encode(text)
-            if len(ids) <= limit:
-                return text
-            return f"{self.parser.tokenizer.decode(ids[:limit])} ... (cut: {limit} of {len(ids)} tokens)"
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.parser.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _done(value: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def _pass_on(done: "Future[Any]", made: "Future[Any]", result: Any) -> None:
-    """Settle `made` with `result()`, or with the error of `done`."""
-    if (error := done.exception()) is not None:
-        made.set_exception(error)
-    else:
-        made.set_result(result())
+            return self.parser.form.fit(text, self.limits.tool_result_tokens)
 
 
 def add_observation(row: dict[str, Any], observation: str) -> Any:
@@ -248,11 +227,12 @@ def add_observation(row: dict[str, Any], observation: str) -> Any:
 
 
 def episode_columns(
-    ids: Sequence[list[int]], context: Sequence[list[Span]], episodes: Sequence[Episode | None], toolbox: Toolbox
+    ids: Sequence[list[int]], context: Sequence[list[Span]], episodes: Sequence[Episode | None], toolbox: Toolbox | None
 ) -> list[dict[str, Any]]:
     """What rewards get of each episode in addition to the dataset's columns: `completion_mask` (0 for a tool's result),
-    `turns` (its messages) and, with an environment, `environments`."""
-    environments = [] if toolbox.environment is None else toolbox.environments()
+    `turns` (its messages) and, with an environment, `environments`. `toolbox`: has those of this very batch; None: no
+    environments."""
+    environments = [] if toolbox is None or toolbox.environment is None else toolbox.environments()
     found = []
     for number, episode in enumerate(episodes):
         assert episode is not None

@@ -274,9 +274,9 @@ class Dialogue(Protocol):
             number: index of the prompt. turn: ids of the turn. turns: those before it.
         """
 
-    def read(self, number: int, reply: Any, room: int) -> list[int]:
+    def read(self, number: int, reply: "Future[Any]", room: int) -> list[int]:
         """The ids between the turn and the next one, of which there are fewer than `room`; empty if the completion is
-        over."""
+        over. `reply`: from `ask`, arrived."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Call:
 
     def _resume(self, state: CompletionState, reply: "Future[Any]") -> bool:
         assert self.dialogue is not None
-        context = self.dialogue.read(state.number, reply.result(), state.room)
+        context = self.dialogue.read(state.number, reply, state.room)
         if context:
             state.resume(context)
         return bool(context)

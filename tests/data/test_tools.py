@@ -68,7 +68,7 @@ def test_an_environment_survives_the_death_of_its_process():
     (late,) = toolbox.call(1, [("step", {"by": 13})]).result()
     assert late.kind == "failed"
     assert toolbox.call(0, [("step", {"by": 1})]).result() == [Result("11")]
-    assert toolbox.get_reward(0, []) == 11.0
+    assert toolbox.ask(0, "get_reward", []).result() == 11.0
     assert toolbox.environments()[0].count == 11
     (lost,) = toolbox.call(2, [("step", {"by": 1})]).result()
     assert lost.kind == "failed" and "cannot be started" in lost.content
