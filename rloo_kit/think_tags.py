@@ -76,7 +76,7 @@ def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool
     return texts[0], texts[1]
 
 
-def count_thinking(turns: list[list[int]], end_id: int) -> int:
+def count_thinking(turns: list[list[int]], end_id: int | None) -> int:
     """Tokens of the thinking of a completion's turns: of each those before its first `</think>`, or all of a turn that
     never closes, so that truncation does not make thoughts look short."""
     return sum(ids.index(end_id) if end_id in ids else len(ids) for ids in turns)

@@ -128,16 +128,21 @@ class RunConfig(Section):
         return dump_yaml(self.model_dump(mode="json"))
 
     def with_absolute_files(self) -> "RunConfig":
-        """A copy for the run's folder: data and rewards that are found only next to the config file are absolute."""
+        """A copy for the run's folder: data, rewards and tools found only next to the config file are absolute."""
         copy = self.model_copy(deep=True)
-        files: list[tuple[Any, str]] = [(copy.data, "source"), (copy.data, "test_source"), (copy.sft, "source")]
-        files += [(one, "source") for one in copy.data.sources or ()] + [(one, "name") for one in copy.rewards]
-        for owner, key in files:
-            file, colon, function = (getattr(owner, key) or "").partition(":")
+
+        def absolute(name: str | None, key: str) -> str | None:
+            file, colon, function = (name or "").partition(":")
             file += ".py" if colon and not file.endswith(".py") else ""
             near = (self.source or Path()).parent / file
-            if file and os.path.exists(near) and not any(map(os.path.exists, places_of(file, key))):
-                setattr(owner, key, f"{near.absolute()}{colon}{function}")
+            is_near = file and os.path.exists(near) and not any(map(os.path.exists, places_of(file, key)))
+            return f"{near.absolute()}{colon}{function}" if is_near else name
+
+        files: list[tuple[Any, str]] = [(copy.data, "source"), (copy.data, "test_source"), (copy.sft, "source")]
+        files += [(one, "source") for one in copy.data.sources or ()] + [(one, "name") for one in copy.rewards]
+        for owner, key in [*files, (copy.rloo, "environment")]:
+            setattr(owner, key, absolute(getattr(owner, key), key))
+        copy.rloo.tools = [str(absolute(one, "rloo.tools")) for one in copy.rloo.tools]
         return copy
 
     def __eq__(self, other: object) -> bool:

@@ -3,9 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
+from rloo_kit.evals.evaluate import last_turn, open_tools
 from rloo_kit.models.embedded import RECORD
 from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
+from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.episodes import Episodes, ToolUse
 from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.rollout.types import split_turns
 from rloo_kit.runs.find import origin_of
 from rloo_kit.system.console import fill_text, picture_controls, plain_prompt
-from rloo_kit.think_tags import ThinkTags, opens_thinking, split_thinking
+from rloo_kit.think_tags import THINK_END, ThinkTags, count_thinking, opens_thinking, split_thinking
 
 OnText = Callable[[str, str], None]
 THINKING, ANSWER = "thinking", "answer"
@@ -33,12 +37,14 @@ class Answer:
     """A model's answer.
 
     Attributes:
-        question: the last message. thinking, answer: texts, without thinking tags and special tokens.
-        tokens: of the completion. thinking_tokens: those before `</think>`, or all if it never closed; 0 without any.
+        question: the last message. thinking, answer: texts, without thinking tags and special tokens; of the last turn.
+        tokens: of the completion, without tools' results. thinking_tokens: those before `</think>` of each turn, or all
+            if it never closed; 0 without any.
         ended: whether the model ended it; False if it reached the limit.
         closed: whether it contains `</think>`. forced: whether the thinking budget put it there.
         seconds: from the question to the last token.
         base: the base model's answer, if it was asked too.
+        turns: messages of all turns, with calls and their results, in a run with tools.
     """
 
     question: str
@@ -51,6 +57,7 @@ class Answer:
     forced: bool
     seconds: float
     base: "Answer | None" = None
+    turns: list[Message] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
@@ -63,8 +70,9 @@ class Answer:
         return "; ".join([f"{self.tokens} tokens{thinking}", *close, end, f"{self.seconds:.1f} s, {speed}"])
 
     def __str__(self) -> str:
+        steps = [text if kind == "text" else f"{kind} {text}" for kind, text in list_steps(self.turns)]
         parts = [self.thinking and f"thinking:\n{self.thinking}\n\nanswer:", self.answer, f"({self.summary})"]
-        own = picture_controls("\n".join(filter(None, parts)))
+        own = picture_controls("\n".join(filter(None, [*steps, *parts])))
         return own if self.base is None else f"base:\n{self.base}\n\ntrained:\n{own}"
 
 
@@ -84,7 +92,7 @@ def ask(
     """Ask a policy one question: `kit.ask(run, policy, "58+67=")`, with both of `kit.load_trained("outputs/NAME")`.
 
     Args:
-        run: reads `model`, `data.system_prompt`, `rollout`, `eval` and `rloo`'s limits.
+        run: reads `model`, `data.system_prompt`, `rollout`, `eval`, and `rloo`'s limits and tools, which are called.
         policy: from `load_trained` or `load_policy`.
         question: a text; messages `{"role", "content"}`, the last of which is the question; or a row of `load_data`.
         base: ask the base model first: True for this policy without its adapter, or another policy.
@@ -94,7 +102,8 @@ def ask(
         max_tokens: of the completion; None: the limit of the run's evaluation.
         seed: of the sampling. system: overrides `data.system_prompt`; "" for none.
         stream: True prints while sampling; a function is called with "thinking" or "answer" ("base thinking", "base
-            answer") and a piece of text; False does neither.
+            answer") and a piece of text, and with tools with "call", "result" or "reply" and a whole one; False does
+            neither.
 
     Raises:
         ConfigError: a budget for a model that does not think, or one that leaves nothing of `max_tokens`; no base.
@@ -124,7 +133,8 @@ def ask(
             name = f"{title} " if title == BASE else ""
             on_text = lambda part, text: stream(name + part, text)  # noqa: E731
         try:
-            given = _sample(run, policy, prompt, printed or on_text, **options, **limits)
+            row = question if isinstance(question, dict) else {"question": asked}  # for an environment
+            given = _sample(run, policy, prompt, row, printed or on_text, **options, **limits)
             if printed is not None:
                 printed.close(given.summary)
         finally:  # also on Ctrl-C
@@ -139,19 +149,25 @@ def ask(
     return answer(policy, "trained", first)
 
 
-def _sample(run: RunConfig, policy: Policy, prompt: str, on_text: OnText | None, **options: Any) -> Answer:
+def _sample(
+    run: RunConfig, policy: Policy, prompt: str, row: dict[str, Any], on_text: OnText | None, **options: Any
+) -> Answer:
     """The answer to a rendered prompt."""
-    tags, opened, started = policy.tags, opens_thinking(prompt), time.monotonic()
-    text = None if on_text is None else TextStream(policy.tokenizer, tags, opened, on_text)
+    tags, tools, started = policy.tags, open_tools(run, policy), time.monotonic()
+    text = None if on_text is None else TextStream(policy.tokenizer, tags, opens_thinking(prompt), on_text)
+    if tools is not None and text is not None:
+        tools = _ShownTools(tools.toolbox, tools.parser, tools.limits, text)
     on_tokens = None if text is None else lambda _, ids: text.feed(ids)
-    (found,) = generate_completions(policy, [prompt], engine=run.rollout, on_tokens=on_tokens, **options)
+    options |= {"on_tokens": on_tokens, "tools": tools, "rows": [row]}
+    (found,) = generate_completions(policy, [prompt], engine=run.rollout, **options)
     if text is not None:
         text.feed(found.ids)
         text.close()
-    thinking, answer = split_thinking(found.ids, policy.tokenizer, tags, opened)
-    thought, count = found.thinking_tokens, len(found.ids)
+    turns, (last, opened) = split_turns(found.ids, found.context), last_turn(found, prompt, policy.tokenizer)
+    thinking, answer = split_thinking(last, policy.tokenizer, tags, opened)
+    thought, count = found.thinking_tokens, sum(map(len, turns))
     if thought is None:
-        thought = count - found.ended if opened or tags.start_id in found.ids[:1] else 0
+        thought = count_thinking(turns, tags.end_id) - found.ended if opened or tags.start_id in last[:1] else 0
     return Answer(
         question=prompt,
         thinking=thinking,
@@ -162,6 +178,7 @@ def _sample(run: RunConfig, policy: Policy, prompt: str, on_text: OnText | None,
         closed=found.closed,
         forced=found.forced,
         seconds=time.monotonic() - started,
+        turns=[] if found.episode is None else found.episode.messages,
     )
 
 
@@ -211,10 +228,15 @@ class TextStream:
         opened: whether the prompt has opened the thinking.
     """
 
-    def __init__(self, tokenizer: Any, tags: ThinkTags, opened: bool, on_text: Callable[[str, str], None]) -> None:
-        self._tokenizer, self._tags, self._on_text = tokenizer, tags, on_text
+    def __init__(self, tokenizer: Any, tags: ThinkTags, opened: bool, on_text: OnText) -> None:
+        self._tokenizer, self._tags, self.on_text = tokenizer, tags, on_text
+        self.call_mark = ""  # with tools: what calls begin with; from there on an answer is held back until `close`
+        self.begin_turn(0, opened)
+
+    def begin_turn(self, place: int, opened: bool) -> None:
+        """A turn begins at token `place` of the completion."""
+        self._start = self._taken = place  # ids of the completion that were taken
         self._part, self._is_closed = THINKING if opened else ANSWER, False
-        self._taken = 0  # ids of the completion
         self._begin_part()
 
     def feed(self, ids: list[int]) -> None:
@@ -222,7 +244,7 @@ class TextStream:
         for place in range(self._taken, len(ids)):
             token = ids[place]
             ends, starts = token == self._tags.end_id, token == self._tags.start_id
-            if not self._is_closed and (ends or (starts and (place == 0 or self._part == ANSWER))):
+            if not self._is_closed and (ends or (starts and (place == self._start or self._part == ANSWER))):
                 self._is_closed = ends
                 self.close()
                 self._part = ANSWER if ends else THINKING
@@ -232,17 +254,17 @@ class TextStream:
                 self._decode(is_last=False)
         self._taken = max(self._taken, len(ids))
 
-    def close(self) -> None:
-        """Emit what was held back: bytes that never became a character."""
-        self._decode(is_last=True)
+    def close(self, has_calls: bool = False) -> None:
+        """Emit what was held back: bytes that never became a character, and what looked like a call, unless it is."""
+        self._decode(is_last=True, has_calls=has_calls)
 
     def _begin_part(self) -> None:
         self._ids: list[int] = []  # of the part; decoded with context, because a tokenizer drops leading blanks
         self._known = 0  # the first of them, already emitted
         self._shown = False
-        self._blanks = ""  # trailing whitespace, emitted once something follows
+        self._held = ""  # trailing whitespace, emitted once something follows, and what may be a call
 
-    def _decode(self, is_last: bool) -> None:
+    def _decode(self, is_last: bool, has_calls: bool = False) -> None:
         before, text = (
             str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
             for ids in (self._ids[: self._known], self._ids)
@@ -251,13 +273,60 @@ class TextStream:
         if not is_last and not is_whole:
             return
         self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
-        text = self._blanks + text[len(before) :]
+        text = self._held + text[len(before) :]
         text = text if self._shown else text.lstrip()
-        rest = text.rstrip()
-        self._blanks = text[len(rest) :]
+        rest = (text if is_last and not has_calls else text[: self._find_call(text)]).rstrip()
+        self._held = text[len(rest) :]
         if rest:
             self._shown = True
-            self._on_text(self._part, rest)
+            self.on_text(self._part, rest)
+
+    def _find_call(self, text: str) -> int:
+        """Where a call begins, or may begin at the end of the text; its length if nowhere."""
+        mark = self.call_mark if self._part == ANSWER else ""
+        begun = next((count for count in range(len(mark), 0, -1) if text.endswith(mark[:count])), 0)
+        return text.index(mark) if mark and mark in text else len(text) - begun
+
+
+@dataclass(frozen=True)
+class _ShownTools(ToolUse):
+    """Tools whose calls and results are shown between the turns of one completion."""
+
+    text: TextStream
+
+    def begin(self, rows: Sequence[dict[str, Any]]) -> "_ShownEpisode":
+        written = self.parser.form.example_turn.partition(str(self.parser.form.example_calls[0]["function"]["name"]))[0]
+        self.text.call_mark = "".join(written.rpartition(THINK_END)[2].split()[:1])
+        return _ShownEpisode(self, rows)
+
+
+class _ShownEpisode(Episodes):
+    """The episode of one completion: the rest of a turn and its calls are shown when it has ended, then the results."""
+
+    def __init__(self, tools: _ShownTools, rows: Sequence[dict[str, Any]]) -> None:
+        super().__init__(tools.toolbox, tools.parser, tools.limits, rows)
+        self._text, self._ids = tools.text, list[int]()
+        for failure in self.episodes[0].failures:
+            self._text.on_text("failed", failure)
+
+    def ask(self, number: int, turn: list[int], turns: int) -> Any:
+        reply = super().ask(number, turn, turns)
+        if reply is not None:
+            self._ids += turn
+            self._text.feed(self._ids)
+            calls = self.episodes[0].messages[-1].get("tool_calls") or []
+            self._text.close(has_calls=bool(calls))
+            for call in calls:
+                self._text.on_text("call", describe_call(call))
+        return reply
+
+    def read(self, number: int, reply: Any, room: int) -> list[int]:
+        known, ids = len(self.episodes[0].messages), super().read(number, reply, room)
+        for message in self.episodes[0].messages[known:]:
+            self._text.on_text("result" if message["role"] == "tool" else "reply", str(message["content"]))
+        self._ids += ids
+        self._text.begin_turn(len(self._ids), opens_thinking(self.parser.tokenizer.decode(ids)))
+        return ids
 
 
 class Printed:
@@ -276,13 +345,17 @@ class Printed:
             self._write(f"{title}:\n")
 
     def __call__(self, part: str, text: str) -> None:
-        """Print a piece of `part`, "thinking" or "answer"."""
-        if part != self._part:
+        """Print a piece of `part`, "thinking" or "answer", or a whole "call" or "result" on its own line."""
+        if part not in (THINKING, ANSWER):
+            self.end_line()
+            self._write(f"{part} {picture_controls(text)}\n", dim=True)
+        elif part != self._part:
             self.end_line()
             if not self._dims and (part == THINKING or self._part):
                 self._write(f"{part}:\n")
-            self._part = part
-        self._write(picture_controls(text), dim=part == THINKING)
+        self._part = part
+        if part in (THINKING, ANSWER):
+            self._write(picture_controls(text), dim=part == THINKING)
 
     def close(self, summary: str) -> None:
         """Print the summary line."""

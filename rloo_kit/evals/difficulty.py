@@ -8,7 +8,7 @@ selection is stored in the run's folder for a resume.
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +18,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, DataError, SetupError
-from rloo_kit.evals.evaluate import AnswerJudge, by_prompt, digest_prompts, make_held_out_rewards
+from rloo_kit.evals.evaluate import AnswerJudge, by_prompt, digest_prompts, make_held_out_rewards, open_tools
 from rloo_kit.health.series import EQUAL_REWARDS, at_ceiling
 from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy
@@ -37,6 +37,8 @@ SELECTION = "prompts.json"
 BATCHES_AT_ONCE = 4  # between two cache writes, because an engine that refills its rows benefits from long lists
 ENOUGH = 0.2  # share of prompts with a signal; below it most of a rollout is wasted
 SAMPLED_VALUES = 256  # of each tensor, for the fingerprint
+
+Asked = tuple[str, Any, str]  # a prompt, its right answer, and the row that an environment starts from, as text
 
 
 def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir) -> Any:
@@ -79,32 +81,37 @@ def _read_selection(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def measure_pass_rates(
-    run: RunConfig, policy: Policy, prompts: list[str], answers: list[Any], samples: int
+    run: RunConfig, policy: Policy, prompts: list[str], answers: list[Any], samples: int, rows: Any = None
 ) -> tuple[list[float], int]:
     """The share of right ones among `samples` completions of each rendered prompt, cached or measured, and how many
-    were cached."""
+    were cached. `rows`: of the dataset, one per prompt, for an environment."""
+    tools, starts = open_tools(run, policy), list[dict[str, Any]]()
+    if tools is not None and tools.toolbox.environment is not None:
+        starts = list(rows)
+    texts = [json.dumps(row, sort_keys=True, default=str) for row in starts] or [""] * len(prompts)
+    asked: list[Asked] = list(zip(prompts, answers, texts, strict=True))
     judge = AnswerJudge(run, policy.tokenizer, answers)
     try:
         judged_by = judge.reward if judge.gym_reward is None else (judge.reward, judge.gym_reward)
         adapter = None if run.model.adapter is None else str(run.model.adapter)
-        conditions = {
-            "model": run.model.name,
-            "adapter": adapter,
-            "weights": fingerprint(policy.model),
-            "samples": samples,
-        }
-        conditions |= {**_sampling_of(run), "judge": repr(judged_by), "kit": rloo_kit.__version__}
+        conditions: dict[str, Any] = {"model": run.model.name, "adapter": adapter, "samples": samples}
+        conditions |= {"weights": fingerprint(policy.model), **_sampling_of(run), "judge": repr(judged_by)}
+        conditions |= {"kit": rloo_kit.__version__}
+        if tools is not None:
+            named = {"tools": run.rloo.tools, "environment": run.rloo.environment, "sources": tools.toolbox.sources}
+            conditions |= {"tools": named | asdict(tools.limits)}
         cache = PassRateCache(conditions)
-        pairs = list(dict.fromkeys(zip(prompts, answers, strict=True)))
+        pairs = list(dict.fromkeys(asked))
         todo = share([pair for pair in pairs if cache.get(*pair) is None])  # each machine has its own cache
-        _measure(run, policy, judge, cache, [todo[place] for place in share_of(todo)], samples)
-        cache.take(gather_lists([(*todo[place], cache.get(*todo[place])) for place in share_of(todo)]))
+        own = [todo[place] for place in share_of(todo)]
+        _measure(run, policy, judge, cache, own, samples, dict(zip(texts, starts, strict=False)))
+        cache.take(gather_lists([(*one, cache.get(*one)) for one in own]))
         judge.unscored = sum(gather_objects(judge.unscored))
     finally:
         judge.close()
     if judge.unscored:
         say(f"difficulty: {judge.unscored} completions could not be judged; they count as wrong")
-    rights = share([cache.get(*pair) or 0 for pair in zip(prompts, answers, strict=True)])
+    rights = share([cache.get(*one) or 0 for one in asked])
     return [right / samples for right in rights], len(pairs) - len(todo)
 
 
@@ -120,16 +127,16 @@ class PassRateCache:
         self._right = {key: right for key, right in entries if isinstance(key, str) and is_count(right)}
 
     @staticmethod
-    def key(prompt: str, answer: Any) -> str:
-        """The key of a prompt and its right answer."""
-        return hashlib.sha256(f"{prompt}\0{answer}".encode()).hexdigest()[:32]
+    def key(prompt: str, answer: Any, start: str = "") -> str:
+        """The key of a prompt, its right answer and what an environment starts from."""
+        return hashlib.sha256("\0".join([prompt, str(answer), *([start] if start else [])]).encode()).hexdigest()[:32]
 
-    def get(self, prompt: str, answer: Any) -> int | None:
+    def get(self, prompt: str, answer: Any, start: str = "") -> int | None:
         """How many completions of the prompt were right; None if it was not measured."""
-        return self._right.get(self.key(prompt, answer))
+        return self._right.get(self.key(prompt, answer, start))
 
-    def add(self, measured: list[tuple[str, Any, int]]) -> None:
-        """Store prompts, right answers and numbers of right completions; SetupError if the file cannot be written."""
+    def add(self, measured: list[tuple[str, Any, str, int]]) -> None:
+        """Store what was asked and the numbers of right completions; SetupError if the file cannot be written."""
         found = self.take(measured)
         rows: list[dict[str, Any]] = [{"prompt": key, "right": right} for key, right in found.items()]
         try:
@@ -141,9 +148,9 @@ class PassRateCache:
                 "writable folder, or rollout.difficulty_samples=0"
             ) from error
 
-    def take(self, measured: list[tuple[str, Any, int]]) -> dict[str, int]:
+    def take(self, measured: list[tuple[str, Any, str, int]]) -> dict[str, int]:
         """Like `add`, without writing the file, which another process has done; returns the numbers by key."""
-        found = {self.key(prompt, answer): right for prompt, answer, right in measured}
+        found = {self.key(*asked): right for *asked, right in measured}
         self._right |= found
         return found
 
@@ -184,7 +191,7 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
     samples, prompts = run.rollout.difficulty_samples, list(dataset["prompt"])
     asked = [prompts[row] for row in judged], [answers[row] for row in judged]
-    rates, cached = measure_pass_rates(run, policy, *asked, samples)
+    rates, cached = measure_pass_rates(run, policy, *asked, samples, dataset.select(judged))
     skipped = {row for row, rate in zip(judged, rates, strict=True) if not low < rate < high}
     kept = [row for row in range(len(prompts)) if row not in skipped]
     hard, easy = (sum(rate <= low for rate in rates), sum(rate >= high for rate in rates))
@@ -206,9 +213,9 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
 
 
 def _measure(
-    run: RunConfig, policy: Policy, judge: AnswerJudge, cache: PassRateCache, todo: list[tuple[str, Any]], samples: int
+    run: RunConfig, policy: Policy, judge: AnswerJudge, cache: PassRateCache, todo: list[Asked], samples: int, rows: Any
 ) -> None:
-    """Sample and judge `todo`, and add it to the cache chunk by chunk."""
+    """Sample and judge `todo`, and add it to the cache chunk by chunk. `rows`: for an environment, by text."""
     prompts_at_once = max(1, BATCHES_AT_ONCE * (run.rollout.rows or run.eval.batch_size) // samples)
     printed_at = time.monotonic()
     each = " by each process" if is_distributed() else ""
@@ -223,19 +230,21 @@ def _measure(
 
         # a seed for each chunk, the same in each run, so that two chunks draw independently
         seed = int.from_bytes(hashlib.sha256(f"{run.run.seed} {chunk[0][0]}".encode()).digest()[:4], "big")
-        completions = _sample(run, policy, [prompt for prompt, _ in chunk], samples, seed, report)
-        judge.gold = [answer for _, answer in chunk]
+        starts = [rows[start] for *_, start in chunk] if rows else None
+        completions = _sample(run, policy, [prompt for prompt, *_ in chunk], samples, seed, starts, report)
+        judge.gold = [answer for _, answer, _ in chunk]
         verdicts = judge.judge(completions) or []
         rights = [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
         cache.add([(*pair, right) for pair, right in zip(chunk, rights, strict=True)])
 
 
 def _sample(
-    run: RunConfig, policy: Policy, prompts: list[str], samples: int, seed: int, on_batch: Progress | None = None
+    run: RunConfig, policy: Policy, prompts: list[str], samples: int, seed: int, rows: Any, note: Progress | None = None
 ) -> list[Completion]:
-    """Completions of training prompts, sampled as RLOO samples."""
+    """Completions of training prompts, sampled as RLOO samples; `rows`: of the dataset, for an environment."""
     options = {"batch_size": run.rollout.rows or run.eval.batch_size, "engine": run.rollout, **_sampling_of(run)}
-    return generate_completions(policy, prompts, num_samples=samples, seed=seed, on_batch=on_batch, **options)
+    options |= {"tools": open_tools(run, policy), "rows": rows, "on_batch": note}
+    return generate_completions(policy, prompts, num_samples=samples, seed=seed, **options)
 
 
 def _sampling_of(run: RunConfig) -> dict[str, Any]:
@@ -304,13 +313,16 @@ def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int 
         rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
         if not rows:
             return None
-        prompts = list(data.train.select(rows)["prompt"])
-        return Signal(measure_pass_rates(run, policy, prompts, [answers[row] for row in rows], samples)[0], samples)
+        chosen, gold = data.train.select(rows), [answers[row] for row in rows]
+        return Signal(measure_pass_rates(run, policy, list(chosen["prompt"]), gold, samples, chosen)[0], samples)
     rewards, built = make_held_out_rewards(run, policy.tokenizer)
     if rewards is None:
         return None
     dataset = data.train.select(range(min(num_prompts, len(data.train))))
-    completions = _sample(run, policy, list(dataset["prompt"]), samples, run.run.seed)
+    own = share_of(range(len(dataset)))
+    mine = dataset.select(own)
+    sampled = _sample(run, policy, list(mine["prompt"]), samples, run.run.seed, mine)
+    completions = gather_lists([replace(done, prompt_index=own[done.prompt_index]) for done in sampled])
     total, single = rewards.score(dataset, completions, samples)
     for reward in built:
         close_worker(reward)

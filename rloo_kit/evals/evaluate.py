@@ -13,8 +13,9 @@ from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT, GYM_REWARD, REWARDS_WITH_ANSWERS, GymRow, find_judge, gold_answers
-from rloo_kit.data.chat import thinks
+from rloo_kit.data.chat import template_options, thinks
 from rloo_kit.data.gym import GYM_COLUMN
+from rloo_kit.data.tools import Toolbox, open_toolbox
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Budget, Evaluation, digest_prompt
@@ -25,7 +26,9 @@ from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.worker import close_worker, read_sources
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import Completion, generate_completions
+from rloo_kit.rollout.episodes import ToolUse, episode_columns, make_tool_use
 from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.rollout.types import split_turns
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.user_code import digest_texts
@@ -39,11 +42,12 @@ class HeldOutRewards:
     """The rewards of a run behind separate guards, with the names that training logs.
 
     A reward is called as in a rollout: prompts, texts and ids, every column, `thinking_forced` if the run has a
-    thinking budget, as many completions per call as one process has of a rollout. Two things differ: its log calls are
-    dropped, and `trainer_state` is always that of the run's last step, so that all evaluations measure the same.
+    thinking budget, those of `episode_columns` if it has tools, as many completions per call as one process has of a
+    rollout. Two things differ: its log calls are dropped, and `trainer_state` is always that of the run's last step, so
+    that all evaluations measure the same.
 
     Args:
-        run: reads `rloo`.
+        run: reads `rloo`; its tools are opened.
         rewards: in the form that `train` takes; with a model that only TRL's trainer can call (a name, an `nn.Module`)
             no rewards are measured.
     """
@@ -53,7 +57,7 @@ class HeldOutRewards:
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
         self.is_callable = all(isinstance(reward, GuardedReward) for reward in guarded)
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
-        self._has_budget = run.rloo.thinking_budget is not None
+        self._has_budget, self._toolbox = run.rloo.thinking_budget is not None, open_toolbox(run)
         self._size = max(1, run.rloo.generation_batch_size // count_processes())
         steps = run.rloo.max_steps or 1
         self._constant = {"trainer_state": TrainerState(global_step=steps, max_steps=steps)}
@@ -73,7 +77,7 @@ class HeldOutRewards:
 
     def score(self, dataset: Any, completions: list[Completion], size: int) -> tuple[Scores, dict[str, Scores]]:
         """The weighted sum of each completion of each prompt (`size` of them), and each reward by name; None where
-        nothing was scored. Each process scores a part."""
+        nothing was scored. Each process scores a part: with an environment, its own episodes of the last batch."""
         own = share_of(range(len(dataset)))  # whole prompts: a reward may compare siblings
         found = gather_objects(self._score_own(dataset, completions[own.start * size : own.stop * size], size))
         rows = [row for part, _ in found for row in part]
@@ -94,6 +98,7 @@ class HeldOutRewards:
         """Every reward of each completion (None: does not apply, NaN: failed), and messages."""
         rows, messages = list[list[float | None]](), list[str]()
         size = max(1, self._size // num_samples) * num_samples
+        of_episodes = _columns_of(completions, self._toolbox)
         for start in range(0, len(completions), size):
             chunk = completions[start : start + size]
             samples = [dataset[done.prompt_index] for done in chunk]
@@ -104,6 +109,7 @@ class HeldOutRewards:
             }
             batch |= {name: [sample[name] for sample in samples] for name in samples[0] if name not in NOT_COLUMNS}
             batch |= {"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {}
+            batch |= {name: values[start : start + size] for name, values in of_episodes.items()}
             batch |= self._constant
             columns = []
             for reward in self._rewards:
@@ -124,6 +130,23 @@ def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutReward
         say(f"WARNING: the held-out reward is not measured: {error}")
         return None, []
     return HeldOutRewards(run, made), [reward.reward for reward in made]
+
+
+def _columns_of(completions: list[Completion], toolbox: Toolbox | None = None) -> dict[str, list[Any]]:
+    """The columns that rewards get of episodes, by name; none without tools."""
+    if not completions or completions[0].episode is None:
+        return {}
+    ids, context = [done.ids for done in completions], [done.context for done in completions]
+    found = episode_columns(ids, context, [done.episode for done in completions], toolbox)
+    return {name: [one[name] for one in found] for name in found[0]}
+
+
+def open_tools(run: RunConfig, policy: Policy) -> ToolUse | None:
+    """What completions of the policy may call, for `generate_completions`; None if the run has no tools. Raises
+    ConfigError as `open_toolbox` and `make_tool_use` do."""
+    toolbox, options = open_toolbox(run), template_options(run)
+    limits, name = run.rloo, run.model.name
+    return None if toolbox is None else make_tool_use(toolbox, policy.tokenizer, limits, name, **options)
 
 
 def by_prompt(values: Sequence[_Value], size: int) -> list[Sequence[_Value]]:
@@ -243,6 +266,7 @@ class AnswerJudge:
                     completions=[completion.text for completion in batch],
                     completion_ids=[completion.ids for completion in batch],
                     thinking_forced=[completion.forced for completion in batch],
+                    **_columns_of(batch),
                     **{column: [gold[place] for place in places]},
                 )
                 self.unscored += sum(score is None or math.isnan(score) for score in scores)
@@ -272,7 +296,7 @@ class _Generator:
 
     def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str, passes: int) -> None:
         self.run, self.policy, self.dataset, self.label = run, policy, dataset, label
-        self.prompts = list(dataset["prompt"])
+        self.prompts, self.tools = list(dataset["prompt"]), open_tools(run, policy)
         self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
         self.own = share_of(self.prompts)
         self.done, self.total = 0, passes * len(self.own)
@@ -292,6 +316,8 @@ class _Generator:
         prompts, seed = [self.prompts[place] for place in self.own], self.run.run.seed + process_index()
         options |= {"max_completion_length": self.limit, "temperature": temperature, "engine": self.run.rollout}
         options |= {"batch_size": self.run.eval.batch_size, "seed": seed, "on_batch": report}
+        if self.tools is not None:
+            options |= {"tools": self.tools, "rows": [self.dataset[place] for place in self.own]}
         completions = generate_completions(self.policy, prompts, **options)
         self.done += len(completions)
         return gather_lists([replace(done, prompt_index=self.own[done.prompt_index]) for done in completions])
@@ -314,7 +340,8 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
-        mean_tokens=_mean([len(completion.ids) for completion in completions]),
+        mean_tokens=_mean([sum(map(len, split_turns(one.ids, one.context))) for one in completions]),
+        tools=_measure_tools(completions),
         samples=samples[: run.eval.num_completions],
         more_samples=samples[run.eval.num_completions :],
         prompts_digest=digest_prompts(dataset),
@@ -327,6 +354,20 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
             k: _mean([pass_at_k(right, num_samples, k) for right in rights]) for k in sorted(set(run.eval.pass_at_k))
         }
     return measured
+
+
+def _measure_tools(completions: list[Completion]) -> dict[str, float]:
+    """`Evaluation.tools`, with a warning if a tool failed."""
+    episodes = [done.episode for done in completions if done.episode is not None]
+    if not episodes:
+        return {}
+    kinds = [kind for one in episodes for _, kind in one.calls]
+    if failures := [text for one in episodes for text in one.failures]:
+        say(f"WARNING: tool {failures[0]} ({len(failures)} of {len(kinds)} calls failed; the model gets the error)")
+    means = {"call_frequency": len(kinds) / len(episodes)}
+    for kind, name in (("failed", "failure_frequency"), ("invalid", "invalid_frequency")):
+        means[name] = kinds.count(kind) / max(1, len(kinds))
+    return means | {"turns": _mean([len(done.context) + 1 for done in completions])}
 
 
 def _measure_greedy(
@@ -370,16 +411,24 @@ def _samples(
     for index in range(len(dataset) if run.eval.num_completions else 0):
         number, prompt = index * run.eval.num_samples, dataset[index]["prompt"]
         completion = completions[number]
+        turns = {} if completion.episode is None else {"turns": completion.episode.messages}
         if index >= run.eval.num_completions:
-            left -= len(prompt) + len(completion.text)
+            left -= len(prompt) + len(completion.text) + len(str(turns))
             if left < 0:
                 break
-        thinking, answer = split_thinking(completion.ids, policy.tokenizer, policy.tags, opens_thinking(prompt))
+        ids, opened = last_turn(completion, prompt, policy.tokenizer)
+        thinking, answer = split_thinking(ids, policy.tokenizer, policy.tags, opened)
         shown = {"prompt": prompt, "thinking": thinking, "answer": answer, "gold": dataset[index].get("answer")}
         shown |= {"correct": None if verdicts is None else verdicts[number], "ended": completion.ended}
-        shown |= {"closed": completion.closed, "tokens": len(completion.ids)}
-        samples.append(shown | {"thinking_tokens": completion.thinking_tokens, "forced": completion.forced})
+        shown |= {"closed": completion.closed, "tokens": sum(map(len, split_turns(completion.ids, completion.context)))}
+        samples.append(shown | {"thinking_tokens": completion.thinking_tokens, "forced": completion.forced} | turns)
     return samples
+
+
+def last_turn(done: Completion, prompt: str, tokenizer: Any) -> tuple[list[int], bool]:
+    """The ids of a completion's last turn, and whether it begins inside a thought. `prompt`: the rendered one."""
+    before = tokenizer.decode(done.ids[slice(*done.context[-1])]) if done.context else prompt
+    return split_turns(done.ids, done.context)[-1], opens_thinking(before)
 
 
 def digest_prompts(dataset: Any) -> str:

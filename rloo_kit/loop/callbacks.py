@@ -26,13 +26,13 @@ from rloo_kit.health.rules import Context, Finding
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.results.plots import tokens_per_second
+from rloo_kit.results.samples import list_steps, split_row
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.gpu import read_energy
 from rloo_kit.system.problems import warn
 from rloo_kit.system.processes import ENDING, handle_signals, is_distributed, say
-from rloo_kit.think_tags import ThinkTags, opens_thinking, split_thinking
 
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
 
@@ -250,11 +250,10 @@ class Interrupts(TrainerCallback):
 
 class SampleTable(TrainerCallback):
     """Prints a table of `num_samples` completions after the first step and every `every_steps` (0: never), thinking and
-    answer separated."""
+    answer separated; with tools the last turn's, and the calls with their results."""
 
-    def __init__(self, rollouts: RolloutLog, tokenizer: Any, tags: ThinkTags, every_steps: int, num_samples: int):
+    def __init__(self, rollouts: RolloutLog, every_steps: int, num_samples: int):
         self.rollouts = rollouts
-        self.tokenizer, self.tags = tokenizer, tags
         self.every_steps, self.num_samples = every_steps, num_samples
         self._shown: int | None = None
 
@@ -269,19 +268,23 @@ class SampleTable(TrainerCallback):
     def table(self, title: str) -> Table:
         """Completions of the last batch, one of each prompt first, as a rich table."""
         table = Table(title=title, title_justify="left", show_lines=True)
-        for name, ratio in (("prompt", 2), ("thinking", 4), ("answer", 2), ("reward", 1)):
+        has_tools = any("turns" in row for row in self.rollouts.rows)
+        for name, ratio in (("prompt", 2), *[("calls", 3)] * has_tools, ("thinking", 4), ("answer", 2), ("reward", 1)):
             table.add_column(name, ratio=ratio, overflow="fold")
         firsts = {str(row["prompt"]): row for row in reversed(self.rollouts.rows)}
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
         for row in [*reversed(firsts.values()), *others][: self.num_samples]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            opened = opens_thinking(str(row["prompt"]))
-            thinking, answer = split_thinking(row["completion_ids"], self.tokenizer, self.tags, opened)
+            segments, answer, _ = split_row(row, None)
+            thinking = "\n".join(text for text, _ in segments)
             reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
             if row["truncated"]:
                 answer += "\n(cut off)"
             shown = _shorten(thinking, 480) + (f"\n({CLOSED_BY_THE_BUDGET})" if row.get("forced") else "")
-            cells = (_shorten(plain_prompt(prompt), 160), shown, _shorten(answer, 240), reward)
+            steps = [one for one in list_steps(row.get("turns", ())) if one[0] not in ("thinking", "text")]
+            shown_calls = (text if kind == "call" else f"-> {_shorten(text, 60)}" for kind, text in steps)
+            calls = [_shorten("\n".join(shown_calls), 240)] if has_tools else []
+            cells = (_shorten(plain_prompt(prompt), 160), *calls, shown, _shorten(answer, 240), reward)
             table.add_row(*(Text(picture_controls(cell)) for cell in cells))
         return table
 

@@ -165,7 +165,7 @@ class _Training:
         run, policy = self.run, self.policy
         before = load_evaluation(run, "before") if run.run.evaluate else None  # the one after takes about as long
         progress = ProgressLine(self.writer, run.run.progress_every_s, 0.0 if before is None else before.seconds)
-        shown = policy.tokenizer, policy.tags, run.run.sample_every_steps, run.run.num_samples
+        shown = run.run.sample_every_steps, run.run.num_samples
         saves = TimedSaves(self.run_dir, run.run.save_every_minutes)
         callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts]
         if self.evaluations is not None:

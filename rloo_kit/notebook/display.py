@@ -12,7 +12,7 @@ from rloo_kit.health.series import logged
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.results.pages import render
 from rloo_kit.results.plots import SMOOTH_FROM, Chart, Point, draw_chart, first_and_last, in_order, mean_window
-from rloo_kit.results.samples import cut_middle
+from rloo_kit.results.samples import cut_middle, list_steps
 from rloo_kit.system.console import picture_controls, plain_prompt, print_text
 
 PANELS = {  # metric: title, form of its chart (see `Chart`), format of a value in the text
@@ -199,7 +199,8 @@ def _mark(sample: dict[str, Any]) -> tuple[str, str]:
 
 
 def _parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
-    return [*([("thinking", sample["thinking"])] if is_thinking(sample) else []), ("answer", sample["answer"])]
+    thinking = [("thinking", sample["thinking"])] if is_thinking(sample) else []
+    return [*list_steps(sample.get("turns", ())), *thinking, ("answer", sample["answer"])]
 
 
 def _wrap(head: str, text: str) -> list[str]:

@@ -24,7 +24,7 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_difference, unpaired_difference
 from rloo_kit.results.pages import show_text
-from rloo_kit.results.samples import cut_parts, longest_that_fits, plain
+from rloo_kit.results.samples import cut_parts, list_steps, longest_that_fits, plain
 from rloo_kit.runs.files import is_count, read_object, read_rows
 
 EXACTLY = 0.1  # a difference of shares below this is shown with a decimal
@@ -230,7 +230,7 @@ def _prompts(
 ) -> list[dict[str, Any]]:
     sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
     pairs = pair_samples(**{name: replace(one, samples=one.all_samples) for name, one in sides.items()})
-    texts = [[sample[part] for part in ("thinking", "answer")] for pair in pairs for sample in pair.samples.values()]
+    texts = [_texts(sample) for pair in pairs for sample in pair.samples.values()]
     limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
     found = []
     for key, pair in zip(number_repeats(digest_prompt(pair.prompt) for pair in pairs), pairs, strict=True):
@@ -240,15 +240,23 @@ def _prompts(
         if pair.gold is not None:
             entry["gold"] = show_text(pair.gold)
         for name, sample in pair.samples.items():
-            thinking, answer = map(show_text, cut_parts([sample["thinking"], sample["answer"]], limit))
+            *steps, thinking, answer = map(show_text, cut_parts(_texts(sample), limit))
             entry[name] = {"answer": answer, "correct": sample["correct"], "notes": describe_sample(sample)}
             if sample["correct"] is None and sample.get("reward") is not None:
                 entry[name]["notes"] = f"reward {sample['reward']:.3g}, {entry[name]['notes']}"
             if is_thinking(sample):
                 entry[name]["thinking"] = thinking
+            if steps:
+                named = zip(list_steps(sample["turns"]), steps, strict=True)
+                entry[name]["steps"] = [(step, text) for (step, _), text in named]
         found.append(entry)
     order = {kind: place for place, kind in enumerate(KINDS)}
     return sorted(found, key=lambda entry: order.get(entry["kind"], len(order)))
+
+
+def _texts(sample: dict[str, Any]) -> list[str]:
+    """All that a completion says, in order."""
+    return [*(text for _, text in list_steps(sample.get("turns", ()))), sample["thinking"], sample["answer"]]
 
 
 EVALUATIONS, BEST = "evaluations.jsonl", "best"  # in the run's folder

@@ -25,6 +25,10 @@ Size = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 MEASURES = ("accuracy", "greedy_accuracy", "reward", "greedy_reward")
 ACCURACIES = MEASURES[:2]
+# Titles and forms of `Evaluation.tools`.
+TOOLS = {"turns": ("turns per completion", ".2f"), "call_frequency": ("tool calls per completion", ".2f")}
+TOOLS["failure_frequency"] = "calls on which a tool failed", ".1%"
+TOOLS["invalid_frequency"] = "calls of no tool, or with wrong arguments", ".1%"
 
 
 def leading_measure(has_accuracy: bool, judged_by: str | None, has_reward: bool) -> str:
@@ -55,6 +59,7 @@ class _Sample(BaseModel):
     closed: bool
     tokens: Number
     thinking_tokens: Number | None
+    turns: list[dict[str, Any]] = []
 
 
 @dataclass
@@ -73,10 +78,13 @@ class Evaluation:
         closed_share: completions that contain `</think>`; None for a model that does not think.
         truncated_share: completions that reached the limit.
         mean_thinking_tokens: over the closed completions.
-        mean_tokens: over all completions.
+        mean_tokens: over all completions, without tools' results.
+        tools: means in a run with tools, else empty, named as in training: call_frequency and turns (per completion),
+            failure_frequency and invalid_frequency (shares of the calls).
         budgets: one per thinking budget.
         samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
-            correct, ended, closed, tokens, thinking_tokens, forced, reward (the weighted sum).
+            correct, ended, closed, tokens, thinking_tokens, forced, reward (the weighted sum); with tools `turns`, its
+            messages, of which thinking and answer are the last.
         more_samples: the same for later prompts, for the report.
         unscored: completions that the answer reward could not judge; they count as wrong.
         reward_unscored: completions without a weighted sum, because a reward failed on them or none applied.
@@ -98,6 +106,7 @@ class Evaluation:
     truncated_share: Share = 0.0
     mean_thinking_tokens: Size | None = None
     mean_tokens: Size = 0.0
+    tools: dict[str, Size] = field(default_factory=dict)
     budgets: list[Budget] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     more_samples: list[dict[str, Any]] = field(default_factory=list)
@@ -149,7 +158,8 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` restores an equal object."""
-        return asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
+        found = asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
+        return {name: value for name, value in found.items() if value or name != "tools"}
 
     @classmethod
     def from_dict(cls, values: Any) -> "Evaluation":
@@ -211,6 +221,7 @@ class Evaluation:
             rows.append(("thinking tokens, closed completions", f"{self.mean_thinking_tokens:.1f}"))
         rows.append((f"truncated at {self.max_completion_length} tokens", f"{self.truncated_share:.1%}"))
         rows.append(("tokens per completion", f"{self.mean_tokens:.1f}"))
+        rows += [(title, f"{self.tools[name]:{form}}") for name, (title, form) in TOOLS.items() if name in self.tools]
         if self.unscored:
             rows.append(("could not be judged, counted as wrong", str(self.unscored)))
         if self.reward_unscored:
@@ -231,6 +242,7 @@ class Evaluation:
         if self.mean_thinking_tokens is not None:
             parts.append(f"thinking {self.mean_thinking_tokens:.0f} tokens")
         parts.append(f"{self.truncated_share:.0%} truncated")
+        parts += [f"{value:.2f} tool calls" for name, value in self.tools.items() if name == "call_frequency"]
         return f"Evaluation {self.label}: {', '.join(parts)}; {self.num_prompts:,} held-out prompts"
 
     def _brief(self, name: str) -> list[str]:

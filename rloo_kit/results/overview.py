@@ -23,7 +23,8 @@ from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
-MEANS = ("reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio")
+MEANS = ["reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio"]
+MEANS += ["tools/call_frequency", "tools/failure_frequency", "tools/invalid_frequency", "tools/turns"]
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLORS = {"right": "green", "wrong": "red", "": "yellow"}
 
@@ -186,6 +187,7 @@ def _brief(one: Evaluation) -> dict[str, Any]:
     found |= {"greedy": one.value("greedy_accuracy"), "judged_by": one.judged_by, "reward": one.value("reward")}
     found["greedy_reward"] = one.value("greedy_reward")
     found |= {"thinking_tokens": one.mean_thinking_tokens, "closed_share": one.closed_share}
+    found |= {"tools": one.tools} if one.tools else {}
     return found | {"truncated_share": one.truncated_share, "prompts": one.num_prompts}
 
 

@@ -446,6 +446,12 @@ def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
     yield from chart("Thinking closed", "share", "thinking/closed_ratio")
     yield from chart("Closed by the budget", "share", "thinking/forced_ratio")
     yield from chart("Truncated at the limit", "share", "completions/clipped_ratio")
+    yield from chart("Tool calls per completion", "count", "tools/call_frequency")
+    metric_of = {"the tool failed": "tools/failure_frequency", "no valid call": "tools/invalid_frequency"}
+    wrong = {name: take(metric) for name, metric in metric_of.items()}
+    if any(wrong.values()):
+        yield Chart("Tool calls gone wrong", wrong, "share", metrics={*metric_of.values()})
+    yield from chart("Turns per completion", "count", "tools/turns")
     yield from chart("Entropy, nats", "number", "entropy")
     yield from chart("KL to the reference, nats", "number", "kl")
     yield from chart("Gradient norm", "number", "grad_norm")

@@ -4,6 +4,7 @@ The id of the closing tag, not the text, decides whether a completion closed its
 """
 
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,31 @@ def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str
     return [part for part in parts if part[0]], answer, True
 
 
+def describe_call(call: Mapping[str, Any]) -> str:
+    """A call as code.
+
+    >>> describe_call({"function": {"name": "add", "arguments": {"a": 1, "unit": "m"}}})
+    'add(a=1, unit="m")'
+    """
+    called = call["function"]
+    values = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in called["arguments"].items())
+    return f"{called['name']}({', '.join(values)})"
+
+
+def list_steps(turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """What precedes the last turn of an episode, from its messages: texts with their kind, "thinking", "text", "call",
+    "result" or "reply" (of an environment). Empty without messages."""
+    steps = []
+    for message in turns[:-1]:
+        content = str(message.get("content") or "").strip()
+        if message.get("role") == "assistant":
+            steps += [("thinking", str(message.get("reasoning_content") or "").strip()), ("text", content)]
+            steps += [("call", describe_call(call)) for call in message.get("tool_calls") or ()]
+        else:
+            steps.append(("result" if message.get("role") == "tool" else "reply", content or "(empty)"))
+    return [step for step in steps if step[1]]
+
+
 def find_end_id(row: Mapping[str, Any]) -> int | None:
     """The id of `</think>`, read from a row of an older run: the id after the thinking of a closed completion."""
     place, ids = row.get("thinking_tokens"), row["completion_ids"]
@@ -115,6 +141,7 @@ NEEDED: dict[str, Any] = {  # of a row, with the types of its values
     "thinking_tokens": int | None, "closed": bool, "truncated": bool, "reward": int | float | None, "advantage": object,
     "rewards": object,
 }  # fmt: skip
+OF_TOOLS = ("tool_calls", "tool_failures", "cut_by")  # only in runs with tools
 KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
 
 
@@ -137,6 +164,9 @@ class PickedCompletions:
         parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
         for one in self.completions:
             parts += [Text(""), Text(plain(one["prompt"]), style="bold")]
+            for kind, text in one["steps"]:
+                text = text if kind in ("thinking", "text") else f"{kind} {text}"
+                parts.append(Text(picture_controls(text), style="dim" if kind == "thinking" else ""))
             parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
             answer = one["text"] if "text" in one else one["answer"]
             parts += [Text(picture_controls(answer))] if answer else []
@@ -194,16 +224,18 @@ def is_whole(row: dict[str, Any]) -> bool:
 
 
 def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
-    """A row in readable form: prompt, thinking, answer (`text` if they cannot be separated) and its figures; a text of
-    more than `max_chars` loses its middle. `end_id`: see `split_row`."""
+    """A row in readable form: prompt, steps, thinking, answer (`text` if they cannot be separated) and its figures; a
+    text of more than `max_chars` loses its middle. `end_id`: see `split_row`."""
     segments, answer, is_split = split_row(row, end_id)
     thinking = "\n".join(text for text, _ in segments)
     parts: dict[str, Any] = {"thinking": cut_middle(thinking, max_chars) or None, "answer": None}
     parts |= {"answer": cut_middle(answer, max_chars) or None} if is_split else {}
     parts |= {} if is_split else {"text": cut_middle(answer.strip(), max_chars)}
     row = {"forced": False} | row  # absent in runs older than thinking budgets
-    start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars)}
-    return start | parts | {key: row[key] for key in KEPT} | {"columns": row.get("columns", {})}
+    steps = [(kind, cut_middle(text, max_chars)) for kind, text in list_steps(row.get("turns") or ())]
+    start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars), "steps": steps}
+    kept = {key: row[key] for key in (*KEPT, *OF_TOOLS) if key in row}
+    return start | parts | kept | {"columns": row.get("columns", {})}
 
 
 def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -332,14 +364,17 @@ def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list
 def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, Any]:
     """The fields of a row that the page needs, without its ids."""
     segments, answer, is_split = split_row(row, end_id)
-    *parts, answer = cut_parts([*(text for text, _ in segments), answer], LONGEST)
-    thinking = [[text, forced] for text, (_, forced) in zip(parts, segments, strict=True)]
+    found = list_steps(row.get("turns") or ())
+    *parts, answer = cut_parts([*(text for _, text in found), *(text for text, _ in segments), answer], LONGEST)
+    steps = [(kind, text) for (kind, _), text in zip(found, parts, strict=False)]
+    thinking = [[text, forced] for text, (_, forced) in zip(parts[len(found) :], segments, strict=True)]
     rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
     judged = next((rewards[name] for name in (GYM_REWARD, *REWARDS_WITH_ANSWERS) if name in rewards), None)
     columns: dict[str, Any] = row["columns"] if isinstance(row.get("columns"), dict) else {}
     return {
         "number": number, "step": row["step"], "group": row.get("group"), "prompt": plain(row["prompt"]),
-        "thinking": thinking, "answer": answer, "split": is_split, "tokens": row["completion_tokens"],
+        "steps": steps, "thinking": thinking, "answer": answer, "split": is_split, "tokens": row["completion_tokens"],
+        "calls": row.get("tool_calls"), "failed": bool(row.get("tool_failures")),
         "thinking_tokens": row.get("thinking_tokens") if row.get("closed") else None,
         "truncated": bool(row.get("truncated")), "forced": bool(row.get("forced")),
         "wrong": judged is not None and judged < 1,
@@ -353,22 +388,26 @@ def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:
     """Cut the texts to fit the page, and store prompts and reward names once."""
     found.rewards = list(dict.fromkeys(name for record in records for name in record["rewards"]))
     places: dict[str, int] = {}
-    lengths = [sum(len(text) for text, _ in record["thinking"]) + len(record["answer"]) for record in records]
+    texts = [
+        [*(text for _, text in one["steps"]), *(text for text, _ in one["thinking"]), one["answer"]] for one in records
+    ]
+    lengths = [sum(map(len, each)) for each in texts]
     limit = longest_that_fits(lengths, ROOM)
     found.limit = limit if any(length > limit for length in lengths) else None
-    for record in records:
-        *parts, answer = cut_parts([*(text for text, _ in record["thinking"]), record["answer"]], limit)
-        flags = [forced for _, forced in record["thinking"]]
-        marks = [name for name in ("wrong", "regressed", "truncated", "forced", "whole") if record.get(name)]
+    for record, whole in zip(records, texts, strict=True):
+        *parts, answer = map(show_text, cut_parts(whole, limit))
+        kinds, flags = [kind for kind, _ in record["steps"]], [forced for _, forced in record["thinking"]]
+        marks = [name for name in ("wrong", "regressed", "truncated", "forced", "failed", "whole") if record.get(name)]
         row: dict[str, Any] = {
             "step": record["step"], "group": record["group"],
             "prompt": places.setdefault(record["prompt"], len(places)),
-            "thinking": [[show_text(text), forced] for text, forced in zip(parts, flags, strict=True)],
-            "answer": show_text(answer), "tokens": record["tokens"], "reward": _round(record["reward"]),
+            "thinking": [[text, forced] for text, forced in zip(parts[len(kinds) :], flags, strict=True)],
+            "answer": answer, "tokens": record["tokens"], "reward": _round(record["reward"]),
             "advantage": _round(record["advantage"]), "marks": marks,
             "rewards": [_round(record["rewards"].get(name)) for name in found.rewards],
         }  # fmt: skip
-        for name in ("thinking_tokens", "was", "gold"):
+        row |= {"steps": list(zip(kinds, parts, strict=False))} if kinds else {}
+        for name in ("thinking_tokens", "was", "gold", "calls"):
             if record[name] is not None:
                 row[name] = _round(record[name]) if name == "was" else show_text(record[name])
         if not record["split"]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from rloo_kit.data.chat import byte_symbols
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
 from rloo_kit.evals.ask import THINKING, Answer, Dialogue, TextStream, TrainedModel, ask, count_room
 from rloo_kit.models.policy import load_base, load_policy, load_trained, save_adapter
+from rloo_kit.results.samples import list_steps
+from rloo_kit.rollout import completions
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.find import RUN_FILE
 from rloo_kit.think_tags import bind_think_tags, split_thinking
+from tests.episodes import Scripted, call, with_tools
 from tests.rollout.models import THINK_END, TURN_END, shake
 
 THINK_START = 259
@@ -209,6 +213,87 @@ def test_a_run_that_trained_all_weights_has_its_base_loaded(tmp_path, base_folde
     original = load_base(file)
     wanted = ask(run, original, "1+2=", temperature=0, stream=False)
     assert found.base.thinking == wanted.thinking != found.thinking
+
+
+# ------------------------------------------------------------------------------------------------ tools
+
+
+TOOLS = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one.
+        b: the second one.
+    """
+    return a + b
+'''
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory) -> Path:
+    """The file of a tool: one, so that its process is started once."""
+    file = tmp_path_factory.mktemp("tools") / "tools.py"
+    file.write_text(TOOLS)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("turns", "shown"),
+    [
+        (
+            [f"I add {call('add', a=1, b=2)}", "we</think>\n\n3 <b"],
+            [("thinking", "I add"), ("call", "add(a=1, b=2)"), ("result", "3"), ("thinking", "we"), ("answer", "3 <b")],
+        ),
+        (
+            [f"two{call('add', a=1, b=2).replace('think>', 'think> So: ')}{call('add', a=3, b=4)[10:]}", "</think>ok"],
+            [
+                ("thinking", "two"),
+                ("answer", "So:"),
+                ("call", "add(a=1, b=2)"),
+                ("call", "add(a=3, b=4)"),
+                ("result", "3"),
+                ("result", "7"),
+                ("answer", "ok"),
+            ],
+        ),
+        (
+            ["</think><tool_call>add 1", "so"],
+            [("answer", "<tool_call>add 1"), ("result", "error: the call cannot be read"), ("thinking", "so")],
+        ),
+    ],
+    ids=["one call", "two calls", "no call that can be read"],
+)
+def test_the_screen_shows_each_turn_with_its_calls_and_results(
+    trained, tools, tiny_tokenizer, monkeypatch, capsys, turns, shown
+):
+    """Read as one text, the second turn's thinking was part of the first one's answer and results were the model's
+    words. A call is shown once, as a call; what only begins like one is shown as it was written."""
+    run, policy = trained
+    run, policy = run.model_copy(deep=True), replace(policy, tokenizer=with_tools(tiny_tokenizer))
+    run.rloo.tools, run.rloo.max_completion_length, run.model.max_seq_length = [f"{tools}:add"], 380, 512
+    monkeypatch.setattr(completions, "build_engine", lambda *_, **__: Scripted(policy.tokenizer, [turns]))
+    pieces: list[tuple[str, str]] = []
+    given = ask(run, policy, "1+2=", stream=lambda *piece: pieces.append(piece))
+    found: list[list[str]] = []
+    for part, text in pieces:
+        if found and found[-1][0] == part and part in ("thinking", "answer"):
+            found[-1][1] += text
+        else:
+            found.append([part, text])
+    assert [(part, text.partition(": Expec")[0].partition(": json")[0]) for part, text in found] == shown
+    assert (given.thinking, given.answer) == tuple(
+        next((text for part, text in reversed(shown[-2:]) if part == wanted), "") for wanted in ("thinking", "answer")
+    )
+    results = [("result", text) for part, text in found if part == "result"]
+    assert [step for step in list_steps(given.turns) if step[0] == "result"] == results
+    assert given.tokens == sum(len(tiny_tokenizer(turn)["input_ids"]) + 1 for turn in turns)
+    ask(run, policy, "1+2=")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("call ", "result "))] == [
+        f"{part} {text}" for part, text in found if part in ("call", "result")
+    ]
+    assert all(f"{part} {text}" in str(given) for part, text in shown if part in ("call", "result"))
 
 
 # ------------------------------------------------------------------------------------------------ the text as it grows

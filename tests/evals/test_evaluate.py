@@ -15,14 +15,18 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
 from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
+from rloo_kit.evals.difficulty import measure_pass_rates
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import wilson
+from rloo_kit.results.samples import list_steps
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import AnswerReward
+from rloo_kit.rollout import completions
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.think_tags import split_thinking
+from tests.episodes import Scripted, call, with_tools
 from tests.rollout import models
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
@@ -404,3 +408,108 @@ def test_progress_counts_all_passes_and_says_when_it_ends(make_run, make_policy,
     assert [done for done, *_ in found] == sorted({done for done, *_ in found}) and found[-1][0] < 48
     assert list(dict.fromkeys(what for _, what, _ in found)) == ["sampled", "greedy", "budget 2"]
     assert found[0][2] > found[-1][2]
+
+
+# ------------------------------------------------------------------------------------------------ episodes
+
+
+COUNTER = '''
+class Counter:
+    def reset(self, start, **row):
+        self.total = start
+
+    def add(self, a: int) -> int:
+        """Add to the total.
+
+        Args:
+            a: what to add.
+        """
+        if a > 99:
+            raise ValueError("too much")
+        self.total += a
+        return self.total
+
+    def get_reward(self):
+        return float(self.total)
+
+
+def ended_at(environments, completion_mask, turns, **_):
+    return [one.total + (0 in mask) / 2 + len(turns) / 100
+            for one, mask, turns in zip(environments, completion_mask, turns, strict=True)]
+'''
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory):
+    """The file of the environment: one, so that its process is started once."""
+    file = tmp_path_factory.mktemp("environment") / "counter.py"
+    file.write_text(COUNTER)
+    return file
+
+
+@pytest.fixture
+def episodes(make_policy, tiny_tokenizer, counter, monkeypatch):
+    """`episodes(script, **eval)`: a run with an environment, its policy, whose turns are scripted by row, and three
+    rows that start it at 0, 100 and 200 and whose right answer is 7."""
+
+    def build(script: list[list[str]], **values: Any) -> tuple[RunConfig, Any, Any]:
+        tokenizer = with_tools(tiny_tokenizer)
+        policy = models.make_policy(make_policy().model, tokenizer, {}, "thinking")
+        monkeypatch.setattr(completions, "build_engine", lambda *_, **__: Scripted(tokenizer, script))
+        run = RunConfig(
+            model={"name": "my-model"},
+            data={"source": "embedded/addition", "num_prompts": 40, "test_size": NUM_PROMPTS},
+            rewards=[{"name": "answer_reward"}, {"name": f"{counter}:ended_at"}],
+            rloo={"max_steps": 1, "max_completion_length": 400, "environment": f"{counter}:Counter"}
+            | {"per_device_train_batch_size": 2, "num_generations": 2, "gradient_accumulation_steps": 1},
+            eval=values,
+        )
+        prompt = ["<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n<think>\n"] * 3
+        return run, policy, datasets.Dataset.from_dict({"prompt": prompt, "answer": ["7"] * 3, "start": [0, 100, 200]})
+
+    return build
+
+
+def test_an_episode_is_judged_by_its_last_turn_and_its_own_environment(episodes, capsys):
+    """Rewards run in chunks of two completions, after the whole batch was sampled: taken from the front each time, the
+    environments of the first prompt would be everybody's. A result that holds the right answer is not an answer."""
+    script = [
+        [call("add", a=7), "so</think>7"],
+        [call("add", a=1), call("add", a=2), "</think>8"],
+        [call("add", a=100), "</think>7"],
+        [call("take"), "</think>7"],
+        ["</think>7"],
+        ["</think>8"],
+    ]
+    run, policy, dataset = episodes(script, num_samples=2, greedy=False)
+    measured = evaluate(run, policy, dataset)
+    assert measured.measures["accuracy"].per_prompt == [0.5, 1.0, 0.5]
+    assert measured.measures["rewards/Counter"].per_prompt == [(7 + 3) / 2, 100.0, 200.0]
+    extra = [0.5 + 0.03, 0.5 + 0.05, 0.5 + 0.03, 0.5 + 0.03, 0.01, 0.01]
+    means = [(a + b) / 2 for a, b in zip([7, 100, 200], [3, 100, 200], strict=True)]
+    means = [mean + (extra[2 * n] + extra[2 * n + 1]) / 2 for n, mean in enumerate(means)]
+    assert measured.measures["rewards/ended_at"].per_prompt == pytest.approx(means)
+    shares = {"failure_frequency": 1 / 5, "invalid_frequency": 1 / 5}
+    assert measured.tools == shares | {"call_frequency": 5 / 6, "turns": pytest.approx(11 / 6)}
+    assert "WARNING: tool add: ValueError: too much" in capsys.readouterr().out
+    first = measured.samples[0]
+    assert (first["thinking"], first["answer"]) == ("so", "7")
+    assert list_steps(first["turns"]) == [("call", "add(a=7)"), ("result", "7")]
+    own = len(policy.tokenizer(script[0][0])["input_ids"]) + len(policy.tokenizer(script[0][1])["input_ids"]) + 2
+    assert first["tokens"] == own, "the result is not the model's"
+    text = str(measured)
+    assert "tool calls per completion" in text and "0.83" in text and "0.83 tool calls" in measured.describe()
+    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+    assert "tools" not in replace(measured, tools={}).to_dict()
+
+
+def test_pass_rates_of_episodes_are_kept_by_what_starts_them(episodes, monkeypatch, tmp_path):
+    """All rows of an environment may have one prompt and one answer; measured once, the first row's rate was all
+    rows'."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
+    run, policy, dataset = episodes([["</think>7"], ["</think>7"], ["</think>7"], ["</think>8"], ["</think>8"], [""]])
+    asked = run, policy, dataset["prompt"][:], dataset["answer"][:], 2
+    assert measure_pass_rates(*asked, dataset) == ([1.0, 0.5, 0.0], 0)
+    assert measure_pass_rates(*asked, dataset) == ([1.0, 0.5, 0.0], 3)
+    run.rloo.max_turns = 3
+    assert measure_pass_rates(*asked, dataset)[1] == 0

@@ -22,12 +22,10 @@ from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.runs.files import write_json
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.memory import resident_gib, trim_heap
-from rloo_kit.think_tags import ThinkTags
 
 NAN, GIB = float("nan"), 2**30
 THINKING = Path(__file__).resolve().parents[2] / "configs" / "qwen3_4b_thinking_12gb.yaml"
 GPU = Machine("RTX 3060", 11.2, 0.8, True)
-TAGS = ThinkTags(start_id=259, end_id=260)
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
 LOGS = {"loss": 0.0, "reward": 0.25, "rewards/answer_reward/mean": 0.5, "thinking/mean_length": 41.0}
 
@@ -68,7 +66,7 @@ def log(line, step, logs):
 
 def row(ids, **changes):
     values = {"step": 0, "prompt": PROMPT.format("1+2="), "completion_ids": ids, "completion_tokens": len(ids)}
-    return values | {"reward": 1.0, "advantage": 0.5, "truncated": False} | changes
+    return values | {"reward": 1.0, "advantage": 0.5, "truncated": False, "answer_start": None} | changes
 
 
 def test_progress_is_throttled_but_never_misses_the_first_and_the_last(begin, clock, capsys):
@@ -102,21 +100,18 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(begin, clock, capsys):
     assert "eta 9:00" in capsys.readouterr().out
 
 
-def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, capsys):
+def test_sample_table_shows_thinking_and_answer_apart(rollouts, capsys):
     """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
     moves the cursor (a model may write any byte) must not draw over the table."""
-
-    def ids(text):
-        return tiny_tokenizer(text)["input_ids"]
-
+    thought = "scratch[/bold]\r\x1b[2K</think>"
     rollouts(
         [
-            row(ids("scratch[/bold]\r\x1b[2K</think>[red]3"), reward=None),
-            row(ids("same prompt"), forced=True),
-            row(ids("endless"), forced=True, prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
+            row([1], completion=f"{thought}[red]3", answer_start=len(thought), reward=None),
+            row([1], completion="same prompt", forced=True),
+            row([1], completion="endless", forced=True, prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
         ]
     )
-    table = SampleTable(rollouts, tiny_tokenizer, TAGS, every_steps=10, num_samples=2)
+    table = SampleTable(rollouts, every_steps=10, num_samples=2)
     for step in (1, 2, 9, 10, 11):
         table.on_log(None, state(step), None, logs=LOGS)
     printed = capsys.readouterr().out
@@ -127,6 +122,18 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
     assert "same prompt" not in printed, "one completion of each prompt before a second one"
     assert "im_start" not in printed and "assistant" not in printed and "5+5=" in printed
     assert max(map(len, printed.splitlines())) <= 100, "a wider table wraps in the middle of its frame"
+
+
+def test_sample_table_shows_calls_shortly(rollouts, capsys):
+    """The ids hold the tools' results: decoded, they were the model's answer. A result of 256 tokens fills no table."""
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    turns = [{"role": "assistant", "reasoning_content": "hm", "content": "", "tool_calls": [call]}]
+    turns += [{"role": "tool", "name": "add", "content": "3" * 500}, {"role": "assistant", "content": "done"}]
+    rollouts([row([1], completion="so</think>done", answer_start=10, turns=turns), row([1], completion="x")])
+    SampleTable(rollouts, every_steps=1, num_samples=1).on_log(None, state(1), None, logs=LOGS)
+    printed = capsys.readouterr().out
+    assert "calls" in printed and "add(a=1, b=2)" in printed and "-> 333" in printed and "done" in printed
+    assert "hm" not in printed and printed.count("3") < 100
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics

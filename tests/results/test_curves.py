@@ -13,6 +13,7 @@ from rloo_kit.results.plots import (
     choose_curves,
     draw_chart,
     moving_mean,
+    select_charts,
     tokens_generated,
     tokens_per_second,
 )
@@ -57,6 +58,17 @@ def test_every_reward_has_its_panel() -> None:
     parts = {"rewards__a__mean": lambda step: step / 10, "rewards__b__mean": lambda step: 1 - step / 10}
     metrics = rows(9, reward=lambda step: 2 * step, **parts, frac_score_zero_std=lambda step: step / 10)
     assert titles(metrics) == ["Reward, weighted sum", "Reward: a", "Reward: b"], "the signal is the curve of b"
+
+
+def test_the_curves_of_tools_are_there_with_tools() -> None:
+    """Calls that the model wrote wrongly are its own fault, failures the tool's: two lines."""
+    calls = {"tools__call_frequency": lambda n: n / 2, "tools__turns": float, "tools__failure_frequency": 0.0}
+    made = rows(3, reward=lambda n: n / 4, tools__invalid_frequency=lambda n: n / 8, **calls)
+    charts = {chart.title: chart for chart in select_charts(made)}
+    assert {"Tool calls per completion", "Turns per completion"} < set(charts)
+    wrong = charts["Tool calls gone wrong"].series
+    assert [point.value for point in wrong["no valid call"]] == [0.125, 0.25, 0.375] and len(wrong) == 2
+    assert not any("ool" in chart.title for chart in select_charts(rows(2, reward=1.0)))
 
 
 def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:

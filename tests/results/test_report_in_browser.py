@@ -31,6 +31,7 @@ AXE = next(
     None,
 )
 NARROW, WIDE = 390, 1280
+CALL = {"function": {"name": "look_up", "arguments": {"word": HOSTILE}}}
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +50,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[1] |= {"completion": "sum. Time is up\n</think>\n\n5", "answer_start": 24}
     rows[1] |= {"forced": True, "forced_chars": [5, 26]}
     rows[2] |= {"completion": f"{HOSTILE}</think>{'w' * 400}", "answer_start": len(HOSTILE) + 8, "truncated": True}
+    turns = [{"role": "assistant", "reasoning_content": "hm", "content": "", "tool_calls": [CALL]}]
+    turns += [{"role": "tool", "name": "look_up", "content": HOSTILE}, {"role": "assistant", "content": "5"}]
+    rows[3] |= {"turns": turns, "tool_calls": 1, "tool_failures": 1, "cut_by": None}
     Rollouts(run.folder).append(rows)
     since = {"since": 16, "last": 30, "explains": ["no_signal"]}
     finding = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", **since)
     result = TrainResult(run.folder, run.folder / "adapter", 30, make_metrics(30), 75.4, findings=[finding])
     before = make_evaluation("before", 60, [make_sample(n, n % 2 == 0) for n in range(8)])
     after = make_evaluation("after", 20, [make_sample(n, n < 4, thinking=HOSTILE) for n in range(8)])
+    after.samples[1]["turns"] = turns
     before.measures["accuracy"] = mean_of([1.0, 0.0] * 50)
     after.measures["accuracy"] = mean_of([1.0] * 4 + [0.0] * 96)
     return write_report(run, result, before, after)
@@ -164,6 +169,22 @@ def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, 
     browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
     browser.run("new Promise((done) => setTimeout(done, 50))")
     assert text_of(browser, "#rollout-browser mark") == "Time is up\n</think>"
+
+
+def test_the_turns_of_an_episode_are_shown_in_order(page: Browser) -> None:
+    """What the model thought, called and got before its answer, as text: a tool may return markup, and a model may
+    write it as an argument."""
+    choose(page, "rollout-browser", "Show", "failed")
+    assert text_of(page, "#rollout-browser .count") == "1 of 1 rollouts"
+    page.run("document.querySelector('#rollout-browser .rollout > summary').click()")
+    page.run("new Promise((done) => setTimeout(done, 50))")
+    body = text_of(page, "#rollout-browser .body")
+    parts = ["hm", 'call look_up(word="</pre><script>', "result </pre><script>", "sum 3", "tool calls: 1"]
+    assert [body.index(part) for part in parts] == sorted(body.index(part) for part in parts)
+    assert page.run("globalThis.alerted === undefined") and page.messages == []
+    choose(page, "prompt-browser", "Prompt contains", "1+1=")
+    assert "call look_up" in text_of(page, "#prompt-browser .side:last-child")
+    assert page.run("document.documentElement.scrollWidth") <= page.run("innerWidth")
 
 
 def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None:

@@ -58,6 +58,23 @@ def test_texts_are_cut_to_what_a_page_may_hold() -> None:
     assert "characters left out" in found.rows[0]["thinking"][0][0]
 
 
+def test_the_turns_of_an_episode_are_cut_before_its_answer() -> None:
+    """A tool returns up to 100,000 characters; the last turn, which is judged, stays whole."""
+    call = {"function": {"name": "read", "arguments": {"path": "a b", "lines": [1, 2]}}}
+    turns = [{"role": "assistant", "reasoning_content": "hm", "content": "I look", "tool_calls": [call, call]}]
+    turns += [{"role": "tool", "name": "read", "content": content} for content in ("x" * 50_000, "")]
+    turns += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "0"}]
+    plain, row = sample_rollouts([make_rollout(1, 0), make_rollout(1, 1, turns=turns, tool_calls=2)], 1).rows
+    kinds = ["thinking", "text", "call", "call", "result", "result", "reply"]
+    assert [kind for kind, _ in row["steps"]] == kinds and row["calls"] == "2"
+    texts = [text for _, text in row["steps"]]
+    assert texts[:3] == ["[...]", "[...]", "[...]"] and "characters left out" in texts[4]
+    assert texts[5:] == ["(empty)", "go on"] and (row["thinking"], row["answer"]) == ([["sum 1", False]], "1")
+    assert "steps" not in plain and "calls" not in plain
+    (row,) = sample_rollouts([make_rollout(1, 1, turns=[turns[0], *turns[2:]])], 1).rows
+    assert row["steps"][2] == ("call", 'read(path="a b", lines=[1, 2])')
+
+
 def test_rows_of_older_runs_are_split_by_what_they_have() -> None:
     """They have neither a group nor offsets; the ids give the number of tags in the text."""
     old = [

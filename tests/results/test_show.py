@@ -17,6 +17,7 @@ from rloo_kit.results.versus import compare_runs, write_comparison_page
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
 from tests.html_page import Page
+from tests.results.test_report import make_rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
@@ -157,6 +158,23 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
     assert [one["forced"] for one in found["completions"]] == [False] * 4 + [True, False]
     printed = call(folder, "--completions", "9")[1]
     assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 2" in printed
+
+
+def test_the_turns_of_an_episode_are_read_in_order(make_run: Callable[..., Path]) -> None:
+    """In the terminal and as JSON; a tool's result may hold what controls a terminal."""
+    folder = make_run(make_rows(2, **{"tools/call_frequency": 1.5, "tools/turns": 2.0}))
+    made = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    turns = [made, {"role": "tool", "name": "add", "content": "3\x1b[2J"}, {"role": "assistant", "content": "4"}]
+    row = make_rollout(1, 0, turns=turns, tool_calls=1, tool_failures=0, cut_by=None)
+    Rollouts(folder).append([row, make_rollout(1, 1)])
+    _, printed, _ = call(folder, "--completions", 2)
+    lines = printed.splitlines()
+    place = lines.index("call add(a=1)")
+    assert lines[place + 1 : place + 4] == ["result 3\u241b[2J", "sum 0", "0"]
+    _, found = call_json(folder, "--completions", 1)
+    (one,) = found["completions"]
+    assert one["steps"] == [["call", "add(a=1)"], ["result", "3\x1b[2J"]] and one["tool_calls"] == 1
+    assert call_json(folder)[1]["means"]["tools/call_frequency"] == 1.5
 
 
 def test_completions_by_order_and_step(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -27,6 +27,10 @@
     return make("details", { class: "thought", open: open }, make("summary", {}, "thinking"), make("pre", {}, parts));
   }
 
+  // The turns before the last one, with the tools' calls and results.
+  const drawSteps = (steps) => (steps || []).map(([kind, text]) => (kind === "thinking" ? thinking([[text, false]], text.length < SHORT)
+    : make("pre", { class: `step ${kind}` }, kind === "text" ? null : make("span", { class: "kind" }, kind + " "), text)));
+
   const gold = (entry) => ("gold" in entry ? make("span", { class: "gold" }, "right answer ", make("b", {}, entry.gold)) : null);
   const answer = (text) => make("pre", { class: "answer" }, text || "(no answer)");
 
@@ -74,8 +78,10 @@
   function side(name, sample) {
     if (!sample) return null;
     const verdict = sample.correct === true ? badge("right", "good") : sample.correct === false ? badge("wrong", "bad") : null;
+    const thought = "thinking" in sample ? thinking([[sample.thinking || "(empty)", false]]) : null;
+    const last = sample.steps ? [thought, answer(sample.answer)] : [answer(sample.answer), thought];
     return make("div", { class: "side" }, make("p", { class: "head" }, make("b", {}, name), verdict, make("span", { class: "notes" }, sample.notes)),
-      answer(sample.answer), "thinking" in sample ? thinking([[sample.thinking || "(empty)", false]]) : null);
+      drawSteps(sample.steps), last);
   }
 
   const KIND_COLOR = { broken: "bad", "reward fell": "bad", wrong: "bad", fixed: "good", "reward rose": "good", right: "good" };
@@ -107,7 +113,8 @@
 
   function drawRollout(row, withPrompt) {
     const marks = [has(row, "wrong") && badge("wrong", "bad"), has(row, "regressed") && badge("regressed", "bad"),
-      has(row, "truncated") && badge("truncated", "warn"), has(row, "forced") && badge("forced", "warn")].filter(Boolean);
+      has(row, "truncated") && badge("truncated", "warn"), has(row, "forced") && badge("forced", "warn"),
+      has(row, "failed") && badge("tool failed", "warn")].filter(Boolean);
     const summary = make("summary", {},
       make("span", { class: "num" }, hidden("reward "), row.reward === null ? "not scored" : number(row.reward, 2)),
       make("span", { class: "num " + (row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "") }, hidden("advantage "), signed(row.advantage)),
@@ -117,13 +124,14 @@
     const facts = [`step ${row.step}, group ${row.group}`, `advantage ${signed(row.advantage)}`,
       ...rewards.map((name, place) => `${name} ${row.rewards[place] === null ? "–" : number(row.rewards[place], 3)}`)];
     if (row.thinking_tokens !== undefined) facts.push(`${row.thinking_tokens} of ${row.tokens} tokens are thinking`);
+    if (row.calls !== undefined) facts.push(`tool calls: ${row.calls}`);
     if (row.was !== undefined) facts.push(`the prompt's previous mean reward: ${number(row.was, 2)}`);
     const unsplit = has(row, "unsplit") ? make("p", { class: "notes" }, "Thinking and answer cannot be separated: the text spells the tag.") : null;
     const body = make("div", { class: "body" });
     const details = make("details", { class: "rollout" }, summary, body);
     details.addEventListener("toggle", () => {  // drawn when it is first opened
       if (!details.open || body.childElementCount) return;
-      body.append(...[withPrompt ? make("pre", { class: "prompt" }, prompts[row.prompt]) : null, withPrompt ? gold(row) : null,
+      body.append(...[withPrompt ? make("pre", { class: "prompt" }, prompts[row.prompt]) : null, withPrompt ? gold(row) : null, ...drawSteps(row.steps),
         thinking(row.thinking, row.thinking.reduce((sum, [text]) => sum + text.length, 0) < SHORT), unsplit, answer(row.answer), make("p", { class: "notes" }, facts.join(" · "))].filter(Boolean));
     });
     return details;
@@ -142,7 +150,7 @@
 
   const place = document.getElementById("rollout-browser");
   if (place && rows.length) {
-    const FILTERS = { wrong: "wrong answers", regressed: "regressed: less than the prompt earned before", truncated: "truncated", forced: "closed by the budget" };
+    const FILTERS = { wrong: "wrong answers", regressed: "regressed: less than the prompt earned before", truncated: "truncated", forced: "closed by the budget", failed: "a tool failed" };
     const found = Object.entries(FILTERS).filter(([mark]) => rows.some((row) => has(row, mark)));
     const options = [["groups", "by step and group"], ...found.map(([mark, text]) => [mark, `${text} (${rows.filter((row) => has(row, mark)).length})`]),
       ["best", "highest advantage"], ["longest", "longest"]];
