@@ -103,7 +103,7 @@ def find_tool_faults(run: RunConfig, tokenizer: Any | None, thinking: bool) -> l
     faults: list[Problem] = []
     with catching("tools", faults):
         if open_toolbox(run) is not None and tokenizer is not None:
-            ToolFormat(tokenizer, thinking, **template_options(run))
+            ToolFormat(tokenizer, thinking, run.model.name, **template_options(run))
     longest, result = run.rloo.max_completion_length, run.rloo.tool_result_tokens
     if run.rloo.has_tools and result >= longest:
         found = f"rloo.tool_result_tokens is {result}, and a completion holds {longest} tokens, results included"

@@ -63,7 +63,9 @@ class RunConfig(Section):
     run: RunSection = Field(default_factory=RunSection, description="files, printing, stopping")
     model: ModelSection = Field(description="the policy")
     data: DataSection = Field(description="the prompts")
-    rewards: list[RewardSection] = Field(min_length=1, description="the rewards, summed by weight")
+    rewards: list[RewardSection] = Field(
+        [], description="the rewards, summed by weight; an environment may have its own"
+    )
     rloo: RLOOSection = Field(description="the loop")
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="the sampling")
     eval: EvalSection = Field(default_factory=EvalSection, description="the evaluation")
@@ -163,7 +165,9 @@ class RunConfig(Section):
                 "rloo.missing_eos_penalty and the reward missing_eos_penalty are both set, so a truncated completion "
                 "would be punished twice; remove one of them"
             )
-        if all(reward.weight == 0 for reward in self.rewards):
+        if not self.rewards and self.rloo.environment is None:
+            problems.append("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
+        elif self.rewards and all(reward.weight == 0 for reward in self.rewards):
             problems.append(
                 "every reward has weight 0, so nothing can be learned; give one a weight: rewards.0.weight=1"
             )

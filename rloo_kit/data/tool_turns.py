@@ -27,15 +27,15 @@ class ToolFormat:
     Args:
         tokenizer: the policy's, of transformers or a `LightTokenizer`.
         thinks: whether the model thinks before each answer.
-        options: of the template, such as `enable_thinking`.
+        name: of the model, for errors. options: of the template, such as `enable_thinking`.
 
     Raises:
-        ConfigError: the template, named by `tokenizer.name_or_path`, cannot render tools, calls or results, or renders
+        ConfigError: the template cannot render tools, calls or results, or renders
             earlier messages differently once a result follows.
     """
 
-    def __init__(self, tokenizer: Any, thinks: bool = False, **options: Any) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(self, tokenizer: Any, thinks: bool = False, name: str = "", **options: Any) -> None:
+        self.tokenizer, self.name, self.options = tokenizer, name, options
         turn = {"role": "assistant", "content": "", "tool_calls": [make_call("rloo_probe", {"x": "rloo_value"})]}
         self._turns: list[Message] = [{"role": "user", "content": "?"}, turn]
         if thinks:
@@ -43,7 +43,7 @@ class ToolFormat:
         self._check()
 
     def _check(self) -> None:
-        name = getattr(self.tokenizer, "name_or_path", "") or "this model"
+        name = self.name or "this model"
         problem = ""
         try:
             prompt = self._render(self._turns[:1], tools=[PROBE], add_generation_prompt=True)

@@ -70,7 +70,7 @@ class ToolParser:
                 return
         self.tokenizer.response_template = own
         raise ConfigError(
-            f"the calls that the chat template of {self.tokenizer.name_or_path or 'this model'} writes cannot be read "
+            f"the calls that the chat template of {form.name or 'this model'} writes cannot be read "
             "back: give the tokenizer a response_template (transformers, chat response parsing), or use Qwen3"
         )
 
@@ -116,7 +116,7 @@ def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str
         ConfigError: the chat template has no tools, or its calls cannot be read.
     """
     family = detect_family(tokenizer, model_name)
-    form = ToolFormat(tokenizer, thinks(family, options.get("enable_thinking")), **options)
+    form = ToolFormat(tokenizer, thinks(family, options.get("enable_thinking")), model_name, **options)
     found = EpisodeLimits(limits.max_turns, limits.max_tool_calls, limits.tool_result_tokens)
     return ToolUse(toolbox, ToolParser(form), found)
 

@@ -189,8 +189,8 @@ class CompletionState:
     def copy(self) -> "CompletionState":
         """A state that grows by itself."""
         other = copy.copy(self)
-        for name in ("ids", "logps", "forced", "context", "_pending"):
-            setattr(other, name, list(getattr(self, name)))
+        other.ids, other.logps, other._pending = [*self.ids], [*self.logps], [*self._pending]
+        other.forced, other.context = [*self.forced], [*self.context]
         return other
 
     @property

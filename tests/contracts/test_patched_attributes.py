@@ -29,8 +29,8 @@ PATCHED_ATTRIBUTES = {
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
     "models/vllm.py: logger.addFilter": "transformers mistakes vLLM's process group for a run without a launcher",
     "models/vllm.py: torch.set_num_threads": "restored: on a CPU vLLM replaces it with a function that does nothing",
-    "rewarding/worker.py: sys.modules[name]": "a reward's file as a module, which dataclasses look up there",
-    "rewarding/worker.py: sys.modules[package]": "the file's folders as packages, for its relative imports",
+    "system/user_code.py: sys.modules[name]": "a user's file as a module, which dataclasses look up there",
+    "system/user_code.py: sys.modules[package]": "the file's folders as packages, for its relative imports",
     "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",
@@ -41,10 +41,12 @@ PATCHED_ATTRIBUTES = {
 SETTINGS = {
     "grad", "requires_grad",  # torch: parameters
     "padding_side", "pad_token", "pad_token_id", "chat_template",  # transformers: tokenizers and configs
+    "response_template",  # transformers: how a tokenizer's turns are read
     "normalizer", "pre_tokenizer", "decoder",  # tokenizers: the parts of one
     "should_save", "should_training_stop", "should_log", "global_step",
     "best_model_checkpoint",  # transformers: the trainer's control and state
     "use_vllm", "rollout_engine", "rollout_server_url", "reward_weights",  # the config that the user handed over
+    "chat_template_kwargs",  # TRL's trainer: for the prompts that it renders
     "default_flow_style", "width", "sort_base_mapping_type_on_output", "Constructor", "Representer",
     "Scanner",  # ruamel.yaml
     "n_parallel", "verbosity", "warmup", "n_ctx", "n_threads", "fit_params", "flash_attn_type", "cache_type_k",
@@ -63,7 +65,7 @@ OWN = {
     "loop/options.py: error.args", "loop/training.py: arguments.is_from_file", "loop/options.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
-    "models/unsloth.py: setattr(args, name)", "rewarding/worker.py: parent.__path__",
+    "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
     "system/console.py: module.__spec__",
 }  # fmt: skip
 

@@ -228,11 +228,11 @@ def test_a_template_without_tools_is_refused_by_name(make_tiny_model, tiny_token
             "prefix-preserving",
         ),
     ):
-        tokenizer = with_tools(tiny_tokenizer)
-        tokenizer.chat_template, tokenizer.name_or_path = template, "some/model"
+        tokenizer, model = with_tools(tiny_tokenizer), make_tiny_model()
+        tokenizer.chat_template, model.config.name_or_path = template, "some/model"
         with pytest.raises(ConfigError, match=f"some/model {why}|some/model is not {why}"):
             RLOOTrainer(
-                model=make_tiny_model(), reward_funcs=by_tokens, tools=[add], processing_class=tokenizer,
+                model=model, reward_funcs=by_tokens, tools=[add], processing_class=tokenizer,
                 train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}), peft_config=LoraConfig(r=2),
                 args=RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
             )  # fmt: skip
