@@ -48,7 +48,10 @@ class ToolFormat:
         try:
             prompt = self._render(self._turns[:1], tools=[PROBE], add_generation_prompt=True)
             calling = self._render(self._turns)
-            whole = self._render([*self._turns, _result("rloo_probe", "rloo_result")], add_generation_prompt=True)
+            whole = self._render(
+                [*self._turns, {"role": "tool", "name": "rloo_probe", "content": "rloo_result"}],
+                add_generation_prompt=True,
+            )
         except Exception as error:  # a template is a program that may raise anything
             problem = f"cannot render them: {type(error).__name__}: {error}"
         else:
@@ -76,10 +79,10 @@ class ToolFormat:
         asked = self._turns[:1]
         return self._render(asked, add_generation_prompt=True).removeprefix(self._render(asked))
 
-    @cached_property
-    def example_turn(self) -> str:
-        """A turn with `example_calls` as `render_turn` gives it, and its end token."""
-        return self.render_turn(self._turns[1]) + self._end
+    @property
+    def example(self) -> tuple[str, list[dict[str, Any]]]:
+        """A turn with its end token, and the calls in it."""
+        return self.render_turn(self._turns[1]) + self._end, list(self._turns[1]["tool_calls"])
 
     def render_turn(self, turn: Message) -> str:
         """A turn of the assistant as the template writes it, after the generation prompt, without its end token."""
@@ -92,11 +95,6 @@ class ToolFormat:
         """What the template writes for calls behind the `content` of a turn, which may be empty."""
         plain = {key: value for key, value in self._turns[1].items() if key != "tool_calls"} | {"content": content}
         return self.render_turn(plain | {"tool_calls": calls}).removeprefix(self.render_turn(plain))
-
-    @property
-    def example_calls(self) -> list[dict[str, Any]]:
-        """The calls of `example_turn`."""
-        return list(self._turns[1]["tool_calls"])
 
     def render_results(self, messages: list[Message]) -> str:
         """The text between the end token of a turn with calls and the first token of the next turn.
@@ -137,7 +135,3 @@ class ToolFormat:
 def make_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A call as chat templates read it."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _result(name: str, content: str) -> Message:
-    return {"role": "tool", "name": name, "content": content}

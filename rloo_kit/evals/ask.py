@@ -295,7 +295,8 @@ class _ShownTools(ToolUse):
     text: TextStream
 
     def begin(self, rows: Sequence[dict[str, Any]]) -> "_ShownEpisode":
-        written = self.parser.form.example_turn.partition(str(self.parser.form.example_calls[0]["function"]["name"]))[0]
+        turn, calls = self.parser.form.example
+        written = turn.partition(str(calls[0]["function"]["name"]))[0]
         self.text.call_mark = "".join(written.rpartition(THINK_END)[2].split()[:1])
         return _ShownEpisode(self, rows)
 
@@ -304,7 +305,7 @@ class _ShownEpisode(Episodes):
     """The episode of one completion: the rest of a turn and its calls are shown when it has ended, then the results."""
 
     def __init__(self, tools: _ShownTools, rows: Sequence[dict[str, Any]]) -> None:
-        super().__init__(tools.toolbox, tools.parser, tools.limits, rows)
+        super().__init__(tools, rows)
         self._text, self._ids = tools.text, list[int]()
         for failure in self.episodes[0].failures:
             self._text.on_text("failed", failure)

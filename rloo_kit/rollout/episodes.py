@@ -22,15 +22,6 @@ from rloo_kit.rollout.types import Rollout, Span, split_turns
 NO_NAME = "unknown"  # of the tool that a call without a readable name asks for
 
 
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """Limits of one completion under their names in `rloo`: turns of the model, calls, tokens of one result."""
-
-    max_turns: int
-    max_tool_calls: int
-    tool_result_tokens: int
-
-
 @dataclass
 class Episode:
     """What happened between a completion's turns.
@@ -65,8 +56,9 @@ class ToolParser:
                 add_response_schema(self.tokenizer)
         candidates = [getattr(self.tokenizer, "response_template", None), qwen3_template, qwen3_5_template]
         for self.tokenizer.response_template in filter(None, candidates):
-            written = self.tokenizer(form.example_turn, add_special_tokens=False)["input_ids"]
-            if self.read(written)[0].get("tool_calls") == form.example_calls:
+            turn, calls = form.example
+            written = self.tokenizer(turn, add_special_tokens=False)["input_ids"]
+            if self.read(written)[0].get("tool_calls") == calls:
                 return
         self.tokenizer.response_template = own
         raise ConfigError(
@@ -76,33 +68,31 @@ class ToolParser:
 
     def read(self, ids: list[int]) -> tuple[Message, str]:
         """A turn (C,) as a message, and what is wrong with its calls; "" if nothing is."""
+        as_written = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         try:
             message = dict(self.tokenizer.parse_response(ids, prefix=self._prefix))
         except (ValueError, TypeError) as error:
-            content = self.tokenizer.decode(ids, skip_special_tokens=True)
-            return {"role": "assistant", "content": content}, str(error).replace("\n", " ")
+            return as_written, str(error).replace("\n", " ")
         message["content"] = str(message.get("content") or "").removesuffix(self.tokenizer.eos_token)
-        functions = [one.get("function") for one in message.get("tool_calls") or []]
-        if all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions) and all(
-            isinstance(one.get("arguments"), dict) for one in functions
-        ):
-            return message, ""
-        del message["tool_calls"]
-        content = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return {"role": "assistant", "content": content}, "a call is an object with a name and arguments"
+        for one in message.get("tool_calls") or []:
+            call = one.get("function")
+            is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
+            if not is_call or not isinstance(call.get("arguments"), dict):
+                return as_written, "a call is an object with a name and arguments"
+        return message, ""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a batch of episodes is made with."""
+    """What a batch of episodes is made with; `limits`: `run.rloo` or an `RLOOConfig`."""
 
     toolbox: Toolbox
     parser: ToolParser
-    limits: EpisodeLimits
+    limits: Any
 
     def begin(self, rows: Sequence[dict[str, Any]]) -> "Episodes":
         """Start an episode for each row of the dataset."""
-        return Episodes(self.toolbox, self.parser, self.limits, rows)
+        return Episodes(self, rows)
 
 
 def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
@@ -117,8 +107,7 @@ def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str
     """
     family = detect_family(tokenizer, model_name)
     form = ToolFormat(tokenizer, thinks(family, options.get("enable_thinking")), model_name, **options)
-    found = EpisodeLimits(limits.max_turns, limits.max_tool_calls, limits.tool_result_tokens)
-    return ToolUse(toolbox, ToolParser(form), found)
+    return ToolUse(toolbox, ToolParser(form), limits)
 
 
 class Episodes:
@@ -129,12 +118,10 @@ class Episodes:
         episodes: one for each row.
     """
 
-    def __init__(
-        self, toolbox: Toolbox, parser: ToolParser, limits: EpisodeLimits, rows: Sequence[dict[str, Any]]
-    ) -> None:
-        self.toolbox, self.parser, self.limits = toolbox, parser, limits
+    def __init__(self, use: ToolUse, rows: Sequence[dict[str, Any]]) -> None:
+        self.toolbox, self.parser, self.limits = use.toolbox, use.parser, use.limits
         self.episodes = [Episode() for _ in rows]
-        started = toolbox.reset(range(len(rows)), rows)
+        started = self.toolbox.reset(range(len(rows)), rows)
         self.observations = [one.content for one in started]
         for episode, one in zip(self.episodes, started, strict=True):
             if one.kind == "failed":
@@ -176,15 +163,17 @@ class Episodes:
             episode.failures.append(str(error))
             return []
         if asked is None:
-            messages = [one | {"content": self._fit(str(one.get("content") or ""))} for one in found]
+            messages = [one | {"content": str(one.get("content") or "")} for one in found]
         else:
             results = [*zip(asked[0], found, strict=True), *asked[1]]
-            messages = [{"role": "tool", "name": name, "content": self._fit(one.content)} for name, one in results]
+            messages = [{"role": "tool", "name": name, "content": one.content} for name, one in results]
             episode.calls += [(name, one.kind) for name, one in results]
             episode.failures += [one.detail for _, one in results if one.kind == "failed"]
         if not messages:
             return []
         with self._lock:
+            for message in messages:
+                message["content"] = self.parser.form.fit(message["content"], self.limits.tool_result_tokens)
             text = self.parser.form.render_results(messages)
             ids = list(self.parser.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(ids) >= room:
@@ -202,10 +191,6 @@ class Episodes:
                 content = self.parser.tokenizer.decode(last, skip_special_tokens=True)
                 episode.messages.append({"role": "assistant", "content": content})
         return self.episodes
-
-    def _fit(self, text: str) -> str:
-        with self._lock:
-            return self.parser.form.fit(text, self.limits.tool_result_tokens)
 
 
 def add_observation(row: dict[str, Any], observation: str) -> Any:

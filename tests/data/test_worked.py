@@ -8,14 +8,14 @@ import pytest
 
 from rloo_kit.checks.cheap import PreflightError, find_tokenizer, refuse_worked_faults
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import SourceSection
+from rloo_kit.config.schema import RLOOSection, SourceSection
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.tool_turns import ToolFormat
 from rloo_kit.data.tools import Toolbox
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.embedded import SMOLLM2_TOOLS, build_tokenizer
-from rloo_kit.rollout.episodes import EpisodeLimits, Episodes, ToolParser
+from rloo_kit.rollout.episodes import ToolParser, ToolUse
 from rloo_kit.rollout.types import Limits
 from tests.episodes import Scripted, add
 
@@ -232,7 +232,7 @@ def test_turns_with_tools_are_those_of_a_rollout(make_run: Any, tools: tuple[str
     first, second = ("two sums\n</think>\n\n", "so</think>\n\n") if thinks else ("", "")
     turns = [f"{first}I add.\n{tool_call}\n{tool_call}", second + tool_call, f"{first}done"]
     parser = ToolParser(ToolFormat(tokenizer, thinks))
-    dialogue = Episodes(Toolbox.of([add], None, 10.0), parser, EpisodeLimits(8, 8, 8), [{}])
+    dialogue = ToolUse(Toolbox.of([add], None), parser, RLOOSection(max_steps=1)).begin([{}])
     rollout = Scripted(tokenizer, [turns]).sample([found[0].prompt_ids], Limits(1000), dialogue=dialogue)
     assert found[0].completion_ids == rollout.completion_ids[0]
     assert found[0].context == rollout.context[0] and len(found[0].context) == 2
