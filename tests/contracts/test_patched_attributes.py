@@ -66,7 +66,8 @@ OWN = {
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
-    "system/console.py: module.__spec__",
+    "system/console.py: module.__spec__", "data/verifiers_env.py: tool.__doc__",
+    "data/verifiers_env.py: tool.__annotations__",
 }  # fmt: skip
 
 
