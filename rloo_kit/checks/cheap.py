@@ -74,10 +74,15 @@ def find_reward_faults(
     faults: list[Problem] = []
     names = [entry.name for entry in run.rewards] if reward_funcs is None else list(map(reward_name, reward_funcs))
     scores: list[list[float | None] | None] = []
-    if made and row is not None and run.rloo.has_tools:
-        with catching("tools", faults):
-            row = row | _start_environment(run, row)
-        made = [] if faults else made
+    toolbox = open_toolbox(run) if made else None
+    if row is not None and toolbox is not None and toolbox.environment is not None:
+        (started,) = toolbox.reset([0], [row])
+        if started.kind == "failed":
+            found = f"rloo.environment: {toolbox.environment} cannot start an episode with the first row"
+            faults.append(Problem("tools", f"{found} ({', '.join(row)}): {started.detail}"))
+            made = []
+        else:
+            row = row | {"environments": toolbox.environments()[0]}
     for index, name in enumerate(names):
         key, reward, called = f"rewards.{index}", reward_funcs and reward_funcs[index], None
         if reward_funcs is None:
@@ -110,18 +115,6 @@ def find_tool_faults(run: RunConfig, tokenizer: Any | None, thinking: bool) -> l
         fix = f"set rloo.tool_result_tokens={max(longest // 4, 1)} or a larger rloo.max_completion_length"
         faults.append(Problem("tools", found, fix, level="warning"))
     return faults
-
-
-def _start_environment(run: RunConfig, row: dict[str, Any]) -> dict[str, Any]:
-    """The column `environments` of a row, nothing without one. Raises ConfigError if the reset fails."""
-    toolbox = open_toolbox(run)
-    if toolbox is None or toolbox.environment is None:
-        return {}
-    (started,) = toolbox.reset([0], [row])
-    if started.kind == "failed":
-        found = f"rloo.environment: {toolbox.environment} cannot start an episode with the first row"
-        raise ConfigError(f"{found} ({', '.join(row)}): {started.detail}")
-    return {"environments": toolbox.environments()[0]}
 
 
 def _make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp]:
@@ -159,13 +152,11 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
 def _try_reward(
     run: RunConfig, reward: Any, name: str, made: list[MadeUp], row: dict[str, Any], faults: list[Problem]
 ) -> list[float | None] | None:
-    """Call a reward on all completions and append what is wrong to `faults`. Returns its values; None if it was not
-    called, or cannot score all of them."""
+    """A reward's values of all completions; None if it was not called, or, with a fault, cannot score all of them."""
     inner = getattr(reward, "reward", reward)
-    if isinstance(inner, RewardModel | EnvironmentReward) or not callable(inner):
-        return None  # it would load weights, or it scores what has been played
-    if hasattr(inner, "forward") or is_async(inner):
-        return None  # the same, or only a trainer can await it
+    is_left_out = isinstance(inner, RewardModel | EnvironmentReward) or hasattr(inner, "forward")
+    if is_left_out or not callable(inner) or is_async(inner):
+        return None  # it would load weights, it scores what has been played, or only a trainer can await it
     texts = [one.text for one in made]
     if opens_thinking(row["prompt"]):
         parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
@@ -207,12 +198,8 @@ def _try_reward(
 
 
 def _find_no_signal(scores: list[list[float | None] | None], weights: list[float], names: list[str]) -> list[Problem]:
-    """Rewards that do not distinguish completions: a warning, because this row may belong to no reward's task. What a
-    reward of the user's pays for is not known, so it may well give all of these nothing; the probe judges it.
-
-    Args:
-        scores: of each reward its values; None if they are not known, and then nothing is.
-    """
+    """A warning if rewards do not distinguish completions; none if those of one are not known."""
+    # Not an error: the row may belong to no reward's task, and a reward of the user's may give all of these nothing.
     known = [one for one in scores if one is not None]
     if not known or len(known) < len(scores):
         return []

@@ -43,30 +43,13 @@ class RewardFound:
     failed: int
 
 
-@dataclass(frozen=True)
-class EpisodesFound:
-    """Tools in the probe rollout; shares in [0, 1].
-
-    Attributes:
-        calling: share of completions with a call. calls: their number. failed, invalid: shares of the calls.
-        turns: mean of a completion. cut: share of completions that a limit ended. shown: lines of one episode.
-    """
-
-    calling: float
-    calls: int
-    failed: float
-    invalid: float
-    turns: float
-    cut: float
-    shown: list[str]
-
-
 @dataclass
 class Measures:
     """Measurements on the loaded model; None if not measured. Shares are in [0, 1], GiB are peaks.
 
     Attributes:
-        tools: by name, a call with made-up arguments. episodes: None in a run without tools.
+        tools: by name, a call with made-up arguments. episodes: from `measure_calls`, and `episode`, the steps of one;
+            empty without tools.
         prompts, generations: of the probe rollout; a prompt's completions are a group.
         completion_tokens: of its completions. truncated: share that the limit cut off.
         thinking_tokens: before the first `</think>`; unclosed thinking counts in full.
@@ -81,7 +64,8 @@ class Measures:
     """
 
     tools: dict[str, str] = field(default_factory=dict)
-    episodes: EpisodesFound | None = None
+    episodes: dict[str, float] = field(default_factory=dict)
+    episode: list[str] = field(default_factory=list)
     prompts: int | None = None
     generations: int | None = None
     completion_tokens: Spread | None = None
@@ -118,14 +102,13 @@ class Measures:
                 forced = f", {self.forced:.0%} closed by the budget" if self.forced else ""
                 closed = f"{self.closed:.0%} close it (token {self.think_end_id}){forced}"
                 yield "thinking", f"{self.thinking_tokens}; {closed}"
-            if (one := self.episodes) is not None:
-                shares = f"; {one.failed:.0%} failed, {one.invalid:.0%} invalid" if one.calls else ""
-                calls = f"{one.calling:.0%} of the completions call a tool ({one.calls} calls{shares})"
-                yield "episodes", f"{calls}; {one.turns:.3g} turns on average, {one.cut:.0%} ended by a limit"
-                yield "an episode", "\n".join(one.shown)
-            for name, found in self.rewards.items():
-                failed = f"; failed for {found.failed}" if found.failed else ""
-                yield name, f"mean {found.mean:.3g}; differs in {found.differs} of {self.prompts} groups{failed}"
+            if found := self.episodes:
+                wrong = f"{found['failure_frequency']:.0%} of them failed, {found['invalid_frequency']:.0%} invalid"
+                yield "episodes", f"{found['turns']:.3g} turns and {found['call_frequency']:.3g} calls each; {wrong}"
+                yield "an episode", "\n".join(self.episode)
+            for name, one in self.rewards.items():
+                failed = f"; failed for {one.failed}" if one.failed else ""
+                yield name, f"mean {one.mean:.3g}; differs in {one.differs} of {self.prompts} groups{failed}"
             yield "groups with signal", f"{self.signal} of {self.prompts}"
             if self.pass_rate is not None:
                 yield "pass rate", f"{self.pass_rate:.2f} (95 % interval {self.pass_low:.2f} to {self.pass_high:.2f})"

@@ -59,10 +59,8 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
     form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
     if floor and form in ("auto", "sequence", "token"):
         masking = f"{'token' if form == 'auto' else form}_mask"
-        problems.append(
-            f"rloo.sampler_correction_floor is {floor}, but rloo.sampler_correction is {form}, which has no lower "
-            f"bound; set rloo.sampler_correction={masking} or rloo.sampler_correction_floor=0"
-        )
+        found = f"rloo.sampler_correction_floor is {floor}, but rloo.sampler_correction={form} has no lower bound"
+        problems.append(f"{found}; set rloo.sampler_correction={masking} or rloo.sampler_correction_floor=0")
     rounds = values.get("resample_rounds")
     if rounds and values.get("baseline") == "none":
         problems.append(
@@ -94,32 +92,24 @@ def _find_sampling_problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def _find_loss_problems(values: Mapping[str, Any]) -> list[str]:
-    """A bound below the clip; a penalty or a mean per token although a completion has one ratio; two scales at once; a
-    mean over a step's tokens although their number is not known when its first rollout is trained."""
+    """A bound below the clip, a mean or penalty per token with one ratio per completion, two scales, unknown counts."""
     problems = []
-    delta, form = values.get("delta"), values.get("ratio_form")
+    delta, form, whole = values.get("delta"), values.get("ratio_form"), ", one ratio for a whole completion"
     key = "epsilon" if values.get("epsilon_high") is None else "epsilon_high"
     if delta is not None and delta <= (least := 1 + values.get(key, 0.2)):
         problems.append(
             f"rloo.delta is {delta}; it bounds the ratio above the clip, so it must be above 1 + rloo.{key} = {least:g}"
         )
     if values.get("kl_form") == "per_token" and form not in (None, "per_token"):
-        problems.append(
-            "rloo.kl_form is per_token, which gives every token its own advantage, but rloo.ratio_form is "
-            f"{form}, one ratio for a whole completion; set rloo.ratio_form=per_token (or null), or another "
-            "rloo.kl_form"
-        )
+        found = "rloo.kl_form is per_token, which gives every token its own advantage, but rloo.ratio_form is "
+        problems.append(f"{found}{form}{whole}; set rloo.ratio_form=per_token (or null), or another rloo.kl_form")
     if values.get("scale_rewards") == "group" and values.get("normalize_advantages"):
-        problems.append(
-            "rloo.scale_rewards is group and rloo.normalize_advantages is true, two scales for one advantage; "
-            "set rloo.scale_rewards=none or rloo.normalize_advantages=false"
-        )
+        found = "rloo.scale_rewards is group and rloo.normalize_advantages is true, two scales for one advantage"
+        problems.append(f"{found}; set rloo.scale_rewards=none or rloo.normalize_advantages=false")
     mean = values.get("token_mean", "none")
     if mean != "none" and form in ("sum", "length_normalized"):
-        problems.append(
-            f"rloo.token_mean is {mean}, a mean over tokens, but rloo.ratio_form is {form}, one ratio for a "
-            "whole completion; set rloo.ratio_form=per_token (or null), or rloo.token_mean=none"
-        )
+        found = f"rloo.token_mean is {mean}, a mean over tokens, but rloo.ratio_form is {form}{whole}"
+        problems.append(f"{found}; set rloo.ratio_form=per_token (or null), or rloo.token_mean=none")
     steps, passes = values.get("gradient_accumulation_steps", 1), values.get("steps_per_generation")
     if mean == "batch" and passes and passes % steps:
         problems.append(
@@ -134,11 +124,8 @@ def _find_loss_problems(values: Mapping[str, Any]) -> list[str]:
 def _find_thinking_problems(values: Mapping[str, Any]) -> list[str]:
     thinking, answer = values.get("thinking_budget"), values.get("answer_budget")
     if thinking is None:
-        text = (
-            f"rloo.answer_budget is {answer}, but rloo.thinking_budget is null, so thinking is never closed by force; "
-            "set rloo.thinking_budget or rloo.answer_budget=null"
-        )
-        return [] if answer is None else [text]
+        found = f"rloo.answer_budget is {answer}, but rloo.thinking_budget is null, so no thinking is closed by force"
+        return [] if answer is None else [f"{found}; set rloo.thinking_budget or rloo.answer_budget=null"]
     closing = CLOSE_TOKENS.get(values.get("thinking_close", "tag"), 1)
     limit, needed = values.get("max_completion_length"), thinking + closing + (answer or 1)
     if limit is None or needed <= limit:
@@ -170,25 +157,14 @@ def _find_server_problems(engine: str | None, url: str | None) -> list[str]:
 
 
 def find_tool_problems(values: Mapping[str, Any]) -> list[str]:
-    """Names in a file that cannot be tools, and a limit that needs them; `values` as in `find_option_problems`.
-
-    >>> find_tool_problems({"tools": ["search"], "environment": None, "thinking_budget_total": None})
-    ['rloo.tools has search; a tool is module:function or path/to/file.py:function']
-    """
-    environment, total = values["environment"], values["thinking_budget_total"]
-    problems = [
-        f"rloo.tools has {name}; a tool is module:function or path/to/file.py:function"
-        for name in values["tools"]
-        if not all(name.rpartition(":"))
-    ]
-    if environment is not None and not environment.startswith("verifiers/") and not all(environment.rpartition(":")):
-        problems.append(f"rloo.environment is {environment}; it takes module:Class, file.py:Class or verifiers/NAME")
-    if total is not None and not values["tools"] and environment is None:
-        problems.append(
-            f"rloo.thinking_budget_total is {total}, a limit for several turns, and without rloo.tools there is one; "
-            f"set rloo.thinking_budget={total}, or rloo.thinking_budget_total=null"
-        )
-    return problems
+    """Names in a file that cannot be tools, and a limit that needs them; `values` as in `find_option_problems`."""
+    total, names = values["thinking_budget_total"], [*values["tools"], *filter(None, [values["environment"]])]
+    if total is not None and not names:
+        found = f"rloo.thinking_budget_total is {total}, and without rloo.tools there is one turn"
+        return [f"{found}; set rloo.thinking_budget={total}, or rloo.thinking_budget_total=null"]
+    forms = "module:function, path/to/file.py:Class or, as an environment, verifiers/NAME"
+    wrong = [name for name in names if not all(name.rpartition(":")) and not name.startswith("verifiers/")]
+    return [f"rloo.tools, rloo.environment: {name} is not of the form {forms}" for name in wrong]
 
 
 def find_temperature_problems(engine: str, temperatures: Mapping[str, float]) -> list[str]:

@@ -23,7 +23,7 @@ from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import split_turns
 from rloo_kit.runs.find import origin_of
 from rloo_kit.system.console import fill_text, picture_controls, plain_prompt
-from rloo_kit.think_tags import THINK_END, ThinkTags, count_thinking, opens_thinking, split_thinking
+from rloo_kit.think_tags import ThinkTags, count_thinking, opens_thinking, split_thinking
 
 OnText = Callable[[str, str], None]
 THINKING, ANSWER = "thinking", "answer"
@@ -153,10 +153,9 @@ def _sample(
     run: RunConfig, policy: Policy, prompt: str, row: dict[str, Any], on_text: OnText | None, **options: Any
 ) -> Answer:
     """The answer to a rendered prompt."""
-    tags, tools, started = policy.tags, open_tools(run, policy), time.monotonic()
+    tags, use, started = policy.tags, open_tools(run, policy), time.monotonic()
     text = None if on_text is None else TextStream(policy.tokenizer, tags, opens_thinking(prompt), on_text)
-    if tools is not None and text is not None:
-        tools = _ShownTools(tools.toolbox, tools.parser, tools.limits, text)
+    tools = use if use is None or text is None else _ShownEpisode(use, text)
     on_tokens = None if text is None else lambda _, ids: text.feed(ids)
     options |= {"on_tokens": on_tokens, "tools": tools, "rows": [row]}
     (found,) = generate_completions(policy, [prompt], engine=run.rollout, **options)
@@ -288,27 +287,19 @@ class TextStream:
         return text.index(mark) if mark and mark in text else len(text) - begun
 
 
-@dataclass(frozen=True)
-class _ShownTools(ToolUse):
-    """Tools whose calls and results are shown between the turns of one completion."""
-
-    text: TextStream
-
-    def begin(self, rows: Sequence[dict[str, Any]]) -> "_ShownEpisode":
-        turn, calls = self.parser.form.example
-        written = turn.partition(str(calls[0]["function"]["name"]))[0]
-        self.text.call_mark = "".join(written.rpartition(THINK_END)[2].split()[:1])
-        return _ShownEpisode(self, rows)
-
-
 class _ShownEpisode(Episodes):
     """The episode of one completion: the rest of a turn and its calls are shown when it has ended, then the results."""
 
-    def __init__(self, tools: _ShownTools, rows: Sequence[dict[str, Any]]) -> None:
-        super().__init__(tools, rows)
-        self._text, self._ids = tools.text, list[int]()
+    def __init__(self, use: ToolUse, text: TextStream) -> None:
+        self._use, self._text, self._ids = use, text, list[int]()
+        text.call_mark = "".join(use.parser.form.render_calls(use.parser.form.example[1], "").split()[:1])
+
+    def begin(self, rows: Sequence[dict[str, Any]]) -> "_ShownEpisode":
+        """In the place of `ToolUse.begin`."""
+        super().__init__(self._use, rows)
         for failure in self.episodes[0].failures:
             self._text.on_text("failed", failure)
+        return self
 
     def ask(self, number: int, turn: list[int], turns: int) -> Any:
         reply = super().ask(number, turn, turns)
@@ -349,14 +340,13 @@ class Printed:
         """Print a piece of `part`, "thinking" or "answer", or a whole "call" or "result" on its own line."""
         if part not in (THINKING, ANSWER):
             self.end_line()
-            self._write(f"{part} {picture_controls(text)}\n", dim=True)
+            text = f"{part} {text}\n"
         elif part != self._part:
             self.end_line()
             if not self._dims and (part == THINKING or self._part):
                 self._write(f"{part}:\n")
         self._part = part
-        if part in (THINKING, ANSWER):
-            self._write(picture_controls(text), dim=part == THINKING)
+        self._write(picture_controls(text), dim=part != ANSWER)
 
     def close(self, summary: str) -> None:
         """Print the summary line."""

@@ -8,7 +8,7 @@ selection is stored in the run's folder for a resume.
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -38,6 +38,7 @@ BATCHES_AT_ONCE = 4  # between two cache writes, because an engine that refills 
 ENOUGH = 0.2  # share of prompts with a signal; below it most of a rollout is wasted
 SAMPLED_VALUES = 256  # of each tensor, for the fingerprint
 
+TOOLS = ("tools", "environment", "max_turns", "max_tool_calls", "tool_result_tokens")  # keys that rates depend on
 Asked = tuple[str, Any, str]  # a prompt, its right answer, and the row that an environment starts from, as text
 
 
@@ -93,13 +94,12 @@ def measure_pass_rates(
     judge = AnswerJudge(run, policy.tokenizer, answers)
     try:
         judged_by = judge.reward if judge.gym_reward is None else (judge.reward, judge.gym_reward)
-        adapter = None if run.model.adapter is None else str(run.model.adapter)
+        adapter = run.model.adapter and str(run.model.adapter)
         conditions: dict[str, Any] = {"model": run.model.name, "adapter": adapter, "samples": samples}
         conditions |= {"weights": fingerprint(policy.model), **_sampling_of(run), "judge": repr(judged_by)}
         conditions |= {"kit": rloo_kit.__version__}
         if tools is not None:
-            named = {"tools": run.rloo.tools, "environment": run.rloo.environment, "sources": tools.toolbox.sources}
-            conditions |= {"tools": named | asdict(tools.limits)}
+            conditions |= {"tools": [dict(run.rloo)[name] for name in TOOLS], "sources": tools.toolbox.sources}
         cache = PassRateCache(conditions)
         pairs = list(dict.fromkeys(asked))
         todo = share([pair for pair in pairs if cache.get(*pair) is None])  # each machine has its own cache
@@ -174,24 +174,19 @@ def fingerprint(model: Any) -> str:
 
 def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     """The rows to keep, and how many were too hard or too easy; prints both."""
+    samples, prompts = run.rollout.difficulty_samples, list(dataset["prompt"])
+    asked, off = f"rollout.difficulty_samples is {samples}, but ", "or set rollout.difficulty_samples=0"
     if answer_reward_of(one.name for one in run.rewards) is None:
-        raise ConfigError(
-            f"rollout.difficulty_samples is {run.rollout.difficulty_samples}, but no reward compares with answers, so "
-            "nothing judges completions: add {name: answer_reward, weight: 0} to rewards, or set "
-            "rollout.difficulty_samples=0"
-        )
+        found = f"{asked}no reward compares with answers, so nothing judges completions"
+        raise ConfigError(f"{found}: add {{name: answer_reward, weight: 0}} to rewards, {off}")
     answers = gold_answers(dataset) or []
     judged = [row for row, answer in enumerate(answers) if answer is not None]  # the others are always kept
     if not judged:
-        raise ConfigError(
-            f"rollout.difficulty_samples is {run.rollout.difficulty_samples}, but the training prompts have no "
-            "column 'answer' with answers to judge completions with: name it in data.answer_column, or set "
-            "rollout.difficulty_samples=0"
-        )
+        found = f"{asked}the training prompts have no column 'answer' with answers to judge completions with"
+        raise ConfigError(f"{found}: name it in data.answer_column, {off}")
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
-    samples, prompts = run.rollout.difficulty_samples, list(dataset["prompt"])
-    asked = [prompts[row] for row in judged], [answers[row] for row in judged]
-    rates, cached = measure_pass_rates(run, policy, *asked, samples, dataset.select(judged))
+    texts, gold = [prompts[row] for row in judged], [answers[row] for row in judged]
+    rates, cached = measure_pass_rates(run, policy, texts, gold, samples, dataset.select(judged))
     skipped = {row for row, rate in zip(judged, rates, strict=True) if not low < rate < high}
     kept = [row for row in range(len(prompts)) if row not in skipped]
     hard, easy = (sum(rate <= low for rate in rates), sum(rate >= high for rate in rates))
@@ -203,9 +198,8 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     needed = run.rloo.prompts_per_generation
     if len(kept) < needed:
         raise DataError(
-            f"{found}: {len(kept)} are left, and a rollout takes {needed}. Use prompts of another "
-            "difficulty (data.source), raise rollout.difficulty_samples or rloo.max_completion_length, widen the two "
-            "rates, or set rollout.difficulty_samples=0 to train on all"
+            f"{found}: {len(kept)} are left, and a rollout takes {needed}. Use other prompts (data.source), raise "
+            f"rollout.difficulty_samples or rloo.max_completion_length, widen the two rates, {off} to train on all"
         )
     say(f"difficulty: {found} ({cached} from the cache): {len(kept)} are trained on")
     mean = sum(rates) / len(rates)
@@ -230,9 +224,8 @@ def _measure(
 
         # a seed for each chunk, the same in each run, so that two chunks draw independently
         seed = int.from_bytes(hashlib.sha256(f"{run.run.seed} {chunk[0][0]}".encode()).digest()[:4], "big")
-        starts = [rows[start] for *_, start in chunk] if rows else None
-        completions = _sample(run, policy, [prompt for prompt, *_ in chunk], samples, seed, starts, report)
-        judge.gold = [answer for _, answer, _ in chunk]
+        texts, judge.gold, starts = map(list, zip(*chunk, strict=True))
+        completions = _sample(run, policy, texts, samples, seed, [rows.get(one, {}) for one in starts], report)
         verdicts = judge.judge(completions) or []
         rights = [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
         cache.add([(*pair, right) for pair, right in zip(chunk, rights, strict=True)])

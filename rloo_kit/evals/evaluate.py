@@ -25,7 +25,7 @@ from rloo_kit.rewarding.registry import build_reward, make_rewards
 from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.worker import close_worker, read_sources
 from rloo_kit.rewards.answer import has_no_answer
-from rloo_kit.rollout.completions import Completion, generate_completions
+from rloo_kit.rollout.completions import Completion, generate_completions, measure_calls
 from rloo_kit.rollout.episodes import ToolUse, episode_columns, make_tool_use
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import split_turns
@@ -98,22 +98,18 @@ class HeldOutRewards:
         """Every reward of each completion (None: does not apply, NaN: failed), and messages."""
         rows, messages = list[list[float | None]](), list[str]()
         size = max(1, self._size // num_samples) * num_samples
-        of_episodes = _columns_of(completions, self._toolbox)
+        samples = [dataset[done.prompt_index] for done in completions]
+        given: dict[str, list[Any]] = {"prompts": [sample["prompt"] for sample in samples]}
+        given |= {"completions": [one.text for one in completions], "completion_ids": [one.ids for one in completions]}
+        names = [name for name in dataset.column_names if name not in NOT_COLUMNS]
+        given |= {name: [sample[name] for sample in samples] for name in names}
+        given |= {"thinking_forced": [done.forced for done in completions]} if self._has_budget else {}
+        given |= _columns_of(completions, self._toolbox)
         for start in range(0, len(completions), size):
-            chunk = completions[start : start + size]
-            samples = [dataset[done.prompt_index] for done in chunk]
-            batch = {
-                "prompts": [sample["prompt"] for sample in samples],
-                "completions": [done.text for done in chunk],
-                "completion_ids": [done.ids for done in chunk],
-            }
-            batch |= {name: [sample[name] for sample in samples] for name in samples[0] if name not in NOT_COLUMNS}
-            batch |= {"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {}
-            batch |= {name: values[start : start + size] for name, values in of_episodes.items()}
-            batch |= self._constant
+            batch = {name: values[start : start + size] for name, values in given.items()}
             columns = []
             for reward in self._rewards:
-                found = reward.score(**batch)
+                found = reward.score(**batch, **self._constant)
                 pairs = zip(found.values, found.failed, strict=True)
                 columns.append([math.nan if failed else value for value, failed in pairs])
                 messages += found.failures[:1]
@@ -281,8 +277,7 @@ class AnswerJudge:
 
 
 def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
-    """The first of the run's rewards whose name is in `names`, or the first of `names`; a verifier without its
-    threshold."""
+    """The run's first reward with one of `names`, or the first of these; a verifier without its threshold."""
     entry = next((entry for entry in run.rewards if entry.name in names), None) or RewardSection(name=names[0])
     if entry.name == GYM_REWARD:
         params = {name: value for name, value in entry.params.items() if name != "threshold"}
@@ -291,8 +286,7 @@ def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
 
 
 class _Generator:
-    """Samples completions of the held-out prompts and prints progress over all `passes`. Each process samples its part
-    with its own seed, and all get all completions, in order."""
+    """Samples the held-out prompts, a part in each process, with progress over all `passes`; all get all, in order."""
 
     def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str, passes: int) -> None:
         self.run, self.policy, self.dataset, self.label = run, policy, dataset, label
@@ -316,8 +310,7 @@ class _Generator:
         prompts, seed = [self.prompts[place] for place in self.own], self.run.run.seed + process_index()
         options |= {"max_completion_length": self.limit, "temperature": temperature, "engine": self.run.rollout}
         options |= {"batch_size": self.run.eval.batch_size, "seed": seed, "on_batch": report}
-        if self.tools is not None:
-            options |= {"tools": self.tools, "rows": [self.dataset[place] for place in self.own]}
+        options |= {"tools": self.tools, "rows": [self.dataset[place] for place in self.own]}
         completions = generate_completions(self.policy, prompts, **options)
         self.done += len(completions)
         return gather_lists([replace(done, prompt_index=self.own[done.prompt_index]) for done in completions])
@@ -359,15 +352,9 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
 def _measure_tools(completions: list[Completion]) -> dict[str, float]:
     """`Evaluation.tools`, with a warning if a tool failed."""
     episodes = [done.episode for done in completions if done.episode is not None]
-    if not episodes:
-        return {}
-    kinds = [kind for one in episodes for _, kind in one.calls]
     if failures := [text for one in episodes for text in one.failures]:
-        say(f"WARNING: tool {failures[0]} ({len(failures)} of {len(kinds)} calls failed; the model gets the error)")
-    means = {"call_frequency": len(kinds) / len(episodes)}
-    for kind, name in (("failed", "failure_frequency"), ("invalid", "invalid_frequency")):
-        means[name] = kinds.count(kind) / max(1, len(kinds))
-    return means | {"turns": _mean([len(done.context) + 1 for done in completions])}
+        say(f"WARNING: tool {failures[0]} ({len(failures)} calls failed; the model gets the error)")
+    return measure_calls(episodes, [done.context for done in completions]) if episodes else {}
 
 
 def _measure_greedy(
@@ -404,8 +391,7 @@ def _measure_budget(generate: _Generator, judge: AnswerJudge, budget: int) -> Bu
 def _samples(
     generate: _Generator, completions: list[Completion], verdicts: list[bool | None] | None
 ) -> list[dict[str, Any]]:
-    """The first completion of each prompt, split into thinking and answer: for the first `eval.num_completions` prompts
-    (0: none at all), and for later ones until their text reaches SAMPLE_CHARS."""
+    """Each prompt's first completion: of `eval.num_completions` prompts (0: none), then up to SAMPLE_CHARS of text."""
     run, policy, dataset = generate.run, generate.policy, generate.dataset
     samples, left = list[dict[str, Any]](), SAMPLE_CHARS
     for index in range(len(dataset) if run.eval.num_completions else 0):

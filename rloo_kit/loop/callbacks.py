@@ -21,7 +21,7 @@ from transformers import ProgressCallback, TrainerCallback
 from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
-from rloo_kit.errors import HealthError, NoSignalError
+from rloo_kit.errors import HealthError, NoSignalError, shorten
 from rloo_kit.health.rules import Context, Finding
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
@@ -280,17 +280,13 @@ class SampleTable(TrainerCallback):
             reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
             if row["truncated"]:
                 answer += "\n(cut off)"
-            shown = _shorten(thinking, 480) + (f"\n({CLOSED_BY_THE_BUDGET})" if row.get("forced") else "")
+            shown = shorten(thinking, 480, tail=240) + (f"\n({CLOSED_BY_THE_BUDGET})" if row.get("forced") else "")
             steps = [one for one in list_steps(row.get("turns", ())) if one[0] not in ("thinking", "text")]
-            shown_calls = (text if kind == "call" else f"-> {_shorten(text, 60)}" for kind, text in steps)
-            calls = [_shorten("\n".join(shown_calls), 240)] if has_tools else []
-            cells = (_shorten(plain_prompt(prompt), 160), *calls, shown, _shorten(answer, 240), reward)
+            lines = [text if kind == "call" else f"-> {shorten(text, 60)}" for kind, text in steps]
+            calls = [shorten("\n".join(lines), 240, tail=120)] * has_tools
+            cells = (shorten(plain_prompt(prompt), 160, tail=80), *calls, shown, shorten(answer, 240, 120), reward)
             table.add_row(*(Text(picture_controls(cell)) for cell in cells))
         return table
-
-
-def _shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 class HealthGuard(TrainerCallback):

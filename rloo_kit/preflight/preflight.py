@@ -26,25 +26,11 @@ from rloo_kit.loop.callbacks import say_findings
 from rloo_kit.loop.training import check_sampling, check_start, train_in
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import step_completions
-from rloo_kit.preflight.probe import (
-    WIDER,
-    Probe,
-    compare_logps,
-    describe,
-    draw_rows,
-    find_logp_faults,
-    find_rollout_faults,
-    is_short,
-    is_unsure,
-    roll_out,
-    try_tools,
-)
-from rloo_kit.preflight.trial_steps import StepsFound, Tell, make_trainer, try_steps
+from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe, try_tools
+from rloo_kit.preflight.trial_steps import StepsFound, try_steps
 from rloo_kit.results.verdict import TrainResult
-from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, format_seconds
-from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
 
@@ -161,7 +147,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             probe, is_named = None, any(fault.name == "rewards" for fault in faults)
             found: list[Problem] = []
             with catching("rollout", found):
-                probe = _probe(hidden, policy, data, reward_funcs, found, measures, tell)
+                probe = run_probe(hidden, policy, data, reward_funcs, found, measures, tell)
             faults += [fault for fault in found if fault.name != "rewards" or not is_named]
             steps = None
             try:
@@ -171,42 +157,6 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             if probe is not None and steps is not None:
                 _estimate(run, data, probe, steps, measures)
     return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
-
-
-def _probe(
-    run: RunConfig,
-    policy: Policy,
-    data: Data,
-    rewards: list[Any],
-    faults: list[Problem],
-    measures: Measures,
-    tell: Tell,
-) -> Probe | None:
-    """The probe rollout; None if it ran out of memory."""
-    try:
-        with make_trainer(policy, run, rewards, data.train) as trainer:
-            probe = roll_out(trainer, draw_rows(run, data.train), run, tell)
-            describe(run, policy, probe, measures)
-            wider = draw_rows(run, data.train, WIDER) if is_unsure(probe, measures) else []
-            if len(wider) > len(probe.batch):
-                expected = format_seconds((probe.sample_s + probe.judge_s) * len(wider) / len(probe.batch))
-                tell(f"{measures.signal} of {measures.prompts} groups have a signal; a wider probe, about {expected}")
-                probe = roll_out(trainer, wider, run, tell)
-                describe(run, policy, probe, measures)
-            tell(f"log-probs of {len(probe.batch)} completions, compared with the sampler's")
-            starts_there = compare_logps(trainer, probe, measures)
-            faults += find_logp_faults(trainer, measures, starts_there)
-            if is_short(measures):
-                tell("thinking is cut off: one completion per prompt at the model's full length shows how long it is")
-            faults += find_rollout_faults(run, policy, trainer, probe, measures)
-            return probe
-    except RuntimeError as error:
-        if isinstance(error, RlooKitError) or not is_out_of_memory(error):
-            raise
-    finally:
-        end_workers()  # training starts its own: a reward may count its calls
-    faults.append(Problem("memory", "a rollout of a few groups ran out of memory", "set rollout.rows=1"))
-    return None
 
 
 @contextmanager

@@ -4,28 +4,35 @@ problems that would keep the run from learning."""
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rloo_kit.checks.preflight_result import EpisodesFound, Measures, RewardFound, Spread
+from rloo_kit.checks.preflight_result import Measures, RewardFound, Spread
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
+from rloo_kit.data.load import Data
+from rloo_kit.data.tool_turns import make_call
 from rloo_kit.data.tools import Toolbox
-from rloo_kit.errors import excerpt, shorten
+from rloo_kit.errors import RlooKitError, shorten
 from rloo_kit.gradient.advantages import tied_groups
 from rloo_kit.health.series import at_ceiling
 from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import Policy
+from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered, wilson
+from rloo_kit.results.samples import describe_call, list_steps
+from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.rollout.completions import measure_calls
 from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.types import FOREIGN, Limits, split_turns
+from rloo_kit.system.console import format_seconds
+from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 from rloo_kit.think_tags import THINK_START, count_thinking
 
@@ -52,6 +59,42 @@ class Probe:
     rewards: list[str]
 
 
+def run_probe(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    rewards: list[Any],
+    faults: list[Problem],
+    measures: Measures,
+    tell: Tell,
+) -> Probe | None:
+    """The probe rollout, its problems into `faults` and its numbers into `measures`; None if it ran out of memory."""
+    try:
+        with make_trainer(policy, run, rewards, data.train) as trainer:
+            probe = roll_out(trainer, draw_rows(run, data.train), run, tell)
+            describe(run, policy, probe, measures)
+            wider = draw_rows(run, data.train, WIDER) if is_unsure(probe, measures) else []
+            if len(wider) > len(probe.batch):
+                expected = format_seconds((probe.sample_s + probe.judge_s) * len(wider) / len(probe.batch))
+                tell(f"{measures.signal} of {measures.prompts} groups have a signal; a wider probe, about {expected}")
+                probe = roll_out(trainer, wider, run, tell)
+                describe(run, policy, probe, measures)
+            tell(f"log-probs of {len(probe.batch)} completions, compared with the sampler's")
+            starts_there = compare_logps(trainer, probe, measures)
+            faults += find_logp_faults(trainer, measures, starts_there)
+            if is_short(measures):
+                tell("thinking is cut off: one completion per prompt at the model's full length shows how long it is")
+            faults += find_rollout_faults(run, policy, trainer, probe, measures)
+            return probe
+    except RuntimeError as error:
+        if isinstance(error, RlooKitError) or not is_out_of_memory(error):
+            raise
+    finally:
+        end_workers()  # training starts its own: a reward may count its calls
+    faults.append(Problem("memory", "a rollout of a few groups ran out of memory", "set rollout.rows=1"))
+    return None
+
+
 def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, Any]]:
     """Rows of the training set for the probe, each repeated K times; the same for the same seed. `times` multiplies the
     minimum number of groups."""
@@ -61,7 +104,7 @@ def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, An
     return [row for place in places for row in [dataset[place]] * generations]
 
 
-def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, tell: Callable[[str], None]) -> Probe:
+def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, tell: Tell) -> Probe:
     """Sample completions with the run's engine and judge them with its rewards; `tell` gets lines of progress."""
     step = trainer.rloo
     trainer.model.train()
@@ -87,20 +130,19 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
     batch, judged = probe.batch, probe.batch.judged
     found, size = judged.completions, probe.batch.group_size
     measures.generations, measures.prompts = size, len(batch) // size
-    measures.completion_tokens = Spread.of(
-        [sum(map(len, split_turns(*one))) for one in zip(found.completion_ids, found.context, strict=True)]
-    )
+    turns = [split_turns(*one) for one in zip(found.completion_ids, found.context, strict=True)]
+    measures.completion_tokens = Spread.of([sum(map(len, one)) for one in turns])
     measures.truncated = sum(found.truncated) / len(batch)
     end_id = policy.tags.end_id
     if thinks(policy.family, run.model.enable_thinking) and end_id is not None:
-        ids_of = found.completion_ids
-        own = [end_id in ids and not spans for ids, spans in zip(ids_of, found.forced, strict=True)]
+        own = [end_id in ids and not spans for ids, spans in zip(found.completion_ids, found.forced, strict=True)]
         measures.closed, measures.think_end_id = sum(own) / len(own), end_id
         measures.forced = sum(map(bool, found.forced)) / len(own)
-        turns = [split_turns(*one) for one in zip(ids_of, found.context, strict=True)]
         measures.thinking_tokens = Spread.of([count_thinking(one, end_id) for one in turns])
     if played := [one for one in found.episodes if one is not None]:
-        measures.episodes = _describe_episodes(played)
+        measures.episodes = measure_calls(played, found.context)
+        shown = max(played, key=lambda one: (bool(one.calls), one.cut is None)).messages
+        measures.episode = [f"{kind}: {_one_line(text)}" for kind, text in list_steps([*shown, {}])]
     for column, name in enumerate(probe.rewards):
         rewards = judged.rewards_per_func[:, column]
         differs = int((~tied_groups(rewards, size)).sum())
@@ -145,8 +187,8 @@ def find_rollout_faults(
     if policy.family == "instruct" and (closed := sum(end_id in one for one in ids) / len(ids)) > CLOSED:
         found = f"{closed:.0%} of {len(ids)} completions close a thought, and the family is instruct"
         yield Problem("rollout", found, "set model.family: thinking", level="warning")
-    if measures.episodes is not None:
-        yield from _find_episode_faults(run, probe, measures.episodes, bool(measures.tools))
+    if played := [one for one in probe.batch.judged.completions.episodes if one is not None]:
+        yield from _find_call_faults(run, played, bool(measures.tools))
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1
     # Of a probe without a signal: too few completions do not rule out chance.
@@ -157,10 +199,10 @@ def find_rollout_faults(
     if few and measures.signal == 0:
         yield _find_silence(run, probe, measures, level)
         return
-    by_tools = 0.0 if measures.episodes is None else measures.episodes.cut
-    if measures.truncated - by_tools > MANY and run.rloo.thinking_budget is None:
+    if measures.truncated > MANY and run.rloo.thinking_budget is None:
         found = f"{measures.truncated:.0%} of {count} completions are cut off"
-        fix = f"set {_longer(run, _round_up(2 * run.rloo.max_completion_length))}"
+        fix = f"set {_longer(run, 2 * run.rloo.max_completion_length)}"
+        fix += f", or raise rloo.max_turns ({run.rloo.max_turns})" if played else ""
         yield Problem("rollout", found, fix, level="warning")
     if few:
         fix = _advise(measures.pass_rate) or "rollout.resample_rounds=2 samples fresh prompts in their place"
@@ -170,19 +212,11 @@ def find_rollout_faults(
 
 
 def _advise(rate: float | None) -> str:
-    """What to change if almost nothing or almost everything is solved; empty in between.
-
-    >>> _advise(1.0), _advise(0.3)
-    ('take harder prompts (data.source)', '')
-    """
+    """What to change if almost nothing or almost everything is solved; empty in between."""
     if rate is None or NEVER < rate < ALWAYS:
         return ""
-    if rate >= ALWAYS:
-        return "take harder prompts (data.source)"
-    return (
-        "take easier prompts (data.source), train on demonstrations first (rloo-kit sft), or add "
-        "a graded reward to rewards"
-    )
+    easier = "take easier prompts (data.source), train on demonstrations first (rloo-kit sft)"
+    return f"{easier}, or add a graded reward to rewards" if rate <= NEVER else "take harder prompts (data.source)"
 
 
 def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) -> Problem:
@@ -222,12 +256,11 @@ def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: 
     )
     lengths, longest = measure_long(run, policy, trainer, batch)
     if lengths:
-        keys = _longer(run, _round_up(math.ceil(ROOM * max(lengths))))
+        keys = _longer(run, math.ceil(ROOM * max(lengths)))
         return f"{found}. Left alone, {len(lengths)} of them ended within {max(lengths)} tokens: set {keys}"
     fixes = [f"rloo.thinking_budget={limit // 2}, which closes them"] if limit >= 3 else []
-    value = _round_up(2 * longest)
-    if run.data.max_prompt_length + value <= _positions(policy):
-        fixes.append(_longer(run, value))
+    if run.data.max_prompt_length + 2 * longest <= _positions(policy):
+        fixes.append(_longer(run, 2 * longest))
     return f"{found}, and few end within {longest} tokens: set {' or '.join(fixes or ['another model.name'])}"
 
 
@@ -252,16 +285,13 @@ def _positions(policy: Policy) -> int:
     return getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or LONG_TOKENS
 
 
-def _longer(run: RunConfig, value: int) -> str:
-    """Keys that allow completions of `value` tokens."""
+def _longer(run: RunConfig, tokens: int) -> str:
+    """Keys that allow completions of so many tokens, rounded up."""
+    unit = 8 if tokens < 256 else 256
+    value = -(-tokens // unit) * unit
     needed = run.data.max_prompt_length + value
     more = f" model.max_seq_length={needed}" if needed > run.model.max_seq_length else ""
     return f"rloo.max_completion_length={value}{more}"
-
-
-def _round_up(tokens: int) -> int:
-    unit = 8 if tokens < 256 else 256
-    return -(-tokens // unit) * unit
 
 
 # ------------------------------------------------------------------------------------------------ tools
@@ -275,14 +305,12 @@ def try_tools(toolbox: Toolbox, row: dict[str, Any], measures: Measures) -> Iter
         toolbox.reset([0], [row])  # whatever the last call did to its process
         started = time.monotonic()
         (result,) = toolbox.call(0, [(name, arguments)]).result()
-        call, found = _write_call(name, arguments), (result.detail or result.content).removeprefix(f"{name}: ")
-        measures.tools[name] = f"{call} = {_one_line(found)} ({time.monotonic() - started:.2g} s)"
-        if result.kind == "ok":
-            continue
-        fix = "the arguments are made up; fix the tool if they make sense"
-        if "its process" in found:
-            fix = "fix the tool; in a run the model gets this as the result, and the process is started again"
-        yield Problem("tools", f"rloo.tools: {call} failed: {found}", fix, level="warning")
+        took, call = time.monotonic() - started, describe_call(make_call(name, arguments))
+        found = (result.detail or result.content).removeprefix(f"{name}: ")
+        measures.tools[name] = f"{call} = {_one_line(found)} ({took:.2g} s)"
+        if result.kind != "ok":
+            fix = "the arguments are made up; fix the tool if they make sense (the model gets this as the result)"
+            yield Problem("tools", f"rloo.tools: {call} failed: {found}", fix, level="warning")
 
 
 def make_value(schema: dict[str, Any]) -> Any:
@@ -302,57 +330,24 @@ def make_value(schema: dict[str, Any]) -> Any:
     return {"integer": 1, "number": 1, "boolean": True, "null": None}.get(kind, "text")
 
 
-def _describe_episodes(played: list[Episode]) -> EpisodesFound:
-    kinds = Counter(kind for one in played for _, kind in one.calls)
-    calls, shown = kinds.total(), max(played, key=lambda one: (bool(one.calls), one.cut is None))
-    return EpisodesFound(
-        calling=sum(bool(one.calls) for one in played) / len(played),
-        calls=calls,
-        failed=kinds["failed"] / max(1, calls),
-        invalid=kinds["invalid"] / max(1, calls),
-        turns=sum(message["role"] == "assistant" for one in played for message in one.messages) / len(played),
-        cut=sum(one.cut is not None for one in played) / len(played),
-        shown=[_one_line(_write_message(message)) for message in shown.messages],
-    )
-
-
-def _write_message(message: dict[str, Any]) -> str:
-    calls = [call["function"] for call in message.get("tool_calls") or []]
-    said = [message.get("reasoning_content") or "", message.get("content") or ""]
-    written = [_write_call(one["name"], one["arguments"]) for one in calls]
-    return f"{message.get('name') or message['role']}: {' '.join([*map(_one_line, said), *written])}"
-
-
-def _write_call(name: str, arguments: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={excerpt(value, 40)}' for key, value in arguments.items())})"
-
-
 def _one_line(text: str) -> str:
     return shorten(" ".join(text.split()), SHOWN)
 
 
-def _find_episode_faults(run: RunConfig, probe: Probe, found: EpisodesFound, may_call: bool) -> Iterator[Problem]:
+def _find_call_faults(run: RunConfig, episodes: list[Episode], may_call: bool) -> Iterator[Problem]:
     """Problems shown by the calls of the probe rollout."""
-    played = [one for one in probe.batch.judged.completions.episodes if one is not None]
-    limit, failures = run.run.max_reward_failure_share, [text for one in played for text in one.failures]
-    if may_call and not found.calls:
-        text = f"none of {len(played)} completions calls a tool, and RLOO cannot learn to call what is never sampled"
-        fix = "train on worked calls first (rloo-kit sft), or ask for them in data.system_prompt"
-        yield Problem("tools", text, fix, level="warning")
-    if found.failed:
-        text = f"{found.failed:.0%} of {found.calls} calls of tools failed"
-        level = "error" if found.failed > limit else "warning"
-        fix = f"fix the tool. A failure: {failures[0]}"
-        yield Problem("tools", text, fix, f"run.max_reward_failure_share={limit:g}", level)
-    if found.invalid > MANY:
-        text = f"{found.invalid:.0%} of {found.calls} calls name no tool, or arguments that do not fit"
-        fix = "say more in the docstrings of rloo.tools, or train on worked calls first (rloo-kit sft)"
-        yield Problem("tools", text, fix, level="warning")
-    if found.cut > MANY:
-        by_turns = sum(one.cut == "max_turns" for one in played) >= found.cut * len(played) / 2
-        key = "max_turns" if by_turns else "max_completion_length"
-        fix = f"raise rloo.{key} ({dict(run.rloo)[key]})" + ("" if by_turns else ", or lower rloo.tool_result_tokens")
-        yield Problem("tools", f"{found.cut:.0%} of {len(played)} episodes are ended by a limit", fix, level="warning")
+    kinds, limit = [kind for one in episodes for _, kind in one.calls], run.run.max_reward_failure_share
+    if failures := [text for one in episodes for text in one.failures]:
+        share = len(failures) / len(kinds)
+        found, fix = f"{share:.0%} of {len(kinds)} calls of tools failed", f"fix the tool. A failure: {failures[0]}"
+        level = "error" if share > limit else "warning"
+        yield Problem("tools", found, fix, f"run.max_reward_failure_share={limit:g}", level)
+    if may_call and kinds.count("invalid") >= MANY * len(kinds):
+        found = f"none of {len(episodes)} completions calls a tool, and RLOO cannot learn to call what is never sampled"
+        if kinds:
+            found = f"{kinds.count('invalid')} of {len(kinds)} calls name no tool, or arguments that do not fit"
+        fix = "train on worked calls first (rloo-kit sft), or say more in data.system_prompt and the tools' docstrings"
+        yield Problem("tools", found, fix, level="warning")
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities

@@ -365,15 +365,14 @@ def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, A
     """The fields of a row that the page needs, without its ids."""
     segments, answer, is_split = split_row(row, end_id)
     found = list_steps(row.get("turns") or ())
-    *parts, answer = cut_parts([*(text for _, text in found), *(text for text, _ in segments), answer], LONGEST)
-    steps = [(kind, text) for (kind, _), text in zip(found, parts, strict=False)]
-    thinking = [[text, forced] for text, (_, forced) in zip(parts[len(found) :], segments, strict=True)]
+    texts = [*(text for _, text in found), *(text for text, _ in segments), answer]
     rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
     judged = next((rewards[name] for name in (GYM_REWARD, *REWARDS_WITH_ANSWERS) if name in rewards), None)
     columns: dict[str, Any] = row["columns"] if isinstance(row.get("columns"), dict) else {}
     return {
         "number": number, "step": row["step"], "group": row.get("group"), "prompt": plain(row["prompt"]),
-        "steps": steps, "thinking": thinking, "answer": answer, "split": is_split, "tokens": row["completion_tokens"],
+        "texts": cut_parts(texts, LONGEST), "kinds": [kind for kind, _ in found],
+        "flags": [forced for _, forced in segments], "split": is_split, "tokens": row["completion_tokens"],
         "calls": row.get("tool_calls"), "failed": bool(row.get("tool_failures")),
         "thinking_tokens": row.get("thinking_tokens") if row.get("closed") else None,
         "truncated": bool(row.get("truncated")), "forced": bool(row.get("forced")),
@@ -388,15 +387,12 @@ def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:
     """Cut the texts to fit the page, and store prompts and reward names once."""
     found.rewards = list(dict.fromkeys(name for record in records for name in record["rewards"]))
     places: dict[str, int] = {}
-    texts = [
-        [*(text for _, text in one["steps"]), *(text for text, _ in one["thinking"]), one["answer"]] for one in records
-    ]
-    lengths = [sum(map(len, each)) for each in texts]
+    lengths = [sum(map(len, one["texts"])) for one in records]
     limit = longest_that_fits(lengths, ROOM)
     found.limit = limit if any(length > limit for length in lengths) else None
-    for record, whole in zip(records, texts, strict=True):
-        *parts, answer = map(show_text, cut_parts(whole, limit))
-        kinds, flags = [kind for kind, _ in record["steps"]], [forced for _, forced in record["thinking"]]
+    for record in records:
+        *parts, answer = map(show_text, cut_parts(record["texts"], limit))
+        kinds, flags = record["kinds"], record["flags"]
         marks = [name for name in ("wrong", "regressed", "truncated", "forced", "failed", "whole") if record.get(name)]
         row: dict[str, Any] = {
             "step": record["step"], "group": record["group"],

@@ -73,12 +73,9 @@ def generate_completions(
     """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
 
     Args:
-        policy: from `load_policy`.
-        prompts: texts with the chat template applied (`data.train["prompt"]`).
-        max_completion_length: limit in tokens, at least 1.
-        num_samples: completions of each prompt.
-        temperature: 0 is greedy decoding.
-        batch_size: completions generated at once.
+        policy: from `load_policy`. prompts: texts with the chat template applied (`data.train["prompt"]`).
+        max_completion_length: limit in tokens, at least 1. num_samples: completions of each prompt.
+        temperature: 0 is greedy decoding. batch_size: completions generated at once.
         seed: fixes the samples for a given batch size; the global random state is restored afterwards.
         thinking_budget: tokens after which open thinking is closed; None for no budget.
         answer_budget: with a thinking budget, limit in tokens after `</think>`; None for what the budget leaves of
@@ -122,15 +119,14 @@ def generate_completions(
             rollout = RolloutSection()  # each calls as often as it has prompts, and samples from its own copy
     if not prompts:
         return []
-    episodes = None
+    episodes, repeats = None, num_samples
     if tools is not None:
-        given = [dict(row) | {"prompt": one} for row, one in zip(rows or [{}] * len(prompts), prompts, strict=True)]
-        given = [row for row in given for _ in range(num_samples)]
-        episodes = tools.begin(given)
+        pairs = zip(rows or [{}] * len(prompts), prompts, strict=True)
+        given = [dict(row) | {"prompt": prompt} for row, prompt in pairs for _ in range(num_samples)]
+        episodes, repeats = tools.begin(given), 1
         prompts = list(map(add_observation, given, episodes.observations))
     prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
     _check_lengths(policy, prompt_ids, limits.max_completion_length)
-    repeats = num_samples if episodes is None else 1
     prefixes = [ids for ids in prompt_ids for _ in range(repeats)]  # prompt-major
     end_ids, end_id = find_end_ids(policy), policy.tags.end_id
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
@@ -160,6 +156,15 @@ def generate_completions(
             )
         )
     return completions
+
+
+def measure_calls(episodes: Sequence[Episode], context: Sequence[Sequence[Span]]) -> dict[str, float]:
+    """Means of a run with tools, named as in training: call_frequency and turns (per completion), failure_frequency and
+    invalid_frequency (shares of the calls). `context`: the spans of the results in each."""
+    kinds = [kind for one in episodes for _, kind in one.calls]
+    found = {"call_frequency": len(kinds) / len(episodes), "turns": sum(map(len, context)) / len(episodes) + 1}
+    found["failure_frequency"] = kinds.count("failed") / max(1, len(kinds))
+    return found | {"invalid_frequency": kinds.count("invalid") / max(1, len(kinds))}
 
 
 @contextmanager
@@ -219,9 +224,7 @@ def find_end_ids(policy: Policy) -> list[int]:
 def _check_lengths(policy: Policy, prompt_ids: list[list[int]], completion_length: int) -> None:
     longest = max(map(len, prompt_ids))
     if not all(prompt_ids):
-        raise DataError(
-            f"prompt {[len(ids) for ids in prompt_ids].index(0)} has no tokens; there is nothing to continue"
-        )
+        raise DataError(f"prompt {list(map(len, prompt_ids)).index(0)} has no tokens; there is nothing to continue")
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there: an error about shapes
     fixes = [

@@ -47,7 +47,7 @@ def test_each_tool_is_called_once_in_its_process(tmp_path):
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go, found
     tools = found.measures.tools
-    assert tools["add"].startswith("add(a=1) = 1 (") and tools["look_up"].startswith("look_up(word='text') = KeyError")
+    assert tools["add"].startswith("add(a=1) = 1 (") and tools["look_up"].startswith('look_up(word="text") = KeyError')
     assert "took longer than 1 s" in tools["wait"] and "returned <object" in tools["an_object"]
     assert tools["take"].startswith(f"take(a=1) = {int(data.train[0]['answer']) - 1} ("), "after a reset with a row"
     texts = [fault.text for fault in found.warnings if fault.name == "tools"]
@@ -58,7 +58,7 @@ def test_each_tool_is_called_once_in_its_process(tmp_path):
     ]
     assert "made up" in texts[0] and "rloo.tool_timeout_s" in texts[1] and "what JSON can hold" in texts[2]
     assert "none of" in texts[3] and "rloo-kit sft" in texts[3]
-    assert "tool add" in str(found) and found.to_dict()["measures"]["episodes"]["calls"] == 0
+    assert "tool add" in str(found) and found.to_dict()["measures"]["episodes"]["call_frequency"] == 0
     assert "World" in found.measures.rewards, "its own reward is judged"
 
 
@@ -89,13 +89,17 @@ def test_an_episode_is_shown_and_its_calls_are_counted(tmp_path):
         describe(run, policy, probe, measures)
         faults = list(find_rollout_faults(run, policy, trainer, probe, measures))
     found = measures.episodes
-    assert (found.calling, found.calls) == (0.75, 8 * 4)
-    assert (found.failed, found.invalid, found.turns, found.cut) == (0.25, 0.25, 2.0, 0.25)
-    assert found.shown == ["assistant: I add. add(a=2, b=3)", "add: 5", "assistant: So 5"]
+    shares = {"failure_frequency": 0.25, "invalid_frequency": 0.25}
+    assert found == shares | {"call_frequency": 1.0, "turns": 2.0}
+    thought = ["thinking: I add.", "call: add(a=2, b=3)", "result: 5", "thinking: So", "text: 5"]
+    assert measures.episode == thought
     texts = [fault.text for fault in faults if fault.name == "tools"]
     assert len(texts) == 1 and "25% of 32 calls of tools failed" in texts[0] and "KeyError: 'two'" in texts[0]
     shown = dict(measures.lines())
-    assert shown["an episode"] == "\n".join(found.shown) and "75% of the completions call a tool" in shown["episodes"]
+    assert (
+        shown["an episode"] == "\n".join(thought)
+        and "2 turns and 1 calls each; 25% of them failed" in shown["episodes"]
+    )
 
 
 def test_an_edited_tool_is_noticed_by_a_resumed_run(tmp_path):
