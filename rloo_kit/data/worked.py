@@ -178,7 +178,7 @@ class _Writer:
         self.tokenizer, self.thinking, self.limit = tokenizer, thinking, run.rloo.tool_result_tokens
         schemas = tool_schemas(run) or []
         self.names = [str(one["function"]["name"]) for one in schemas]
-        self.form = ToolFormat(tokenizer, thinking, **template_options(run)) if schemas else None
+        self.form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run)) if schemas else None
 
     def read_turns(self, value: Any, what: str) -> list[Message] | None:
         """The messages of a demonstration with tools, calls in one form and results named; None for any other."""
