@@ -59,7 +59,7 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
     form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
     if floor and form in ("auto", "sequence", "token"):
         masking = f"{'token' if form == 'auto' else form}_mask"
-        found = f"rloo.sampler_correction_floor is {floor}, but rloo.sampler_correction={form} has no lower bound"
+        found = f"rloo.sampler_correction_floor is {floor}, but rloo.sampler_correction is {form}, with no lower bound"
         problems.append(f"{found}; set rloo.sampler_correction={masking} or rloo.sampler_correction_floor=0")
     rounds = values.get("resample_rounds")
     if rounds and values.get("baseline") == "none":
@@ -124,7 +124,7 @@ def _find_loss_problems(values: Mapping[str, Any]) -> list[str]:
 def _find_thinking_problems(values: Mapping[str, Any]) -> list[str]:
     thinking, answer = values.get("thinking_budget"), values.get("answer_budget")
     if thinking is None:
-        found = f"rloo.answer_budget is {answer}, but rloo.thinking_budget is null, so no thinking is closed by force"
+        found = f"rloo.answer_budget is {answer}, but rloo.thinking_budget is null, so no thinking is cut short"
         return [] if answer is None else [f"{found}; set rloo.thinking_budget or rloo.answer_budget=null"]
     closing = CLOSE_TOKENS.get(values.get("thinking_close", "tag"), 1)
     limit, needed = values.get("max_completion_length"), thinking + closing + (answer or 1)
