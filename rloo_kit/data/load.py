@@ -109,6 +109,7 @@ def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
     Runs in one process only, and without the stack if `needs_stack` is False."""
     family, thinking = family_of(run, tokenizer)
+    schemas = tool_schemas(run)
     sources = [_read_training(run, rows, thinking)]
     if run.data.separate_test:
         sources.append(_read_test(run))
@@ -116,7 +117,7 @@ def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     notes: list[str] = []
     for source in sources:
         notes += source.notes
-        texts = [render_row(run, tokenizer, family, source, row) for row in range(len(source))]
+        texts = [render_row(run, tokenizer, family, source, row, schemas) for row in range(len(source))]
         sides.append(Side(source, texts, _fitting_rows(run, tokenizer, source, texts, notes)))
     train_rows, test_rows = _split(sides, run.data, notes)
     dropped = sum(len(side.texts) - len(side.rows) for side in sides)
@@ -486,14 +487,14 @@ def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool =
 
 
 def render_row(
-    run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int, key: str | None = None
+    run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int, tools: Any = None, key: str | None = None
 ) -> str:
     """The text that the model reads for one row; raises DataError with file and line if it cannot be rendered.
 
-    `family` is that of `resolve_family`; `key` names the prompt column in errors.
+    `family` is that of `resolve_family`; `tools`: their schemas; `key` names the prompt column in errors.
     """
     try:
-        options = run.model.enable_thinking, run.data.system_prompt, tool_schemas(run)
+        options = run.model.enable_thinking, run.data.system_prompt, tools
         return render_prompt(tokenizer, source.prompts[row], family, *options)
     except DataError as error:
         own = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"

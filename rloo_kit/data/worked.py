@@ -113,7 +113,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
         if thought is not None and not thought.strip():
             left_out[f"whose column '{column}' is empty (sft.thinking_column)"] += 1
             continue
-        prompt = render_row(run, tokenizer, family, source, row, "sft.prompt_column")
+        prompt = render_row(run, tokenizer, family, source, row, writer.schemas, "sft.prompt_column")
         if prompt_identity(prompt) in known:
             left_out["whose prompts are held out for the evaluation"] += 1
             continue
@@ -176,9 +176,9 @@ class _Writer:
 
     def __init__(self, run: RunConfig, tokenizer: Any, thinking: bool) -> None:
         self.tokenizer, self.thinking, self.limit = tokenizer, thinking, run.rloo.tool_result_tokens
-        schemas = tool_schemas(run) or []
-        self.names = [str(one["function"]["name"]) for one in schemas]
-        self.form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run)) if schemas else None
+        self.schemas = tool_schemas(run)
+        self.names = [str(one["function"]["name"]) for one in self.schemas or ()]
+        self.form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run)) if self.schemas else None
 
     def read_turns(self, value: Any, what: str) -> list[Message] | None:
         """The messages of a demonstration with tools, calls in one form and results named; None for any other."""
