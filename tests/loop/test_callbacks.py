@@ -124,11 +124,12 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, capsys):
     assert max(map(len, printed.splitlines())) <= 100, "a wider table wraps in the middle of its frame"
 
 
-def test_sample_table_shows_calls_shortly(rollouts, capsys):
+def test_sample_table_shows_calls_shortly(rollouts, capsys, monkeypatch):
     """The ids hold the tools' results: decoded, they were the model's answer. A result of 256 tokens fills no table."""
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     turns = [{"role": "assistant", "reasoning_content": "hm", "content": "", "tool_calls": [call]}]
     turns += [{"role": "tool", "name": "add", "content": "3" * 500}, {"role": "assistant", "content": "done"}]
+    monkeypatch.setenv("COLUMNS", "120")
     rollouts([row([1], completion="so</think>done", answer_start=10, turns=turns), row([1], completion="x")])
     SampleTable(rollouts, every_steps=1, num_samples=1).on_log(None, state(1), None, logs=LOGS)
     printed = capsys.readouterr().out
