@@ -415,7 +415,7 @@ def test_a_question_comes_through_a_pipe_and_json_is_alone_on_stdout(run_folder)
     done = subprocess.run(words, input="1+2=\n", capture_output=True, text=True, timeout=120)
     (found,) = map(json.loads, done.stdout.splitlines())
     keys = ["question", "thinking", "answer", "tokens", "thinking_tokens", "ended", "closed", "forced"]
-    keys += ["seconds", "base"]
+    keys += ["seconds", "base", "turns"]
     assert list(found) == keys and list(found["base"]) == keys and found["question"] == "1+2=", done.stderr
     assert found["thinking_tokens"] == 2 and found["forced"] and found["base"]["base"] is None
     empty = subprocess.run(command(run_folder), input="\n", capture_output=True, text=True, timeout=120)
