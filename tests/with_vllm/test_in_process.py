@@ -131,6 +131,23 @@ def test_budgets_close_the_thinking_and_bound_the_answer(policy, data):
     check_logps(policy.model, prompts, sampled, tolerance=MOST)
 
 
+def test_turns_continue_behind_their_replies(policy, data):
+    """A second turn is a request behind the tool's result, whether tools are fast or slow. Which requests vLLM computes
+    together depends on that, so that the two need not sample the same tokens."""
+    disturb(policy.model, 2)
+    prompts = prompts_of(policy, data)
+    engine, found = make_engine(policy), []
+    for delay_s in (0.0, 0.05):
+        torch.manual_seed(1)
+        dialogue = Echo(lambda number, delay_s=delay_s: delay_s * (number % 3))
+        found.append(engine.sample(prompts, limits(policy, 60, thinking_budget=6, answer_budget=8), dialogue=dialogue))
+        check_logps(policy.model, prompts, found[-1], tolerance=MOST)
+    for ids, context, forced in zip(found[0].completion_ids, found[0].context, found[0].forced, strict=True):
+        assert [ids[start + 1] for start, _ in context] == [31 + turn for turn in range(len(context))]
+        assert len(forced) <= len(context) + 1
+    assert max(map(len, found[0].context)) == 2
+
+
 def test_an_error_leaves_no_request_behind(policy, data):
     """Ctrl-C in a rollout once left requests that the next rollout waited for."""
     engine, prompts = make_engine(policy), prompts_of(policy, data)
@@ -270,20 +287,3 @@ def test_broken_weights_are_named(policy, data):
         next(value for name, value in policy.model.named_parameters() if "lora_B" in name).fill_(float("nan"))
     with pytest.raises(BackendError, match="NaN.*rloo.learning_rate"):
         make_engine(policy).sample(prompts_of(policy, data), limits(policy))
-
-
-def test_turns_continue_behind_their_replies(policy, data):
-    """A second turn is a request behind the tool's result, whether tools are fast or slow. Which requests vLLM computes
-    together depends on that, so that the two need not sample the same tokens."""
-    disturb(policy.model, 2)
-    prompts = prompts_of(policy, data)
-    engine, found = make_engine(policy), []
-    for delay_s in (0.0, 0.05):
-        torch.manual_seed(1)
-        dialogue = Echo(lambda number, delay_s=delay_s: delay_s * (number % 3))
-        found.append(engine.sample(prompts, limits(policy, 60, thinking_budget=6, answer_budget=8), dialogue=dialogue))
-        check_logps(policy.model, prompts, found[-1], tolerance=MOST)
-    for ids, context, forced in zip(found[0].completion_ids, found[0].context, found[0].forced, strict=True):
-        assert [ids[start + 1] for start, _ in context] == [31 + turn for turn in range(len(context))]
-        assert len(forced) <= len(context) + 1
-    assert max(map(len, found[0].context)) == 2
