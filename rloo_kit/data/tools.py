@@ -19,7 +19,7 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, excerpt, shorten
-from rloo_kit.system.input_files import find_input, places_of
+from rloo_kit.system.input_files import find_target
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
 from rloo_kit.system.user_code import describe_user_error, import_target, make_plain, read_files
 
@@ -250,9 +250,6 @@ class _InWorker:
             self.open()
         return self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
 
-    def close(self) -> None:
-        self.worker.close()
-
 
 @dataclass
 class _InThisProcess:
@@ -263,9 +260,6 @@ class _InThisProcess:
 
     def run(self, timeout_s: float, method: str, *args: Any) -> Any:
         return getattr(self.host, method)(*args)
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 class Toolbox:
@@ -341,11 +335,6 @@ class Toolbox:
             return [place.host.take(number) for number in self._past]
         return [EnvironmentView(self, number) for number in self._past]
 
-    def close(self) -> None:
-        """End the processes; a later call starts others."""
-        for place in self._places:
-            place.close()
-
     def _submit(self, number: int, work: Callable[..., Any], *args: Any) -> "Future[Any]":
         """`work(run, number, ...)` in the thread of the row's process; `run` calls a method of its host."""
         index = number % len(self._places)
@@ -413,21 +402,16 @@ def open_toolbox(run: RunConfig) -> Toolbox | None:
     Raises:
         ConfigError: a tool or the environment cannot be imported or offered, with its name.
     """
-    is_used = run.rloo.tools or run.rloo.environment is not None
-    return open_named(run.rloo, run.source and run.source.parent) if is_used else None
+    return open_named(run.rloo, run.source and run.source.parent) if run.rloo.has_tools else None
 
 
 def open_named(section: Any, next_to: Path | None) -> Toolbox:
     """The tools that `run.rloo` or an `RLOOConfig` names; files are looked for in `next_to` too."""
     targets, folders = list[str](), list[str]()
-    for target in (*section.tools, *([section.environment] if section.environment else [])):
-        module, _, name = target.rpartition(":")
-        folder = places_of("", "rloo.tools", next_to)
-        if module.endswith(".py"):
-            file = find_input(module, "rloo.tools", next_to).resolve()
-            target, folder = f"{file}:{name}", [file.parent]
+    for named in (*section.tools, *([section.environment] if section.environment else [])):
+        target, found = find_target(named, "rloo.tools", next_to)
         targets.append(target)
-        folders += [str(one) for one in folder if str(one) not in folders]
+        folders += [str(one) for one in found if str(one) not in folders]
     environment = targets.pop() if section.environment else None
     limits = section.tool_timeout_s, section.tool_processes, tuple(section.tool_env)
     return _open(tuple(targets), environment, tuple(folders), *limits)

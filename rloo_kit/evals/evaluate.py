@@ -354,7 +354,8 @@ def _measure_tools(completions: list[Completion]) -> dict[str, float]:
     episodes = [done.episode for done in completions if done.episode is not None]
     if failures := [text for one in episodes for text in one.failures]:
         say(f"WARNING: tool {failures[0]} ({len(failures)} calls failed; the model gets the error)")
-    return measure_calls(episodes, [done.context for done in completions]) if episodes else {}
+    calls = [call for one in episodes for call in one.calls]
+    return measure_calls(calls, [len(done.context) + 1 for done in completions]) if episodes else {}
 
 
 def _measure_greedy(

@@ -14,7 +14,7 @@ import torch
 import trl
 
 from rloo_kit.data.tools import Toolbox
-from rloo_kit.errors import DataError, RewardError, ToolError
+from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
@@ -22,7 +22,6 @@ from rloo_kit.rewarding.guard import GuardedReward
 from rloo_kit.rewarding.signature import overflowing
 from rloo_kit.rollout.episodes import Episode, Episodes, ToolUse, add_observation, episode_columns
 from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout, Span, split_turns
-from rloo_kit.system.processes import say
 
 
 class Sampler:
@@ -98,24 +97,13 @@ class Sampler:
 
         Raises ToolError if more calls failed than `max_reward_failure_share` in too many rollouts in a row; a
         checkpoint is saved first."""
-        args = self.trainer.args
-        kinds = [kind for one in found.episodes if one is not None for _, kind in one.calls]
-        kinds = self.parallel.gather_list(kinds)
+        kinds = self.parallel.gather_list([kind for one in found.episodes if one is not None for _, kind in one.calls])
         share = kinds.count("failed") / max(1, len(kinds))
-        messages = list(dict.fromkeys(text for one in found.episodes if one is not None for text in one.failures))
-        counts = share > args.max_reward_failure_share
-        reason = " | ".join(messages[:3]) or "in another process"
-        if self.failures.add(reason if share else None, counts):
-            for message in messages[:3]:
-                say(f"WARNING: tool {message} ({share:.0%} of this rollout's calls failed; the model gets the error)")
-        if self.failures.exceeded:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-            raise ToolError(
-                f"{share:.0%} of the tools' calls failed, more than max_reward_failure_share = "
-                f"{args.max_reward_failure_share:.0%} in {self.failures.patience} generation batches in a row, so "
-                f"training stopped. The state is saved in {args.output_dir}; fix the tool and resume. A failure: "
-                f"{self.failures.reason}"
-            )
+        messages = list(dict.fromkeys(text for one in found.episodes if one is not None for text in one.failures))[:3]
+        how = f"{share:.0%} of this rollout's calls failed; the model gets the error"
+        lines = [f"tool {message} ({how})" for message in messages]
+        reason, what = " | ".join(messages) or "in another process", f"{share:.0%} of the tools' calls failed"
+        watch_failures(self.trainer, self.failures, share, reason, lines, ToolError, what, "tool")
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Completion ids from the engine.
@@ -149,7 +137,6 @@ class Rewarder:
         self.trainer, self.parallel, self.tells_forced, self.toolbox = trainer, parallel, tells_forced, toolbox
         self.missing_eos_penalty = trainer.args.missing_eos_penalty
         self.form = trainer.args.normalize_rewards
-        self.failure_share = trainer.args.max_reward_failure_share
         self.failures = FailureCount(trainer.args.reward_failure_steps)
         self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
 
@@ -199,17 +186,9 @@ class Rewarder:
         Raises RewardError if too many failed in too many rollouts in a row; a checkpoint is saved first."""
         if share and not failures:
             failures = ["a reward model returned infinity, or a reward failed in another process"]
-        if self.failures.add(" | ".join(failures) if share else None, counts=share > self.failure_share):
-            for message in failures:
-                print(f"WARNING: {message} ({share:.0%} of the samples of this rollout are not scored)", flush=True)
-        if self.failures.exceeded:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-            raise RewardError(
-                f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = "
-                f"{self.failure_share:.0%} in {self.failures.patience} generation batches in a row, so training "
-                f"stopped. The state is saved in {self.trainer.args.output_dir}; fix the reward and resume. A failure: "
-                f"{self.failures.reason}"
-            )
+        lines = [f"{message} ({share:.0%} of the samples of this rollout are not scored)" for message in failures]
+        reason, what = " | ".join(failures), f"rewards failed for {share:.0%} of the samples"
+        watch_failures(self.trainer, self.failures, share, reason, lines, RewardError, what, "reward")
 
 
 @contextmanager
@@ -259,6 +238,33 @@ class FailureCount:
         reports = self.total >= self._reports_at or self.exceeded
         self._reports_at = 2 * self.total if reports else self._reports_at
         return reports
+
+
+def watch_failures(
+    trainer: Any,
+    failures: FailureCount,
+    share: float,
+    reason: str,
+    lines: Sequence[str],
+    error: type[RlooKitError],
+    what: str,
+    thing: str,
+) -> None:
+    """Count a training rollout in which a `share` (0 to 1) of something failed, and print `lines` if it is reported.
+
+    Raises `error` if the share was above `max_reward_failure_share` in too many rollouts in a row; a checkpoint is
+    saved first. `what` failed, and the `thing` to fix, are for its text."""
+    args = trainer.args
+    if failures.add(reason if share else None, counts=share > args.max_reward_failure_share):
+        for line in lines:
+            print(f"WARNING: {line}", flush=True)
+    if failures.exceeded:
+        trainer._save_checkpoint(trainer.model, trial=None)
+        raise error(
+            f"{what}, more than max_reward_failure_share = {args.max_reward_failure_share:.0%} in {failures.patience} "
+            f"generation batches in a row, so training stopped. The state is saved in {args.output_dir}; fix the "
+            f"{thing} and resume. A failure: {failures.reason}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- dynamic sampling

@@ -17,6 +17,7 @@ from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charg
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import Completions, RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
+from rloo_kit.rollout.completions import measure_calls
 from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.types import split_turns
 from rloo_kit.think_tags import ThinkTags, answer_offset, count_thinking, span_offsets
@@ -173,15 +174,9 @@ class Recorder:
         turns = gather_list([len(spans) + 1 for spans in found.context])
         results = gather_list([sum(end - start for start, end in spans) for spans in found.context])
         cut = gather_list([one is not None and one.cut is not None for one in found.episodes])
-        kinds = [kind for _, kind in calls]
-        metrics = {
-            "tools/call_frequency": len(calls) / len(turns),
-            "tools/failure_frequency": kinds.count("failed") / max(1, len(calls)),
-            "tools/invalid_frequency": kinds.count("invalid") / max(1, len(calls)),
-            "tools/turns": sum(turns) / len(turns),
-            "tools/result_tokens": sum(results) / len(results),
-            "tools/cut_ratio": sum(cut) / len(cut),
-        }
+        metrics = {f"tools/{name}": value for name, value in measure_calls(calls, turns).items()}
+        metrics["tools/result_tokens"] = sum(results) / len(results)
+        metrics["tools/cut_ratio"] = sum(cut) / len(cut)
         for name in sorted({name for name, kind in calls if kind != "invalid"}):
             own = [kind for called, kind in calls if called == name]
             metrics[f"tools/{name}/call_frequency"] = len(own) / len(turns)

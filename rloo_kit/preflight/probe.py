@@ -140,7 +140,8 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
         measures.forced = sum(map(bool, found.forced)) / len(own)
         measures.thinking_tokens = Spread.of([count_thinking(one, end_id) for one in turns])
     if played := [one for one in found.episodes if one is not None]:
-        measures.episodes = measure_calls(played, found.context)
+        calls = [call for one in played for call in one.calls]
+        measures.episodes = measure_calls(calls, [len(spans) + 1 for spans in found.context])
         shown = max(played, key=lambda one: (bool(one.calls), one.cut is None)).messages
         measures.episode = [f"{kind}: {_one_line(text)}" for kind, text in list_steps([*shown, {}])]
     for column, name in enumerate(probe.rewards):

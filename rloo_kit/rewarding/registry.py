@@ -16,7 +16,7 @@ from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
 from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
 from rloo_kit.rewarding.worker import WorkerReward
-from rloo_kit.system.input_files import find_input, places_of
+from rloo_kit.system.input_files import find_target
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
 
@@ -146,11 +146,7 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
     for name in entry.env:
         if name not in os.environ:
             raise ConfigError(f"{key}.env names {name!r}, and there is no such variable: set it in .env, or remove it")
-    next_to = run.source and run.source.parent
-    target, folders = entry.name, places_of("", f"{key}.name", next_to)
-    if module.endswith(".py"):
-        file = find_input(module, f"{key}.name", next_to).resolve()
-        target, folders = f"{file}:{function}", [file.parent]
+    target, folders = find_target(entry.name, f"{key}.name", run.source and run.source.parent)
     reward = WorkerReward(target, params=dict(entry.params), folders=folders, timeout_s=entry.timeout_s, env=entry.env)
     try:
         accepted = reward.load()

@@ -158,11 +158,11 @@ def generate_completions(
     return completions
 
 
-def measure_calls(episodes: Sequence[Episode], context: Sequence[Sequence[Span]]) -> dict[str, float]:
-    """Means of a run with tools, named as in training: call_frequency and turns (per completion), failure_frequency and
-    invalid_frequency (shares of the calls). `context`: the spans of the results in each."""
-    kinds = [kind for one in episodes for _, kind in one.calls]
-    found = {"call_frequency": len(kinds) / len(episodes), "turns": sum(map(len, context)) / len(episodes) + 1}
+def measure_calls(calls: Sequence[tuple[str, str]], turns: Sequence[int]) -> dict[str, float]:
+    """Means of a run with tools: call_frequency and turns (per completion), failure_frequency and invalid_frequency
+    (shares of the calls). `calls`: of all episodes, as in `Episode`; `turns`: of each completion."""
+    kinds = [kind for _, kind in calls]
+    found = {"call_frequency": len(kinds) / len(turns), "turns": sum(turns) / len(turns)}
     found["failure_frequency"] = kinds.count("failed") / max(1, len(kinds))
     return found | {"invalid_frequency": kinds.count("invalid") / max(1, len(kinds))}
 

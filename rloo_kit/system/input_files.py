@@ -136,6 +136,16 @@ def find_input(path: str, key: str, *others: Path | None) -> Path:
     return found
 
 
+def find_target(target: str, key: str, next_to: Path | None) -> tuple[str, list[Path]]:
+    """A user's `module:name` or `path/to/file.py:name`, its file absolute, and the folders where its modules are;
+    `next_to`: a further folder, the config's. Raises ConfigError if there is no such file."""
+    module, _, name = target.rpartition(":")
+    if not module.endswith(".py"):
+        return target, places_of("", key, next_to)
+    file = find_input(module, key, next_to).resolve()
+    return f"{file}:{name}", [file.parent]
+
+
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`).
 
