@@ -23,13 +23,14 @@ from rloo_kit.data.tasks import find_family
 from rloo_kit.data.tool_turns import ToolFormat
 from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
-from rloo_kit.errors import ConfigError, RlooKitError
+from rloo_kit.errors import ConfigError, RewardError, RlooKitError
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import own_bytes
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
 from rloo_kit.rewarding.guard import guard, is_async, reward_name
-from rloo_kit.rewarding.registry import REGISTRY, build_reward, check_reward_name
+from rloo_kit.rewarding.judge import BASE, NO_COLUMN, JudgeReward
+from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.verifiers import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.worker import close_worker
@@ -146,7 +147,23 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
         require_library(f"{key}.name: {GYM_REWARD}")
     if tokenizer is None and ":" not in entry.name:
         return check_reward_name(key, entry.name)
-    return build_reward(run, tokenizer, entry, key)
+    reward = build_reward(run, tokenizer, entry, key)
+    if isinstance(reward, JudgeReward) and (fault := reward.find_fault()):
+        raise RewardError(f"{key}.params: {fault}")
+    return reward
+
+
+def _find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Problem]:
+    """Problems of `eval.judge`: its endpoint, its column of references."""
+    faults: list[Problem] = []
+    with catching("judge", faults):
+        if run.eval.judge is not None:
+            judge, against = build_judge(run), run.eval.judge.against
+            if fault := judge.find_fault():
+                raise RewardError(f"eval.judge.params: {fault}")
+            if row is not None and against != BASE and against not in row:
+                raise ConfigError(NO_COLUMN.format(against, ", ".join(row)))
+    return faults
 
 
 def _try_reward(
@@ -274,7 +291,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             train = prepare_data(run.model_copy(update=plain), tokenizer).train
             row = None if unusable else train.row(0)
             run.check_prompts(len(train.rows))
-    faults += find_reward_faults(run, tokenizer, thinking, row)
+    faults += find_reward_faults(run, tokenizer, thinking, row) + _find_judge_faults(run, row)
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     if not unusable and (toolbox := open_toolbox(run)) is not None and toolbox.owns_reward:
         names.append(str(toolbox.environment))

@@ -30,7 +30,6 @@ from rloo_kit.config.model_names import (
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_file
 from rloo_kit.config.schema import (
     FULL_LEARNING_RATE,
-    FULL_SFT_RATE,
     DataSection,
     EvalSection,
     HealthSection,
@@ -39,10 +38,10 @@ from rloo_kit.config.schema import (
     RLOOSection,
     RolloutSection,
     RunSection,
-    SftSection,
     VllmSection,
 )
 from rloo_kit.config.section import Section, declared, explain_errors
+from rloo_kit.config.supervised import FULL_SFT_RATE, RewardModelSection, SftSection
 from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file, read_yaml
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import prepare_standby
@@ -70,6 +69,7 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="the sampling")
     eval: EvalSection = Field(default_factory=EvalSection, description="the evaluation")
     sft: SftSection = Field(default_factory=SftSection, description="the supervised start")
+    reward_model: RewardModelSection | None = Field(None, description="the training of a reward model")
     health: HealthSection = Field(default_factory=HealthSection, description="what a finding leads to")
     _source: Path | None = PrivateAttr(None)
     _checked: str = PrivateAttr("")  # the state that last passed refuse_faults of checks/
@@ -141,10 +141,14 @@ class RunConfig(Section):
             return f"{near.absolute()}{colon}{function}" if is_near else name
 
         files: list[tuple[Any, str]] = [(copy.data, "source"), (copy.data, "test_source"), (copy.sft, "source")]
+        files += [(copy.reward_model, "source")] if copy.reward_model else []
         files += [(one, "source") for one in copy.data.sources or ()] + [(one, "name") for one in copy.rewards]
         for owner, key in [*files, (copy.rloo, "environment")]:
             setattr(owner, key, absolute(getattr(owner, key), key))
         copy.rloo.tools = [str(absolute(one, "rloo.tools")) for one in copy.rloo.tools]
+        for params in [one.params for one in copy.rewards] + ([copy.eval.judge.params] if copy.eval.judge else []):
+            if isinstance(params.get("template"), str):
+                params["template"] = absolute(params["template"], "template")
         return copy
 
     def __eq__(self, other: object) -> bool:

@@ -21,7 +21,6 @@ from rloo_kit.config.section import Section, TrlDefault, key
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
-LORA_SFT_RATE, FULL_SFT_RATE = 2e-4, 2e-5  # common for models of billions of parameters; much smaller ones need more
 
 Tracker = Literal[
     "tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "swanlab", "clearml", "neptune", "dvclive", "dagshub",
@@ -518,6 +517,16 @@ class RolloutSection(Section):
         return self
 
 
+class JudgeSection(Section):
+    """A judge that compares the held-out answers with others: their win rate."""
+
+    prefix: ClassVar[str] = "eval.judge."
+    against: str = key("base", "base: the policy before training; or a column with reference answers", min_length=1)
+    params: dict[str, Any] = Field(
+        description="as of judge_reward: url, model, rubric and others, without mode and scale"
+    )
+
+
 class EvalSection(Section):
     """What is measured on the held-out prompts."""
 
@@ -534,6 +543,7 @@ class EvalSection(Section):
     num_completions: int = key(10, "completions to show; the report keeps more (0: none)", ge=0)
     every_steps: int = key(0, "steps between evaluations during training; 0: none", ge=0)
     every_prompts: Count = key(64, "prompts of an evaluation during training, the same each time")
+    judge: JudgeSection | None = key(None, "measure the win rate, before and after training; see below")
     measure: str = key(
         "auto", "what selects the best: accuracy, reward (the weighted sum) or a reward's name; auto: accuracy if a "
         "reward compares answers, else reward",
@@ -546,52 +556,13 @@ class EvalSection(Section):
     def _check_consistency(self) -> "EvalSection":
         if self.patience is not None and not self.every_steps:
             raise ValueError(f"patience is {self.patience}, but eval.every_steps is 0; raise it, or eval.patience=null")
+        if self.judge is not None and not self.num_completions:
+            raise ValueError(
+                "judge is set, but num_completions is 0, and it reads what is kept; eval.num_completions=10"
+            )
         if self.pass_at_k and max(self.pass_at_k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k asks for {max(self.pass_at_k)} completions of a prompt, num_samples gives "
                 f"{self.num_samples}; set eval.num_samples={max(self.pass_at_k)}"
-            )
-        return self
-
-
-class SftSection(Section):
-    """Demonstrations to train on before RLOO: where they come from, and for how long."""
-
-    prefix: ClassVar[str] = "sft."
-    source: str | None = key(None, "source of the demonstrations; null: data.source", min_length=1)
-    subset: str | None = key(None, "hub only; null: data.subset, or none if sft.source is set")
-    split: str | None = key(None, "null: data.split, or train if sft.source is set")
-    prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
-    completion_column: str = key(
-        "completion", "column with the demonstration, without the thinking if thinking_column is set",
-        min_length=1,
-    )  # fmt: skip
-    thinking_column: str | None = key(
-        None, "column with the thinking; null: in the demonstration, closed by </think>", min_length=1
-    )
-    num_prompts: Count | None = key(None, "demonstrations to draw; null: all")
-    max_length: Count | None = key(
-        None, "longer rows, prompt and demonstration together, are left out; null: model.max_seq_length"
-    )
-    max_steps: Count | None = key(None, "optimizer steps; wins over num_train_epochs")
-    num_train_epochs: float = key(1.0, "passes over the demonstrations, when max_steps is null", gt=0)
-    learning_rate: float = key(
-        LORA_SFT_RATE, "peak learning rate; decays linearly to 0", gt=0,
-        follows=f"{FULL_SFT_RATE:g} with model.lora: null",
-    )  # fmt: skip
-    warmup_steps: float = key(0.05, "optimizer steps of warm-up; below 1, a share of the run", ge=0)
-    per_device_train_batch_size: Count = key(4, "demonstrations of one micro-step")
-    gradient_accumulation_steps: Count = key(4, "micro-steps of one optimizer step")
-    signal_prompts: int = key(
-        64, "training prompts that are sampled afterwards, to check that RLOO has a signal; 0: none",
-        ge=0,
-    )  # fmt: skip
-
-    @model_validator(mode="after")
-    def _check_columns(self) -> "SftSection":
-        if self.thinking_column == self.completion_column:
-            raise ValueError(
-                f"thinking_column and completion_column are both {self.completion_column!r}; name two columns, or set "
-                "sft.thinking_column=null if one column has both"
             )
         return self

@@ -17,9 +17,11 @@ from rloo_kit.data.chat import template_options, thinks
 from rloo_kit.data.gym import GYM_COLUMN
 from rloo_kit.data.tools import Toolbox, open_toolbox
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
+from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Budget, Evaluation, digest_prompt
 from rloo_kit.results.intervals import Measured, Scores, clustered, mean_of_completions, pass_at_k
+from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
 from rloo_kit.rewarding.registry import build_reward, make_rewards
 from rloo_kit.rewarding.signature import weighted_sum
@@ -155,7 +157,13 @@ SAMPLE_CHARS = 4_000_000  # of text in `Evaluation.more_samples`: 1,000 short co
 
 
 def evaluate(
-    run: RunConfig, policy: Policy, dataset: Any, label: str = "", *, reward_funcs: list[Any] | None = None
+    run: RunConfig,
+    policy: Policy,
+    dataset: Any,
+    label: str = "",
+    *,
+    reward_funcs: list[Any] | None = None,
+    base: Evaluation | None = None,
 ) -> Evaluation:
     """Measure a policy on held-out prompts.
 
@@ -166,6 +174,7 @@ def evaluate(
             `eval.num_prompts` are used, so that two evaluations use the same prompts.
         label: a word for the table's title; by default "after N steps" for a policy that `train` has trained.
         reward_funcs: rewards to measure, in the form that `train` takes; None: `run.rewards`, built for this call.
+        base: the evaluation before training, whose answers `eval.judge` compares with; None: that in the run's folder.
 
     Raises:
         DataError: no prompts.
@@ -184,7 +193,10 @@ def evaluate(
             rewards, built = make_held_out_rewards(run, policy.tokenizer)
         else:
             rewards = HeldOutRewards(run, reward_funcs)
-        return evaluate_with(run, policy, dataset, judge, rewards, label)
+        measured = evaluate_with(run, policy, dataset, judge, rewards, label)
+        if run.eval.judge is not None and is_main_process():
+            measure_win_rate(run, dataset, measured, base or load_evaluation(run, "before"))
+        return share(measured)
     finally:
         judge.close()
         for reward in built:

@@ -125,7 +125,7 @@ def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: Ru
     if result.stopped:
         return result
     if before is not None:
-        after = evaluate(run, policy, data.test, label="after")
+        after = evaluate(run, policy, data.test, label="after", base=before)
         run_dir.write_json("after.json", after.to_dict())
         say(after)
         say(f"after supervised training: {compare(before, after)}")

@@ -336,7 +336,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         raise error(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
     if before is not None:
         refuse_edited()  # training has ended their processes
-        after = evaluate(run, policy, data.test, label="after", reward_funcs=reward_funcs)
+        after = evaluate(run, policy, data.test, label="after", reward_funcs=reward_funcs, base=before)
         end_workers()  # a later call restarts a reward's process
         run_dir.write_json("after.json", after.to_dict())
         say(fill_text(after.describe()))

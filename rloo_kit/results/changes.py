@@ -10,6 +10,7 @@ from typing import Any
 
 from rloo_kit.results.evaluation import (
     ACCURACIES,
+    SHARES,
     Evaluation,
     describe_sample,
     digest_prompt,
@@ -99,12 +100,12 @@ def change_of(measure: str, before: Evaluation, after: Evaluation) -> Change | N
     """The change of `Evaluation.measure(measure)`, paired if possible; None if one of the two lacks it, or the rewards
     were edited in between."""
     old, new = before.measure(measure), after.measure(measure)
-    if old is None or new is None or (measure not in ACCURACIES and rewards_differ(before, after)):
+    if old is None or new is None or (measure not in SHARES and rewards_differ(before, after)):
         return None
     both = list(pair_means(before, after, measure).values())
     if both:
-        is_greedy = measure.startswith("greedy")
-        sizes = [1, 1] if is_greedy else [before.num_samples, after.num_samples]
+        is_one = measure.startswith(("greedy", "win"))
+        sizes = [1, 1] if is_one else [before.num_samples, after.num_samples]
         first, second = [a for a, _ in both], [b for _, b in both]
         old, new = mean_of_prompts(first, sizes[0]), mean_of_prompts(second, sizes[1])
         difference = paired_difference(first, second, math.lcm(*sizes))
@@ -158,6 +159,7 @@ class Comparison:
     def __str__(self) -> str:
         texts = {name: f"{one.difference:+.3f}" for name, one in self.changes.items()}
         parts = [f"{self.word} {texts['accuracy']}"] if "accuracy" in texts and self.word else []
+        parts += [f"win rate {texts['win_rate']}"] if "win_rate" in texts else []
         if "reward" in texts and (self.leading == "reward" or texts["reward"] != texts.get("accuracy")):
             parts.insert(0 if self.leading == "reward" else 1, f"reward {texts['reward']}")
         if not parts:
@@ -173,7 +175,7 @@ class Comparison:
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference between two evaluations, with intervals; paired on the prompts that both measured."""
     leading = next(iter(shared_measures(before, after)), "accuracy").removeprefix("greedy_")
-    names = ("accuracy", f"greedy_{leading}", "reward")
+    names = ("accuracy", f"greedy_{leading}", "win_rate", "reward")
     changes = {name: found for name in names if (found := change_of(name, before, after)) is not None}
     word = "" if says_nothing(before, after) else name_of("accuracy", before, after)
     old, new = before.measure(leading), after.measure(leading)
@@ -201,7 +203,8 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
     counts: dict[str, dict[str, int]] = {}
     kinds: dict[Any, str] = {}
     if before is not None and after is not None:
-        by_reward = "reward" in shared_measures(before, after)[:1]
+        shared = [name for name in shared_measures(before, after) if name != "win_rate"]
+        by_reward = "reward" in shared[:1]
         leading, greedy = ("reward", "greedy reward") if by_reward else ("accuracy", "greedy")
         kinds = _kinds(before, after, leading)
         sampled = "reward" if by_reward else f"temperature {after.temperature:g}"

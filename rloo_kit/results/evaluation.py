@@ -23,8 +23,8 @@ from rloo_kit.system.processes import say
 Number = Annotated[int, Field(ge=0, lt=2**53)]
 Size = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-MEASURES = ("accuracy", "greedy_accuracy", "reward", "greedy_reward")
-ACCURACIES = MEASURES[:2]
+MEASURES = ("accuracy", "greedy_accuracy", "win_rate", "reward", "greedy_reward")
+ACCURACIES, SHARES = MEASURES[:2], MEASURES[:3]
 # Titles and forms of `Evaluation.tools`.
 TOOLS = {"turns": ("turns per completion", ".2f"), "call_frequency": ("tool calls per completion", ".2f")}
 TOOLS["failure_frequency"] = "calls on which a tool failed", ".1%"
@@ -73,7 +73,9 @@ class Evaluation:
             completions, over the prompts with a reference answer; "reward": the weighted sum of the run's rewards,
             like that metric; "greedy_accuracy" and "greedy_reward" (if the reward leads): at temperature 0;
             "rewards/NAME": each reward's own, without its weight.
+            "win_rate": the share of comparisons that `judge` decided for the policy, a tie counted half.
         judged_by: the run's reward that judged the answers, or EXACT; None without an accuracy, and in old files.
+        judge: against whom, and who compared; "" without. judge_agreement: share of answers on which both orders agree.
         pass_at_k: k -> probability that one of k completions is right.
         closed_share: completions that contain `</think>`; None for a model that does not think.
         truncated_share: completions that reached the limit.
@@ -101,6 +103,8 @@ class Evaluation:
     max_completion_length: Number
     measures: dict[str, Measured] = field(default_factory=dict)
     judged_by: str | None = None
+    judge: str = ""
+    judge_agreement: Share | None = None
     pass_at_k: dict[int, Share] = field(default_factory=dict)
     closed_share: Share | None = None
     truncated_share: Share = 0.0
@@ -119,7 +123,9 @@ class Evaluation:
 
     @property
     def leading(self) -> str:
-        """The measure that decides, "accuracy" or "reward"."""
+        """The measure that decides: "accuracy", "reward", or "win_rate" where no reward of the run compares answers."""
+        if "win_rate" in self.measures and self.judged_by in (None, EXACT):
+            return "win_rate"
         return leading_measure("accuracy" in self.measures, self.judged_by, "reward" in self.measures)
 
     @property
@@ -174,7 +180,7 @@ class Evaluation:
         for one in (found.prompt_digests, *(measured.per_prompt for measured in found.measures.values())):
             if one is not None and len(one) != found.num_prompts:
                 raise ValueError(f"{len(one)} of {found.num_prompts} prompts have a value or a digest")
-        shares = [found.measures.get(name) for name in ACCURACIES]
+        shares = [found.measures.get(name) for name in SHARES]
         shares += [side for one in found.budgets for side in (one.accuracy, one.forced, one.unforced)]
         for share in filter(None, shares):
             if share.is_open or not 0.0 <= share.value <= 1.0:
@@ -214,7 +220,12 @@ class Evaluation:
                 rest += [(f"{word} at {one.tokens}, {who}", str(side))] if side is not None else []
         if says_nothing(self, *others):
             answers, rest = [], []
-        rows = [*rewards, *answers, *rest] if self.leading == "reward" else [*answers, *rewards, *rest]
+        if "win_rate" in found:
+            rewards.insert(0, (f"win rate {self.judge}", str(found["win_rate"])))
+        if self.judge_agreement is not None:
+            rest.append(("the judge agrees in both orders", f"{self.judge_agreement:.1%}"))
+        by_answers = self.leading == "accuracy"
+        rows = [*answers, *rewards, *rest] if by_answers else [*rewards, *answers, *rest]
         if self.closed_share is not None:
             rows.append(("thinking closed", f"{self.closed_share:.1%}"))
         if self.mean_thinking_tokens is not None:
@@ -235,6 +246,7 @@ class Evaluation:
         answers = [] if is_silent or (by_reward and repeats) else self._brief("accuracy")
         rewards = self._brief("reward") if by_reward or not repeats else []
         parts = [*rewards, *answers] if by_reward else [*answers, *rewards]
+        parts = [*self._brief("win_rate"), *parts]
         if not is_silent:
             parts += [f"pass@{k} {value:.3f}" for k, value in sorted(self.pass_at_k.items())]
             budgets = [(one.tokens, one.accuracy.value) for one in self.budgets if one.accuracy is not None]
@@ -301,8 +313,9 @@ def _gather_measures(values: dict[str, Any]) -> dict[str, Any]:
 def shared_measures(*sides: Evaluation | None) -> tuple[str, ...]:
     """Those of MEASURES that every evaluation has, the deciding one first: the reward if it leads in any of them."""
     measured = [side for side in sides if side is not None]
-    first = "reward" if any(side.leading == "reward" for side in measured) else "accuracy"
-    known = ACCURACIES if rewards_differ(*measured) else MEASURES
+    leads = {side.leading for side in measured}
+    first = next((name for name in ("win_rate", "reward") if name in leads), "accuracy")
+    known = SHARES if rewards_differ(*measured) else MEASURES
     found = [name for name in known if measured and all(side.measure(name) for side in measured)]
     return tuple(sorted(found, key=lambda name: first not in name))
 
@@ -333,7 +346,8 @@ def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
     """Descriptions of settings whose difference makes the means of two evaluations incomparable; empty for none."""
     settings = {"temperature": "temperature", "max_completion_length": "completion limit"}
     pairs = [(word, getattr(before, name), getattr(after, name)) for name, word in settings.items()]
-    return [f"{word} {old:g} and {new:g}" for word, old, new in pairs if old != new]
+    judges = [f"judge {before.judge} and {after.judge}"] if "" != before.judge != after.judge != "" else []
+    return [f"{word} {old:g} and {new:g}" for word, old, new in pairs if old != new] + judges
 
 
 def merge_rows(*sides: Evaluation) -> list[tuple[str, ...]]:

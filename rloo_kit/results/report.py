@@ -17,7 +17,7 @@ from rloo_kit.results.changes import (
     read_evaluations,
 )
 from rloo_kit.results.evaluation import (
-    ACCURACIES,
+    SHARES,
     Evaluation,
     merge_rows,
     name_of,
@@ -154,6 +154,7 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
     names = [] if says_nothing(*sides) or repeats else ["accuracy", "greedy_accuracy"]
     if by_reward or any(one.value("reward") != one.value("accuracy") for one in sides):
         names = ["reward", "greedy_reward", *names] if by_reward else [*names, "reward"]
+    names = [*(["win_rate"] if any(one.measure("win_rate") for one in sides) else []), *names]
     titles = {name: name_of(name, *sides).capitalize() for name in names}
     titles |= {"mean_thinking_tokens": "Thinking tokens", "closed_share": "Thinking closed"}
     tiles = []
@@ -163,7 +164,7 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
         ]
         if values == [None, None]:
             continue
-        is_share = name in (*ACCURACIES, "closed_share")
+        is_share = name in (*SHARES, "closed_share")
         old, new = (_number(value, is_share) for value in values)
         tile: dict[str, Any] = {"title": title, "before": old, "after": new, "change": "", "bar": []}
         change = None if before is None or after is None or name not in names else change_of(name, before, after)
@@ -171,7 +172,7 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
             factor, digits, unit = (100, 1, " points") if is_share else (1, 2, "")
             value, *interval = (f"{factor * end:+.{digits}f}" for end in change.difference.ends if end is not None)
             tile["change"] = f"{value}{unit}" + (f" [{', '.join(interval)}]" if len(interval) == 2 else "")
-        if name in ACCURACIES:
+        if name in SHARES:
             found = [(kind, one.measure(name)) for kind, one in (("s0", before), ("s1", after)) if one is not None]
             tile["bar"] = draw_bar([(kind, *one.ends) for kind, one in found if one is not None], 1)
         tiles.append(tile)

@@ -290,10 +290,15 @@ class GuardedAsyncReward(GuardedReward):
         return self._pass_on(await asyncio.wrap_future(_submit(self._score(read_call(args, columns)))))
 
     def score(self, *args: Any, **columns: Any) -> Scored:
-        return _submit(self._score(read_call(args, columns))).result()
+        return run_async(self._score(read_call(args, columns)))
 
 
 WRAPPERS = NamedReward | GuardedReward | RewardsObject | functools.partial
+
+
+def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, run in the loop of the async rewards; waits for it."""
+    return _submit(coroutine).result()
 
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -13,10 +13,11 @@ from rloo_kit.data.chat import family_of
 from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
+from rloo_kit.rewarding.judge import Judge, JudgeReward
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
 from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
 from rloo_kit.rewarding.worker import WorkerReward
-from rloo_kit.system.input_files import find_target
+from rloo_kit.system.input_files import expand_user, find_input, find_target, working_folder
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
 
@@ -32,8 +33,9 @@ REGISTRY: dict[str, Callable[..., Any]] = {
     "repetition_penalty": rewards.RepetitionPenalty,
     "missing_eos_penalty": rewards.MissingEosPenalty,
     "reward_model": RewardModel,
+    "judge_reward": JudgeReward,
 }
-BOUND_ONLY = ("decode", "timeout_s")  # parameters that come from the run, never from `params`
+BOUND_ONLY = ("decode", "timeout_s", "folder", "run")  # parameters that come from the run, never from `params`
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")  # Qwen3 models stop at either
 
 
@@ -103,16 +105,40 @@ def _call_factory(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
         "max_completion_length": run.rloo.max_completion_length,
         "decode": functools.partial(tokenizer.decode, skip_special_tokens=True),
         "timeout_s": entry.timeout_s,
+        **_judges(run),
     }
     accepted = inspect.signature(factory).parameters
     thinking = entry.params.get("thinking", bound["thinking"] if "thinking" in accepted else True)
     if "think_end_id" in accepted:
         _check_tag(key, entry, bound["think_end_id"], required=thinking is not False)
     values = {name: value for name, value in bound.items() if name in accepted and value is not None}
+    return _construct(run, key, entry.name, values | entry.params)
+
+
+def build_judge(run: RunConfig) -> Judge:
+    """The judge of `eval.judge`; raises ConfigError like `build_rewards`."""
+    assert run.eval.judge is not None
+    entry = RewardSection(name="judge", params=run.eval.judge.params)
+    takes = [name for name in inspect.signature(Judge).parameters if name not in (*BOUND_ONLY, "mode")]
+    _check_params("eval.judge", entry, takes)
+    return _construct(run, "eval.judge", entry.name, _judges(run) | entry.params)
+
+
+def _judges(run: RunConfig) -> dict[str, Any]:
+    """What a judge needs of the run: where the cache is, and whose budget it spends."""
+    folder = working_folder() / expand_user(run.run.output_dir, "run.output_dir")
+    return {"folder": folder, "run": run.run.name or ""}
+
+
+def _construct(run: RunConfig, key: str, name: str, values: dict[str, Any]) -> Any:
+    factory = REGISTRY.get(name, Judge)
+    if values.get("template") is not None:
+        near = run.source and run.source.parent
+        values["template"] = str(find_input(str(values["template"]), f"{key}.params.template", near))
     try:
-        return factory(**values | entry.params)
+        return factory(**values)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}.params: {entry.name} cannot be built: {error}") from None
+        raise ConfigError(f"{key}.params: {name} cannot be built: {error}") from None
 
 
 def _check_params(key: str, entry: RewardSection, takes: list[str]) -> None:

@@ -42,7 +42,9 @@ def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
 
 def read_number(value: Any) -> tuple[float | None, str | None]:
     """A reward as a float or None, and the problem if there is one. A tensor or an array of one element is a number, a
-    string never is."""
+    string never is; an error in place of a value is the problem."""
+    if isinstance(value, RewardError):
+        return None, str(value)
     beyond = f"it returned {show(value)}, which is {BEYOND}; a reward is finite, or None where it does not apply"
     try:
         number = _as_float(value)

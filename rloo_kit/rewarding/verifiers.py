@@ -27,6 +27,8 @@ NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
 START_TIMEOUT_S = 120.0  # to start the worker and load math-verify, or reasoning-gym
 
+TEXT_ENDS = "reward_text_ends"  # key of a checkpoint's config: texts without a chat template have an end token
+_OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")  # by the chat template, at the end of a prompt
 _FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
 # Words, which it would multiply by their letters, so that TTH is HTT; but xyz, abc and inf are what it reads in them.
 _WORDS = r"(?!(?:[a-d]+|[b-df-hj-np-tv-z]+|inf(?:inity)?)(?![A-Za-z ]))[A-Za-z]{3}[A-Za-z ]*"
@@ -42,32 +44,17 @@ _UNREAD = (  # by math-verify: a number's base, separators of thousands, i after
 
 
 @dataclass
-class Verifier:
-    """A reward that asks a library in a `Worker`, within two time limits.
-
-    If the library takes longer than `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch
-    has taken `timeout_s`, the sample counts as failed (NaN, which the guard reports).
+class AnswerReader:
+    """A reward that reads answers, without the thinking before them.
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
-        answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
-
-    Raises:
-        RewardError: the library is not installed or does not work.
     """
 
-    caught: ClassVar[type[RlooKitError]] = WholeBatchError  # the guard asks again, sample by sample, after any other
-
-    __name__: ClassVar[str] = "verifier"
+    __name__: ClassVar[str] = "answer_reader"
     think_end_id: int = THINK_END_ID
     thinking: bool = True
-    answer_timeout_s: float = 5.0
-    timeout_s: float = 30.0
     decode: Decode | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_positive("answer_timeout_s", self.answer_timeout_s)
-        check_positive("timeout_s", self.timeout_s)
 
     def _answers(self, completions: Sequence[Any], completion_ids: Sequence[Any], masks: Any) -> list[str]:
         """What follows the thinking of each completion, with `masks` (None without tools) of its last turn; empty if it
@@ -79,6 +66,31 @@ class Verifier:
             answer_text(as_text(text, last=mask is not None), cut_turns(as_ids(ids), mask)[-1], **options) or ""
             for text, ids, mask in zip(completions, completion_ids, masks or [None] * len(completions), strict=True)
         ]
+
+
+@dataclass
+class Verifier(AnswerReader):
+    """A reward that asks a library in a `Worker`, within two time limits.
+
+    If the library takes longer than `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch
+    has taken `timeout_s`, the sample counts as failed (NaN, which the guard reports).
+
+    Args:
+        answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
+
+    Raises:
+        RewardError: the library is not installed or does not work.
+    """
+
+    caught: ClassVar[type[RlooKitError]] = WholeBatchError  # the guard asks again, sample by sample, after any other
+
+    __name__: ClassVar[str] = "verifier"
+    answer_timeout_s: float = 5.0
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_positive("answer_timeout_s", self.answer_timeout_s)
+        check_positive("timeout_s", self.timeout_s)
 
     def _ask(self, worker: Worker, ends_at: float, function: Callable[..., Any], *arguments: str) -> Any:
         """What the library says of one answer: 0.0 after its limit, NaN if it cannot say."""
@@ -177,18 +189,63 @@ def _parse(text: str) -> list[Any]:
     return parse(text, [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)
 
 
-class RewardModel:
+class TextForm:
+    """The text that a reward model reads, as TRL's RewardTrainer writes it: a conversation through the chat template.
+
+    A run passes its prompts rendered. By the model's own template, the text becomes that of the conversation; by
+    another one, the question is the user's message. Any other text is followed by the completion and, with `ends`, the
+    end token.
+    """
+
+    def __init__(self, tokenizer: Any, ends: bool = False) -> None:
+        self.tokenizer, self.ends, self.bos, self.header = tokenizer, ends, "", ""
+        if not tokenizer.chat_template:
+            return
+        asked = [{"role": "user", "content": "Q?"}]
+        prompt = _OPENED.sub("", tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+        whole = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": "A."}], tokenize=False)
+        before, _, self.end = whole.rpartition("A.")
+        if before.startswith(prompt):
+            self.header, self.opening = prompt.rpartition("Q?")[2], before.removeprefix(prompt)
+            self.bos = tokenizer.bos_token if tokenizer.bos_token and whole.startswith(tokenizer.bos_token) else ""
+
+    def encode(self, prompt: Any, completion: Any, question: str | None = None) -> list[int]:
+        """The ids of a prompt with its completion, each a text or messages."""
+        is_rendered = (
+            isinstance(prompt, str) and self.header and (stem := _OPENED.sub("", prompt)).endswith(self.header)
+        )
+        if is_rendered:
+            text = f"{self.bos}{stem.removeprefix(self.bos)}{self.opening}{as_text(completion).strip()}{self.end}"
+        elif isinstance(prompt, str) and (question is None or not self.header):
+            text, end = prompt + as_text(completion), self.tokenizer.eos_token if self.ends else ""
+            text = text if text.endswith(end) else text + end
+            return list(self.tokenizer(text, add_special_tokens=self.ends)["input_ids"])
+        else:
+            asked = [{"role": "user", "content": question}] if isinstance(prompt, str) else prompt
+            said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+            text = self.tokenizer.apply_chat_template([*asked, *said], tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class RewardModel(AnswerReader):
     """A trained reward model: a sequence-classification checkpoint with one output, loaded on first use.
 
-    It scores prompt and completion together; conversations go through its own chat template.
+    It scores prompt and completion together, in the form of `TextForm`. Of a model that thinks it reads the answer
+    alone; a completion without one (its thinking was never closed, or nothing follows it) gets the lowest score of the
+    others in the call, so that it escapes no penalty, and None if no completion of the call has an answer.
 
     Args:
-        model: hub id or folder of the checkpoint.
+        model: hub id or folder of the checkpoint; `rloo-kit reward-model` trains one.
         batch_size: texts scored at a time.
         max_length: tokens; a longer text is not scored (None), never cut.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
         dtype: the weights' precision by torch's name, "auto" for the checkpoint's own.
+        think_end_id, thinking, decode: as for `rewards.AnswerReward`, bound by a run; thinking: false scores thought
+            and answer together.
     """
+
+    __name__: ClassVar[str] = "reward_model"
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __init__(
         self,
@@ -198,6 +255,9 @@ class RewardModel:
         max_length: int | None = None,
         device: str | None = None,
         dtype: str = "auto",
+        think_end_id: int = THINK_END_ID,
+        thinking: bool = False,
+        decode: Decode | None = None,
     ) -> None:
         check_int("batch_size", batch_size, 1)
         check_int("max_length", max_length, 1, none_allowed=True)
@@ -205,15 +265,15 @@ class RewardModel:
             raise ValueError(f"model is {model!r}; it must be the id or folder of a sequence-classification checkpoint")
         self.model, self.batch_size, self.max_length = model, batch_size, max_length
         self.device, self.dtype = device, dtype
-        self.__name__ = "reward_model"
+        super().__init__(think_end_id, thinking, decode)
 
     def __repr__(self) -> str:
         return f"RewardModel({self.model!r})"
 
     @cached_property
-    def loaded(self) -> tuple[Any, Any]:
-        """The model, in evaluation mode, and its tokenizer; raises BackendError if it cannot be loaded or has several
-        outputs."""
+    def loaded(self) -> tuple[Any, TextForm]:
+        """The model, in evaluation mode, and the form of its texts; raises BackendError if it cannot be loaded or has
+        several outputs."""
         stack = load_stack()
         try:
             tokenizer = stack.transformers.AutoTokenizer.from_pretrained(self.model)
@@ -228,28 +288,55 @@ class RewardModel:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token that is not padding
         device = self.device or ("cuda" if stack.torch.cuda.is_available() else "cpu")
-        return model.to(device).eval(), tokenizer
+        return model.to(device).eval(), TextForm(tokenizer, getattr(model.config, TEXT_ENDS, False))
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        model, tokenizer = self.loaded
-        ids = [self._encode(tokenizer, *pair) for pair in zip(prompts, completions, strict=True)]
-        fits = [i for i, row in enumerate(ids) if self.max_length is None or len(row) <= self.max_length]
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Any] | None = None,
+        completion_mask: Sequence[Any] | None = None,
+        question: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        return self.get_rewards(prompts, completions, completion_ids, completion_mask, question)
+
+    def get_rewards(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Any] | None = None,
+        completion_mask: Sequence[Any] | None = None,
+        question: Sequence[Any] | None = None,
+    ) -> list[float | None]:
+        """The scores of a batch; of text and messages alone, as published recipes call it, or with what a run passes.
+
+        Raises:
+            ValueError: the model thinks, and there are no completion_ids. BackendError: as `loaded`.
+        """
+        (model, form), answers = self.loaded, list(completions)
+        if self.thinking:
+            if completion_ids is None:
+                raise ValueError("reward_model reads the answer after the thinking, for which it needs completion_ids")
+            answers = self._answers(completions, completion_ids, completion_mask)
+        asked = question if question is not None and self.decode is not None else [None] * len(answers)
+        ids = [form.encode(*row) for row in zip(prompts, answers, asked, strict=True)]
+        unanswered = [i for i, answer in enumerate(answers) if self.thinking and not answer]
+        longest = self.max_length or max(map(len, ids), default=0)
+        fits = [i for i, row in enumerate(ids) if len(row) <= longest and i not in unanswered]
         rewards: list[float | None] = [None] * len(ids)
         for start in range(0, len(fits), self.batch_size):
             rows = fits[start : start + self.batch_size]
-            batch = tokenizer.pad({"input_ids": [ids[i] for i in rows]}, padding_side="right", return_tensors="pt")
+            padded = form.tokenizer.pad(
+                {"input_ids": [ids[i] for i in rows]}, padding_side="right", return_tensors="pt"
+            )
             with load_stack().torch.inference_mode():
-                scores = model(**batch.to(model.device)).logits[:, 0]  # (rows,)
+                scores = model(**padded.to(model.device)).logits[:, 0]  # (rows,)
             for i, value in zip(rows, scores.float().tolist(), strict=True):
                 rewards[i] = value
+        for i in unanswered:
+            rewards[i] = min((value for value in rewards if value is not None), default=None)
         return rewards
-
-    def _encode(self, tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
-        if isinstance(prompt, str):
-            text = prompt + as_text(completion)
-        else:
-            text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"

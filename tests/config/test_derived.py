@@ -11,7 +11,8 @@ from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.model_names import always_thinks, thinks_by_keys
 from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig, fill_defaults
-from rloo_kit.config.schema import FULL_LEARNING_RATE, FULL_SFT_RATE, LORA_LEARNING_RATE, LORA_SFT_RATE
+from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
+from rloo_kit.config.supervised import FULL_SFT_RATE, LORA_SFT_RATE
 from rloo_kit.config.yaml_files import read_yaml
 
 THINKING = "Qwen/Qwen3-4B-Thinking-2507"

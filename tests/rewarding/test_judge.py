@@ -1,0 +1,259 @@
+"""The judge against a stand-in with real sockets: what it makes of replies, and of a server that fails."""
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import RewardError
+from rloo_kit.rewarding import judge as module
+from rloo_kit.rewarding.guard import guard
+from rloo_kit.rewarding.judge import CACHE, Judge, JudgeReward, find_value
+from tests.judge_server import FAULTS, MODEL, JudgeServer
+
+END = 7  # </think>
+QUALITY = {"poor": 0.0, "fair": 0.5, "good": 1.0}
+KEY = "sk-test-0123456789"
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    """Grades the three answers of QUALITY, others 0."""
+    found = JudgeServer(lambda answer: QUALITY.get(answer, 0.0))
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def make(server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """`make(**params)`: a `JudgeReward` that asks the stand-in, its pauses a thousand times shorter."""
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0005)
+    monkeypatch.delenv(module.KEY, raising=False)
+
+    def build(**params: Any) -> JudgeReward:
+        given = {"url": server.url, "model": MODEL, "think_end_id": END, "folder": tmp_path, "run": "a-run"}
+        return JudgeReward(**given | params)
+
+    return build
+
+
+def score(reward: Any, answers: list[str], prompts: list[str] | None = None, **columns: Any) -> Any:
+    """The guarded reward's `Scored` of completions that think, then answer, and the metrics that it logged."""
+    metrics: dict[str, float] = {}
+    found = guard(reward).score(
+        prompts=prompts or [f"task {i}" for i in range(len(answers))],
+        completions=[f"hm</think>{answer}" for answer in answers],
+        completion_ids=[[1, END, 2]] * len(answers),
+        log_metric=metrics.__setitem__,
+        **columns,
+    )
+    return found, metrics
+
+
+def test_a_score_is_the_judges_on_a_scale_of_0_to_1(make: Make, server: JudgeServer) -> None:
+    """Guards against raw scores, whose scale would be a hidden weight, and against the thinking as what is judged."""
+    found, metrics = score(make(), ["good", "fair", "poor"], answer=["ref-1", None, "ref-3"])
+    assert found.values == [1.0, 0.5, 0.0]
+    texts = [one["messages"][0]["content"] for one in server.requests]
+    first = next(text for text in texts if "task 0" in text)
+    assert "ref-1" in first and "hm" not in first and "</think>" not in first
+    assert "<reference>" not in next(text for text in texts if "task 1" in text)
+    assert metrics["judge/calls"] == 3 and metrics["judge/tokens"] == 300 and metrics["judge/failed"] == 0
+    assert metrics["judge/latency_s"] > 0 and metrics["judge/cached_ratio"] == 0
+
+
+def test_an_answer_that_is_not_there_earns_the_lowest_score_and_no_call(make: Make, server: JudgeServer) -> None:
+    """Guards against a policy that escapes the judge by never ending its thinking."""
+    reward = guard(make())
+    found = reward.score(prompts=["a", "b"], completions=["still thinking", "hm</think> "], completion_ids=[[1], [END]])
+    assert found.values == [0.0, 0.0] and not server.requests
+
+
+def test_ranks_are_within_the_group_and_asked_in_both_orders(make: Make, server: JudgeServer) -> None:
+    """Guards against ranks across prompts, and against a judge that prefers what it reads first: its two orders
+    disagree on every pair, so everybody gets the same, and the agreement shows it."""
+    answers, prompts = ["fair", "poor", "good", "poor", "fair"], ["p", "p", "p", "q", "q"]
+    found, metrics = score(make(mode="rank"), answers, prompts)
+    assert found.values == [0.5, 0.0, 1.0, 0.0, 1.0] and metrics["judge/agreement"] == 1.0
+    shown = [one["messages"][0]["content"] for one in server.requests]
+    assert len(shown) == 4 and all(text.count("<answer number=") in (2, 3) for text in shown)
+    server.verdict = lambda request: json.dumps({"ranking": list(range(1, 1 + request.count("<answer number=")))})
+    biased, metrics = score(make(mode="rank", run="other", options={"seed": 1}), answers, prompts)
+    assert biased.values == [0.5] * 5 and metrics["judge/agreement"] == 0.0
+
+
+def test_a_group_of_one_has_no_rank_and_an_empty_answer_the_last(make: Make, server: JudgeServer) -> None:
+    """Guards against evaluations of one completion per prompt that report a made-up rank."""
+    found, _ = score(make(mode="rank"), ["good", "", "good", "fair"], ["p", "q", "q", "q"])
+    assert found.values == [None, 0.0, 1.0, 0.5]
+
+
+def test_equal_requests_are_asked_once(make: Make, server: JudgeServer) -> None:
+    """Guards against paying twice: a second reward, or a resumed run, reads the first one's replies from the disk."""
+    score(make(), ["good", "fair"])
+    found, metrics = score(make(run="another"), ["good", "fair"])
+    assert found.values == [1.0, 0.5] and len(server.requests) == 2 and metrics["judge/cached_ratio"] == 1.0
+    score(make(model="larger"), ["good"])
+    score(make(rubric="Short is good."), ["good"])
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_costs_a_retry_and_no_sample(make: Make, server: JudgeServer, fault: str) -> None:
+    """Guards against a hiccup of the network that leaves samples unscored."""
+    server.fault = lambda number, text: fault if number < 2 else None
+    found, metrics = score(make(request_timeout_s=0.5), ["good", "fair"])
+    assert found.values == [1.0, 0.5] and metrics["judge/failed"] == 0
+    assert metrics["judge/retries"] == 2 and metrics["judge/calls"] == 4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_stays_is_an_unscored_sample_with_its_reason(make: Make, server: JudgeServer, fault: str) -> None:
+    """Guards against a score of 0 for what nobody has judged, and against a failure without a reason."""
+    server.fault = lambda number, text: fault if "task 1" in text else None
+    found, metrics = score(make(request_timeout_s=0.3), ["good", "fair", "poor"])
+    assert found.values == [1.0, None, 0.0] and found.failed == [False, True, False]
+    words = {"silence": "0.3 s", "slow bytes": "0.3 s", "half an answer": "Protocol", "not JSON": "Bad gateway"}
+    words |= {"no verdict": "it depends", "dropped": "Protocol", "empty": "does not end with JSON"}
+    assert words.get(fault, fault) in found.failures[0] and server.url in found.failures[0]
+    assert metrics["judge/failed"] == 1 and len(server.requests) == 2 + 1 + module.RETRIES
+
+
+def test_a_refused_request_is_not_repeated(make: Make, server: JudgeServer) -> None:
+    """Guards against retries of what will never work: a wrong model, a request that is too long."""
+    server.fault = lambda number, text: "400"
+    found, _ = score(make(), ["good", "fair"])
+    assert all(found.failed) and len(server.requests) == 2 and "HTTP 400" in found.failures[0]
+
+
+def test_a_judge_that_is_down_does_not_hold_up_the_batch(make: Make, server: JudgeServer) -> None:
+    """Guards against minutes of pauses in every step: once a request has run out of retries, the others get one."""
+    server.fault = lambda number, text: "503"
+    found, _ = score(make(concurrency=1), ["good"] * 10)
+    assert all(found.failed) and len(server.requests) == 1 + module.RETRIES + 9
+    server.fault = lambda number, text: "503" if number < 16 else None
+    reward = make(concurrency=1)
+    again, _ = score(reward, ["good"])
+    assert again.values == [1.0]  # the next batch is patient again
+
+
+def test_no_more_requests_at_a_time_than_allowed(make: Make, server: JudgeServer) -> None:
+    """Guards against a rate limit that is hit because a whole rollout is sent at once."""
+    score(make(concurrency=3), [f"answer {i}" for i in range(24)])
+    assert server.most <= 3 and len(server.requests) == 24
+
+
+@pytest.mark.parametrize("limit", [{"max_calls": 3}, {"max_tokens": 300}], ids=str)
+def test_beyond_its_budget_nothing_is_asked(make: Make, server: JudgeServer, limit: dict[str, int]) -> None:
+    """Guards against a bill: the budget is the run's, a resumed one goes on with what is left of it."""
+    found, _ = score(make(concurrency=1, **limit), ["good"] * 5)
+    assert found.failed.count(True) == 2 and "budget" in found.failures[0] and next(iter(limit)) in found.failures[0]
+    resumed, _ = score(make(concurrency=1, **limit), ["fair"])
+    assert resumed.failed == [True] and len(server.requests) == 3
+    other, _ = score(make(concurrency=1, run="another", **limit), ["fair"])
+    assert other.values == [0.5]
+
+
+def test_the_key_is_sent_and_written_nowhere(
+    make: Make, server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a key in a log or a file, even from a server that echoes it in its errors and replies."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server.fault = lambda number, text: "400" if "task 0" in text else None
+    whole = server.verdict
+    server.verdict = lambda request: f"your key is {KEY}. {whole(request)}"  # type: ignore[method-assign]
+    reward = make(key_env="JUDGE_KEY")
+    found, _ = score(reward, ["good", "fair"])
+    assert server.keys == [f"Bearer {KEY}"] * 2 and found.values[1] == 0.5
+    files = "".join(file.read_bytes().decode("latin-1") for file in tmp_path.iterdir())
+    said = capsys.readouterr()
+    for text in (*found.failures, files, repr(reward), said.out, said.err):
+        assert KEY not in text
+    assert "***" in found.failures[0]
+
+
+@pytest.mark.parametrize(
+    "params, words",
+    [
+        ({"url": "localhost:8000"}, "http://host:port/v1"),
+        ({"url": f"http://user:{KEY}@host/v1"}, "key_env"),
+        ({"key_env": KEY}, "name of an environment variable"),
+        ({"key_env": "NOT_THERE"}, ".env"),
+        ({"mode": "compare"}, "score, rank"),
+        ({"scale": [5, 1]}, "lowest"),
+        ({"template": "/not/there.jinja"}, "template"),
+        ({"max_calls": 0}, "max_calls"),
+    ],
+)
+def test_bad_parameters_are_refused_without_the_key(make: Make, params: dict[str, Any], words: str) -> None:
+    """Guards against a run that ends at its first judgement, and a key in an error."""
+    with pytest.raises(ValueError) as caught:
+        make(**params)
+    assert words in str(caught.value) and KEY not in str(caught.value)
+
+
+def test_the_template_is_the_users(make: Make, server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against a rubric in code: a file with the task, the answer and any column of the row is the request; what
+    it names and nobody gives is an error."""
+    file = tmp_path / "mine.jinja"
+    file.write_text('{{ row.grade }}|{{ task }}|<answer>\n{{ answer }}\n</answer>|"score"')
+    score(make(template=str(file)), ["good"], grade=["third"])
+    assert server.requests[0]["messages"][0]["content"] == 'third|task 0|<answer>\ngood\n</answer>|"score"'
+    file.write_text("{{ anwser }}")
+    with pytest.raises(ValueError, match="anwser"):
+        make(template=str(file))
+
+
+def test_options_reach_the_request(make: Make, server: JudgeServer) -> None:
+    """Guards against a service that refuses a temperature, or a judge that thinks beyond its limit."""
+    score(make(options={"temperature": None, "max_tokens": 50}), ["good"])
+    assert server.requests[0]["max_tokens"] == 50 and "temperature" not in server.requests[0]
+
+
+def test_an_endpoint_is_checked_without_a_call(make: Make, server: JudgeServer) -> None:
+    """Guards against an hour of loading before a judge turns out to be missing."""
+    assert make().find_fault() == ""
+    assert MODEL in make(model="gpt-x").find_fault()
+    server.refused_key = True
+    assert "key" in make().find_fault()
+    server.stop()
+    assert server.url in make().find_fault() and not server.requests
+
+
+def test_a_kill_keeps_what_was_paid_for(make: Make, tmp_path: Path) -> None:
+    """Guards against a cache that is only in memory: every reply is on disk before its score is used."""
+    score(make(), ["good", "fair"])
+    with sqlite3.connect(tmp_path / CACHE) as other:
+        assert other.execute("SELECT count(*), sum(tokens) FROM calls WHERE reply != ''").fetchone() == (2, 200)
+
+
+@pytest.mark.parametrize(
+    "reply, value",
+    [
+        ('{"score": 3} no, {"score": 4}', 4),
+        ('<think>{"score": 1}</think>\n```json\n{"score": 9, "why": "{}"}\n```', 9),
+        ('{"why": {"score": 2}, "score": 5}', 2),  # the last object that has it
+    ],
+)
+def test_the_last_verdict_counts(reply: str, value: int) -> None:
+    """Guards against the judge's drafts, and against an answer that quotes a verdict of its own."""
+    assert find_value(reply, "score") == value
+
+
+def test_a_comparison_weighs_both_orders(server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against a win by position."""
+    from rloo_kit.rewarding.guard import run_async
+
+    judge = Judge(server.url, MODEL, folder=tmp_path)
+    assert run_async(judge.compare("t", ["good", "poor"], {})) == (1.0, True)
+    assert run_async(judge.compare("t", ["poor", "fair"], {})) == (0.0, True)
+    assert run_async(judge.compare("t", ["x", "y"], {})) == (0.5, True)
+    server.verdict = lambda request: '{"better": 1}'  # type: ignore[method-assign]
+    assert run_async(judge.compare("other", ["good", "poor"], {})) == (0.5, False)
+    server.fault = lambda number, text: "400"
+    with pytest.raises(RewardError, match="400"):
+        run_async(judge.compare("gone", ["good", "poor"], {}))
