@@ -6,7 +6,7 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.results.evaluation import Evaluation, number_repeats
-from rloo_kit.results.intervals import Measured, mean_of_completions
+from rloo_kit.results.intervals import Measured, paired_difference
 from rloo_kit.rewarding.guard import run_async
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
 from rloo_kit.rewarding.registry import build_judge
@@ -40,9 +40,11 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
         problems = [str(one) for one in found if isinstance(one, RewardError)]
         if problems:
             say(f"WARNING: eval.judge: {len(problems)} of {size} answers were not compared. {problems[0]}")
-        win_rate = mean_of_completions([[value] for value in values], 1)
-        if win_rate is None:
+        known = [value for value in values if value is not None]
+        if not known:
             return
+        lead = paired_difference([0.5] * len(known), known)  # the interval is above one half where that of the lead is
+        win_rate = Measured(*(min(max(0.5 + (end or 0.0), 0.0), 1.0) for end in lead.ends), len(known), values)
         measured.measures["win_rate"], measured.judge_agreement = win_rate, sum(agreed) / len(agreed)
     measured.judge = f"against {'the base' if against == BASE else against}, by {judge.model}"
 

@@ -1,0 +1,154 @@
+"""The win rate: what the judge is shown, what counts, and how often its interval covers the truth."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError
+from rloo_kit.evals.win_rate import measure_win_rate
+from rloo_kit.results.changes import change_of, compare
+from rloo_kit.results.evaluation import Evaluation, digest_prompt
+from rloo_kit.results.verdict import TrainResult, judge_run
+from rloo_kit.rewarding import judge as module
+from tests.evaluations import mean_of
+from tests.judge_server import MODEL, JudgeServer, answers_in
+
+QUALITY = {"good": 1.0, "fair": 0.5, "poor": 0.0}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
+    """Judges by an answer's first word; its pauses are short."""
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0005)
+    found = JudgeServer(lambda answer: QUALITY.get(answer.partition(" ")[0], 0.25))
+    yield found
+    found.stop()
+
+
+def make_run(folder: Path, url: str, against: str = "base", **params: Any) -> RunConfig:
+    return RunConfig(
+        run={"name": "summaries", "output_dir": str(folder)},
+        model={"name": "my-model"},
+        data={"source": "any.jsonl"},
+        rewards=[{"name": "length_reward"}],
+        rloo={"max_steps": 1},
+        eval={"judge": {"against": against, "params": {"url": url, "model": MODEL} | params}},
+    )
+
+
+def make_evaluation(label: str, answers: list[str], **measures: Any) -> Evaluation:
+    prompts = [f"prompt {i}" for i in range(len(answers))]
+    blank = {"thinking": "", "correct": None, "ended": True, "closed": False, "tokens": 3, "thinking_tokens": None}
+    samples = [{"prompt": prompt, "answer": answer} | blank for prompt, answer in zip(prompts, answers, strict=True)]
+    return Evaluation(
+        label, len(answers), 1, 1.0, 50, measures=measures, samples=samples[:2], more_samples=samples[2:],
+        prompts_digest="d", prompt_digests=list(map(digest_prompt, prompts)),
+    )  # fmt: skip
+
+
+def measure(run: RunConfig, base: list[str], after: list[str], **columns: list[str]) -> tuple[Evaluation, Evaluation]:
+    """Both evaluations with their win rates."""
+    sides = make_evaluation("before", base), make_evaluation("after", after)
+    rows = {
+        "prompt": [f"prompt {i}" for i in range(len(base))],
+        "question": [f"question {i}" for i in range(len(base))],
+    }
+    for side in sides:
+        measure_win_rate(run, datasets.Dataset.from_dict(rows | columns), side, sides[0])
+    return sides
+
+
+def test_wins_ties_and_losses_against_the_base(server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against a win rate that is not one: equal answers tie without a call, an answer that is missing loses, the
+    judge sees the question and not the template, and before training it is one half by definition."""
+    base = ["fair", "fair", "fair", "", "fair", "poor a"]
+    before, after = measure(make_run(tmp_path, server.url), base, ["good", "poor", "fair", "good", "", "poor b"])
+    assert before.measures["win_rate"].per_prompt == [0.5] * 6 and before.value("win_rate") == 0.5
+    assert after.measures["win_rate"].per_prompt == [1.0, 0.0, 0.5, 1.0, 0.0, 0.5]
+    assert after.judge_agreement == 1.0 and len(server.requests) == 2 * 3
+    asked = server.requests[0]["messages"][0]["content"]
+    assert "question" in asked and "prompt " not in asked
+    assert Evaluation.from_dict(json.loads(json.dumps(after.to_dict()))) == after
+    assert f"against the base, by {MODEL}" in str(after) and "win rate" in after.describe()
+
+
+def test_against_a_column_both_sides_are_measured(server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against one number where the paper has two: 33 % before, 51 % after, against the reference summaries."""
+    run, size = make_run(tmp_path, server.url, against="summary"), 40
+    sides = measure(run, ["poor"] * 30 + ["good"] * 10, ["poor"] * 10 + ["good"] * 30, summary=["fair"] * size)
+    assert [one.value("win_rate") for one in sides] == [0.25, 0.75]
+    change = change_of("win_rate", *sides)
+    assert change is not None and change.paired and change.rose and change.difference.value == 0.5
+    assert str(change).startswith("Win rate rose from 25 % to 75 % (+50 points, 95 % CI")
+    with pytest.raises(ConfigError, match="summary"):
+        measure(run, ["a"], ["b"])
+
+
+def test_the_verdict_rests_on_the_win_rate(server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against a verdict from the reward that was trained on, which rose, while the judge prefers the base."""
+    run = make_run(tmp_path, server.url)
+    before, after = measure(run, ["fair"] * 40, ["poor"] * 30 + ["good"] * 10)
+    before.measures["reward"], after.measures["reward"] = mean_of([0.1] * 40), mean_of([0.9] * 40)
+    result = TrainResult(tmp_path, tmp_path / "adapter", 1, [], 1.0)
+    assert (after.leading, judge_run(run, result, before, after).kind) == ("win_rate", "gamed")
+    before, after = measure(run, ["fair"] * 40, ["good"] * 30 + ["poor"] * 10)
+    verdict = judge_run(run, result, before, after)
+    assert verdict.kind == "learnt" and "Win rate rose from 50 % to 75 %" in verdict.sentence
+    assert "win rate +0.250 [" in str(compare(before, after))
+    before.judged_by = after.judged_by = "answer_reward"
+    before.measures["accuracy"] = after.measures["accuracy"] = mean_of([1.0] * 40)
+    assert after.leading == "accuracy"  # a reward of the run compares answers
+
+
+def test_other_judges_are_not_compared(server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against 40 % by one judge and 60 % by another as a rise."""
+    sides = measure(make_run(tmp_path, server.url), ["fair"] * 4, ["good"] * 4)
+    other = measure(make_run(tmp_path, server.url, against="summary"), ["fair"] * 4, ["good"] * 4, summary=["poor"] * 4)
+    assert "judge" in compare(sides[1], other[1]).made_differently[0]
+
+
+def test_a_judge_that_fails_is_a_warning_and_no_loss(
+    server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a finished run that loses its evaluation because the judge is down, and against losses by default:
+    what was not compared does not count."""
+    server.fault = lambda number, text: "400" if "question 1\n" in text else None
+    run = make_run(tmp_path, server.url)
+    _, after = measure(run, ["fair"] * 4, ["good"] * 4)
+    assert after.measures["win_rate"].per_prompt == [1.0, None, 1.0, 1.0]
+    assert "1 of 4 answers were not compared" in capsys.readouterr().out
+    server.fault = lambda number, text: "400"
+    _, after = measure(make_run(tmp_path / "new", server.url), ["fair"] * 4, ["good"] * 4)
+    assert "win_rate" not in after.measures and "HTTP 400" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_interval_covers_the_known_win_rate(server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against a win rate that one cannot believe: of 100 simulated evaluations of a policy that is better on a
+    known share of prompts, 95 intervals cover it, with ties and with a judge that at times prefers the first place."""
+    size, share, tied, biased = 40, 0.7, 0.1, 0.1
+    numbers, whole = random.Random(0), server.verdict
+
+    def verdict(request: str) -> str:
+        first = answers_in(request)[0]
+        return '{"better": 1}' if "biased" in first else whole(request)
+
+    server.verdict = verdict  # type: ignore[method-assign]
+    truth = (tied + biased * (1 - tied)) / 2 + share * (1 - tied) * (1 - biased)
+    covered = decided = 0
+    for place in range(100):
+        marks = [f"{place} {i}{' biased' * (numbers.random() < biased)}" for i in range(size)]
+        kinds = ["fair" if numbers.random() < tied else "good" if numbers.random() < share else "poor" for _ in marks]
+        after = [f"{kind} {mark}" for kind, mark in zip(kinds, marks, strict=True)]
+        _, found = measure(make_run(tmp_path, server.url), [f"fair {mark}!" for mark in marks], after)
+        _, low, high = found.ends("win_rate")
+        assert low is not None and high is not None
+        covered += low <= truth <= high
+        decided += low > 0.5
+    assert covered >= 95 and decided >= 10
