@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.answers import GYM_REWARD, answer_reward_of
+from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
 from rloo_kit.data.chat import (
     LightTokenizer,
     check_budget,
@@ -23,12 +23,12 @@ from rloo_kit.data.tasks import find_family
 from rloo_kit.data.tool_turns import ToolFormat
 from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
-from rloo_kit.errors import ConfigError, RewardError, RlooKitError
+from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import own_bytes
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
-from rloo_kit.rewarding.guard import guard, is_async, reward_name
+from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, JudgeReward
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.signature import weighted_sum
@@ -151,6 +151,15 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
     if isinstance(reward, JudgeReward) and (fault := reward.find_fault()):
         raise RewardError(f"{key}.params: {fault}")
     return reward
+
+
+def _check_row_rewards(run: RunConfig, side: Any) -> None:
+    """Refuse, with DataError, a row whose column `rewards` names none of the run's, or another one."""
+    names = log_names([entry.name.rpartition(":")[2] for entry in run.rewards], run.rewards)
+    for row, named in ((row, names_in(side.source.column(ROW_REWARDS)[row])) for row in side.rows):
+        if named is not None and (not named or set(named) - set(names)):
+            found = f"{side.source.where(row)}: the column {ROW_REWARDS} is {named}, and the run's rewards are "
+            raise DataError(f"{found}{', '.join(names)}; name some of these, or leave it empty for all of them")
 
 
 def _find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Problem]:
@@ -291,6 +300,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             train = prepare_data(run.model_copy(update=plain), tokenizer).train
             row = None if unusable else train.row(0)
             run.check_prompts(len(train.rows))
+            _check_row_rewards(run, train)
     faults += find_reward_faults(run, tokenizer, thinking, row) + _find_judge_faults(run, row)
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     if not unusable and (toolbox := open_toolbox(run)) is not None and toolbox.owns_reward:

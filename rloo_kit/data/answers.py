@@ -1,7 +1,7 @@
 """What judges whether a completion is right: the answer rewards, a task's verifier, or exact match."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from rloo_kit.rewards.answer import has_no_answer
 
 REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
+ROW_REWARDS = "rewards"  # the column that names the rewards of a row
 EXACT = "exact match"  # judges where no reward of the run compares answers
 GYM_REWARD = "reasoning_gym_score"  # compares with the column `reasoning_gym`, in place of `answer`
 
@@ -18,10 +19,31 @@ class GymRow(str):
     several right answers."""
 
 
+def names_in(value: Any) -> list[str] | None:
+    """The rewards that a row's column `rewards` names: a list, or text with commas; None: all of the run's.
+
+    >>> names_in("code_reward, length_reward"), names_in(None)
+    (['code_reward', 'length_reward'], None)
+    """
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return [str(name) for name in value] if isinstance(value, list | tuple) else None
+
+
+def task_of(row: Mapping[str, Any]) -> str | None:
+    """The name of a row's task, for metrics: its column `task`, else the rewards that it names; None for neither."""
+    return str(row["task"]) if row.get("task") is not None else "+".join(names_in(row.get(ROW_REWARDS)) or ()) or None
+
+
 def gold_answers(dataset: Any) -> list[Any] | None:
-    """What each prompt's completions are judged by: its answer or its `GymRow`; None without either column."""
+    """What each prompt's completions are judged by: its answer or its `GymRow`; None without either column. A row that
+    names its rewards, and none that compares answers, has none."""
     names = dataset.column_names
     answers, rows = (list(dataset[name]) if name in names else None for name in ("answer", "reasoning_gym"))
+    if answers is not None and ROW_REWARDS in names:
+        named = [names_in(value) for value in dataset[ROW_REWARDS]]
+        pairs = zip(answers, named, strict=True)
+        answers = [gold if own is None or answer_reward_of(own) else None for gold, own in pairs]
     if rows is None:
         return answers
     answers = answers or [None] * len(rows)

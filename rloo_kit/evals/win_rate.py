@@ -44,7 +44,8 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
         if not known:
             return
         lead = paired_difference([0.5] * len(known), known)  # the interval is above one half where that of the lead is
-        win_rate = Measured(*(min(max(0.5 + (end or 0.0), 0.0), 1.0) for end in lead.ends), len(known), values)
+        value, low, high = (min(max(0.5 + (end or 0.0), 0.0), 1.0) for end in lead.ends)
+        win_rate = Measured(value, low, high, len(known), values)
         measured.measures["win_rate"], measured.judge_agreement = win_rate, sum(agreed) / len(agreed)
     measured.judge = f"against {'the base' if against == BASE else against}, by {judge.model}"
 

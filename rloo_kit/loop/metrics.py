@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, task_of
 from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
-from rloo_kit.loop.records import Completions, RolloutBatch, StepStats, pick
+from rloo_kit.loop.records import Completions, Judged, RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rollout.completions import measure_calls
 from rloo_kit.rollout.episodes import Episode
@@ -163,7 +163,18 @@ class Recorder:
             metrics["thinking/closed_ratio"] = (column["closed"] * (1 - column["forced"]))[thinks].mean().item()
         if self.has_budget:
             metrics |= thinking_metrics(column["forced"], find_answer_column(judged.rewards_per_func, names))
-        return metrics | self._measure_tools(judged.completions)
+        return metrics | self._measure_tasks(judged) | self._measure_tools(judged.completions)
+
+    def _measure_tasks(self, judged: Judged) -> dict[str, float]:
+        """The weighted sum by task and each task's share of the completions, over all processes; none if no row names
+        its task or its rewards."""
+        tasks = self.parallel.gather_list([task_of(row) for row in judged.completions.rows])
+        metrics = {}
+        for name in sorted({task for task in tasks if task is not None}):
+            own = torch.tensor([task == name for task in tasks], device=judged.raw_scores.device)
+            metrics[f"tasks/{name}/reward"] = mean(judged.raw_scores[own])
+            metrics[f"tasks/{name}/share"] = own.float().mean().item()
+        return metrics
 
     def _measure_tools(self, found: Completions) -> dict[str, float]:
         """Metrics of the tools in one generation batch, over all processes; none in a run without tools."""

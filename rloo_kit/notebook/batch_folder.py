@@ -222,7 +222,8 @@ def count_states(statuses: Iterable[RunStatus]) -> dict[str, int]:
 
 
 # The figures of the comparison (with _before or _after appended): measures with their intervals, and attributes.
-MEASURES = {"accuracy": "accuracy", "greedy_accuracy": "greedy_accuracy", "held_out_reward": "reward"}
+MEASURES = {"accuracy": "accuracy", "greedy_accuracy": "greedy_accuracy", "win_rate": "win_rate"}
+MEASURES["held_out_reward"] = "reward"
 ATTRIBUTES = {
     "thinking_tokens": "mean_thinking_tokens",
     "closed_share": "closed_share",
@@ -231,6 +232,7 @@ ATTRIBUTES = {
 }
 # What may lead, in titles, and the other one.
 WORDS = {"accuracy": ("accuracy", "held-out reward"), "held_out_reward": ("reward", "accuracy")}
+WORDS["win_rate"] = "win rate", "held-out reward"
 KINDS = (("s0", "before"), ("s1", "after"))  # classes of the style for the bars
 NAME_WIDTH = 24  # columns for a name in the text table; longer names wrap
 LEFT_OUT = ("thinking tokens", "time", "after, 95 %")  # dropped in this order if the text table is too wide
@@ -341,23 +343,24 @@ def draw_change(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> l
         return [(kind, value, low, high) for kind, value, low, high in values if value is not None]
 
     ends = [0.0, *(end for one in rows for _, *values in sides(one) for end in values if end is not None)]
-    return draw_bar(sides(row), 1.0 if name == "accuracy" else max(ends), min(ends))
+    return draw_bar(sides(row), 1.0 if name in ("accuracy", "win_rate") else max(ends), min(ends))
 
 
 def change(row: dict[str, Any], name: str, form: str, arrow: str = " → ", only: str = "") -> str:
     """Before and after as text, or the one that was measured, or `only` one of them; a dash without any."""
-    values = [row[f"{name}_{when}"] for when in ("before", "after") if only in ("", when)]
+    values = [row.get(f"{name}_{when}") for when in ("before", "after") if only in ("", when)]
     return arrow.join(format(value, form) for value in values if value is not None) or "-"
 
 
 def leading_figure(rows: Sequence[dict[str, Any]]) -> str:
-    """The deciding figure: "held_out_reward" if it leads in any of the runs, else "accuracy"."""
-    return "held_out_reward" if any(row["measure"] == "reward" for row in rows) else "accuracy"
+    """The deciding figure: "win_rate" or "held_out_reward" if it leads in any of the runs, else "accuracy"."""
+    leads = {row["measure"] for row in rows}
+    return "win_rate" if "win_rate" in leads else "held_out_reward" if "reward" in leads else "accuracy"
 
 
 def _other(row: dict[str, Any], lead: str) -> str:
     """The accuracy if the reward leads, else the reward; exact match is labelled, left out if only it is 0."""
-    if lead == "accuracy":
+    if lead != "held_out_reward":
         return change(row, "held_out_reward", ".3f")
     is_exact = row["judged_by"] == EXACT
     is_zero = {name: not (row[f"{name}_before"] or row[f"{name}_after"]) for name in ("accuracy", "held_out_reward")}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, ROW_REWARDS, names_in
 from rloo_kit.errors import RewardError, WholeBatchError, describe_error, printable
 from rloo_kit.rewarding.signature import (
     CONVENTION,
@@ -81,8 +82,6 @@ def check_no_class(reward: Any, name: str | None = None) -> None:
 
 def refuse_judges_name(name: str) -> None:
     """Raise RewardError for a function named like a reward of the kit by which the accuracy is measured."""
-    from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS  # the worker needs none of what they load
-
     if name in (GYM_REWARD, *REWARDS_WITH_ANSWERS):
         raise RewardError(f"'{name}' is a reward of the kit, which measures the accuracy by it: rename the function")
 
@@ -234,6 +233,21 @@ class GuardedReward:
         return [math.inf if failed else value for value, failed in zip(scored.values, scored.failed, strict=True)]
 
     async def _score(self, batch: dict[str, Any]) -> Scored:
+        """The reward of the rows that name it, or name none; None for the others."""
+        size = batch_size(batch)
+        named = [names_in(value) for value in batch.get(ROW_REWARDS) or [None] * size]
+        own = [i for i, names in enumerate(named) if names is None or self.__name__ in names]
+        if len(own) == size:
+            return await self._score_rows(batch)
+        if not own:
+            return Scored([None] * size, [None] * size, [])
+        some = _pick(batch, own)
+        if some.get("log_extra") is not None:
+            some["log_extra"] = _spread_log(some["log_extra"], own, size)
+        found = await self._score_rows(some)
+        return Scored(_spread(found.values, own, size), _spread(found.problems, own, size), found.failures)
+
+    async def _score_rows(self, batch: dict[str, Any]) -> Scored:
         found = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
         first = next(iter(batch.get("completions") or batch.get("prompts") or ()), None)
         words = OTHER_FORM.get(type(first), ()) if self.form is None else ()
@@ -349,12 +363,28 @@ def batch_size(batch: dict[str, Any]) -> int:
 
 def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """The batch as batches of one, without TRL's log functions: the failed call may have logged already."""
-    size = batch_size(batch)
     muted = {key: lambda *args, **kwargs: None for key in ("log_extra", "log_metric") if batch.get(key) is not None}
-    return [
-        {key: value[i : i + 1] if _is_column(value, size) else value for key, value in batch.items()} | muted
-        for i in range(size)
-    ]
+    return [_pick(batch, [i]) | muted for i in range(batch_size(batch))]
+
+
+def _pick(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Some rows of a batch; arrays and tensors stay what they are if one row is picked."""
+    size = batch_size(batch)
+
+    def pick(value: Any) -> Any:
+        return value[rows[0] : rows[0] + 1] if len(rows) == 1 else [value[i] for i in rows]
+
+    return {key: pick(value) if _is_column(value, size) else value for key, value in batch.items()}
+
+
+def _spread(values: Sequence[Any], rows: list[int], size: int) -> list[Any]:
+    """The values of some rows as a list of all, None elsewhere."""
+    found = dict(zip(rows, values, strict=True))
+    return [found.get(i) for i in range(size)]
+
+
+def _spread_log(log: Callable[..., Any], rows: list[int], size: int) -> Callable[..., Any]:
+    return lambda column, values: log(column, _spread(values, rows, size))
 
 
 def _copy(value: Any) -> Any:
