@@ -22,7 +22,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Budget, Evaluation, digest_prompt
 from rloo_kit.results.intervals import Measured, Scores, clustered, mean_of_completions, pass_at_k
 from rloo_kit.results.verdict import load_evaluation
-from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
+from rloo_kit.rewarding.guard import GuardedReward, guard, is_relative, log_names, reward_name
 from rloo_kit.rewarding.registry import build_reward, make_rewards
 from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.worker import close_worker, read_sources
@@ -51,13 +51,13 @@ class HeldOutRewards:
     Args:
         run: reads `rloo`; its tools are opened.
         rewards: in the form that `train` takes; with a model that only TRL's trainer can call (a name, an `nn.Module`)
-            no rewards are measured.
+            no rewards are measured. Those that rank the completions of a prompt are left out: their mean is constant.
     """
 
     def __init__(self, run: RunConfig, rewards: Sequence[Any]) -> None:
-        guarded = self._rewards = [guard(reward) for reward in rewards]
+        guarded = self._rewards = [guard(reward) for reward in rewards if not is_relative(reward)]
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
-        self.is_callable = all(isinstance(reward, GuardedReward) for reward in guarded)
+        self.is_callable = bool(guarded) and all(isinstance(reward, GuardedReward) for reward in guarded)
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
         self._has_budget, self._toolbox = run.rloo.thinking_budget is not None, open_toolbox(run)
         self._size = max(1, run.rloo.generation_batch_size // count_processes())

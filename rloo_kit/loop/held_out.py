@@ -31,7 +31,7 @@ from rloo_kit.results.changes import (
 )
 from rloo_kit.results.evaluation import Evaluation, leading_measure
 from rloo_kit.results.intervals import Measured
-from rloo_kit.rewarding.guard import GuardedReward, guard, log_names, reward_name
+from rloo_kit.rewarding.guard import GuardedReward, guard, is_relative, log_names, reward_name
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.folder import RunDir
@@ -42,11 +42,11 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
     """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward; raises ConfigError if it is none of
     those, or cannot be measured. `test`: the held-out prompts; `reward_funcs`: as `train` takes them."""
     wanted = run.eval.measure
-    guarded = [guard(reward) for reward in reward_funcs]
+    guarded = [guard(reward) for reward in reward_funcs if not is_relative(reward)]
     names = log_names([reward_name(reward) for reward in guarded], guarded)
     foreign = [name for name, reward in zip(names, guarded, strict=True) if not isinstance(reward, GuardedReward)]
     judge = find_judge(gold_answers(test), names)
-    known = [*(["accuracy"] if judge else []), *([] if foreign else ["reward", *names])]
+    known = [*(["accuracy"] if judge else []), *([] if foreign or not names else ["reward", *names])]
     if wanted == "auto":
         wanted = leading_measure(judge is not None, judge, not foreign or judge is None)
     for name in (wanted, wanted.rpartition(":")[2]):  # a module:function is logged under its function's name

@@ -169,8 +169,15 @@ class NamedReward:
         """The inner reward's."""
         return read_signature(self.reward)
 
-    def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
+    def __call__(self, *args: Any, **columns: Any) -> Any:
         return self.reward(*args, **columns)
+
+
+class NamedAsyncReward(NamedReward):
+    """A `NamedReward` of an async reward; async itself, so that TRL awaits it."""
+
+    async def __call__(self, *args: Any, **columns: Any) -> Any:
+        return await self.reward(*args, **columns)
 
 
 @dataclass(frozen=True)
@@ -313,6 +320,11 @@ WRAPPERS = NamedReward | GuardedReward | RewardsObject | functools.partial
 def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine, run in the loop of the async rewards; waits for it."""
     return _submit(coroutine).result()
+
+
+def is_relative(reward: Any) -> bool:
+    """Whether a reward only compares the completions of a prompt, so that its mean over prompts says nothing."""
+    return bool(getattr(unwrap(reward, WRAPPERS), "is_relative", False))
 
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:

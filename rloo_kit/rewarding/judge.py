@@ -251,6 +251,11 @@ class JudgeReward(AnswerReader, Judge):
             raise ValueError(f"scale is {self.scale!r}; it takes the lowest and the highest score, such as [1, 10]")
         super().__post_init__()
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether it compares the completions of a prompt: its mean is one half whatever the policy does."""
+        return self.mode == "rank"
+
     async def __call__(
         self,
         prompts: Sequence[Any],

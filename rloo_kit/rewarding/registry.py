@@ -12,7 +12,8 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import family_of
 from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
-from rloo_kit.rewarding.guard import NamedReward, log_names, refuse_judges_name
+from rloo_kit.rewarding.code import CodeReward
+from rloo_kit.rewarding.guard import NamedAsyncReward, NamedReward, is_async, log_names, refuse_judges_name
 from rloo_kit.rewarding.judge import Judge, JudgeReward
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
 from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
@@ -27,6 +28,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
     "answer_reward": rewards.AnswerReward,
     "math_answer_reward": MathAnswerReward,
     "reasoning_gym_score": ReasoningGymScore,
+    "code_reward": CodeReward,
     "think_format_reward": rewards.ThinkFormatReward,
     "thinking_budget_reward": rewards.ThinkingBudgetReward,
     "soft_overlong_penalty": rewards.SoftOverlongPenalty,
@@ -68,7 +70,8 @@ def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
     made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)] + own
     names = log_names([reward.__name__ for reward in made], made)
     weights = [entry.weight for entry in run.rewards] + [1.0] * len(own)
-    return [NamedReward(*parts) for parts in zip(made, names, weights, strict=True)]
+    kinds = [NamedAsyncReward if is_async(reward) else NamedReward for reward in made]
+    return [kind(*parts) for kind, *parts in zip(kinds, made, names, weights, strict=True)]
 
 
 def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str = "rewards") -> Any:
