@@ -1,0 +1,328 @@
+"""`code_reward`: forms of tests, partial credit, what crosses between the code and its tests, and broken rows."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import build_rewards, load_config
+from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
+from rloo_kit.rewarding import code as code_module
+from rloo_kit.rewarding.code import CodeReward, Jail, find_code, find_jail
+from rloo_kit.rewarding.guard import guard
+
+END = 151668
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def reward() -> CodeReward:
+    try:
+        find_jail()
+    except RewardError as error:
+        pytest.skip(str(error))
+    return CodeReward(thinking=False, test_timeout_s=1.0)
+
+
+def score(reward: CodeReward, code: str, tests: Any, **columns: Any) -> float | None:
+    columns = {name: [value] for name, value in columns.items()}
+    return reward(completions=[code], completion_ids=[[1]], tests=[tests], **columns)[0]
+
+
+HUMANEVAL = """
+METADATA = {"author": "jt", "dataset": "test"}
+
+def check(candidate):
+    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.3) == True
+    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.05) == False
+    assert candidate([1.0, 2.0, 5.9, 4.0, 5.0], 0.95) == True
+    for size in range(2, 5):
+        assert candidate([float(n) for n in range(size)], 0.5) is False, "apart"
+"""
+CLOSE = """from typing import List
+
+def has_close_elements(numbers: List[float], threshold: float) -> bool:
+    for i, one in enumerate(numbers):
+        for other in numbers[i + 1:]:
+            if abs(one - other) < threshold:
+                return True
+    return False
+"""
+LINKED = """
+class Node:
+    def __init__(self, value, next=None):
+        self.value, self.next = value, next
+
+def build(values):
+    head = None
+    for value in reversed(values):
+        head = Node(value, head)
+    return head
+
+def reverse(head):
+    last = None
+    while head:
+        head.next, last, head = last, head, head.next
+    return last
+"""
+DEEP = """
+import sys, threading
+sys.setrecursionlimit(10**6)
+threading.stack_size(2**26)
+
+def depth(n):
+    return 0 if n == 0 else 1 + depth(n - 1)
+
+def main():
+    n = int(input())
+    print(depth(n))
+
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+"""
+# Name, code, tests, further columns: right solutions, each worth exactly 1.0.
+RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "MBPP: texts": (
+        "import heapq as hq\ndef heap_queue_largest(nums, n):\n    return hq.nlargest(n, nums)",
+        [
+            "assert heap_queue_largest([25, 35, 22, 85, 14, 65, 75, 22, 58], 3) == [85, 75, 65]",
+            "assert heap_queue_largest([25, 35, 22, 85, 14, 65, 75, 22, 58], 2) == [85, 75]",
+        ],
+        {},
+    ),
+    "MBPP: sets and tuples": (
+        "def similar_elements(a, b):\n    return tuple(set(a) & set(b))\ndef pairs(x):\n"
+        "    return {(i, -i): {i} for i in x}",
+        [
+            "assert set(similar_elements((3, 4, 5, 6), (5, 7, 4, 10))) == set((4, 5))",
+            "assert pairs((1, 2)) == {(1, -1): {1}, (2, -2): {2}} and isinstance(pairs([]), dict)",
+        ],
+        {},
+    ),
+    "MBPP: a builtin's name": (
+        "def sum(a, b):\n    return next(n for n in range(2, a + b) if a % n == b % n == 0)",
+        ["assert sum(10, 15) == 5", "assert sum(100, 150) == 2"],
+        {},
+    ),
+    "MBPP: floats": (
+        "import math\ndef area(r):\n    print('debugging')\n    return math.pi * r * r",
+        ["assert math.isclose(area(2), 12.566370614359172, rel_tol=0.001)", "assert abs(area(1) - 3.14159265) < 1e-6"],
+        {},
+    ),
+    "HumanEval": (CLOSE, HUMANEVAL, {"entry_point": "has_close_elements"}),
+    "HumanEval: as JSON, which calls check itself": (
+        CLOSE,
+        json.dumps(HUMANEVAL + "\ncheck(has_close_elements)\n"),
+        {},
+    ),
+    "LeetCode: a class, a list changed in place": (
+        "class Solution:\n    def rotate(self, nums, k):\n        k %= len(nums)\n"
+        "        nums[:] = nums[-k:] + nums[:-k]\n"
+        "    def twoSum(self, nums, target):\n        seen = {}\n        for i, n in enumerate(nums):\n"
+        "            if target - n in seen: return [seen[target - n], i]\n            seen[n] = i",
+        [
+            "nums = [1, 2, 3, 4]\nassert Solution().rotate(nums, 1) is None\nassert nums == [4, 1, 2, 3]",
+            "s = Solution()\nassert s.twoSum([2, 7, 11, 15], 9) == [0, 1]\n"
+            "assert s.twoSum(nums=[3, 3], target=6) == [0, 1]",
+        ],
+        {},
+    ),
+    "objects of its own": (
+        LINKED,
+        "head = reverse(build([1, 2, 3]))\nvalues = []\nwhile head:\n    values.append(head.value)\n"
+        "    head = head.next\n"
+        "assert values == [3, 2, 1]\nnode = Node(7)\nnode.next = Node(8)\nassert node.next.value == 8\n"
+        "assert isinstance(node, Node) and not isinstance(7, Node) and not hasattr(node, 'previous') and node != 7",
+        {},
+    ),
+    "state of an object, its operators": (
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass V:\n    x: int\n    y: int = 0\n"
+        "    def __add__(self, o): return V(self.x + o.x, self.y + o.y)\n    def __len__(self): return 2\n"
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+        "    def __iter__(self): return iter(self.items)",
+        "assert V(1, 2) + V(3) == V(4, 2) and V(1) != V(2)\n"
+        "assert len(V(1)) == 2 and str(V(1)) == f'{V(1)}' == 'V(x=1, y=0)'\n"
+        "s = Stack()\ns.push(3)\ns.push([4])\nassert list(s) == s.items == [3, [4]] and [4] in s",
+        {},
+    ),
+    "exceptions": (
+        "class Odd(ValueError): pass\ndef half(n):\n    if n % 2: raise Odd(f'{n} is odd')\n    return n // 2\n"
+        "def pick(d, k): return d[k]",
+        [
+            "try:\n    half(3)\n    assert False, 'no error'\nexcept ValueError as error:\n"
+            "    assert 'is odd' in str(error)",
+            "try:\n    pick({}, 1)\nexcept KeyError:\n    pass\nelse:\n    assert False",
+            "assert half(4) == 2",
+        ],
+        {},
+    ),
+    "generators, callbacks, containers": (
+        "from collections import Counter, defaultdict, deque, namedtuple\nfrom fractions import Fraction\n"
+        "import enum, datetime\n"
+        "P = namedtuple('P', 'x y')\nclass Color(enum.IntEnum):\n    RED = 1\n"
+        "def count():\n    n = 0\n    while True:\n        yield n\n        n += 1\n"
+        "def apply(g, xs): return [g(x) for x in xs]\ndef count_all(s): return Counter(s)\n"
+        "def group(xs):\n    d = defaultdict(list)\n    for x in xs: d[x % 2].append(x)\n    return d\n"
+        "def move(p): return P(p[0] + 1, p[1])\ndef third(): return Fraction(1, 3)\ndef kind(x): return type(x)\n"
+        "def red(): return Color.RED\ndef queue(xs): return deque(xs)\n"
+        "def day(d): return d + datetime.timedelta(days=1)",
+        "from fractions import Fraction\nimport datetime, itertools\n"
+        "assert list(itertools.islice(count(), 3)) == [0, 1, 2]\n"
+        "g = count()\nassert next(g) == 0 and next(g) == 1\nassert apply(lambda x: x * 2, [1, 2]) == [2, 4]\n"
+        "assert apply(str.upper, iter(['a'])) == ['A']\nassert count_all('aab') == {'a': 2, 'b': 1}\n"
+        "assert count_all('aab').most_common(1) == [('a', 2)]\nassert group([1, 2, 3]) == {1: [1, 3], 0: [2]}\n"
+        "assert move((1, 2)) == (2, 2) and move((1, 2)).x == 2 and isinstance(move((1, 2)), tuple)\n"
+        "assert third() == Fraction(1, 3)\nassert kind(3) is int and red() == 1 and red() + 1 == 2\n"
+        "assert list(queue([1, 2])) == [1, 2]\nassert day(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)\n"
+        "assert apply(float, ['inf'])[0] == float('inf')\n"
+        "assert apply(lambda x: x, [2**100, b'x', 1j]) == [2**100, b'x', 1j]",
+        {},
+    ),
+    "APPS: a program": (
+        "n = int(input())\nfor _ in range(n):\n    a, b = map(int, input().split())\n    print(a + b)",
+        [{"input": "2\n1 2\n3 4\n", "output": "3\n7\n"}, {"input": "1\n5 5", "output": "10  \n\n"}],
+        {},
+    ),
+    "APPS: inputs and outputs as JSON, in lines": (
+        "import sys\ndata = sys.stdin.read().split()\nif __name__ == '__main__':\n    print(max(data))\n"
+        "    print('done', file=sys.stderr)",
+        json.dumps({"inputs": [["3", "a b c"], "x"], "outputs": ["c\n", ["x"]]}),
+        {},
+    ),
+    "a program that recurses in a thread with a large stack": (DEEP, [{"input": "30000", "output": "30000"}], {}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_solution_gets_exactly_one(reward: CodeReward, name: str) -> None:
+    """A right solution that gets less teaches the policy to avoid what the jail does not support."""
+    code, tests, columns = RIGHT[name]
+    answer = f"First a sketch:\n```python\npass\n```\nThen the solution:\n\n```python\n{code}\n```\nIt runs in O(n)."
+    assert score(reward, answer, tests, **columns) == 1.0
+
+
+SQUARE = "def f(n):\n    return n * n if n < 3 else None"
+RAISES = "def f(n):\n    if n > 2: raise KeyError(n)\n    return n * n"
+FOUR = [f"assert f({n}) == {n * n}" for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "expected"),
+    [
+        (SQUARE, FOUR, 0.5),
+        (SQUARE, "\n".join(FOUR), 0.5),
+        (RAISES, FOUR, 0.5),
+        (RAISES, "\n".join(FOUR), 0.5),
+        (RAISES, "for n in (1, 2, 3):\n    value = f(n)\n    assert value == n * n\nassert f(1) == 1", 0.0),
+        (SQUARE, "assert f(1) == 1\nfor n in (1, 2, 3, 4):\n    assert f(n) == n * n", 0.75),
+        (SQUARE, "assert f(1) == 1\nf(2)\nf(3) + 1\nassert f(2) == 4", 0.5),
+        (SQUARE, "assert f(1) == 1\nf(3) + 1", 0.0),
+        (SQUARE, ["try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", "assert f(1) == 1"], 1.0),
+        (
+            "def f(n): return 1",
+            ["try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", "assert f(1) == 1"],
+            0.5,
+        ),
+        ("def f(n):\n    while n > 1: pass\n    return n", FOUR, 0.25),
+        ("def f(n):\n    if n > 2: exit()\n    return n * n", FOUR, 0.5),
+        ("print(int(input()) ** 2 if True else 0)", [{"input": str(n), "output": "4"} for n in (2, 3)], 0.5),
+        ("print(4)\nraise SystemExit(1)", [{"input": "2", "output": "4"}], 0.0),
+        ("def f(n):\n    return n *", FOUR, 0.0),
+        ("def g(n): return n * n", FOUR, 0.0),
+        ("def f(n): return n * n\nraise ValueError", FOUR, 0.0),
+        ("I cannot write this.", FOUR, 0.0),
+        ("", FOUR, 0.0),
+    ],
+)
+def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: float) -> None:
+    """The share of the assertions; a test that never ran is not passed, and a whole 1.0 needs every one that ran."""
+    assert score(reward, code, tests) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        (["assert f(1) == "], "they are no Python"),
+        (["f(1)"], "there is no assert"),
+        (["import numpy as np\nassert np.all(f(1))"], "No module named 'numpy'"),
+        ("def check(g):\n    assert g(1) == 1", "need a column entry_point"),
+        (["class T: pass\nassert f(T()) == 1"], "an object of T that is not the code's own"),
+        (["class T(f): pass\nassert T"], "derive a class from one of the code's"),
+        (["try:\n    [][0]\nexcept f:\n    assert True"], "catching classes"),
+        ({"inputs": [[1]], "outputs": [[1]], "fn_name": "f"}, "a list of"),
+        ([{"input": "1"}], "found "),
+        ([["assert f(1)"]], "texts with asserts, or a list of"),
+    ],
+)
+def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, tests: Any, words: str, capsys: Any) -> None:
+    """Tests that nothing can pass would be a 0.0 for every completion, for the whole run."""
+    code_module._say_once.cache_clear()
+    assert math.isnan(score(reward, "def f(n): return n", tests) or 0.0)
+    assert words in capsys.readouterr().out
+
+
+def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A machine that runs out of something is no 0.0 for the completion, and no jail at all is the batch's failure."""
+    monkeypatch.setattr(code_module, "find_jail", lambda: Jail(("/bin/false",), {}))
+    assert math.isnan(score(reward, "f = len", ["assert f('a') == 1"]) or 0.0)
+    assert math.isnan(score(reward, "print(1)", [{"input": "", "output": "1"}]) or 0.0)
+    assert "it ended without a word" in capsys.readouterr().out
+
+    def none() -> Jail:
+        raise RewardError("none works")
+
+    monkeypatch.setattr(code_module, "find_jail", none)
+    with pytest.raises(WholeBatchError, match="none works"):
+        score(reward, "f = len", ["assert f('a') == 1"])
+
+
+def test_rows_without_tests_and_answers_without_an_end(reward: CodeReward, capsys: Any) -> None:
+    """Rows of another task in the same data; parquet gives None, and None for the keys that only other rows have."""
+    thinks = CodeReward(think_end_id=END)
+    texts = ["so</think>def f(): return 1", "so\n```\ndef f(): return 1\n```", "no</think>def f(): return 1"] * 2
+    rows: list[Any] = [["assert f() == 1"], ["assert f() == 1"], None, "", [], float("nan")]
+    batch = {"completions": texts, "completion_ids": [[7, END, 8], [7, 8], [7, END, 8]] * 2, "tests": rows}
+    assert thinks(**batch) == [1.0, 0.0, None, None, None, None]
+    scored = guard(thinks).score(
+        prompts=["p"] * 2, completions=texts[:1] * 2, completion_ids=[[END]] * 2, tests=["f(1)", rows[0]]
+    )
+    assert scored.values[1] == 1.0 and scored.failed == [True, False]
+    with pytest.raises(ValueError, match=r"needs a column 'tests' \(params.tests_column"):
+        thinks(completions=texts[:1], completion_ids=[[END]], unit_tests=[["assert f() == 1"]])
+    named = CodeReward(thinking=False, tests_column="unit_tests")
+    assert named(completions=["f = len"], completion_ids=[[1]], unit_tests=[["assert f('ab') == 2"]]) == [1.0]
+    mixed = [{"input": "", "output": "1", "fn": None}, None, {"input": "", "output": "2", "fn": None}]
+    assert score(reward, "print(1)", mixed) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\n", "x = 2\n"),
+        ("```python\nx = 1\n```\n```bash\npython x.py\n```", "x = 1\n"),
+        ("```python\nx = '```'\ny = 2\n", "x = '```'\ny = 2\n"),
+        ('1. so:\n   ```python title="x"\n   x = 1\n   ```', "x = 1\n"),
+        ("```text\nno code\n```", ""),
+        ("```\n\n```", ""),
+    ],
+)
+def test_the_last_block_is_the_code(answer: str, code: str) -> None:
+    """A model shows a first attempt or an example of use around its solution."""
+    assert find_code(answer) == code
+
+
+def test_it_is_built_from_a_config(tmp_path: Path, tiny_tokenizer: Any, reward: CodeReward) -> None:
+    """Limits out of range are errors of the config, with its key; the tag's id comes from the tokenizer."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrloo: {max_steps: 1}\n")
+    params = {"memory_mb": 256, "test_timeout_s": 1, "tests_column": "test_list"}
+    [built] = build_rewards(load_config(file, rewards=[{"name": "code_reward", "params": params}]), tiny_tokenizer)
+    assert built.reward.think_end_id == 260 and built.reward.memory_mb == 256 and built.__name__ == "code_reward"
+    for name, value in (("memory_mb", 8), ("workers", 0), ("test_timeout_s", 0), ("answer_timeout_s", -1)):
+        run = load_config(file, rewards=[{"name": "code_reward", "params": {name: value}}])
+        with pytest.raises(ConfigError, match=rf"rewards\.0\.params: code_reward cannot be built: {name} is {value}"):
+            build_rewards(run, tiny_tokenizer)
