@@ -26,6 +26,8 @@ from rloo_kit.errors import RewardError, describe_error, excerpt, printable
 from rloo_kit.rewarding.verifiers import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.rewards.text import THINK_END
+from rloo_kit.system.environment import is_exposed, is_sendable
+from rloo_kit.system.processes import say
 
 CACHE = "judge.sqlite"  # in `run.output_dir`: the runs of a project share replies
 KEY = "OPENAI_API_KEY"
@@ -93,6 +95,8 @@ class Judge:
             raise ValueError(
                 f"key_env is {self.key_env}, and there is no such variable: set it in .env, or leave it out"
             )
+        if not is_sendable(self._key):
+            raise ValueError(f"{self.key_env or KEY} has a line break or another character that no key has")
         try:
             self._render(task="", answer="", answers=["", ""], low=0, high=1, row=defaultdict(str))
         except (TemplateError, OSError, UnicodeError) as error:
@@ -114,6 +118,8 @@ class Judge:
 
     @cached_property
     def _http(self) -> httpx.AsyncClient:
+        if self._key and is_exposed(self.url):
+            say(f"{self.key_env or KEY} and the answers go to {self.url} unencrypted; https hides them")
         return httpx.AsyncClient(timeout=httpx.Timeout(self.request_timeout_s), headers=self._headers)
 
     @property

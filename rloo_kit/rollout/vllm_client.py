@@ -4,7 +4,6 @@ Answers are not trusted: size, the type of every field and the fit with the requ
 Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 """
 
-import ipaddress
 import math
 import os
 import socket
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
@@ -24,6 +22,7 @@ from rloo_kit.errors import RolloutServerError
 from rloo_kit.models.vllm import room_for_rank
 from rloo_kit.rollout.types import WHOLE, Sampling
 from rloo_kit.system.console import picture_controls
+from rloo_kit.system.environment import is_exposed, is_sendable
 
 START_S = 600.0  # a server that loads a large model needs minutes
 LOAD_S = 600.0  # of an adapter
@@ -136,7 +135,7 @@ class VllmClient:
     def __init__(self, url: str, *, start_s: float = START_S, say: Callable[[str], None] = print) -> None:
         self.url, self._start_s, self._say = url.rstrip("/"), start_s, say
         self._key = os.environ.get(KEY_VARIABLE, "")
-        if not self._key.isascii() or not self._key.isprintable() or self._key != self._key.strip():
+        if not is_sendable(self._key):
             raise RolloutServerError(  # the HTTP library's error would print it
                 f"{KEY_VARIABLE} has a line break, a space at an end or another character that no key has: set it to "
                 "the key alone, on one line"
@@ -346,21 +345,3 @@ class VllmClient:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._opening:
                 self._sockets.add(found["return_value"].get_extra_info("socket"))
-
-
-def is_exposed(url: str) -> bool:
-    """Whether others on the network could read requests to `url`: plain http to an address that is not private.
-
-    >>> [is_exposed(f"http://{host}:8000") for host in ("localhost", "node1", "[::1]", "10.0.0.7", "8.8.8.8", "a.org")]
-    [False, False, False, False, True, True]
-    >>> is_exposed("https://a.org")
-    False
-    """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme != "http":
-        return False
-    try:
-        return not ipaddress.ip_address(host).is_private
-    except ValueError:  # a name; one without a dot is in this network
-        return "." in host and not host.endswith((".local", ".internal", ".localhost"))

@@ -3,6 +3,7 @@
 `_stack.setup_environment()` is the public call; modules that need the outcome call `current()`.
 """
 
+import ipaddress
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
 from rich.table import Table
@@ -356,3 +358,26 @@ def _switch_telemetry_off() -> str:
     if hub is not None and not hub.HF_HUB_DISABLE_TELEMETRY:
         return "on: huggingface_hub was imported before set-up; restart the kernel and run set-up first"
     return f"off ({TELEMETRY}=0 leaves it to the libraries)"
+
+
+def is_sendable(key: str) -> bool:
+    """Whether an API key fits an HTTP header; of another one, an HTTP library's error would print it."""
+    return key.isascii() and key.isprintable() and key == key.strip()
+
+
+def is_exposed(url: str) -> bool:
+    """Whether others on the network could read requests to `url`: plain http to an address that is not private.
+
+    >>> [is_exposed(f"http://{host}:8000") for host in ("localhost", "node1", "[::1]", "10.0.0.7", "8.8.8.8", "a.org")]
+    [False, False, False, False, True, True]
+    >>> is_exposed("https://a.org")
+    False
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "http":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_private
+    except ValueError:  # a name; one without a dot is in this network
+        return "." in host and not host.endswith((".local", ".internal", ".localhost"))

@@ -183,14 +183,18 @@ def test_the_key_is_sent_and_written_nowhere(
         ({"url": f"http://user:{KEY}@host/v1"}, "key_env"),
         ({"key_env": KEY}, "name of an environment variable"),
         ({"key_env": "NOT_THERE"}, ".env"),
+        ({"key_env": "KEY_OF_TWO_LINES"}, "line break"),
         ({"mode": "compare"}, "score, rank"),
         ({"scale": [5, 1]}, "lowest"),
         ({"template": "/not/there.jinja"}, "template"),
         ({"max_calls": 0}, "max_calls"),
     ],
 )
-def test_bad_parameters_are_refused_without_the_key(make: Make, params: dict[str, Any], words: str) -> None:
+def test_bad_parameters_are_refused_without_the_key(
+    make: Make, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], words: str
+) -> None:
     """Guards against a run that ends at its first judgement, and a key in an error."""
+    monkeypatch.setenv("KEY_OF_TWO_LINES", f"{KEY}\n")
     with pytest.raises(ValueError) as caught:
         make(**params)
     assert words in str(caught.value) and KEY not in str(caught.value)
