@@ -544,9 +544,10 @@ def nothing_learnt(seen: Series, context: Context) -> Evidence | None:
     held_out = seen.all("eval/accuracy")
     if len(held_out) > 1 and max(point.value for point in held_out) - held_out[0].value >= 0.03:
         return None
-    resampled = bool(seen.all("rollout/resampled_groups"))  # dynamic sampling keeps the reward constant
+    # Dynamic sampling keeps the reward constant; that of ranks is.
+    is_constant = bool(seen.all("rollout/resampled_groups") or seen.all("judge/agreement"))
     trends = {name: seen.trend(name) for name in ("reward", answer_metric(seen)) if name}
-    if resampled or any(abs(trend) >= 2 for trend in trends.values()):
+    if is_constant or any(abs(trend) >= 2 for trend in trends.values()):
         return None
     values = f"from {mean(seen.first('reward', 5)):.3g} to {mean(seen.last('reward', 5)):.3g}"
     text = f"after {seen.step / planned:.0%} of the planned steps the reward went {values}, within its noise"

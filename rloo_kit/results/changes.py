@@ -103,7 +103,7 @@ def change_of(measure: str, before: Evaluation, after: Evaluation) -> Change | N
     if old is None or new is None or (measure not in SHARES and rewards_differ(before, after)):
         return None
     both = list(pair_means(before, after, measure).values())
-    if both:
+    if both and old.low != old.high:  # else it is so by definition: the win rate before training
         is_one = measure.startswith(("greedy", "win"))
         sizes = [1, 1] if is_one else [before.num_samples, after.num_samples]
         first, second = [a for a, _ in both], [b for _, b in both]

@@ -10,12 +10,22 @@ from pydantic_core import PydanticUndefined
 
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import HealthSection, LoraSection, OnFinding, RewardSection, SourceSection, VllmSection
+from rloo_kit.config.schema import (
+    HealthSection,
+    JudgeSection,
+    LoraSection,
+    OnFinding,
+    RewardSection,
+    SourceSection,
+    VllmSection,
+)
 from rloo_kit.config.section import Section, declared
+from rloo_kit.config.supervised import RewardModelSection
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
 NESTED = {"model.lora": LoraSection, "data.sources": SourceSection, "rollout.vllm": VllmSection}
+NESTED |= {"eval.judge": JudgeSection, "reward_model": RewardModelSection}
 SECTIONS: dict[str, Any] = FIELDS | NESTED | {"rewards": RewardSection}
 
 

@@ -101,6 +101,8 @@ def test_the_verdict_rests_on_the_win_rate(server: JudgeServer, tmp_path: Path) 
     verdict = judge_run(run, result, before, after)
     assert verdict.kind == "learnt" and "Win rate rose from 50 % to 75 %" in verdict.sentence
     assert "win rate +0.250 [" in str(compare(before, after))
+    always = change_of("win_rate", *measure(run, ["fair"] * 40, ["good"] * 40))
+    assert always is not None and always.difference.ends[0] == always.difference.high == 0.5
     before.judged_by = after.judged_by = "answer_reward"
     before.measures["accuracy"] = after.measures["accuracy"] = mean_of([1.0] * 40)
     assert after.leading == "accuracy"  # a reward of the run compares answers
@@ -151,4 +153,5 @@ def test_the_interval_covers_the_known_win_rate(server: JudgeServer, tmp_path: P
         assert low is not None and high is not None
         covered += low <= truth <= high
         decided += low > 0.5
+    print(f"covered {covered}, above one half {decided} of 100")
     assert covered >= 95 and decided >= 10

@@ -121,6 +121,11 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
     assert look(rows, **options, modes=modes) == []
 
 
+def test_the_mean_of_ranks_is_constant() -> None:
+    """A run whose win rate went from 50 % to 100 % ended with the advice to raise its learning rate."""
+    assert look([row | {"judge/agreement": 0.8} for row in STILL], steps=40) == []
+
+
 def test_every_rule_has_its_key_and_its_case() -> None:
     """A rule without a key cannot be set to stop or off; one without a test case may never fire."""
     assert set(RULES) == set(HealthSection.model_fields) - {"no_signal_steps"}
