@@ -28,6 +28,7 @@ from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.rewards.text import THINK_END
 from rloo_kit.system.environment import is_exposed, is_sendable
 from rloo_kit.system.processes import say
+from rloo_kit.system.user_code import digest_texts
 
 CACHE = "judge.sqlite"  # in `run.output_dir`: the runs of a project share replies
 KEY = "OPENAI_API_KEY"
@@ -101,6 +102,9 @@ class Judge:
             self._render(task="", answer="", answers=["", ""], low=0, high=1, row=defaultdict(str))
         except (TemplateError, OSError, UnicodeError) as error:
             raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
+        if self.template is not None:  # an edited one is noticed at --resume, see `read_sources`
+            text = Path(self.template).read_text(encoding="utf-8")
+            self.source_digests = {f"template {Path(self.template).name}": digest_texts([text])}
         self.url, self.counts, self._gives_up = self.url.rstrip("/"), defaultdict[str, float](float), False
 
     @cached_property

@@ -12,6 +12,7 @@ from rloo_kit.errors import RewardError
 from rloo_kit.rewarding import judge as module
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.judge import CACHE, Judge, JudgeReward, find_value
+from rloo_kit.rewarding.worker import read_sources
 from tests.judge_server import FAULTS, MODEL, JudgeServer
 
 END = 7  # </think>
@@ -207,6 +208,10 @@ def test_the_template_is_the_users(make: Make, server: JudgeServer, tmp_path: Pa
     file.write_text('{{ row.grade }}|{{ task }}|<answer>\n{{ answer }}\n</answer>|"score"')
     score(make(template=str(file)), ["good"], grade=["third"])
     assert server.requests[0]["messages"][0]["content"] == 'third|task 0|<answer>\ngood\n</answer>|"score"'
+    began = read_sources([guard(make(template=str(file)))])
+    file.write_text("{{ answer }}, else the same")
+    assert began.keys() == read_sources([make(template=str(file))]).keys() == {"template mine.jinja"}
+    assert began != read_sources([make(template=str(file))]), "an edited template is noticed when a run resumes"
     file.write_text("{{ anwser }}")
     with pytest.raises(ValueError, match="anwser"):
         make(template=str(file))
