@@ -8,26 +8,24 @@ import ast
 import builtins
 import functools
 import json
-import marshal
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, WholeBatchError, excerpt, shorten
-from rloo_kit.rewarding.verifiers import Verifier
+from rloo_kit.rewarding.verifiers import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.processes import say
 
@@ -38,13 +36,11 @@ NO_JAIL = (
     "kernel.apparmor_restrict_unprivileged_userns=0"
 )
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))  # of no virtual environment
+JAILED = Path(__file__).with_name("jailed.py").read_text(encoding="utf-8")
 JUDGES = {"abs", "all", "any", "bool", "isinstance", "round"}  # builtins that tests compare with
-OUTSIDE = [__file__, "/etc/passwd"]  # must not be seen
-LIMITS = {"memory_mb": 512, "cpu_s": 60}
 BUBBLEWRAP = "--unshare-all --die-with-parent --new-session --hostname jail --cap-drop ALL"
 NAMESPACES = "--user --map-root-user --mount --net --pid --ipc --uts --fork --kill-child"
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-_PYTHON = ("", "py", "python", "python3")
 _say_once = functools.cache(say)
 
 
@@ -57,7 +53,7 @@ class Jail:
     """A command that runs `jailed` with nothing but the interpreter's folders to see.
 
     Attributes:
-        command: what stands before the interpreter. root: the folders that `jailed` itself makes a root of, if any.
+        command: what stands before the interpreter. root: what `jailed` itself makes a root folder of, if anything.
     """
 
     command: tuple[str, ...]
@@ -66,30 +62,18 @@ class Jail:
     @contextmanager
     def start(self, role: str, stdin: Any, stdout: Any, fds: Sequence[int] = (), **settings: Any) -> Iterator[Any]:
         """The process of a role, locked already; killed at the end. Raises JailError if it could not be locked."""
-        given = json.dumps(LIMITS | self.root | settings | {"role": role, "null": _null(), "link": fds})
-        command = (*self.command, PYTHON, "-I", "-S", "-X", "utf8", "-c", _text(), given)
-        ends: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": subprocess.PIPE}
-        process: Any = subprocess.Popen(command, env={}, cwd="/", pass_fds=(_null(), *fds), **ends)
-        with process:
-            try:
-                if (first := process.stderr.readline()) != b"ready\n":
-                    lines = (first + process.stderr.read()).decode(errors="replace").strip().splitlines()
-                    raise JailError(shorten(lines[-1] if lines else "it ended without a word", 300))
-                yield process
-            finally:
-                process.kill()
-
-
-@functools.cache
-def _text() -> str:
-    source = Path(__file__).with_name("jailed.py").read_text(encoding="utf-8")
-    compiled = marshal.dumps(compile(source, "jailed.py", "exec"))  # by the same interpreter, and once
-    return f"exec(__import__('marshal').loads(bytes.fromhex('{compiled.hex()}')))"
-
-
-@functools.cache
-def _null() -> int:
-    return os.open(os.devnull, os.O_RDWR)  # the jail has no /dev
+        with ExitStack() as stack:
+            null = stack.enter_context(open(os.devnull, "r+b", 0)).fileno()  # the jail has no /dev
+            given = {"memory_mb": 512, "cpu_s": 60, "role": role, "root": self.root, "null": null, "link": fds}
+            command = [*self.command, PYTHON, "-I", "-S", "-X", "utf8", "-c", JAILED, json.dumps(given | settings)]
+            ends: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": subprocess.PIPE}
+            process: Any = subprocess.Popen(command, env={}, cwd="/", pass_fds=(null, *fds), **ends)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            if (first := process.stderr.readline()) != b"ready\n":
+                lines = (first + process.stderr.read()).decode(errors="replace").strip().splitlines()
+                raise JailError(shorten(lines[-1] if lines else "it ended without a word", 300))
+            yield process
 
 
 @functools.cache
@@ -99,7 +83,7 @@ def find_jail() -> Jail:
     for make in (bubblewrap, namespaces):
         try:
             jail = make()
-            with jail.start("probe", subprocess.DEVNULL, subprocess.DEVNULL, outside=OUTSIDE):
+            with jail.start("probe", subprocess.DEVNULL, subprocess.DEVNULL):
                 return jail
         except (RewardError, OSError) as error:
             reasons.append(f"{make.__name__}: {error}")
@@ -108,14 +92,12 @@ def find_jail() -> Jail:
 
 def bubblewrap() -> Jail:
     """A jail of `bwrap`."""
-    root, options = _root(), [*BUBBLEWRAP.split(), "--ro-bind", PYTHON, PYTHON]
+    root, options = _root(), BUBBLEWRAP.split()
     for path in root["binds"]:
         options += ["--ro-bind", path, path]
     for path, target in root["links"].items():
         options += ["--symlink", target, path]
-    for path in root["hidden"]:
-        options += ["--tmpfs", path, "--remount-ro", path]
-    return Jail((_find("bwrap"), *options, "--remount-ro", "/", "--chdir", "/"), {"binds": []})
+    return Jail((_find("bwrap"), *options, "--remount-ro", "/", "--chdir", "/"), {})
 
 
 def namespaces() -> Jail:
@@ -130,20 +112,16 @@ def _find(program: str) -> str:
 
 
 def _root() -> dict[str, Any]:
-    """What Python needs to run: folders to show, links to make, and folders in them to hide (installed packages)."""
+    """What Python needs to run: folders and files to show, and links to make."""
     libraries = [f"{top}/{name}" for top in ("", "/usr") for name in ("lib", "lib32", "lib64", "libx32")]
-    own, stdlib = (os.path.realpath(path) for path in (f"{sys.base_prefix}/lib", sysconfig.get_path("stdlib")))
-    packages = (f"{stdlib}/site-packages", "/usr/lib/python3/dist-packages")
-    shown = [path for path in (*libraries, own, "/etc/ld.so.cache") if os.path.exists(path)]
-    return {
-        "binds": [path for path in dict.fromkeys(shown) if not os.path.islink(path)],
-        "links": {path: os.readlink(path) for path in shown if os.path.islink(path)},
-        "hidden": [path for path in packages if os.path.isdir(path)],
-    }
+    own = os.path.realpath(f"{sys.base_prefix}/lib")
+    shown = [path for path in (*libraries, own, PYTHON, "/etc/ld.so.cache") if os.path.exists(path)]
+    links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
+    return {"binds": [path for path in dict.fromkeys(shown) if path not in links], "links": links}
 
 
 @dataclass
-class CodeReward(Verifier):
+class CodeReward(AnswerReader):
     """The share of the row's tests that the completion's code passes, 0.0 to 1.0, run in a jail (`find_jail`).
 
     0.0 without code or if the thinking was never closed; None for a row without tests; failed (NaN, which the guard
@@ -163,11 +141,10 @@ class CodeReward(Verifier):
 
     __name__: ClassVar[str] = "code_reward"
 
-    answer_timeout_s: float = 10.0
-    timeout_s: float = field(default=math.inf, init=False, repr=False)  # each answer has its own
     tests_column: str = "tests"
     memory_mb: int = 512
     test_timeout_s: float = 2.0
+    answer_timeout_s: float = 10.0
     workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -207,26 +184,27 @@ class CodeReward(Verifier):
             tests, code = read_tests(given), find_code(answer)
             if not tests or not code:
                 return 0.0 if tests else None
-            run = self._run_asserts if isinstance(tests[0], str) else self._run_pairs
-            return run(jail, code, tests, entry)
+            limits = {"memory_mb": self.memory_mb, "cpu_s": math.ceil(self.answer_timeout_s) + 1}
+            if isinstance(tests[0], str):
+                return self._run_asserts(jail, limits, code, tests, entry)
+            return self._run_pairs(jail, limits, code, tests)
         except JailError as error:
             _say_once(f"WARNING: code_reward failed on the tests {excerpt(given)}: {error}")
             return math.nan
 
-    def _run_asserts(self, jail: Jail, code: str, tests: list[str], entry: Any) -> float:
-        row = compile_tests(tuple(tests), entry if isinstance(entry, str) else None)
-        limits: dict[str, Any] = {"memory_mb": self.memory_mb, "cpu_s": math.ceil(self.answer_timeout_s) + 1}
-        limits |= {"call_s": self.test_timeout_s, "answer_s": self.answer_timeout_s}
+    def _run_asserts(self, jail: Jail, limits: Any, code: str, tests: list[str], entry: Any) -> float:
+        row = compile_tests(tuple(tests), entry if isinstance(entry, str) else "") | {"code": code}
+        row |= {"call_s": self.test_timeout_s, "answer_s": self.answer_timeout_s}
         with ExitStack() as stack:
             ends = [stack.enter_context(open(end, "rb", 0)) for _ in range(2) for end in os.pipe()]
             code_in, tests_out, tests_in, code_out = (end.fileno() for end in ends)
             stack.enter_context(jail.start("candidate", code_in, code_out, **limits))
-            started = jail.start("tests", subprocess.PIPE, subprocess.PIPE, (tests_in, tests_out), **limits)
-            process = stack.enter_context(started)
+            link, pipe = (tests_in, tests_out), subprocess.PIPE
+            process = stack.enter_context(jail.start("tests", pipe, pipe, link, **limits))
             for end in ends:
                 end.close()  # so that each process sees the other's end
             try:
-                verdict = process.communicate(marshal.dumps((code, row)), timeout=self.answer_timeout_s + 1)[0]
+                verdict = process.communicate(json.dumps(row).encode(), timeout=self.answer_timeout_s + 1)[0]
             except subprocess.TimeoutExpired:
                 return 0.0
         found = json.loads(verdict or '{"value": 0.0}')  # none if a value of the code's filled its memory
@@ -234,10 +212,9 @@ class CodeReward(Verifier):
             raise JailError(found["broken"])
         return found["value"]
 
-    def _run_pairs(self, jail: Jail, code: str, tests: list[tuple[str, str]], entry: Any) -> float:
+    def _run_pairs(self, jail: Jail, limits: Any, code: str, tests: list[tuple[str, str]]) -> float:
         """Each pair in a process of its own, so that none sees the input of another."""
         text, passed, ends_at = code.encode("utf-8", "replace"), 0, time.monotonic() + self.answer_timeout_s
-        limits: dict[str, Any] = {"memory_mb": self.memory_mb, "cpu_s": math.ceil(self.test_timeout_s) + 1}
         for given, expected in tests:
             if (left_s := min(self.test_timeout_s, ends_at - time.monotonic())) <= 0:
                 break
@@ -254,80 +231,47 @@ class CodeReward(Verifier):
 
 
 class Marks(ast.NodeTransformer):
-    """Turns each `assert` into a mark, which counts and goes on. `straight` says of each if it is outside loops and
-    functions (but `check`): one that was cut short says nothing of later rounds."""
+    """Turns each `assert` into a mark, which counts and goes on."""
 
-    def __init__(self) -> None:
-        self.straight: list[bool] = []
-        self.inner = self.guarded = self.guards = 0
-
-    def visit(self, node: ast.AST) -> Any:
-        deeper = isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.ClassDef)
-        deeper = deeper and getattr(node, "name", "") != "check"
-        self.inner += deeper
-        found = super().visit(node)
-        self.inner -= deeper
-        return found
-
-    def visit_Try(self, node: ast.Try) -> ast.Try:
-        self.guarded += 1
-        node.body = [self.visit(one) for one in node.body]
-        self.guarded -= 1
-        for part in (node.handlers, node.orelse, node.finalbody):
-            part[:] = [self.visit(one) for one in part]
-        return node
+    count = 0
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        is_guard = isinstance(node.test, ast.Constant) and not node.test.value  # after a call that has to raise
-        index = -1 if is_guard else len(self.straight)
-        self.guards += is_guard
-        self.straight += [] if is_guard else [not self.inner]
-        passed, failed = (ast.parse(f"_mark_({index}, {held})").body for held in (True, False))
-        made: ast.stmt = ast.If(node.test, passed, failed)
-        if not self.guarded:
-            made = ast.Try([made], [ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, failed)], [], [])
-        return ast.fix_missing_locations(ast.copy_location(made, node))
+        self.count += 1
+        made: Any = ast.parse("try:\n    _mark_()\nexcept Exception:\n    _mark_(False)").body[0]
+        made.body[0].value.args.append(node.test)
+        return made
 
 
 @functools.lru_cache(maxsize=1024)
-def compile_tests(texts: tuple[str, ...], entry: str | None) -> dict[str, Any]:
-    """What `jailed.judge` needs of a row's tests: each text a unit, with the numbers of its assertions, and the names
-    that the code has to define. Raises JailError for tests that are no Python, or assert nothing."""
-    marks, units, trees = Marks(), [], []
-    for text in texts:
-        first, guards = len(marks.straight), marks.guards
-        tree = marks.visit(_parse(text))
-        if len(marks.straight) == first and marks.guards > guards:  # a test that holds if it ends
-            marks.straight.append(True)
-            tree.body += ast.parse(f"_mark_({first}, True)").body
-        trees.append(tree)
-        units.append((first, len(marks.straight)))
-    if not marks.straight:
-        raise JailError("there is no assert in them")
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    tested = {node.id for node in ast.walk(_parse(entry or "")) if isinstance(node, ast.Name)}
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    if "check" in own - {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}:
-        if not entry:
-            raise JailError("they define check() and never call it: the rows need a column entry_point")
-        trees[-1].body += _parse(f"check({entry})").body
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    used = {one.id for one in names} - own - {one.id for one in names if isinstance(one.ctx, ast.Store)}
-    used -= {"_mark_", "Exception"}
-    bases = {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    modules = sorted(used & bases & sys.stdlib_module_names - vars(builtins).keys())
-    trees[0].body[:0] = ast.parse("\n".join(f"import {name}" for name in modules)).body
-    # Builtins are the tests' own, unless there is nothing else to test (a task to write `sum`).
-    wanted = (used - vars(builtins).keys() or used - JUDGES) - set(modules) | tested
-    compiled = [(compile(tree, "tests.py", "exec"), *ends) for tree, ends in zip(trees, units, strict=True)]
-    return {"units": compiled, "straight": marks.straight, "names": sorted(wanted)}
-
-
-def _parse(text: str) -> ast.Module:
+def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
+    """What `jailed.judge` needs of a row's tests: their statements, with marks, how many asserts there are, and the
+    names that the code has to define. Raises JailError for tests that are no Python, or assert nothing."""
     try:
-        return ast.parse(text)
+        compile("\n".join(texts), "tests", "exec")
+        tree, tested = ast.parse("\n".join(texts)), set(re.findall(r"\w+", entry)[:1])
     except (SyntaxError, ValueError) as error:
         raise JailError(f"they are no Python: {error}") from None
+    nodes = list(ast.walk(tree))
+    imports = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imports += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    if missing := {name.partition(".")[0] for name in imports} - sys.stdlib_module_names:
+        raise JailError(f"they import {', '.join(sorted(missing))}; the jail has the standard library only")
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    used = {node.id for node in names} - own - {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    bases = {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    modules = used & bases & sys.stdlib_module_names - vars(builtins).keys()
+    # Builtins are the tests' own, unless there is nothing else to test (a task to write `sum`).
+    wanted = (used - vars(builtins).keys() or used - JUDGES) - modules | tested
+    marks = Marks()
+    statements = [f"import {name}" for name in modules] + [ast.unparse(marks.visit(one)) for one in tree.body]
+    if not marks.count:
+        raise JailError("there is no assert in them")
+    if "check" in own - {node.id for node in names}:
+        if not entry:
+            raise JailError("they define check() and never call it: the rows need a column entry_point")
+        statements.append(f"check({entry})")
+    return {"statements": statements, "asserts": marks.count, "names": sorted(wanted)}
 
 
 def _lines(text: str) -> list[str]:
@@ -340,8 +284,8 @@ def find_code(answer: str) -> str:
     >>> find_code("So:\n```python\nx = 1\n```\nIt prints:\n```text\n1\n```"), find_code("x = 1")
     ('x = 1\n', 'x = 1')
     """
-    blocks = _FENCE.findall(answer)
-    found = [text for language, text in blocks if language.lower() in _PYTHON] if blocks else [answer]
+    blocks = _FENCE.findall(answer) or [("", answer)]
+    found = [text for language, text in blocks if language.lower() in ("", "py", "python", "python3")]
     return textwrap.dedent(found[-1]) if found and found[-1].strip() else ""
 
 

@@ -211,13 +211,11 @@ class TextForm:
 
     def encode(self, prompt: Any, completion: Any, question: str | None = None) -> list[int]:
         """The ids of a prompt with its completion, each a text or messages."""
-        is_rendered = (
-            isinstance(prompt, str) and self.header and (stem := _OPENED.sub("", prompt)).endswith(self.header)
-        )
-        if is_rendered:
+        stem = _OPENED.sub("", prompt) if isinstance(prompt, str) and self.header else ""
+        if stem and stem.endswith(self.header):
             text = f"{self.bos}{stem.removeprefix(self.bos)}{self.opening}{as_text(completion).strip()}{self.end}"
         elif isinstance(prompt, str) and (question is None or not self.header):
-            text, end = prompt + as_text(completion), self.tokenizer.eos_token if self.ends else ""
+            text, end = prompt + as_text(completion), self.ends and self.tokenizer.eos_token or ""
             text = text if text.endswith(end) else text + end
             return list(self.tokenizer(text, add_special_tokens=self.ends)["input_ids"])
         else:
@@ -299,17 +297,7 @@ class RewardModel(AnswerReader):
         question: Sequence[Any] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        return self.get_rewards(prompts, completions, completion_ids, completion_mask, question)
-
-    def get_rewards(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Any] | None = None,
-        completion_mask: Sequence[Any] | None = None,
-        question: Sequence[Any] | None = None,
-    ) -> list[float | None]:
-        """The scores of a batch; of text and messages alone, as published recipes call it, or with what a run passes.
+        """The scores of a batch; `get_rewards(prompts, completions)`, as published recipes have it, is the same call.
 
         Raises:
             ValueError: the model thinks, and there are no completion_ids. BackendError: as `loaded`.
@@ -327,9 +315,8 @@ class RewardModel(AnswerReader):
         rewards: list[float | None] = [None] * len(ids)
         for start in range(0, len(fits), self.batch_size):
             rows = fits[start : start + self.batch_size]
-            padded = form.tokenizer.pad(
-                {"input_ids": [ids[i] for i in rows]}, padding_side="right", return_tensors="pt"
-            )
+            batch = {"input_ids": [ids[i] for i in rows]}
+            padded = form.tokenizer.pad(batch, padding_side="right", return_tensors="pt")
             with load_stack().torch.inference_mode():
                 scores = model(**padded.to(model.device)).logits[:, 0]  # (rows,)
             for i, value in zip(rows, scores.float().tolist(), strict=True):
@@ -337,6 +324,8 @@ class RewardModel(AnswerReader):
         for i in unanswered:
             rewards[i] = min((value for value in rewards if value is not None), default=None)
         return rewards
+
+    get_rewards = __call__
 
 
 NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"

@@ -67,7 +67,7 @@ OWN = {
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
     "system/console.py: module.__spec__", "data/verifiers_env.py: tool.__doc__",
-    "data/verifiers_env.py: tool.__annotations__",
+    "data/verifiers_env.py: tool.__annotations__", "rewarding/jailed.py: sys.modules[name]",
 }  # fmt: skip
 
 

@@ -118,32 +118,27 @@ RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
         json.dumps(HUMANEVAL + "\ncheck(has_close_elements)\n"),
         {},
     ),
-    "LeetCode: a class, a list changed in place": (
-        "class Solution:\n    def rotate(self, nums, k):\n        k %= len(nums)\n"
-        "        nums[:] = nums[-k:] + nums[:-k]\n"
-        "    def twoSum(self, nums, target):\n        seen = {}\n        for i, n in enumerate(nums):\n"
-        "            if target - n in seen: return [seen[target - n], i]\n            seen[n] = i",
-        [
-            "nums = [1, 2, 3, 4]\nassert Solution().rotate(nums, 1) is None\nassert nums == [4, 1, 2, 3]",
-            "s = Solution()\nassert s.twoSum([2, 7, 11, 15], 9) == [0, 1]\n"
-            "assert s.twoSum(nums=[3, 3], target=6) == [0, 1]",
-        ],
+    "LeetCode: a class, named arguments": (
+        "class Solution:\n    def twoSum(self, nums, target):\n        seen = {}\n"
+        "        for i, n in enumerate(nums):\n            if target - n in seen: return [seen[target - n], i]\n"
+        "            seen[n] = i",
+        "s = Solution()\nassert s.twoSum([2, 7], 9) == [0, 1]\nassert s.twoSum(nums=[3, 3], target=6) == [0, 1]",
         {},
     ),
     "objects of its own": (
         LINKED,
         "head = reverse(build([1, 2, 3]))\nvalues = []\nwhile head:\n    values.append(head.value)\n"
         "    head = head.next\n"
-        "assert values == [3, 2, 1]\nnode = Node(7)\nnode.next = Node(8)\nassert node.next.value == 8\n"
-        "assert isinstance(node, Node) and not isinstance(7, Node) and not hasattr(node, 'previous') and node != 7",
+        "assert values == [3, 2, 1]\nnode = Node(7, Node(8))\nassert node.next.value == 8\n"
+        "assert node.next is node.next and not hasattr(node, 'previous') and node != 7",
         {},
     ),
-    "state of an object, its operators": (
+    "state of an object, comparisons of two": (
         "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass V:\n    x: int\n    y: int = 0\n"
-        "    def __add__(self, o): return V(self.x + o.x, self.y + o.y)\n    def __len__(self): return 2\n"
+        "    def __lt__(self, o): return self.x < o.x\n    def __len__(self): return 2\n"
         "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
         "    def __iter__(self): return iter(self.items)",
-        "assert V(1, 2) + V(3) == V(4, 2) and V(1) != V(2)\n"
+        "assert V(1, 2) == V(1, 2) and V(1) != V(2) and V(2) > V(1)\n"
         "assert len(V(1)) == 2 and str(V(1)) == f'{V(1)}' == 'V(x=1, y=0)'\n"
         "s = Stack()\ns.push(3)\ns.push([4])\nassert list(s) == s.items == [3, [4]] and [4] in s",
         {},
@@ -159,26 +154,19 @@ RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
         ],
         {},
     ),
-    "generators, callbacks, containers": (
-        "from collections import Counter, defaultdict, deque, namedtuple\nfrom fractions import Fraction\n"
-        "import enum, datetime\n"
-        "P = namedtuple('P', 'x y')\nclass Color(enum.IntEnum):\n    RED = 1\n"
+    "generators and containers": (
+        "from collections import Counter, defaultdict, deque, namedtuple\nimport enum\nP = namedtuple('P', 'x y')\n"
+        "class Color(enum.IntEnum):\n    RED = 1\n"
         "def count():\n    n = 0\n    while True:\n        yield n\n        n += 1\n"
-        "def apply(g, xs): return [g(x) for x in xs]\ndef count_all(s): return Counter(s)\n"
         "def group(xs):\n    d = defaultdict(list)\n    for x in xs: d[x % 2].append(x)\n    return d\n"
-        "def move(p): return P(p[0] + 1, p[1])\ndef third(): return Fraction(1, 3)\ndef kind(x): return type(x)\n"
-        "def red(): return Color.RED\ndef queue(xs): return deque(xs)\n"
-        "def day(d): return d + datetime.timedelta(days=1)",
-        "from fractions import Fraction\nimport datetime, itertools\n"
-        "assert list(itertools.islice(count(), 3)) == [0, 1, 2]\n"
-        "g = count()\nassert next(g) == 0 and next(g) == 1\nassert apply(lambda x: x * 2, [1, 2]) == [2, 4]\n"
-        "assert apply(str.upper, iter(['a'])) == ['A']\nassert count_all('aab') == {'a': 2, 'b': 1}\n"
-        "assert count_all('aab').most_common(1) == [('a', 2)]\nassert group([1, 2, 3]) == {1: [1, 3], 0: [2]}\n"
-        "assert move((1, 2)) == (2, 2) and move((1, 2)).x == 2 and isinstance(move((1, 2)), tuple)\n"
-        "assert third() == Fraction(1, 3)\nassert kind(3) is int and red() == 1 and red() + 1 == 2\n"
-        "assert list(queue([1, 2])) == [1, 2]\nassert day(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)\n"
-        "assert apply(float, ['inf'])[0] == float('inf')\n"
-        "assert apply(lambda x: x, [2**100, b'x', 1j]) == [2**100, b'x', 1j]",
+        "def move(p): return P(p[0] + 1, p[1])\ndef red(): return Color.RED\ndef queue(xs): return deque(xs)\n"
+        "def same(x): return x",
+        "import itertools\nfrom collections import Counter\nassert list(itertools.islice(count(), 3)) == [0, 1, 2]\n"
+        "g = count()\nassert next(g) == 0 and next(g) == 1\nassert same(Counter('aab')) == {'a': 2, 'b': 1}\n"
+        "assert group([1, 2, 3]) == {1: [1, 3], 0: [2]} and red() == 1 and red() + 1 == 2\n"
+        "assert move((1, 2)) == (2, 2) and isinstance(move((1, 2)), tuple)\nassert list(queue([1, 2])) == [1, 2]\n"
+        "nan, *rest = same([float('nan'), float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})])\n"
+        "assert nan != nan and rest == [float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})]",
         {},
     ),
     "APPS: a program": (
@@ -216,10 +204,10 @@ FOUR = [f"assert f({n}) == {n * n}" for n in (1, 2, 3, 4)]
         (SQUARE, "\n".join(FOUR), 0.5),
         (RAISES, FOUR, 0.5),
         (RAISES, "\n".join(FOUR), 0.5),
-        (RAISES, "for n in (1, 2, 3):\n    value = f(n)\n    assert value == n * n\nassert f(1) == 1", 0.0),
-        (SQUARE, "assert f(1) == 1\nfor n in (1, 2, 3, 4):\n    assert f(n) == n * n", 0.75),
-        (SQUARE, "assert f(1) == 1\nf(2)\nf(3) + 1\nassert f(2) == 4", 0.5),
-        (SQUARE, "assert f(1) == 1\nf(3) + 1", 0.0),
+        (RAISES, "for n in (1, 2, 3):\n    value = f(n)\n    assert value == n * n\nassert f(1) == 1", 0.5),
+        (SQUARE, "assert f(1) == 1\nfor n in (1, 2, 3, 4):\n    assert f(n) == n * n", 0.6),
+        (SQUARE, "assert f(1) == 1\nf(2)\nf(3) + 1\nassert f(2) == 4", 2 / 3),
+        (SQUARE, "assert f(1) == 1\nf(3) + 1", 0.5),
         (SQUARE, ["try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", "assert f(1) == 1"], 1.0),
         (
             "def f(n): return 1",
@@ -247,11 +235,10 @@ def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: flo
     [
         (["assert f(1) == "], "they are no Python"),
         (["f(1)"], "there is no assert"),
-        (["import numpy as np\nassert np.all(f(1))"], "No module named 'numpy'"),
+        (["import numpy as np\nassert np.all(f(1))"], "they import numpy"),
         ("def check(g):\n    assert g(1) == 1", "need a column entry_point"),
-        (["class T: pass\nassert f(T()) == 1"], "an object of T that is not the code's own"),
-        (["class T(f): pass\nassert T"], "derive a class from one of the code's"),
-        (["try:\n    [][0]\nexcept f:\n    assert True"], "catching classes"),
+        (["class T: pass\nassert f(T()) == 1"], "an object of T; it takes plain values"),
+        (["assert f(lambda: 1)"], "an object of function"),
         ({"inputs": [[1]], "outputs": [[1]], "fn_name": "f"}, "a list of"),
         ([{"input": "1"}], "found "),
         ([["assert f(1)"]], "texts with asserts, or a list of"),

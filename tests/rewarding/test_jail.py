@@ -21,7 +21,7 @@ import pytest
 
 from rloo_kit.errors import RewardError
 from rloo_kit.rewarding import code as code_module
-from rloo_kit.rewarding.code import OUTSIDE, CodeReward, Jail, bubblewrap, find_jail, namespaces
+from rloo_kit.rewarding.code import CodeReward, Jail, bubblewrap, find_jail, namespaces
 
 SECRET = "swordfish-70417"
 ANSWER = 6174309582
@@ -222,8 +222,8 @@ def import_reward(jail: Jail, place: Path) -> str:
         f"import sys\nsys.path.append({str(Path(code_module.__file__).parents[2])!r})\n"
         f"import rloo_kit.rewarding.code as c\n"
         "c.CodeReward._score = lambda *a: 1.0\ndef f(): return 0",
-        "import sys\nm = sys.modules['__main__']\nm.Tests.judge = lambda *a: 1.0\nm.Peer.encode = lambda *a: True\n"
-        "m.combines = lambda *a: True\ndef f(): return 0",
+        "import sys\nm = sys.modules['__main__']\nm.judge = lambda *a: 1.0\nm.Peer.ask = lambda *a: True\n"
+        "m.encode = lambda *a: True\ndef f(): return 0",
     ):
         assert score(jail, code) == 0.0
         assert score(jail, HONEST) == 1.0
@@ -247,7 +247,7 @@ def leave_early(jail: Jail, place: Path) -> str:
         assert score(jail, code) == 0.0, code
     loop = "for n in range(100):\n    assert g(n) == n"
     early = "import os\ndef f(): return 1\ndef g(n): return n if n < 9 else os._exit(0)"
-    assert score(jail, early, "assert f() == 1", loop) == 0.5, "rounds before the end of a loop that was cut short"
+    assert score(jail, early, "assert f() == 1", loop) == 10 / 101, "rounds before the end of a loop that was cut short"
     return "0.0; a test that was cut short counts as failed"
 
 
@@ -397,7 +397,7 @@ ATTACKS: list[Callable[[Jail, Path], str]] = [
 def jail(request: Any) -> Iterator[Jail]:
     try:
         made = request.param()
-        with made.start("probe", subprocess.DEVNULL, subprocess.DEVNULL, outside=OUTSIDE):
+        with made.start("probe", subprocess.DEVNULL, subprocess.DEVNULL):
             pass
     except (RewardError, OSError) as error:
         pytest.skip(f"no {request.param.__name__} here: {error}")
@@ -418,7 +418,7 @@ def test_nothing_is_left_of_a_run_that_was_killed(jail: Jail) -> None:
     """Code that sleeps would otherwise stay after a run that was killed, with its memory."""
     program = (
         "import sys\nfrom rloo_kit.rewarding import code\n"
-        f"code.find_jail = code.{'namespaces' if jail.root['binds'] else 'bubblewrap'}\n"
+        f"code.find_jail = code.{'namespaces' if jail.root else 'bubblewrap'}\n"
         f"reward = code.CodeReward(thinking=False, memory_mb={MARK}, test_timeout_s=60, answer_timeout_s=60)\n"
         "reward(completions=['import time\\ntime.sleep(600)'], completion_ids=[[1]], tests=[['assert f() == 1']])\n"
     )
@@ -449,7 +449,7 @@ def test_a_jail_that_shows_more_than_it_should_is_none(monkeypatch: pytest.Monke
     leaky = Jail((*made.command[:-4], "--bind", "/etc", "/etc", "--chdir", "/"), made.root)
     with (
         pytest.raises(RewardError, match="allows /etc/passwd, mkdir"),
-        leaky.start("probe", None, None, outside=OUTSIDE),
+        leaky.start("probe", None, None),
     ):
         pass
 
