@@ -26,6 +26,7 @@ _EXPORTS = {
     "compare": "results.changes",
     "train": "preflight.preflight",
     "fine_tune": "loop.sft",
+    "train_reward_model": "loop.reward_model",
     "measure_signal": "evals.difficulty",
     "read_rollouts": "runs.rollouts",
     "judge_run": "results.verdict",

@@ -190,9 +190,7 @@ def init(
     data: Annotated[str | None, Option(metavar="FILE", help="A .csv, .jsonl or .parquet file.")] = None,
     prompt_column: Annotated[str | None, Option(help="Column with the prompts.")] = None,
     answer_column: Annotated[str | None, Option(help="Column with the answers.")] = None,
-    output: Annotated[
-        Path | None, Option(metavar="FILE", help="Config file to write, or its folder; default: ./DATA.yaml.")
-    ] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="Config or folder; default: ./DATA.yaml.")] = None,
     gpu_gib: Annotated[float | None, Option(help="Fit a GPU with this many GiB instead of this machine.")] = None,
     yes: Annotated[bool, Option("--yes", help="Accept the proposed value of every missing flag.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing files.")] = False,
@@ -242,10 +240,7 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
 def plan(
     file: ConfigFile,
     overrides: Overrides = None,
-    gpu_gib: Annotated[
-        float | None,
-        Option("--gpu-gib", "--card-gib", help="Plan for a GPU with this many GiB instead of this machine."),
-    ] = None,
+    gpu_gib: Annotated[float | None, Option("--gpu-gib", "--card-gib", help="GiB of another machine's GPU.")] = None,
     json: Json = False,
 ) -> None:
     """Compute a run's memory from its config alone. Exit code 1 if it does not fit, with what to change."""
@@ -297,6 +292,19 @@ def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = Fa
         result = fine_tune_and_report(run, policy, data, run_dir)
     say(f"next: {next_command(run, words, result)}")
     say_activation()
+    if result.stopped:
+        raise Exit(INTERRUPTED)
+
+
+@command("reward-model")
+def reward_model(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Train a reward model on preferences, measure it on held-out pairs, and print the entry that uses it."""
+    run = read_config(file, overrides)
+    import rloo_kit as kit
+
+    say(kit.setup_environment("transformers").describe())
+    result = kit.train_reward_model(run, overwrite=overwrite)
+    say(result)
     if result.stopped:
         raise Exit(INTERRUPTED)
 
@@ -380,9 +388,7 @@ class BatchCommand(Command):
 
 @app.command(cls=BatchCommand)
 def batch(
-    file: Annotated[
-        Path, Argument(metavar="FILE", help="A batch's YAML file, for example configs/batch_arithmetic.yaml.")
-    ],
+    file: Annotated[Path, Argument(metavar="FILE", help="A batch's file, such as configs/batch_arithmetic.yaml.")],
     overrides: Annotated[
         list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20.")
     ] = None,
@@ -437,12 +443,8 @@ def evaluate(
 
 @command()
 def report(
-    sources: Annotated[
-        list[str], Argument(metavar="RUN...", help="Folders of runs, or their configs; then KEY=VALUE.")
-    ],
-    output: Annotated[
-        Path | None, Option(metavar="FILE", help="With several runs: the page; default: comparison.html.")
-    ] = None,
+    sources: Annotated[list[str], Argument(metavar="RUN...", help="Runs' folders or configs; then KEY=VALUE.")],
+    output: Annotated[Path | None, Option(metavar="FILE", help="Of several runs; default: comparison.html.")] = None,
 ) -> None:
     """Rebuild report.html from a run's folder, or write a page that compares several runs."""
     runs = [Path(word) for word in sources if "=" not in word or Path(word).exists()]
@@ -509,18 +511,14 @@ def ask(
     base: Annotated[bool, Option("--base", help="Ask the base model first, for comparison.")] = False,
     budget: Annotated[int | None, Option(min=0, help="Close thinking after N tokens.")] = None,
     temperature: Annotated[float | None, Option(min=0, help="0 is greedy; default: eval.temperature.")] = None,
-    max_tokens: Annotated[
-        int | None, Option(min=1, help="Maximum tokens per completion; default: the run's limit.")
-    ] = None,
+    max_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens per completion; default: the run's.")] = None,
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
     system: Annotated[str | None, Option(help="System prompt; default: data.system_prompt.")] = None,
     history: Annotated[
         bool | None,
         Option(help="Keep earlier turns of the dialogue in the prompt; default: yes, except for embedded models."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Config override; repeat for more.")
-    ] = None,
+    overrides: Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override; repeatable.")] = None,
     json: Annotated[bool, Option("--json", help="Print only one JSON object per question.")] = False,
 ) -> None:
     """Ask a trained model: thinking is printed dim, the answer plain. Without a question, start a dialogue."""

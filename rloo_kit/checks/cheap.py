@@ -145,6 +145,11 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
         raise RlooKitError(f"{key}.name: {NEEDS_MATH_VERIFY}")
     if entry.name == GYM_REWARD:
         require_library(f"{key}.name: {GYM_REWARD}")
+    model = str(entry.params.get("model"))
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if entry.name == "reward_model" and is_path and not Path(model).expanduser().is_dir():
+        found = f"{key}.params.model is {model}, and there is no such folder"
+        raise ConfigError(f"{found}: rloo-kit reward-model trains one and prints its path")
     if tokenizer is None and ":" not in entry.name:
         return check_reward_name(key, entry.name)
     reward = build_reward(run, tokenizer, entry, key)

@@ -227,7 +227,7 @@ def translate_file(values: dict[str, Any]) -> list[str]:
     messages = []
     for place, where in ((values, ""), (values.get("rloo"), "rloo.")):
         for old in ("reward_model", "reward_model_path", "reward_funcs"):
-            if isinstance(place, dict) and place.get(old) is not None:
+            if isinstance(place, dict) and not isinstance(place.get(old), dict | None):  # a mapping is today's section
                 items = [{"name": "reward_model", "params": {"model": name}} for name in _listed(place.pop(old))]
                 values["rewards"] = [*_listed(values.get("rewards") or []), *items]
                 messages.append(f"{where}{old} is an item of rewards today; read as rewards: {items}")

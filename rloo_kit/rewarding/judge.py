@@ -232,7 +232,6 @@ class Judge:
     async def compare(self, task: str, answers: Sequence[str], row: dict[str, Any]) -> tuple[float, bool]:
         """How much better the first of two answers is, the mean of both orders (each is 1.0, 0.0, or 0.5 for a tie),
         and whether they agree."""
-        self._gives_up = False
         asked = [
             self.ask(self._render(task=task, answers=two, row=row), _read_better) for two in (answers, answers[::-1])
         ]
