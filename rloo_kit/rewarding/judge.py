@@ -41,6 +41,7 @@ NO_COLUMN = "eval.judge.against is {}, and the prompts have the columns {}: name
 RUBRIC = "A good answer does what the task asks: it is correct, complete, clear and no longer than it needs to be."
 
 _Value = TypeVar("_Value")
+_JITTER = random.Random()  # the module's own numbers are the run's
 
 
 @dataclass
@@ -175,7 +176,8 @@ class Judge:
                 self.counts["cached"] += 1
                 return read(found[0])
             try:
-                for pause_s in (FIRST_PAUSE_S * 2.0**tries for tries in range(RETRIES + 1)):
+                for tries in range(RETRIES + 1):
+                    pause_s = FIRST_PAUSE_S * 2.0**tries * _JITTER.uniform(0.8, 1.2)
                     try:
                         return await self._call(request, known, read)
                     except TimeoutError:  # also of a server that sends a byte now and then
@@ -187,10 +189,10 @@ class Judge:
                             pause_s = max(pause_s, float(wanted)) if wanted.isdecimal() else pause_s
                     except ValueError as error:
                         problem, pause_s = f"its reply cannot be used: {error}", 0.0
-                    if self._gives_up:
+                    if self._gives_up or tries == RETRIES:
                         break
                     self.counts["retries"] += 1
-                    await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S) * random.uniform(0.8, 1.2))
+                    await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
                 self._gives_up |= pause_s > 0  # it is down: the rest of this batch is asked once
                 raise RewardError(f"no verdict from {self.model} at {self.url}: {problem}")
             except RewardError:

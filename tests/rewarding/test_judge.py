@@ -122,6 +122,7 @@ def test_a_fault_that_stays_is_an_unscored_sample_with_its_reason(make: Make, se
     words |= {"no verdict": "it depends", "dropped": "Protocol", "empty": "does not end with JSON"}
     assert words.get(fault, fault) in found.failures[0] and server.url in found.failures[0]
     assert metrics["judge/failed"] == 1 and len(server.requests) == 2 + 1 + module.RETRIES
+    assert metrics["judge/retries"] == module.RETRIES
 
 
 def test_a_refused_request_is_not_repeated(make: Make, server: JudgeServer) -> None:
