@@ -282,7 +282,7 @@ def _train(
     stopped = "interrupted" if interrupts.requested and state.global_step < state.max_steps else None
     with saving(target):
         model = merge(model).to(dtype)
-        setattr(model.config, TEXT_ENDS, True)
+        model.config.update({TEXT_ENDS: True})
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
         follow_umask(staged)

@@ -25,8 +25,8 @@ from rloo_kit.config.supervised import RewardModelSection
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
 NESTED = {"model.lora": LoraSection, "data.sources": SourceSection, "rollout.vllm": VllmSection}
-NESTED |= {"eval.judge": JudgeSection, "reward_model": RewardModelSection}
-SECTIONS: dict[str, Any] = FIELDS | NESTED | {"rewards": RewardSection}
+NESTED |= {"eval.judge": JudgeSection}
+SECTIONS: dict[str, Any] = FIELDS | NESTED | {"rewards": RewardSection, "reward_model": RewardModelSection}
 
 
 def show(value: Any) -> str:

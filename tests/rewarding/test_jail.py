@@ -209,7 +209,7 @@ def symlinks(jail: Jail, place: Path) -> str:
         "    try: call('..'); print(os.listdir('../../../..'))\n"
         "    except OSError: print('refused')\n"
     )
-    assert SECRET in bare(code)
+    assert SECRET in bare(f"import os\nos.symlink({target!r}, {target + '2'!r}); print(open({target + '2'!r}).read())")
     text = printed(jail, code)
     assert SECRET not in text and "work" not in text and "home" not in text and "refused" in text
     return "no link can be made, and `..` of / is /"
