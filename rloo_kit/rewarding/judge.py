@@ -150,7 +150,7 @@ class Judge:
         try:
             found = httpx.get(f"{self.url}/models", headers=self._headers, timeout=CHECK_TIMEOUT_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return f"there is no answer from {self.url}: {describe_error(error)}"
+            return f"there is no answer from {self.url}, start the judge or set url: {describe_error(error)}"
         if found.status_code in (401, 403):
             return f"{self.url} refuses the API key (HTTP {found.status_code}): set {self.key_env or KEY} in .env"
         try:
