@@ -21,6 +21,7 @@ def grade(task: str, answer: str) -> float:
 
 class Judge(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet
 
     def do_GET(self):
         self.send({"data": [{"id": "rule"}]})
