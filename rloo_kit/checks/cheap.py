@@ -160,8 +160,11 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
 
 def _check_row_rewards(run: RunConfig, side: Any) -> None:
     """Refuse, with DataError, a row whose column `rewards` names none of the run's, or another one."""
+    if ROW_REWARDS not in side.source.other_names:
+        return
     names = log_names([entry.name.rpartition(":")[2] for entry in run.rewards], run.rewards)
-    for row, named in ((row, names_in(side.source.column(ROW_REWARDS)[row])) for row in side.rows):
+    column = side.source.column(ROW_REWARDS)
+    for row, named in ((row, names_in(column[row])) for row in side.rows):
         if named is not None and (not named or set(named) - set(names)):
             found = f"{side.source.where(row)}: the column {ROW_REWARDS} is {named}, and the run's rewards are "
             raise DataError(f"{found}{', '.join(names)}; name some of these, or leave it empty for all of them")

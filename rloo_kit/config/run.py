@@ -87,9 +87,14 @@ class RunConfig(Section):
         return self.run.name
 
     @property
+    def outputs(self) -> Path:
+        """`run.output_dir`, in the folder in which the user started the program."""
+        return working_folder() / expand_user(self.run.output_dir, "run.output_dir")
+
+    @property
     def folder(self) -> Path:
-        """The run's folder: output_dir/name, in the folder in which the user started the program."""
-        return working_folder() / expand_user(self.run.output_dir, "run.output_dir") / self.name
+        """The run's folder: output_dir/name."""
+        return self.outputs / self.name
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -20,18 +20,23 @@ class GymRow(str):
 
 
 def names_in(value: Any) -> list[str] | None:
-    """The rewards that a row's column `rewards` names: a list, or text with commas; None: all of the run's.
+    """The rewards that a row's column `rewards` names: a list, or text with commas. None: all of the run's; also for
+    anything else, such as a list of numbers.
 
     >>> names_in("code_reward, length_reward"), names_in(None)
     (['code_reward', 'length_reward'], None)
     """
     if isinstance(value, str):
         return [name.strip() for name in value.split(",") if name.strip()]
-    return [str(name) for name in value] if isinstance(value, list | tuple) else None
+    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return list(value) if is_list else None
 
 
 def task_of(row: Mapping[str, Any]) -> str | None:
-    """The name of a row's task, for metrics: its column `task`, else the rewards that it names; None for neither."""
+    """The name of a row's task, for metrics: its column `task`, else the rewards that it names. None without the column
+    `rewards`: elsewhere a `task` may be anything, such as the prompt."""
+    if ROW_REWARDS not in row:
+        return None
     return str(row["task"]) if row.get("task") is not None else "+".join(names_in(row.get(ROW_REWARDS)) or ()) or None
 
 

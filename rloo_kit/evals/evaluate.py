@@ -12,7 +12,16 @@ from transformers import TrainerState
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
-from rloo_kit.data.answers import EXACT, GYM_REWARD, REWARDS_WITH_ANSWERS, GymRow, find_judge, gold_answers, task_of
+from rloo_kit.data.answers import (
+    EXACT,
+    GYM_REWARD,
+    REWARDS_WITH_ANSWERS,
+    ROW_REWARDS,
+    GymRow,
+    find_judge,
+    gold_answers,
+    task_of,
+)
 from rloo_kit.data.chat import template_options, thinks
 from rloo_kit.data.gym import GYM_COLUMN
 from rloo_kit.data.tools import Toolbox, open_toolbox
@@ -92,7 +101,7 @@ class HeldOutRewards:
         for name, column in zip(self.names, zip(*rows, strict=True), strict=True):
             known = [value if value is not None and math.isfinite(value) else None for value in column]
             single[name] = by_prompt(known, size)
-        tasks = [task_of(row) for row in dataset]
+        tasks = [task_of(row) for row in dataset] if ROW_REWARDS in dataset.column_names else []
         for task in sorted(set(filter(None, tasks))):
             its = [value if tasks[place // size] == task else None for place, value in enumerate(total)]
             single[f"task {task}"] = by_prompt(its, size)

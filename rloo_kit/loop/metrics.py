@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, task_of
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, ROW_REWARDS, task_of
 from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import Completions, Judged, RolloutBatch, StepStats, pick
@@ -166,8 +166,10 @@ class Recorder:
         return metrics | self._measure_tasks(judged) | self._measure_tools(judged.completions)
 
     def _measure_tasks(self, judged: Judged) -> dict[str, float]:
-        """The weighted sum by task and each task's share of the completions, over all processes; none if no row names
-        its task or its rewards."""
+        """The weighted sum by task and each task's share of the completions, over all processes; none if the rows do
+        not name their rewards."""
+        if ROW_REWARDS not in judged.completions.rows[0]:
+            return {}
         tasks = self.parallel.gather_list([task_of(row) for row in judged.completions.rows])
         metrics = {}
         for name in sorted({task for task in tasks if task is not None}):

@@ -18,7 +18,7 @@ from rloo_kit.rewarding.judge import Judge, JudgeReward
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
 from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
 from rloo_kit.rewarding.worker import WorkerReward
-from rloo_kit.system.input_files import expand_user, find_input, find_target, working_folder
+from rloo_kit.system.input_files import find_input, find_target
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
 
@@ -129,8 +129,7 @@ def build_judge(run: RunConfig) -> Judge:
 
 def _judges(run: RunConfig) -> dict[str, Any]:
     """What a judge needs of the run: where the cache is, and whose budget it spends."""
-    folder = working_folder() / expand_user(run.run.output_dir, "run.output_dir")
-    return {"folder": folder, "run": run.run.name or ""}
+    return {"folder": run.outputs, "run": run.run.name or ""}
 
 
 def _construct(run: RunConfig, key: str, name: str, values: dict[str, Any]) -> Any:

@@ -10,7 +10,8 @@ import torch
 
 import rloo_kit as kit
 from rloo_kit.checks.cheap import find_faults
-from rloo_kit.data.answers import gold_answers, names_in
+from rloo_kit.data.answers import gold_answers, names_in, task_of
+from rloo_kit.data.sources import DataSource
 from rloo_kit.rewarding.guard import guard
 
 ROWS = [
@@ -48,7 +49,22 @@ def test_a_reward_sees_only_the_rows_that_name_it() -> None:
 def test_names_are_a_list_or_text() -> None:
     """Guards against a CSV file, which has no lists; a column of numbers that has this name is not meant."""
     assert names_in("a, b") == names_in(["a", "b"]) == ["a", "b"]
-    assert names_in("") == [] and names_in(None) is None and names_in(0.5) is None
+    assert names_in("") == [] and names_in(None) is None and names_in(0.5) is None and names_in([0.1, 0.9]) is None
+
+
+def test_other_data_are_neither_walked_nor_measured_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a metric for each prompt of data whose column `task` is the prompt, and against a check that read
+    the missing column of a source once for each row: minutes for 100,000 rows."""
+    assert task_of({"task": "Write a poem."}) is None
+    assert task_of({"task": "code", "rewards": None}) == "code"
+    assert task_of({"rewards": ["a", "b"], "task": None}) == "a+b"
+    monkeypatch.chdir(tmp_path)
+    rows = [{name: value for name, value in row.items() if name != "rewards"} for row in mixed_rows(12)]
+    run, read = kit.load_config(config(tmp_path, rows)), list[str]()
+    column = DataSource.column
+    monkeypatch.setattr(DataSource, "column", lambda self, name: read.append(name) or column(self, name))
+    find_faults(run)
+    assert "rewards" not in read
 
 
 def test_a_row_without_an_answer_reward_is_not_counted_wrong() -> None:
