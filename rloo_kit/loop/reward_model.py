@@ -26,7 +26,7 @@ from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
 from rloo_kit.data.load import Part, draw, read_part, render_row
 from rloo_kit.data.sources import Columns
-from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, RunExistsError, excerpt
+from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
 from rloo_kit.loop.options import mixed_precision
 from rloo_kit.models.adapters import choose_targets, follow_umask, restore_precision, trainable_tensors
@@ -36,13 +36,13 @@ from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_differe
 from rloo_kit.rewarding.verifiers import TEXT_ENDS, RewardModel, TextForm
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
-from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.folder import RunDir, open_folder
 from rloo_kit.system import environment
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.processes import count_processes, say
 from rloo_kit.think_tags import THINK_END
 
-FOLDER = "reward_model"  # of the checkpoint, in the run's
+FOLDER = "reward_model"  # of the checkpoint, in the run's; also the method in its status
 ALONE, SHORTER = "accuracy of length alone", "accuracy, chosen is shorter"
 
 
@@ -100,7 +100,9 @@ def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardMode
         raise ConfigError(f"the run has no section reward_model; {wanted}")
     if (count := count_processes()) > 1:
         raise ConfigError(f"a reward model is trained in one process, and there are {count}: start it without launcher")
-    with _open_folder(run, overwrite) as run_dir:
+    with open_folder(run, overwrite, FOLDER) as run_dir:
+        shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+        (run_dir / "result.json").unlink(missing_ok=True)
         if section.model is not None:
             own = {"name": section.model, "adapter": None, "family": "auto", "enable_thinking": None}
             run.model = run.model.model_copy(update=own)
@@ -119,22 +121,6 @@ def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardMode
         write_json(run_dir / "result.json", asdict(result) | {"folder": FOLDER})
         run_dir.set_status(result.stopped or "finished", step=result.steps)
     return result
-
-
-def _open_folder(run: RunConfig, overwrite: bool) -> RunDir:
-    run = run.model_copy(deep=True)
-    run.run.name = f"{run.name}-reward-model"
-    found, status = RunDir(run.folder), RunDir(run.folder).status()
-    is_own, never_began = status.get("method") == FOLDER, status.get("state") == "failed" and not status.get("step")
-    if found.id and not (is_own and (overwrite or never_began)):
-        kind, fix = ("a", "start over with --overwrite (overwrite=True), or ") if is_own else ("a run that is no", "")
-        what = f"{kind} reward model's training"
-        raise RunExistsError(f"{run.folder} already contains {what}: {fix}choose another name with run.name=...")
-    run_dir = RunDir.create(run, overwrite=overwrite)
-    run_dir.set_status("running", method=FOLDER)
-    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-    (run_dir / "result.json").unlink(missing_ok=True)
-    return run_dir
 
 
 def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> tuple[list[Pair], list[Pair]]:

@@ -505,20 +505,27 @@ def _id_in(folder: Path) -> str:
     return ""
 
 
-def sft_run(run: RunConfig) -> RunConfig:
-    """`run` with the name of its supervised part, NAME-sft, which is also its folder's name."""
+# Trainings before RLOO, by the method in their status: what it is in words, and the call that starts over.
+BEFORE = {
+    "sft": ("supervised training", "fine_tune(run, policy, data, overwrite=True)"),
+    "reward_model": ("reward model's training", "train_reward_model(run, overwrite=True)"),
+}
+
+
+def run_before(run: RunConfig, method: str) -> RunConfig:
+    """`run` with the name of such a training, NAME-sft or NAME-reward-model, which is also its folder's name."""
     changed = run.model_copy(deep=True)
-    changed.run.name = f"{run.name}-sft"
+    changed.run.name = f"{run.name}-{method.replace('_', '-')}"
     return changed
 
 
-def check_folder(run: RunConfig, overwrite: bool = False) -> None:
+def check_folder(run: RunConfig, overwrite: bool = False, method: str = "sft") -> None:
     """Refuse, with RunExistsError, a folder that `open_folder` would not overwrite."""
-    changed = sft_run(run)
+    changed, (what, _) = run_before(run, method), BEFORE[method]
     found = RunDir(changed.folder)
-    if found.id and found.status().get("method") != "sft":
+    if found.id and found.status().get("method") != method:
         raise RunExistsError(
-            f"{changed.folder} contains a run that is no supervised training: set another run.name, or move it away"
+            f"{changed.folder} contains a run that is no {what}: set another run.name=..., or move it away"
         )
     try:
         RunDir.check(changed, overwrite=overwrite)
@@ -526,15 +533,15 @@ def check_folder(run: RunConfig, overwrite: bool = False) -> None:
         if not (changed.folder / "status.json").is_file():  # not a folder of ours
             raise
         raise RunExistsError(
-            f"{changed.folder} already contains the supervised training of {run.name}: delete it and start over with "
+            f"{changed.folder} already contains the {what} of {run.name}: delete it and start over with "
             "--overwrite (overwrite=True), or choose another name with run.name=..."
         ) from error
 
 
-def open_folder(run: RunConfig, overwrite: bool = False) -> RunDir:
-    """outputs/NAME-sft, open for writing; raises like `check_folder` and `RunDir.create`."""
-    check_folder(run, overwrite)
-    run_dir = RunDir.create(sft_run(run), overwrite=overwrite)
-    run_dir.resume_command = "fine_tune(run, policy, data, overwrite=True)"
-    run_dir.set_status("running", method="sft")
+def open_folder(run: RunConfig, overwrite: bool = False, method: str = "sft") -> RunDir:
+    """The folder of `run_before`, open for writing; raises like `check_folder` and `RunDir.create`."""
+    check_folder(run, overwrite, method)
+    run_dir = RunDir.create(run_before(run, method), overwrite=overwrite)
+    run_dir.resume_command = BEFORE[method][1]
+    run_dir.set_status("running", method=method)
     return run_dir
