@@ -17,9 +17,11 @@ from .answer import AnswerReward, answer_reward
 from .format import MissingEosPenalty, ThinkFormatReward, missing_eos_penalty, think_format_reward
 from .length import (
     LengthReward,
+    RelativeLengthPenalty,
     RepetitionPenalty,
     SoftOverlongPenalty,
     length_reward,
+    relative_length_penalty,
     repetition_penalty,
     soft_overlong_penalty,
 )
@@ -32,6 +34,7 @@ __all__ = [
     "AnswerReward",
     "LengthReward",
     "MissingEosPenalty",
+    "RelativeLengthPenalty",
     "RepetitionPenalty",
     "Reward",
     "Sample",
@@ -42,6 +45,7 @@ __all__ = [
     "answer_reward",
     "length_reward",
     "missing_eos_penalty",
+    "relative_length_penalty",
     "repetition_penalty",
     "soft_overlong_penalty",
     "think_format_reward",

@@ -1,9 +1,15 @@
 """Rewards for length and repetition: words of the text, tokens of the ids."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import groupby
+from statistics import fmean, pstdev
+from typing import Any, ClassVar
 
 from ._binding import Reward, Sample, check_int, check_positive
+from .answer import AnswerReward
+from .text import as_ids, cut_turns
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,48 @@ class RepetitionPenalty(Reward):
         return -self.penalty * repeated / len(ngrams) if repeated else 0.0
 
 
+@dataclass(frozen=True)
+class RelativeLengthPenalty(AnswerReward):
+    """Of the right answers to a prompt, the longer one costs more: next to `answer_reward`, with a weight below 1, the
+    sum is accuracy x (1 - weight x sigmoid((length - mean) / deviation)), so a right answer always beats a wrong one.
+
+    A right answer: minus that sigmoid, mean and deviation over the right ones of its group, which are the neighbours
+    with an equal prompt. A wrong one: 0.0. Length is in tokens, thinking included, tool results not. Range -1.0 to 0.0.
+    Takes the parameters of `answer_reward`; set the same. Source: "Training Language Models to Reason Efficiently"
+    (arXiv 2502.04463).
+
+    >>> batch = {"completion_ids": [[5] * n + [151668, 19] for n in (8, 16, 8)], "answer": ["4", "4", "4"]}
+    >>> penalties = relative_length_penalty(["2+2="] * 3, ["..</think>4", "...</think>4", "..</think>5"], **batch)
+    >>> [round(penalty, 2) for penalty in penalties]
+    [-0.27, -0.73, 0.0]
+    """
+
+    __name__: ClassVar[str] = "relative_length_penalty"
+    is_relative: ClassVar[bool] = True  # its mean over held-out prompts says nothing
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] | None = None,
+        completion_ids: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        right = super().__call__(prompts, completions, completion_ids, **columns)
+        prompts = self._require("prompts", prompts, columns)
+        masks = self._read_column("completion_mask", columns, len(right))
+        rows = zip(completion_ids or (), masks, strict=True)
+        lengths = [0 if ids is None else sum(map(len, cut_turns(as_ids(ids), mask))) for ids, mask in rows]
+        found = [None if value is None else 0.0 for value in right]
+        for _, group in groupby(range(len(right)), key=lambda place: prompts[place]):
+            places = [place for place in group if right[place] == 1.0]
+            its = [lengths[place] for place in places]
+            for place in places:
+                distance = (lengths[place] - fmean(its)) / (pstdev(its) or 1.0)
+                found[place] = -1.0 / (1.0 + math.exp(-distance))
+        return found
+
+
 length_reward = LengthReward()
+relative_length_penalty = RelativeLengthPenalty()
 soft_overlong_penalty = SoftOverlongPenalty()
 repetition_penalty = RepetitionPenalty()

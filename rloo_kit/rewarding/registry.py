@@ -31,6 +31,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
     "code_reward": CodeReward,
     "think_format_reward": rewards.ThinkFormatReward,
     "thinking_budget_reward": rewards.ThinkingBudgetReward,
+    "relative_length_penalty": rewards.RelativeLengthPenalty,
     "soft_overlong_penalty": rewards.SoftOverlongPenalty,
     "repetition_penalty": rewards.RepetitionPenalty,
     "missing_eos_penalty": rewards.MissingEosPenalty,
