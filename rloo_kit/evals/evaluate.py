@@ -28,7 +28,7 @@ from rloo_kit.data.tools import Toolbox, open_toolbox
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import Budget, Evaluation, digest_prompt
+from rloo_kit.results.evaluation import THINKING, Budget, Evaluation, digest_prompt
 from rloo_kit.results.intervals import Measured, Scores, clustered, mean_of_completions, pass_at_k
 from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.rewarding.guard import GuardedReward, guard, is_relative, log_names, reward_name
@@ -311,12 +311,16 @@ def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
 
 
 class _Generator:
-    """Samples the held-out prompts, a part in each process, with progress over all `passes`; all get all, in order."""
+    """Samples the held-out prompts under the run's thinking budget, a part in each process, with progress over all
+    `passes`; all get all, in order."""
 
     def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str, passes: int) -> None:
         self.run, self.policy, self.dataset, self.label = run, policy, dataset, label
         self.prompts, self.tools = list(dataset["prompt"]), open_tools(run, policy)
         self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
+        rloo, is_thinking = run.rloo, thinks(policy.family, run.model.enable_thinking)
+        names = ("thinking_budget", "answer_budget", "thinking_close") if is_thinking and rloo.thinking_budget else ()
+        self.budget = {name: getattr(rloo, name) for name in names}
         self.own = share_of(self.prompts)
         self.done, self.total = 0, passes * len(self.own)
         self.begun = self.printed_at = time.monotonic()
@@ -333,6 +337,7 @@ class _Generator:
                 self.printed_at = now
 
         prompts, seed = [self.prompts[place] for place in self.own], self.run.run.seed + process_index()
+        options = self.budget | options
         options |= {"max_completion_length": self.limit, "temperature": temperature, "engine": self.run.rollout}
         options |= {"batch_size": self.run.eval.batch_size, "seed": seed, "on_batch": report}
         options |= {"tools": self.tools, "rows": [self.dataset[place] for place in self.own]}
@@ -347,24 +352,30 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
     verdicts = _judge(judge, completions)
     own = verdicts if judge.judged_by != EXACT else None  # "wrong" next to a reward of 1 would mislead
     samples = _samples(generate, completions, own)
-    thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
-    is_thinking = thinks(policy.family, run.model.enable_thinking)
+    tokens = [sum(map(len, split_turns(one.ids, one.context))) for one in completions]
+    is_thinking, budget = thinks(policy.family, run.model.enable_thinking), generate.budget.get("thinking_budget")
     measured = Evaluation(
         label=generate.label,
         num_prompts=len(dataset),
         num_samples=num_samples,
         temperature=run.eval.temperature,
         max_completion_length=generate.limit,
+        thinking_budget=budget,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
+        forced_share=None if budget is None else _mean([completion.forced for completion in completions]),
         truncated_share=_mean([not completion.ended for completion in completions]),
-        mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
-        mean_tokens=_mean([sum(map(len, split_turns(one.ids, one.context))) for one in completions]),
+        mean_tokens=_mean(tokens),
         tools=_measure_tools(completions),
         samples=samples[: run.eval.num_completions],
         more_samples=samples[run.eval.num_completions :],
         prompts_digest=digest_prompts(dataset),
         prompt_digests=list(map(digest_prompt, dataset["prompt"])),
     )
+    if is_thinking:
+        pairs = zip(completions, tokens, strict=True)
+        thinking = [float(count if done.thinking_tokens is None else done.thinking_tokens) for done, count in pairs]
+        if (found := mean_of_completions(by_prompt(thinking, num_samples), num_samples)) is not None:
+            measured.measures[THINKING] = found
     if verdicts is not None and (accuracy := mean_of_completions(by_prompt(verdicts, num_samples), num_samples)):
         measured.judged_by, measured.measures["accuracy"] = judge.judged_by, accuracy
         rights = [round(share * num_samples) for share in accuracy.per_prompt or () if share is not None]

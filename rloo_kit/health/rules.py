@@ -29,6 +29,7 @@ SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low 
 MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
 GAP_LOOK = 12  # rows in which a few gaps between sampler and trainer count, in a row or not
 ANSWERS = ("answer_reward", "math_answer_reward", "reasoning_gym_score")  # their mean is the accuracy in training
+SHORTENING = ("relative_length_penalty", "thinking_budget_reward", "soft_overlong_penalty")
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 mean = statistics.fmean
 
@@ -51,6 +52,12 @@ class Context:
         modes = run.health.model_dump()
         steps = modes.pop("no_signal_steps")
         return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps, run.reward_weights)
+
+    @property
+    def wants_shorter(self) -> bool:
+        """Whether a thinking budget or a reward asks for less thinking."""
+        paid = any(self.weights.get(name, 0.0) > 0 for name in SHORTENING)
+        return paid or bool(self.rloo.get("thinking_budget") or self.rloo.get("thinking_budget_total"))
 
     @property
     def on_policy(self) -> bool:
@@ -418,6 +425,8 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "entropy_collapse"),
 )  # fmt: skip
 def length_collapse(seen: Series, context: Context) -> Evidence | None:
+    if context.wants_shorter:
+        return None
     answers = answer_metric(seen)
     limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
     cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])
@@ -546,7 +555,8 @@ def nothing_learnt(seen: Series, context: Context) -> Evidence | None:
         return None
     # Dynamic sampling keeps the reward constant; that of ranks is.
     is_constant = bool(seen.all("rollout/resampled_groups") or seen.all("judge/agreement"))
-    trends = {name: seen.trend(name) for name in ("reward", answer_metric(seen)) if name}
+    learnt = ("reward", answer_metric(seen), "thinking/mean_length" if context.wants_shorter else None)
+    trends = {name: seen.trend(name) for name in learnt if name}
     if is_constant or any(abs(trend) >= 2 for trend in trends.values()):
         return None
     values = f"from {mean(seen.first('reward', 5)):.3g} to {mean(seen.last('reward', 5)):.3g}"

@@ -11,6 +11,7 @@ from typing import Any
 from rloo_kit.results.evaluation import (
     ACCURACIES,
     SHARES,
+    THINKING,
     Evaluation,
     describe_sample,
     digest_prompt,
@@ -100,7 +101,7 @@ def change_of(measure: str, before: Evaluation, after: Evaluation) -> Change | N
     """The change of `Evaluation.measure(measure)`, paired if possible; None if one of the two lacks it, or the rewards
     were edited in between."""
     old, new = before.measure(measure), after.measure(measure)
-    if old is None or new is None or (measure not in SHARES and rewards_differ(before, after)):
+    if old is None or new is None or (measure not in (*SHARES, THINKING) and rewards_differ(before, after)):
         return None
     both = list(pair_means(before, after, measure).values())
     if both and old.low != old.high:  # else it is so by definition: the win rate before training

@@ -25,6 +25,7 @@ Size = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 MEASURES = ("accuracy", "greedy_accuracy", "win_rate", "reward", "greedy_reward")
 ACCURACIES, SHARES = MEASURES[:2], MEASURES[:3]
+THINKING = "thinking_tokens"
 # Titles and forms of `Evaluation.tools`.
 TOOLS = {"turns": ("turns per completion", ".2f"), "call_frequency": ("tool calls per completion", ".2f")}
 TOOLS["failure_frequency"] = "calls on which a tool failed", ".1%"
@@ -68,18 +69,20 @@ class Evaluation:
 
     Attributes:
         label: a word for tables ("before").
-        num_prompts, num_samples, temperature, max_completion_length: how it was measured.
+        num_prompts, num_samples, temperature, max_completion_length, thinking_budget: how it was measured; the last is
+            the run's, None without one.
         measures: means over prompts by name, without those that were not measured. "accuracy": the share of right
             completions, over the prompts with a reference answer; "reward": the weighted sum of the run's rewards,
             like that metric; "greedy_accuracy" and "greedy_reward" (if the reward leads): at temperature 0;
-            "rewards/NAME": each reward's own, without its weight.
+            "rewards/NAME": each reward's own, without its weight; "thinking_tokens": of all completions, those in full
+            that never close their thinking (THINKING).
             "win_rate": the share of comparisons that `judge` decided for the policy, a tie counted half.
         judged_by: the run's reward that judged the answers, or EXACT; None without an accuracy, and in old files.
         judge: against whom, and who compared; "" without. judge_agreement: share of answers on which both orders agree.
         pass_at_k: k -> probability that one of k completions is right.
         closed_share: completions that contain `</think>`; None for a model that does not think.
+        forced_share: completions whose thinking the budget closed; None without one.
         truncated_share: completions that reached the limit.
-        mean_thinking_tokens: over the closed completions.
         mean_tokens: over all completions, without tools' results.
         tools: means in a run with tools, else empty, named as in training: call_frequency and turns (per completion),
             failure_frequency and invalid_frequency (shares of the calls).
@@ -106,9 +109,10 @@ class Evaluation:
     judge: str = ""
     judge_agreement: Share | None = None
     pass_at_k: dict[int, Share] = field(default_factory=dict)
+    thinking_budget: Number | None = None
     closed_share: Share | None = None
+    forced_share: Share | None = None
     truncated_share: Share = 0.0
-    mean_thinking_tokens: Size | None = None
     mean_tokens: Size = 0.0
     tools: dict[str, Size] = field(default_factory=dict)
     budgets: list[Budget] = field(default_factory=list)
@@ -131,7 +135,13 @@ class Evaluation:
     @property
     def rewards(self) -> dict[str, Measured]:
         """Each reward's own mean, by its name."""
-        return {name.removeprefix("rewards/"): one for name, one in self.measures.items() if name not in MEASURES}
+        prefix = "rewards/"
+        return {name.removeprefix(prefix): one for name, one in self.measures.items() if name.startswith(prefix)}
+
+    @property
+    def mean_thinking_tokens(self) -> float | None:
+        """Tokens of thinking of a completion; None for a model that does not think."""
+        return self.value(THINKING)
 
     @property
     def all_samples(self) -> list[dict[str, Any]]:
@@ -139,8 +149,8 @@ class Evaluation:
         return [*self.samples, *self.more_samples]
 
     def measure(self, name: str) -> Measured | None:
-        """One of MEASURES, or one reward by name; None if it was not measured."""
-        return self.measures.get(name if name in MEASURES else f"rewards/{name}")
+        """One of MEASURES, THINKING, or one reward by name; None if it was not measured."""
+        return self.measures.get(name if name in (*MEASURES, THINKING) else f"rewards/{name}")
 
     def value(self, name: str) -> float | None:
         """The mean of a measure; None if it was not measured."""
@@ -228,8 +238,10 @@ class Evaluation:
         rows = [*answers, *rewards, *rest] if by_answers else [*rewards, *answers, *rest]
         if self.closed_share is not None:
             rows.append(("thinking closed", f"{self.closed_share:.1%}"))
-        if self.mean_thinking_tokens is not None:
-            rows.append(("thinking tokens, closed completions", f"{self.mean_thinking_tokens:.1f}"))
+        if self.forced_share is not None:
+            rows.append((f"closed by the budget of {self.thinking_budget}", f"{self.forced_share:.1%}"))
+        if (thinking := self.measure(THINKING)) is not None:
+            rows.append(("thinking tokens", f"{thinking:.1f}"))
         rows.append((f"truncated at {self.max_completion_length} tokens", f"{self.truncated_share:.1%}"))
         rows.append(("tokens per completion", f"{self.mean_tokens:.1f}"))
         rows += [(title, f"{self.tools[name]:{form}}") for name, (title, form) in TOOLS.items() if name in self.tools]
@@ -252,7 +264,8 @@ class Evaluation:
             budgets = [(one.tokens, one.accuracy.value) for one in self.budgets if one.accuracy is not None]
             parts += [f"{accuracy:.3f} at {tokens} tokens of thinking" for tokens, accuracy in budgets]
         if self.mean_thinking_tokens is not None:
-            parts.append(f"thinking {self.mean_thinking_tokens:.0f} tokens")
+            budget = "" if self.thinking_budget is None else f" of at most {self.thinking_budget}"
+            parts.append(f"thinking {self.mean_thinking_tokens:.0f}{budget} tokens")
         parts.append(f"{self.truncated_share:.0%} truncated")
         parts += [f"{value:.2f} tool calls" for name, value in self.tools.items() if name == "call_frequency"]
         return f"Evaluation {self.label}: {', '.join(parts)}; {self.num_prompts:,} held-out prompts"
@@ -345,9 +358,11 @@ def says_nothing(*sides: Evaluation | None) -> bool:
 def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
     """Descriptions of settings whose difference makes the means of two evaluations incomparable; empty for none."""
     settings = {"temperature": "temperature", "max_completion_length": "completion limit"}
+    settings |= {"thinking_budget": "thinking budget"}
     pairs = [(word, getattr(before, name), getattr(after, name)) for name, word in settings.items()]
     judges = [f"judge {before.judge} and {after.judge}"] if "" != before.judge != after.judge != "" else []
-    return [f"{word} {old:g} and {new:g}" for word, old, new in pairs if old != new] + judges
+    numbers = [(word, *("none" if one is None else f"{one:g}" for one in both)) for word, *both in pairs]
+    return [f"{word} {old} and {new}" for word, old, new in numbers if old != new] + judges
 
 
 def merge_rows(*sides: Evaluation) -> list[tuple[str, ...]]:

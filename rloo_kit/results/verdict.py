@@ -11,7 +11,7 @@ from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding
 from rloo_kit.health.series import CEILING, at_ceiling, is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.changes import Change, change_of
-from rloo_kit.results.evaluation import Evaluation, rewards_differ, setting_differences, shared_measures
+from rloo_kit.results.evaluation import THINKING, Evaluation, rewards_differ, setting_differences, shared_measures
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
@@ -21,6 +21,8 @@ EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
 NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
 BY_SUCCESS = ("no_signal", "no_movement", "nothing_learnt")  # what a solved task shows too
 LONGEST_QUESTION = 60  # characters of an example in a command
+# Of accuracy that shorter thinking may cost: the first, or what the prompts can resolve, up to the second.
+MARGIN, WIDEST_MARGIN = 0.03, 0.1
 CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
@@ -114,7 +116,8 @@ class Verdict:
     """The outcome of a run.
 
     Attributes:
-        kind: "learnt" (the interval of the change is above 0), "no evidence", "no signal" (nothing could be learnt),
+        kind: "learnt" (the interval of the change is above 0; or the run asks for less thinking, and that fell without
+            a loss beyond the margin in the sentence), "no evidence", "no signal" (nothing could be learnt),
             "broken" (worse than before, or the policy broke), "gamed" (reward earned in an unintended way).
         sentence: by how much, with the interval, on how many held-out prompts. next: what to do, without commands.
         commands: the next ones, in order of use. change: the numbers; None if nothing can be compared.
@@ -151,7 +154,8 @@ def judge_run(
     if before is not None and after is not None and not setting_differences(before, after):
         change = next((change_of(name, before, after) for name in shared_measures(before, after)), None)
     solved = _was_solved(run, result, before, after, change)
-    kind, sentence, cause = _decide(result, before, after, change, solved)
+    shorter, is_open = _describe_shorter(run, before, after, change), False
+    kind, sentence, cause = _decide(result, before, after, change, solved, shorter)
     if change is not None and before is not None and after is not None:
         words = measured_words(before, after, change.measure)
         sentence += f", {words}" if words else ""
@@ -161,18 +165,21 @@ def judge_run(
                 old, new = greedy.before.value, greedy.after.value
                 shares = f"{100 * old:.0f} % to {100 * new:.0f} %"
                 sentence += f"; greedy from {f'{old:.2f} to {new:.2f}' if greedy.is_reward else shares}"
-            if before.mean_thinking_tokens is not None and after.mean_thinking_tokens is not None:
-                lengths = f"{before.mean_thinking_tokens:.0f} to {after.mean_thinking_tokens:.0f}"
-                sentence += f"; thinking from {lengths} tokens"
-            if result.adapter_step not in (None, result.steps):
-                step = result.adapter_step
-                sentence += f"; the weights are the best evaluation's, of step {step}, so part of it is luck"
+        thinking = change_of(THINKING, before, after)
+        is_open = kind == "no evidence" and thinking is not None and thinking.fell and Context.of(run).wants_shorter
+        if thinking is not None and (kind == "learnt" or thinking.fell) and not (shorter and shorter in sentence):
+            sentence += f"; thinking from {thinking.before.value:,.0f} to {thinking.after.value:,.0f} tokens"
+        if kind == "learnt" and result.adapter_step not in (None, result.steps):
+            step = result.adapter_step
+            sentence += f"; the weights are the best evaluation's, of step {step}, so part of it is luck"
     if accepted := read_object(result.folder / "status.json").get("changed"):
         sentence += f"; the run continued {accepted}"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
     is_tied = kind in ("no evidence", "no signal") and (cause is None or cause.name in BY_SUCCESS)
     if solved and is_tied and result.stopped in (None, EARLY, "no signal"):
         advice = f"it was solved before training{solved}: use harder prompts (data.source)"
+    if is_open and cause is None and result.stopped in (None, EARLY):
+        advice = "evaluate on more prompts (eval.num_prompts): whether the shorter thinking is as right is open"
     place = shlex.quote(str(result.folder))
     commands: tuple[str, ...] = (f"rloo-kit show {place}",)
     if kind == "learnt":
@@ -194,7 +201,12 @@ def record_verdict(folder: Path, verdict: Verdict) -> None:
 
 
 def _decide(
-    result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None, solved: str
+    result: TrainResult,
+    before: Evaluation | None,
+    after: Evaluation | None,
+    change: Change | None,
+    solved: str,
+    shorter: str,
 ) -> tuple[Kind, str, Finding | None]:
     """Kind, sentence, and the finding that explains them."""
     lasting = {one.name: one for one in result.lasting}
@@ -206,6 +218,8 @@ def _decide(
         return "gamed", f"The policy earns reward in an unintended way: {gamed.found}{measured}", gamed
     if change is not None and change.rose:
         return "learnt", str(change), None
+    if shorter:
+        return "learnt", shorter, None
     if change is not None and change.fell:
         reward = None if before is None or after is None else change_of("reward", before, after)
         if reward is not None and reward.rose and not change.is_reward:
@@ -224,6 +238,30 @@ def _decide(
     if result.stopped not in (None, EARLY):
         return "no evidence", f"The run ended early, at step {result.steps} ({result.stopped})", None
     return "no evidence", _why_not_compared(before, after) if change is None else str(change), first
+
+
+def _describe_shorter(
+    run: RunConfig, before: Evaluation | None, after: Evaluation | None, change: Change | None
+) -> str:
+    """By how much the thinking fell without a loss, in a run that asks for that; else empty.
+
+    `change` has to be flat, of a measure in [0, 1], and the low end of its interval within the margin."""
+    if before is None or after is None or change is None or change.rose or not Context.of(run).wants_shorter:
+        return ""
+    thinking, (value, low, high) = change_of(THINKING, before, after), change.difference.ends
+    ends = [*change.before.ends, *change.after.ends]
+    if thinking is None or not thinking.fell or low is None or high is None:
+        return ""
+    margin = min(max(MARGIN, value - low), WIDEST_MARGIN)
+    if change.fell or low < -margin or any(end is None or not 0 <= end <= 1 for end in ends):
+        return ""
+    old, new = thinking.before.value, thinking.after.value
+    fell = "{:,.0f} to {:,.0f}".format(*thinking.difference.ends[1:])
+    loss = f"{margin:.2f}" if change.is_reward else f"{100 * margin:.0f} points"
+    return (
+        f"As {'good' if change.is_reward else 'right'} with {100 * new / old:.0f} % of the thinking, {new:,.0f} for "
+        f"{old:,.0f} tokens (95 % CI of the change {fell}): {_lower(str(change))}; a loss of {loss} is ruled out"
+    )
 
 
 def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:

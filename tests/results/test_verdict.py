@@ -12,7 +12,7 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import EXACT
 from rloo_kit.health.rules import Finding
 from rloo_kit.results.changes import compare
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import THINKING, Evaluation
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.verdict import TrainResult, judge_run, load_result, record_verdict
 from rloo_kit.runs.folder import RunDir
@@ -39,6 +39,11 @@ def evaluation(right: int, **changes: Any) -> Evaluation:
 
 def with_reward(found: Evaluation, values: list[float]) -> Evaluation:
     return replace(found, measures=found.measures | {"reward": mean_of(values)})
+
+
+def thinks(found: Evaluation, tokens: float, **measures: Measured) -> Evaluation:
+    lengths = mean_of([tokens * (0.9 + 0.2 * (number % 2)) for number in range(COUNT)])
+    return replace(found, measures=found.measures | {THINKING: lengths} | measures)
 
 
 def by_reward(right: int, exact: int = 0, greedy: int | None = None, **rewards: list[float]) -> Evaluation:
@@ -108,11 +113,58 @@ def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> No
     """Sampled accuracy alone also rises if sampling only got sharper: "from 24 % to 94 %" was no evidence."""
 
     def side(right: int, greedy: int, thinking: float) -> Evaluation:
-        found = evaluation(right, mean_thinking_tokens=thinking)
-        return replace(found, measures=found.measures | {"greedy_accuracy": right_of_all(greedy)})
+        return thinks(evaluation(right), thinking, greedy_accuracy=right_of_all(greedy))
 
     verdict = judge_run(run, result(run), side(56, 4, 5.1), side(360, 396, 18.9))
     assert verdict.sentence.endswith("prompts); greedy from 1 % to 99 %; thinking from 5 to 19 tokens.")
+
+
+@pytest.mark.parametrize(
+    ("right", "tokens", "asked", "kind", "words"),
+    [
+        ((344, 348), (1204, 496), "budget", "learnt", "As right with 41 % of the thinking, 496 for 1,204 tokens (95 %"),
+        ((344, 348), (1204, 496), "reward", "learnt", "accuracy went from 86.0 % to 87.0 % (+1.0 points, 95 % CI"),
+        ((344, 348), (1204, 496), "", "no evidence", "Accuracy went from 86.0 % to 87.0 %"),
+        ((344, 348), (1204, 1204), "budget", "no evidence", "Accuracy went from 86.0 % to 87.0 %"),
+        ((344, 346), (496, 1204), "budget", "no evidence", "Accuracy went from"),
+        ((344, 331), (1204, 496), "budget", "broken", "thinking from 1,204 to 496 tokens"),
+        ((344, 300), (1204, 496), "reward", "broken", "Accuracy fell from 86 % to 75 %"),
+        ((200, 360), (1204, 496), "reward", "learnt", "Accuracy rose from 50 % to 90 %"),
+    ],
+)  # fmt: skip
+def test_shorter_and_as_right_is_learnt_where_the_run_asks_for_it(
+    right: tuple[int, int], tokens: tuple[int, int], asked: str, kind: str, words: str, run: RunConfig
+) -> None:
+    """With flat accuracy a run that halved the thinking had "no evidence"; shorter and worse stays a failure."""
+    rewards = [RewardSection(name="answer_reward")]
+    rewards += [RewardSection(name="relative_length_penalty", weight=0.4)] if asked == "reward" else []
+    changed = run.rloo.model_copy(update={"thinking_budget": 512 if asked == "budget" else None})
+    run = run.model_copy(update={"rewards": rewards, "rloo": changed})
+    sides = [thinks(evaluation(*one), many) for one, many in zip(((n,) for n in right), tokens, strict=True)]
+    verdict = judge_run(run, result(run), *sides)
+    assert verdict.kind == kind and words in verdict.sentence
+    assert verdict.sentence.count("thinking") <= 1
+
+
+def test_few_prompts_widen_the_margin_which_is_said(run: RunConfig) -> None:
+    """Ten prompts rule out nothing: their interval is wider than the widest margin."""
+    changed = run.rloo.model_copy(update={"thinking_budget": 512})
+    run = run.model_copy(update={"rloo": changed})
+
+    def side(count: int, wrong: range, tokens: float) -> Evaluation:
+        found = Evaluation("", count, 1, 1.0, 64, prompts_digest="same")
+        lengths = mean_of([tokens + number % 3 for number in range(count)])
+        return replace(
+            found, measures={"accuracy": mean_of([float(n not in wrong) for n in range(count)]), THINKING: lengths}
+        )
+
+    verdicts = [
+        judge_run(run, result(run), side(count, range(14), 900), side(count, range(shift, shift + 14), 300))
+        for count, shift in ((100, 4), (20, 4))
+    ]
+    assert [one.kind for one in verdicts] == ["learnt", "no evidence"]
+    assert verdicts[0].sentence.endswith("; a loss of 6 points is ruled out.")
+    assert "eval.num_prompts" in verdicts[1].next
 
 
 def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) -> None:
