@@ -35,7 +35,7 @@ def load(model: str, name: str, *overrides: str) -> Any:
     """The run of a recipe; SmolLM2's starts from the adapter of `sft`."""
     import rloo_kit as kit
 
-    start = [f"model.adapter={ROOT / 'outputs' / CONFIGS[model] / 'sft' / 'adapter'}"] if model == "smollm2" else []
+    start = [f"model.adapter={ROOT / 'outputs' / f'{CONFIGS[model]}-sft' / 'adapter'}"] if model == "smollm2" else []
     given = [*start, f"run.name={name}", "run.evaluate=false", "run.report=false", *overrides]
     return kit.load_config(ROOT / "configs" / f"{CONFIGS[model]}.yaml", *given)
 

@@ -18,7 +18,7 @@ from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.difficulty import measure_pass_rates
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.results.changes import change_of, compare
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, setting_differences
 from rloo_kit.results.intervals import wilson
 from rloo_kit.results.samples import list_steps
 from rloo_kit.rewarding.registry import build_rewards
@@ -168,7 +168,8 @@ def test_shares_and_lengths(make_run, make_policy):
     closed = [completion.ids.index(THINK_END) for completion in found if THINK_END in completion.ids]
     assert 0 < len(closed) < len(found)
     assert measured.closed_share == pytest.approx(len(closed) / len(found))
-    assert measured.mean_thinking_tokens == pytest.approx(sum(closed) / len(closed))
+    thinking = [done.ids.index(THINK_END) if THINK_END in done.ids else len(done.ids) for done in found]
+    assert measured.mean_thinking_tokens == pytest.approx(sum(thinking) / len(found))
     truncated = [completion for completion in found if completion.ids[-1] != TURN_END]
     assert measured.truncated_share == pytest.approx(len(truncated) / len(found))
     assert measured.mean_tokens == pytest.approx(sum(len(completion.ids) for completion in found) / len(found))
@@ -190,6 +191,23 @@ def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
         assert chosen and getattr(entry, name) == wilson(sum(chosen) / len(chosen), len(chosen))
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     assert "accuracy at 2, closed by the budget" in str(measured) and "accuracy at 2, the others" in str(measured)
+
+
+def test_the_run_is_measured_under_its_own_budget(make_run, make_policy):
+    """A run that trains under a budget was measured without one, at its limit: cut off, and wrong."""
+    policy, data = digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS)
+    options: dict[str, Any] = {"thinking_budget": 2, "answer_budget": 3}
+    found = generate_completions(policy, data["prompt"][:], max_completion_length=6, **options)
+    run = make_run(greedy=False)
+    run.rloo.thinking_budget, run.rloo.answer_budget = 2, 3
+    measured = evaluate(run, policy, data)
+    assert measured.thinking_budget == 2
+    assert measured.forced_share == pytest.approx(sum(done.forced for done in found) / len(found))
+    lengths = [len(done.ids) if done.thinking_tokens is None else done.thinking_tokens for done in found]
+    assert max(lengths) == 2 and measured.measures["thinking_tokens"].per_prompt == lengths
+    without = evaluate(make_run(greedy=False), policy, data)
+    assert "thinking budget none and 2" in setting_differences(without, measured)
+    assert "closed by the budget of 2" in str(measured) and without.forced_share is None
 
 
 def test_budgets_need_a_model_that_thinks(make_run, make_policy):
@@ -281,7 +299,8 @@ def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
     prompts, completions, ids, columns = calls[1]
     assert prompts == [text for text in data["prompt"][4:8] for _ in range(2)]
     assert columns["level"] == [4, 4, 5, 5, 6, 6, 7, 7] and columns["answer"] == ["1"] * 8
-    assert columns["thinking_forced"] == [False] * 8 and "prompt" not in columns
+    assert len(columns["thinking_forced"]) == 8 and "prompt" not in columns
+    assert any(forced for *_, its in calls for forced in its["thinking_forced"]), "the run's budget is the evaluation's"
     assert completions == [policy.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
     assert (columns["trainer_state"].global_step, columns["trainer_state"].max_steps) == (9, 9)
     assert found.value("reward") == found.rewards["watching"].value == pytest.approx(found.mean_tokens)

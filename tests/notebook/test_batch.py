@@ -35,6 +35,7 @@ from rloo_kit.notebook.batch_folder import (
 from rloo_kit.notebook.batch_run import BatchResult, Runner, RunProcess, papermill_command
 from rloo_kit.notebook.papermill import GIVEN_OUT, choose_ports
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.intervals import Measured
 from rloo_kit.system.console import render_text
 from tests.evaluations import around
 from tests.notebooks.batch_notebooks import wait_for, write_notebook
@@ -331,7 +332,7 @@ def test_a_damaged_file_counts_as_none(content: str, folder: Path) -> None:
 
 def evaluation(accuracy: float, thinking: float) -> dict:
     found = Evaluation("x", 50, 1, 1.0, 48, {"accuracy": around(accuracy), "greedy_accuracy": around(accuracy)})
-    found.mean_thinking_tokens, found.closed_share = thinking, 0.5
+    found.measures["thinking_tokens"], found.closed_share = Measured(thinking, thinking - 1, thinking + 1, 50), 0.5
     return found.to_dict()
 
 

@@ -35,8 +35,8 @@ def make_sample(number: int, correct: bool | None, **changes: Any) -> dict[str, 
 
 def make_evaluation(label: str, right: int, samples: list[dict[str, Any]]) -> Evaluation:
     accuracy = mean_of([1.0] * right + [0.0] * (100 - right))
-    evaluation = Evaluation(label, 100, 1, 1.0, 64, closed_share=0.9, mean_thinking_tokens=20.0, samples=samples)
-    evaluation.measures = {"accuracy": accuracy, "greedy_accuracy": accuracy}
+    evaluation = Evaluation(label, 100, 1, 1.0, 64, closed_share=0.9, samples=samples)
+    evaluation.measures = {"accuracy": accuracy, "greedy_accuracy": accuracy, "thinking_tokens": mean_of([20.0] * 100)}
     forced = Measured(0.0625, 0.01, 0.3, 75)
     evaluation.budgets = [Budget(8, 0.75, accuracy=Measured(0.1, 0.05, 0.2, 100), forced=forced)]
     return evaluation

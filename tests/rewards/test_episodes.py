@@ -31,7 +31,8 @@ LAST = [*range(200, 220), END, 20, EOS]  # 20 tokens of thinking
 def episode(last: list[int] = LAST, text: str = "so</think>5", first: list[int] = FIRST) -> dict[str, Any]:
     mask = [1] * len(first) + [0] * len(RESULT) + [1] * len(last)
     ids = [*first, *RESULT, *last]
-    return {"completions": [text], "completion_ids": [ids], "completion_mask": [mask], "answer": ["4"]}
+    found = {"completions": [text], "completion_ids": [ids], "completion_mask": [mask], "answer": ["4"]}
+    return found | {"prompts": ["2+2="]}
 
 
 def test_an_episode_is_cut_into_its_turns() -> None:
@@ -94,6 +95,7 @@ def test_a_completion_without_a_call_is_judged_as_ever(reward: Reward) -> None:
     batch: dict[str, Any] = {
         "completions": ["why?</think>4", "no tag", ""],
         "completion_ids": [FIRST, LAST[:15], []],
+        "prompts": ["2+2="] * 3,
         "answer": ["4"] * 3,
     }
     masks = [[1] * len(ids) for ids in batch["completion_ids"]]

@@ -13,6 +13,7 @@ from rewards import Reward, answer_reward, think_format_reward, thinking_budget_
 END, EOS = 151668, 151645
 ALL = [value for value in vars(rewards).values() if isinstance(value, Reward)]
 CLOSED = {"completions": ["why?</think>4"], "completion_ids": [[7] * 31 + [END, 19, EOS]], "answer": ["4"]}
+CLOSED["prompts"] = ["2+2="]
 OPEN = {"completions": ["why? 4"], "completion_ids": [[7] * 33 + [19, EOS]], "answer": ["4"]}
 READS_THE_CLOSE = [thinking_reward, thinking_budget_reward, think_format_reward]
 

@@ -1,8 +1,11 @@
-"""length_reward, soft_overlong_penalty and repetition_penalty, at their edges."""
+"""length_reward, soft_overlong_penalty, repetition_penalty and relative_length_penalty, at their edges."""
+
+import math
+from typing import Any
 
 import pytest
 
-from rewards import length_reward, repetition_penalty, soft_overlong_penalty
+from rewards import answer_reward, length_reward, relative_length_penalty, repetition_penalty, soft_overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -56,3 +59,35 @@ def test_repetition_is_the_share_of_repeated_ngrams() -> None:
     found = pairs(completion_ids=[[1, 2, 3, 4], [5] * 5, [1, 2, 1, 2], [9], []])
     assert found == [0.0, -0.75, pytest.approx(-1 / 3), 0.0, 0.0]
     assert pairs.with_(penalty=2.0)(completion_ids=[[5] * 5]) == [-1.5]
+
+
+def group(lengths: list[int], right: str, prompt: str = "2+2=") -> dict[str, Any]:
+    """Completions of so many tokens; `right` has a 1 for each right one."""
+    texts = [f"..</think>{4 if mark == '1' else 5}" for mark in right]
+    ids = [[7] * (length - 2) + [151668, 19] for length in lengths]
+    return {"prompts": [prompt] * len(ids), "completions": texts, "completion_ids": ids, "answer": ["4"] * len(ids)}
+
+
+def test_a_right_answer_pays_for_length_among_the_right_ones_of_its_prompt() -> None:
+    """The sum with `answer_reward` is the paper's: accuracy x (1 - alpha x sigmoid((length - mean) / deviation))."""
+    first, second = group([10, 20, 30, 900], "1110"), group([500, 700], "11", "3+1=")
+    batch = {name: first[name] + second[name] for name in first}
+    sums = [a + 0.4 * b for a, b in zip(answer_reward(**batch), relative_length_penalty(**batch), strict=True)]
+    deviation = math.sqrt(200 / 3)
+    expected = [1 - 0.4 / (1 + math.exp(-(length - 20) / deviation)) for length in (10, 20, 30)]
+    expected += [0.0, *(1 - 0.4 / (1 + math.exp(-side)) for side in (-1, 1))]
+    assert sums == [pytest.approx(value) for value in expected]
+    assert relative_length_penalty.is_relative, "its held-out mean is the same whatever is learnt"
+
+
+@pytest.mark.parametrize(("lengths", "right"), [([10], "1"), ([10, 10], "11"), ([10, 99], "10")])
+def test_equal_lengths_and_a_single_right_answer_pay_half(lengths: list[int], right: str) -> None:
+    """Guards against a division by a deviation of zero."""
+    assert relative_length_penalty(**group(lengths, right)) == [-0.5 if mark == "1" else 0.0 for mark in right]
+
+
+def test_a_row_without_an_answer_and_a_trainer_without_prompts() -> None:
+    batch = group([10, 20], "11") | {"answer": [None, "4"]}
+    assert relative_length_penalty(**batch) == [None, -0.5]
+    with pytest.raises(ValueError, match="needs prompts"):
+        relative_length_penalty(**{name: value for name, value in batch.items() if name != "prompts"})

@@ -101,9 +101,9 @@ class Checks:
             self.ends(where, f"reward {name}", [entry["low"], entry["high"]], estimate)
         reward = found["measures"]["reward"]
         self._in_range(where, "reward", reward["low"], reward["high"])
-        thoughts = side.thinking if side.closed else None
-        pairs = {"closed_share": side.closed, "truncated_share": side.truncated, "mean_tokens": side.tokens,
-                 "mean_thinking_tokens": thoughts}  # fmt: skip
+        entry = found["measures"].get("thinking_tokens")
+        self.near(where, "thinking tokens", None if entry is None else entry["value"], side.thinking)
+        pairs = {"closed_share": side.closed, "truncated_share": side.truncated, "mean_tokens": side.tokens}
         for name, expected in pairs.items():
             self.near(where, name, found[name], expected)
 
@@ -148,7 +148,7 @@ class Checks:
         per_prompt = {name.removeprefix("rewards/"): entry["per_prompt"] for name, entry in measures}
         return Side(
             found["num_prompts"], per_prompt, found.get("closed_share"), found["truncated_share"],
-            found["mean_tokens"], found.get("mean_thinking_tokens"),
+            found["mean_tokens"], found["measures"].get("thinking_tokens", {}).get("value"),
         )  # fmt: skip
 
     # -------------------------------------------------------------------------------------------- the verdict

@@ -192,14 +192,14 @@ class Recomputed:
             per_prompt["accuracy"] = [_answer_reward(one, self.thinks) for one in completions]
         greedy = {name: found["measures"].get(name) for name in ("greedy_accuracy", "greedy_reward")}
         per_prompt |= {name: entry["per_prompt"] for name, entry in greedy.items() if entry is not None}
-        thoughts = [one.thinking_tokens for one in completions if one.closed and one.thinking_tokens is not None]
+        thoughts = [one.tokens if one.thinking_tokens is None else one.thinking_tokens for one in completions]
         return Side(
             count=len(completions),
             per_prompt=per_prompt,
             closed=statistics.fmean(one.closed for one in completions) if self.thinks else None,
             truncated=statistics.fmean(not one.ended for one in completions),
             tokens=statistics.fmean(one.tokens for one in completions),
-            thinking=statistics.fmean(thoughts) if thoughts else None,
+            thinking=statistics.fmean(thoughts) if self.thinks else None,
             completions=completions,
         )
 
