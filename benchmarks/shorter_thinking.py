@@ -94,7 +94,7 @@ def main() -> None:
         return
     starts = [(model, "before", None) for model in given.model or CONFIGS]
     rows = [row for one in [*starts, *wanted] if (row := measure(*one)) is not None]
-    write(given.out, header("benchmarks/shorter_thinking.py") | {"runs": rows})
+    write(header("benchmarks/shorter_thinking.py") | {"runs": rows}, given.out)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rloo_kit.results.changes import (
 )
 from rloo_kit.results.evaluation import (
     SHARES,
+    THINKING,
     Evaluation,
     merge_rows,
     name_of,
@@ -156,7 +157,8 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
         names = ["reward", "greedy_reward", *names] if by_reward else [*names, "reward"]
     names = [*(["win_rate"] if any(one.measure("win_rate") for one in sides) else []), *names]
     titles = {name: name_of(name, *sides).capitalize() for name in names}
-    titles |= {"mean_thinking_tokens": "Thinking tokens", "closed_share": "Thinking closed"}
+    titles |= {THINKING: "Thinking tokens", "closed_share": "Thinking closed", "forced_share": "Closed by the budget"}
+    names.append(THINKING)
     tiles = []
     for name, title in titles.items():
         values = [
@@ -164,12 +166,12 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
         ]
         if values == [None, None]:
             continue
-        is_share = name in (*SHARES, "closed_share")
+        is_share = name in (*SHARES, "closed_share", "forced_share")
         old, new = (_number(value, is_share) for value in values)
         tile: dict[str, Any] = {"title": title, "before": old, "after": new, "change": "", "bar": []}
         change = None if before is None or after is None or name not in names else change_of(name, before, after)
         if change is not None:
-            factor, digits, unit = (100, 1, " points") if is_share else (1, 2, "")
+            factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
             value, *interval = (f"{factor * end:+.{digits}f}" for end in change.difference.ends if end is not None)
             tile["change"] = f"{value}{unit}" + (f" [{', '.join(interval)}]" if len(interval) == 2 else "")
         if name in SHARES:

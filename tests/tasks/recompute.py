@@ -127,8 +127,8 @@ class Side:
 
     Attributes:
         per_prompt: one value for each prompt: "accuracy", "reward", each reward's name; "greedy_accuracy" and
-            "greedy_reward" as stored, because greedy completions are not kept.
-        closed, truncated: shares; closed is None for a model that does not think. tokens, thinking: mean lengths.
+            "greedy_reward" as stored, because greedy completions are not kept; "thinking_tokens".
+        closed, truncated: shares; closed is None for a model that does not think. tokens: mean length.
     """
 
     count: int
@@ -136,7 +136,6 @@ class Side:
     closed: float | None
     truncated: float
     tokens: float
-    thinking: float | None
     completions: list[Completion] = field(default_factory=list, repr=False)
 
     def measure(self, name: str) -> Estimate | None:
@@ -192,14 +191,15 @@ class Recomputed:
             per_prompt["accuracy"] = [_answer_reward(one, self.thinks) for one in completions]
         greedy = {name: found["measures"].get(name) for name in ("greedy_accuracy", "greedy_reward")}
         per_prompt |= {name: entry["per_prompt"] for name, entry in greedy.items() if entry is not None}
-        thoughts = [one.tokens if one.thinking_tokens is None else one.thinking_tokens for one in completions]
+        if self.thinks:
+            thoughts = [one.tokens if one.thinking_tokens is None else one.thinking_tokens for one in completions]
+            per_prompt["thinking_tokens"] = [float(count) for count in thoughts]
         return Side(
             count=len(completions),
             per_prompt=per_prompt,
             closed=statistics.fmean(one.closed for one in completions) if self.thinks else None,
             truncated=statistics.fmean(not one.ended for one in completions),
             tokens=statistics.fmean(one.tokens for one in completions),
-            thinking=statistics.fmean(thoughts) if self.thinks else None,
             completions=completions,
         )
 
