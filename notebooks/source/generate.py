@@ -28,7 +28,7 @@ VARIANTS = {
         "thinks": True,
         "small": False,
         "title": "RLOO on Qwen3-4B-Thinking",
-        "config": "qwen3_4b_thinking",
+        "config": "evening_12gb",
     },
     "qwen3_instruct_rloo": {
         "thinks": False,

@@ -36,9 +36,13 @@ def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def make_context(
-    modes: dict[str, str] | None = None, patience: int = 3, steps: int | None = None, **rloo: Any
+    modes: dict[str, str] | None = None,
+    patience: int = 3,
+    steps: int | None = None,
+    weights: dict[str, float] | None = None,
+    **rloo: Any,
 ) -> Context:
-    return Context(RLOO | rloo, modes or {}, patience, steps)
+    return Context(RLOO | rloo, modes or {}, patience, steps, weights or {})
 
 
 def look(rows: list[dict[str, Any]], **context: Any) -> list[Finding]:
@@ -119,6 +123,15 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
     assert found.name == rule and key in found.fix and found.found and found.cause
     modes = {rule: "off"} | dict.fromkeys(found.explains, "off")
     assert look(rows, **options, modes=modes) == []
+
+
+@pytest.mark.parametrize("asked", [{"thinking_budget": 32}, {"weights": {"relative_length_penalty": 0.4}}])
+def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(asked: dict[str, Any]) -> None:
+    """A run that halved the thinking at the same accuracy was told that its lengths had collapsed and nothing learnt."""
+    assert look(drift("thinking/mean_length", 50, 5), **asked) == []
+    shrinking = [row | {"thinking/mean_length": 50.0 - n} for n, row in enumerate(STILL)]
+    assert look(shrinking, steps=40, **asked) == []
+    assert [one.name for one in look(STILL, steps=40, **asked)] == ["nothing_learnt"]
 
 
 def test_the_mean_of_ranks_is_constant() -> None:
