@@ -301,10 +301,11 @@ def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | N
     memory = f"# Memory:  {plan.rollout_gib:.1f} GiB in a rollout, {plan.training_gib:.1f} GiB in training, of "
     text = re.sub(r"# Memory: .*", f"{memory}{plan.machine.total_gib:.1f} GiB ({state}).", text)
     text = re.sub(r"(# Rollout: .*= \d+ completions, )\d+ of them", rf"\g<1>{plan.rows} of them", text)
-    if plan.step is not None:
-        hours = f"{run.rloo.max_steps} steps and {plan.step.evaluation_s / 3600:.1f} h of evaluations take "
-        hours += f"{plan.step.hours:.{0 if (plan.step.hours or 0) >= 10 else 1}f} h on an {plan.step.gpu}"
-        text = re.sub(r"# Hours: .*", f"# Hours:   {hours} (computed, not measured).", text)
+    if (step := plan.step) is not None and step.hours is not None:
+        long = "a weekend or longer: " if step.hours > 12 else ""
+        hours = f"{long}{run.rloo.max_steps} steps and {step.evaluation_s / 3600:.1f} h of evaluations take "
+        hours += f"{step.hours:.{0 if long else 1}f} h on an {step.gpu} (computed, not measured)."
+        text = re.sub(r"# Hours: .*", f"# Hours:   {hours}", text)
     text = re.sub(r"# Measured: .*\n", "", text)
     if found:
         lasts = f"; {found['step_s']:.0f} s a step" if "step_s" in found else ""

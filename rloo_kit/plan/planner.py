@@ -59,10 +59,7 @@ STEP = 64  # tokens between proposed lengths of a completion, and of the shortes
 # Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
 ON_GPU = (
     ("configs/qwen3_4b_thinking.yaml", 40),
-    ("configs/qwen3_4b_thinking_24gb.yaml", 24),
-    ("configs/qwen3_4b_thinking_16gb.yaml", 16),
-    ("configs/qwen3_4b_thinking_12gb.yaml", 12),
-    ("configs/qwen3_4b_thinking_8gb.yaml", 8),
+    *((f"configs/evening_{size}gb.yaml", size) for size in (24, 16, 12, 8)),
 )
 MOST_WEIGHTS = 0.5e9  # on a CPU: 32 completions of 512 tokens, 200 times, take ten hours at 0.3 TFLOPS
 MOST_HOURS = 24.0  # of a run without a GPU; a short test of two steps passes
