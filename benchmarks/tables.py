@@ -80,31 +80,36 @@ def _times() -> list[list[str]]:
             os.environ.pop(name, None)
         for size, _, path in sorted(found):
             gpu = next(gpu for gpu in GPUS if gpu.memory_gb == size)
-            cells = [f"`{path.name}`", f"{gpu.name}, {size} GB"]
+            cells = [f"`{path.name}`", f"{gpu.name}, {size} GB", f"{load_config(path).rloo.max_completion_length:,}"]
             for engine in ("generate", "vllm"):
                 plan = plan_vram(load_config(path, f"rollout.engine={engine}"), size * 1e9 / GIB)
                 if not plan.fits or plan.step is None:
-                    cells += ["does not fit", "", ""]
+                    cells += ["does not fit", *[""] * (3 if engine == "generate" else 1)]
                     continue
-                cells += [str(plan.rows), f"{plan.step.seconds:.0f}", f"{plan.step.hours:.1f}"]
+                if engine == "generate":
+                    cells += [str(plan.rows), f"{plan.rollout_gib:.1f}, {plan.training_gib:.1f}"]
+                cells += [f"{plan.step.seconds:.0f}", f"{plan.step.hours:.1f}"]
             rows.append(cells)
     return rows
 
 
 def times_table(_: Any = None) -> list[str]:
-    """Each config on its GPU: rows at once, seconds a step, hours; with what `make setup` installs and with vLLM."""
-    return table(["config", "GPU", "rows, `generate`", "s a step", "h", "rows, vLLM", "s a step", "h"], _times())
+    """Each config on its GPU: rows at once, memory, seconds a step, hours; with what `make setup` installs, and hours
+    with vLLM. Left out: one that differs by its data."""
+    rows = [[config, gpu.partition(",")[0], *cells, with_vllm] for config, gpu, *cells, _, with_vllm in _times()]
+    rows = [row for row in rows if "gym" not in row[0]]
+    return table(["config", "GPU", "tokens", "rows", "GiB", "s a step", "h", "h, vLLM"], rows)
 
 
 def hours_table(_: Any = None) -> list[str]:
     """Steps, lengths and hours of the evenings and of Qwen3-4B-Thinking's long runs, for the README."""
     rows = []
-    for config, gpu, _, _, hours, _, _, with_vllm in _times():
+    for config, gpu, tokens, _, _, _, hours, _, with_vllm in _times():
         if "thinking_" in config or "evening" in config:
-            rloo = load_config(CONFIGS / config.strip("`")).rloo
-            rows.append([gpu, config, f"{rloo.max_completion_length:,}", str(rloo.max_steps), hours, with_vllm])
+            steps = load_config(CONFIGS / config.strip("`")).rloo.max_steps
+            rows.append([gpu, config, tokens, str(steps), hours, with_vllm])
     rows.sort(key=lambda row: "evening" not in row[1])
-    return table(["GPU", "config", "tokens a completion, at most", "steps", "hours", "with vLLM"], rows)
+    return table(["GPU", "config", "tokens, at most", "steps", "hours", "with vLLM"], rows)
 
 
 def gpus_table(_: Any = None) -> list[str]:
@@ -224,7 +229,7 @@ def list_speeds(parts: Parts) -> Iterator[tuple[str, list[float], list[float]]]:
         if times := {
             int(name.split()[1]): one["ms_per_step"] for name, one in found.items() if name.startswith("rows")
         }:
-            yield "ms a token, 4B, 8, 32, 128 rows", [*times.values()], [at(1024, rows) for rows in times]
+            yield "4B: ms a token, 8, 32, 128 rows", [*times.values()], [at(1024, rows) for rows in times]
         for gpu_gb in GPUS_GB if number == 3 else ():
             claim = claim_of(parts, gpu_gb)
             if claim is None or "decode_ms" not in claim:
@@ -233,18 +238,16 @@ def list_speeds(parts: Parts) -> Iterator[tuple[str, list[float], list[float]]]:
             work, count = read_workload(run, here, engine="generate"), step_completions(run)
             prompt, length = run.data.max_prompt_length, run.rloo.max_completion_length
             places = [prompt + int(share * (length - 64)) for share in (0, 0.5, 1)]
-            what = f"{gpu_gb} GB config"
-            listed = ", ".join(f"{place:,}" for place in places)
-            yield f"ms a token, {what}, {rows} rows at {listed}", claim["decode_ms"], [at(one, rows) for one in places]
+            yield f"{gpu_gb} GB: ms a token, {rows} rows", claim["decode_ms"], [at(one, rows) for one in places]
             parts_s = [sampling_s(work, count, rows, rows, gpu), training_s(work, count * work.row_tokens, gpu)]
             measured = [claim[name] for name in ("rollout_s", "gradient_s", "step_s")]
-            yield f"rollout, training, step, s, {what}", measured, [*parts_s, sum(parts_s)]
+            yield f"{gpu_gb} GB: rollout, training, step, s", measured, [*parts_s, sum(parts_s)]
         checks = [part.checks.get(f"transformers/{name}") for name in ("resumes", "keeps_the_ratio")]
         if steps := [row["step_time"] for check in checks if check for row in check.values.get("steps", ())]:
             words = "rloo.thinking_budget=null", "rloo.max_completion_length=64", "data.max_prompt_length=128"
             run = load_config(CONFIGS / "qwen3_0_6b.yaml", *words, "rloo.answer_budget=null")
             step = run_time(run, read_workload(run, here, engine="native"), step_completions(run), gpu)
-            yield "steps of 0.6B, `native`, s", steps, [step.seconds] * len(steps)
+            yield "0.6B, `native`: step, s", steps, [step.seconds] * len(steps)
 
 
 def speeds_table(parts: Parts) -> list[str]:
@@ -252,10 +255,12 @@ def speeds_table(parts: Parts) -> list[str]:
     before = json.loads((GPU_RESULTS / "plan_before.json").read_text(encoding="utf-8"))["computed"]
     rows = []
     for what, *both in list_speeds(parts):
-        measured, computed = (", ".join(f"{one:.3g}" for one in figures) for figures in both)
+        measured, computed = (
+            ", ".join(f"{one:.3g}" for one in sorted(set(figures), key=figures.index)) for figures in both
+        )
         ratios = [one / real for real, one in zip(*both, strict=True)]
-        rows.append([what, measured, before.get(what, ""), computed, f"{min(ratios):.2f} to {max(ratios):.2f}"])
-    return table(["H100", "measured", "before", "computed", "over measured"], rows)
+        rows.append([what, measured, before.get(what, ""), computed, f"{min(ratios):.2f}-{max(ratios):.2f}"])
+    return table(["H100", "measured", "plan before", "plan", "over measured"], rows)
 
 
 def plan_table(parts: Parts) -> list[str]:

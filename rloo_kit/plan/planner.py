@@ -31,15 +31,7 @@ from rloo_kit.plan.parts import (
     vllm_weight_bytes,
 )
 from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
-from rloo_kit.plan.speed import (
-    BUDGET_SHARE,
-    MEAN_SHARE,
-    describe_step,
-    find_gpu,
-    run_time,
-    step_completions,
-    step_on_cpu_s,
-)
+from rloo_kit.plan.speed import MEAN_SHARES, describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
@@ -127,7 +119,7 @@ def read_workload(
         reference=reference,
         prompt_tokens=run.data.max_prompt_length,
         completion_tokens=int(longest),
-        mean_share=MEAN_SHARE if rloo.thinking_budget is None else BUDGET_SHARE,
+        mean_share=MEAN_SHARES[rloo.thinking_budget is not None],
         num_generations=rloo.num_generations,
         completions=rloo.generation_batch_size // count_processes(),
         keeps_gradients=rloo.generation_batch_size < step_completions(run) * count_processes(),

@@ -16,23 +16,20 @@ from rloo_kit.plan.parts import GIB, Workload, body_bytes, cache_bytes_per_token
 from rloo_kit.system.processes import count_processes
 
 MEAN_SHARE = 0.4  # mean length over the longest, of prompts and completions; the longest in a batch has full length
-BUDGET_SHARE = 0.9  # of completions under a thinking budget, most of which reach it
+MEAN_SHARES = (MEAN_SHARE, 0.9)  # of completions without and with a thinking budget, which most of them reach
 BANDWIDTH_SHARE = 0.89  # of the data sheet's that copies reached (H100, results/gpu/part1.jsonl)
 TOKEN_S = 2e-3  # of each token step: scheduler or `generate`, stop check, sampler
 ROW_S = 12.5e-6  # of a row and layer in Unsloth's `generate`, whatever its length: the slope from 8 to 128 rows (H100)
 LAUNCHES_PER_LAYER = 3548 / 36  # of a token step without CUDA graphs, counted on 36 layers in 4 bit with an adapter
 LAUNCH_S = 5e-6  # of one operation from Python
 NATIVE_LAYER_S = 2e-3  # of the native engine: 169 operations a layer (counted) of 12 us each with Python (estimated)
-# Before each token on Hopper cuDNN plans attention for the new key length: the rest of the 0.1 s that a token of
-# Qwen3-0.6B took there (results/gpu/part1.jsonl); others measured 23 to 37 ms.
+# Probably cuDNN, which on Hopper plans attention for each key length: the rest of an H100's 0.1 s a token (0.6B).
 CUDNN_PLAN_S, CUDNN_PLANS = 35e-3, (90,)
 # Rows up to which a 4-bit matrix is not unpacked: bitsandbytes' product, and Unsloth's by compute capability (else 1).
 BNB_FUSED_ROWS, UNSLOTH_FUSED_ROWS = 32, {75: 4, 80: 2, 89: 4, 120: 4}
 TRAINING_FLOPS = 6  # per weight and token: forward, forward again (checkpointing), backward through frozen weights
 SCORING_FLOPS = 2  # per further pass without gradients
-# Of the GPU's rate: an H100 reached 0.10 (passes of 9,000 tokens) to 0.18 (26,000). A slower GPU's pass takes longer,
-# so that fixed costs count less.
-TRAINING_SHARE = 0.18
+TRAINING_SHARE = 0.18  # of the GPU's rate: an H100 in passes of 26,000 tokens, and 0.10 in passes of 9,000
 CPU_FLOPS = 8  # per weight and token of a whole step: 2 sample it, 6 train on it
 CPU_SHARE = 0.9  # of the speed of large products in float32 (SmolLM2-135M, 64 completions of 24 and 64 tokens)
 
@@ -91,17 +88,14 @@ class RunTime:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, seconds with one decimal."""
-        names = "seconds", "rollout_s", "training_s", "evaluation_s"
-        found = {"gpu": self.gpu} | {name: round(getattr(self, name), 1) for name in names}
-        hours = None if self.hours is None else round(self.hours, 2)
-        return found | {"tokens_per_s": round(self.tokens_per_s), "hours": hours}
+        names = "seconds", "rollout_s", "training_s", "evaluation_s", "tokens_per_s"
+        found = {name: round(getattr(self, name), 1) for name in names}
+        return {"gpu": self.gpu} | found | {"hours": None if self.hours is None else round(self.hours, 2)}
 
     def __str__(self) -> str:
         step = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:.0f} min"
-        whole = ""
-        if self.hours is not None:
-            parts = f"{self.evaluation_s / 3600:.1f} of them evaluations"
-            whole = f", {self.max_steps} steps {self.hours:.{0 if self.hours >= 100 else 1}f} h ({parts})"
+        share = f"{self.evaluation_s / 3600:.1f} of them evaluations"
+        whole = "" if self.hours is None else f", {self.max_steps} steps {self.hours:.3g} h ({share})"
         return f"Estimate for {self.gpu} (computed, not measured): a step takes {step}{whole}"
 
 
@@ -115,8 +109,7 @@ def find_gpu(name: str, total_gib: float) -> GpuSpeed | None:
 
 
 def run_time(run: RunConfig, work: Workload, rows: int, gpu: GpuSpeed) -> RunTime:
-    """The time of a run in this process, `rows` of a rollout sampled at once by the engine of `work`: "vllm", "native"
-    or "generate"."""
+    """The time of a run in this process, `rows` of a rollout sampled at once by the local engine of `work`."""
     completions = step_completions(run)
     of_each = min(work.completions, completions)
     rollout_s = completions / of_each * sampling_s(work, of_each, rows, work.num_generations, gpu)
@@ -130,19 +123,14 @@ def run_time(run: RunConfig, work: Workload, rows: int, gpu: GpuSpeed) -> RunTim
 
 
 def list_evaluations(run: RunConfig, limit: int) -> list[tuple[int, int, int]]:
-    """Of all evaluations of a run each call of the engine in this process: completions, those of one prompt, and their
-    limit in tokens.
-
-    Args:
-        limit: tokens of a completion of the run. A share of the data as `data.test_size` counts as 100 prompts.
-    """
-    asked, processes = run.eval, count_processes()
-    held_out = int(run.data.test_size) or 100
+    """Each call of the engine in a run's evaluations, in this process: completions, those of one prompt, and tokens at
+    most (`limit`: of the run). A share of the data as `data.test_size` counts as 100 prompts."""
+    asked, processes, held_out = run.eval, count_processes(), int(run.data.test_size) or 100
     tokens, each = asked.max_completion_length or limit, asked.num_samples
     prompts = min(asked.num_prompts or held_out, held_out)
     whole = [(prompts * each, each, tokens)] + [(prompts, 1, tokens)] * (asked.greedy and asked.temperature != 0)
-    close = CLOSE_TOKENS.get(run.rloo.thinking_close, 1)
-    whole += [(prompts, 1, budget + close + asked.answer_budget) for budget in asked.thinking_budgets]
+    after = CLOSE_TOKENS.get(run.rloo.thinking_close, 1) + asked.answer_budget
+    whole += [(prompts, 1, budget + after) for budget in asked.thinking_budgets]
     on_the_way = 1 + -(-(run.rloo.max_steps or 1) // asked.every_steps) if asked.every_steps else 0
     passes = 2 * run.run.evaluate * whole + on_the_way * [(min(asked.every_prompts, held_out) * each, each, tokens)]
     return [(-(-count // processes), siblings, tokens) for count, siblings, tokens in passes]
@@ -169,14 +157,13 @@ def token_step_s(work: Workload, rows: int, gpu: GpuSpeed, padded: bool = False)
     shape = work.shape
     memory = token_step_bytes(work, rows, gpu, padded) / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9)
     arithmetic = 2 * shape.num_weights * rows / (gpu.tflops * 1e12)
-    fixed_s, host = TOKEN_S, 0.0
-    if work.engine == "native":
-        host = NATIVE_LAYER_S * shape.num_layers + CUDNN_PLAN_S * (gpu.capability in CUDNN_PLANS)
-    elif work.engine == "generate":
-        fixed_s += ROW_S * shape.num_layers * rows
+    fixed_s = TOKEN_S + (ROW_S * shape.num_layers * rows if work.engine == "generate" else 0.0)
     # CUDA graphs: of vLLM, and of Unsloth for Llama and Qwen3 (Qwen2 has biases).
     has_graphs = work.fused and shape.has_kernels and not shape.qkv_bias
-    if work.enforce_eager if work.engine == "vllm" else work.engine == "generate" and not has_graphs:
+    host = 0.0
+    if work.engine == "native":
+        host = NATIVE_LAYER_S * shape.num_layers + CUDNN_PLAN_S * (gpu.capability in CUDNN_PLANS)
+    elif work.enforce_eager if work.engine == "vllm" else not has_graphs:
         host = LAUNCHES_PER_LAYER * shape.num_layers * LAUNCH_S
     return max(memory, arithmetic, host) + fixed_s
 

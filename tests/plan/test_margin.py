@@ -182,5 +182,5 @@ def test_the_plan_prints_it_where_it_knows_the_gpu() -> None:
     run = load_config(THINKING, "rloo.max_steps=100")
     plan = plan_vram(run, 12e9 / 2**30)
     assert plan.step is not None and plan.step.gpu == "RTX 3060" and "computed, not measured" in str(plan.step)
-    assert f"{plan.step.seconds / 60:.0f} min, 100 steps {plan.step.hours:.1f} h" in " ".join(str(plan).split())
+    assert f"{plan.step.seconds / 60:.0f} min, 100 steps {plan.step.hours:.3g} h" in " ".join(str(plan).split())
     assert plan_vram(run, 140).step is None, "an unknown GPU's speed is not known"
