@@ -382,7 +382,7 @@ def _find_notes(
             yield f"rollout.engine=vllm would sample {there.max_num_seqs} at once; to install it: {VLLM_INSTALL}"
     wide = replace(work, four_bit=False, shape=replace(work.shape, is_quantised=False, kept=()))
     peak = max(rollout_gib(wide, rows), training_gib(wide, rows))
-    if work.four_bit and work.lora_rank is not None and work.vllm_bytes is None and peak <= machine.usable_gib:
+    if work.four_bit and work.fused and work.engine == "generate" and peak <= machine.usable_gib:
         words = "model.load_in_4bit=false"
         if work.shape.is_quantised:
             words += f" with a model.name that does not end in {BNB_ENDING}"
