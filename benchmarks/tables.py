@@ -18,7 +18,8 @@ import statistics
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,8 @@ from reporting import ROOT, step_value, table
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.plan.parts import GIB
-from rloo_kit.plan.speed import GPUS
+from rloo_kit.plan.planner import find_machine, read_workload
+from rloo_kit.plan.speed import GPUS, find_gpu, run_time, sampling_s, step_completions, token_step_s, training_s
 
 GPU_RESULTS = reporting.RESULTS / "gpu"
 CORRECTIONS = ROOT / "rloo_kit" / "plan" / "corrections.json"
@@ -39,7 +41,6 @@ CONFIGS = ROOT / "configs"
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "plan")),
          ROOT / "README.md")  # fmt: skip
 GPUS_GB = (8, 12, 16, 24)
-STEPS = 200  # of a shipped config
 MISSING = "not measured"
 Parts = Mapping[int, Part]
 
@@ -79,31 +80,36 @@ def _times() -> list[list[str]]:
             os.environ.pop(name, None)
         for size, _, path in sorted(found):
             gpu = next(gpu for gpu in GPUS if gpu.memory_gb == size)
-            cells = [f"`{path.name}`", f"{gpu.name}, {size} GB"]
+            cells = [f"`{path.name}`", f"{gpu.name}, {size} GB", f"{load_config(path).rloo.max_completion_length:,}"]
             for engine in ("generate", "vllm"):
                 plan = plan_vram(load_config(path, f"rollout.engine={engine}"), size * 1e9 / GIB)
                 if not plan.fits or plan.step is None:
-                    cells += ["does not fit", "", ""]
+                    cells += ["does not fit", *[""] * (3 if engine == "generate" else 1)]
                     continue
-                cells += [str(plan.rows), f"{plan.step.seconds:.0f}", f"{plan.step.hours(STEPS):.1f}"]
+                if engine == "generate":
+                    cells += [str(plan.rows), f"{plan.rollout_gib:.1f}, {plan.training_gib:.1f}"]
+                cells += [f"{plan.step.seconds:.0f}", f"{plan.step.hours:.1f}"]
             rows.append(cells)
     return rows
 
 
 def times_table(_: Any = None) -> list[str]:
-    """Each config on its GPU: rows at once, seconds a step, hours; with what `make setup` installs and with vLLM."""
-    head = ["config", "GPU", "rows, `generate`", "s a step", f"h, {STEPS} steps", "rows, vLLM", "s a step"]
-    return table([*head, f"h, {STEPS} steps"], _times())
+    """Each config on its GPU: rows at once, memory, seconds a step, hours; with what `make setup` installs, and hours
+    with vLLM. Left out: one that differs by its data."""
+    rows = [[config, gpu.partition(",")[0], *cells, with_vllm] for config, gpu, *cells, _, with_vllm in _times()]
+    rows = [row for row in rows if "gym" not in row[0]]
+    return table(["config", "GPU", "tokens", "rows", "GiB", "s a step", "h", "h, vLLM"], rows)
 
 
 def hours_table(_: Any = None) -> list[str]:
-    """Only lengths and hours of Qwen3-4B-Thinking's configs, for the README."""
+    """Steps, lengths and hours of the evenings and of Qwen3-4B-Thinking's long runs, for the README."""
     rows = []
-    for config, gpu, _, _, hours, _, _, with_vllm in _times():
-        if "thinking_" in config:
-            longest = load_config(CONFIGS / config.strip("`")).rloo.max_completion_length
-            rows.append([gpu, config, f"{longest:,}", hours, with_vllm])
-    return table(["GPU", "config", "tokens a completion, at most", f"hours, {STEPS} steps", "with vLLM"], rows)
+    for config, gpu, tokens, _, _, _, hours, _, with_vllm in _times():
+        if "thinking_" in config or "evening" in config:
+            steps = load_config(CONFIGS / config.strip("`")).rloo.max_steps
+            rows.append([gpu, config, tokens, str(steps), hours, with_vllm])
+    rows.sort(key=lambda row: "evening" not in row[1])
+    return table(["GPU", "config", "tokens, at most", "steps", "hours", "with vLLM"], rows)
 
 
 def gpus_table(_: Any = None) -> list[str]:
@@ -204,6 +210,59 @@ def short_table(parts: Parts) -> list[str]:
     return table(["on a GPU", "found"], rows)
 
 
+def list_speeds(parts: Parts) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Every speed that was measured, and what the plan computes for the same rows and lengths on the same GPU."""
+    for number, part in parts.items():
+        machine = part.header["machine"]
+        gpu = find_gpu(machine["gpu"], machine.get("gpu_gib", 0))
+        if gpu is None:
+            continue
+        here = find_machine(machine["gpu_gib"])
+        run = load_config(CONFIGS / "qwen3_4b_thinking_8gb.yaml")
+        work = read_workload(run, here, engine="generate")
+
+        def at(tokens: int, rows: int, work: Any = work, gpu: Any = gpu) -> float:
+            """Milliseconds of a token after so many in the cache."""
+            return 1e3 * token_step_s(replace(work, prompt_tokens=0, completion_tokens=2 * tokens), rows, gpu)
+
+        found = part.checks["unsloth/decodes"].values if "unsloth/decodes" in part.checks else {}
+        if times := {
+            int(name.split()[1]): one["ms_per_step"] for name, one in found.items() if name.startswith("rows")
+        }:
+            yield "4B: ms a token, 8, 32, 128 rows", [*times.values()], [at(1024, rows) for rows in times]
+        for gpu_gb in GPUS_GB if number == 3 else ():
+            claim = claim_of(parts, gpu_gb)
+            if claim is None or "decode_ms" not in claim:
+                continue
+            run, rows = load_config(CONFIGS / f"qwen3_4b_thinking_{gpu_gb}gb.yaml"), claim["rows"]
+            work, count = read_workload(run, here, engine="generate"), step_completions(run)
+            prompt, length = run.data.max_prompt_length, run.rloo.max_completion_length
+            places = [prompt + int(share * (length - 64)) for share in (0, 0.5, 1)]
+            yield f"{gpu_gb} GB: ms a token, {rows} rows", claim["decode_ms"], [at(one, rows) for one in places]
+            parts_s = [sampling_s(work, count, rows, rows, gpu), training_s(work, count * work.row_tokens, gpu)]
+            measured = [claim[name] for name in ("rollout_s", "gradient_s", "step_s")]
+            yield f"{gpu_gb} GB: rollout, training, step, s", measured, [*parts_s, sum(parts_s)]
+        checks = [part.checks.get(f"transformers/{name}") for name in ("resumes", "keeps_the_ratio")]
+        if steps := [row["step_time"] for check in checks if check for row in check.values.get("steps", ())]:
+            words = "rloo.thinking_budget=null", "rloo.max_completion_length=64", "data.max_prompt_length=128"
+            run = load_config(CONFIGS / "qwen3_0_6b.yaml", *words, "rloo.answer_budget=null")
+            step = run_time(run, read_workload(run, here, engine="native"), step_completions(run), gpu)
+            yield "0.6B, `native`: step, s", steps, [step.seconds] * len(steps)
+
+
+def speeds_table(parts: Parts) -> list[str]:
+    """For the page of the plan: speeds as measured, and as computed before and after the constants were corrected."""
+    before = json.loads((GPU_RESULTS / "plan_before.json").read_text(encoding="utf-8"))["computed"]
+    rows = []
+    for what, *both in list_speeds(parts):
+        measured, computed = (
+            ", ".join(f"{one:.3g}" for one in sorted(set(figures), key=figures.index)) for figures in both
+        )
+        ratios = [one / real for real, one in zip(*both, strict=True)]
+        rows.append([what, measured, before.get(what, ""), computed, f"{min(ratios):.2f}-{max(ratios):.2f}"])
+    return table(["H100", "measured", "plan before", "plan", "over measured"], rows)
+
+
 def plan_table(parts: Parts) -> list[str]:
     """For the page of the memory plan: measured over computed, and the corrections that follow."""
     rows = []
@@ -247,6 +306,11 @@ def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | N
     memory = f"# Memory:  {plan.rollout_gib:.1f} GiB in a rollout, {plan.training_gib:.1f} GiB in training, of "
     text = re.sub(r"# Memory: .*", f"{memory}{plan.machine.total_gib:.1f} GiB ({state}).", text)
     text = re.sub(r"(# Rollout: .*= \d+ completions, )\d+ of them", rf"\g<1>{plan.rows} of them", text)
+    if (step := plan.step) is not None and step.hours is not None:
+        long = "a weekend or longer: " if step.hours > 12 else ""
+        hours = f"{long}{run.rloo.max_steps} steps and {step.evaluation_s / 3600:.1f} h of evaluations take "
+        hours += f"{step.hours:.{0 if long else 1}f} h on an {step.gpu} (computed, not measured)."
+        text = re.sub(r"# Hours: .*", f"# Hours:   {hours}", text)
     text = re.sub(r"# Measured: .*\n", "", text)
     if found:
         lasts = f"; {found['step_s']:.0f} s a step" if "step_s" in found else ""
@@ -260,10 +324,10 @@ def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | N
 
 def write_headers(parts: Parts) -> None:
     """Every config for a GPU: the plan's figures, and what was measured."""
-    for path in sorted(CONFIGS.glob("qwen3*.yaml")):
+    for path in sorted(CONFIGS.glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
-        needs = re.search(r"one NVIDIA GPU with (\d+) GB", text)
-        assert needs is not None, f"{path.name} does not say which GPU it needs"
+        if (needs := re.search(r"one NVIDIA GPU with (\d+) GB", text)) is None:
+            continue
         named = re.search(r"thinking_(\d+)gb$", path.stem)
         found = claim_of(parts, int(named[1])) if named else None
         gpu = parts[3].header["machine"]["gpu"] if 3 in parts else ""
@@ -316,6 +380,7 @@ def main() -> int:
 
 GPU_TABLES = {
     "gpu-line": gpu_line, "gpu-short": short_table, "gpu-decoding": decoding_table, "gpu-plan": plan_table,
+    "gpu-speeds": speeds_table,
 }  # fmt: skip
 TABLES: reporting.Tables = {
     "step": (step_table, "rloo_step.json"),

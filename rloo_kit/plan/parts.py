@@ -61,7 +61,7 @@ class Workload:
             step before a rollout frees them.
         factors: of the computed peaks, rollout and training (`find_factors`).
         unmeasured: share of a peak by which a measurement may exceed it. unknown_bytes: of layers that a dynamic 4-bit
-            copy may keep in 16 bit.
+            copy may keep in 16 bit. mean_share: mean length of completions over the longest.
     """
 
     shape: ModelShape
@@ -90,6 +90,7 @@ class Workload:
     factors: tuple[float, float] = (1.0, 1.0)
     unmeasured: float = 0.0
     unknown_bytes: int = 0
+    mean_share: float = 1.0
 
     @property
     def row_tokens(self) -> int:

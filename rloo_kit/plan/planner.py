@@ -31,7 +31,7 @@ from rloo_kit.plan.parts import (
     vllm_weight_bytes,
 )
 from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
-from rloo_kit.plan.speed import describe_step, find_gpu, step_completions, step_on_cpu_s, step_time
+from rloo_kit.plan.speed import MEAN_SHARES, describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
@@ -51,10 +51,7 @@ STEP = 64  # tokens between proposed lengths of a completion, and of the shortes
 # Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
 ON_GPU = (
     ("configs/qwen3_4b_thinking.yaml", 40),
-    ("configs/qwen3_4b_thinking_24gb.yaml", 24),
-    ("configs/qwen3_4b_thinking_16gb.yaml", 16),
-    ("configs/qwen3_4b_thinking_12gb.yaml", 12),
-    ("configs/qwen3_4b_thinking_8gb.yaml", 8),
+    *((f"configs/evening_{size}gb.yaml", size) for size in (24, 16, 12, 8)),
 )
 MOST_WEIGHTS = 0.5e9  # on a CPU: 32 completions of 512 tokens, 200 times, take ten hours at 0.3 TFLOPS
 MOST_HOURS = 24.0  # of a run without a GPU; a short test of two steps passes
@@ -122,6 +119,7 @@ def read_workload(
         reference=reference,
         prompt_tokens=run.data.max_prompt_length,
         completion_tokens=int(longest),
+        mean_share=MEAN_SHARES[rloo.thinking_budget is not None],
         num_generations=rloo.num_generations,
         completions=rloo.generation_batch_size // count_processes(),
         keeps_gradients=rloo.generation_batch_size < step_completions(run) * count_processes(),
@@ -294,7 +292,7 @@ def plan_vram(
         machine=machine,
         engine=choice,
         vllm=plan_vllm(run, machine, config) if choice.name == "vllm" else None,
-        step=None if gpu is None else step_time(work, rows, step_completions(run), gpu, run.rloo.max_steps),
+        step=None if gpu is None else run_time(run, work, rows, gpu),
         parts=tuple(list_parts(work, rows)),
         rollout_gib=rollout,
         training_gib=training,
@@ -384,7 +382,7 @@ def _find_notes(
             yield f"rollout.engine=vllm would sample {there.max_num_seqs} at once; to install it: {VLLM_INSTALL}"
     wide = replace(work, four_bit=False, shape=replace(work.shape, is_quantised=False, kept=()))
     peak = max(rollout_gib(wide, rows), training_gib(wide, rows))
-    if work.four_bit and work.lora_rank is not None and work.vllm_bytes is None and peak <= machine.usable_gib:
+    if work.four_bit and work.fused and work.engine == "generate" and peak <= machine.usable_gib:
         words = "model.load_in_4bit=false"
         if work.shape.is_quantised:
             words += f" with a model.name that does not end in {BNB_ENDING}"

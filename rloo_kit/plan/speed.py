@@ -1,66 +1,79 @@
-"""Seconds of an optimizer step: the largest of bytes over bandwidth, operations over the GPU's rate, and launches.
+"""Hours of a run on a GPU: sampling, training and evaluations, from bytes, operations and the host's time for a token.
 
-A lower bound, not a forecast: nothing here was measured, and a real step takes longer.
+An estimate: computed from data sheets and constants of one H100. docs/plan.md compares it with what was measured.
 """
 
 import os
 import re
 import timeit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan.parts import GIB, Workload, body_bytes, cache_bytes_per_token, state_bytes
+from rloo_kit.system.processes import count_processes
 
 MEAN_SHARE = 0.4  # mean length over the longest, of prompts and completions; the longest in a batch has full length
+MEAN_SHARES = (MEAN_SHARE, 0.9)  # of completions without and with a thinking budget, which most of them reach
+BANDWIDTH_SHARE = 0.89  # of the data sheet's that copies reached (H100, results/gpu/part1.jsonl)
+TOKEN_S = 2e-3  # of each token step: scheduler or `generate`, stop check, sampler
+ROW_S = 12.5e-6  # of a row and layer in Unsloth's `generate`, whatever its length: the slope from 8 to 128 rows (H100)
 LAUNCHES_PER_LAYER = 3548 / 36  # of a token step without CUDA graphs, counted on 36 layers in 4 bit with an adapter
 LAUNCH_S = 5e-6  # of one operation from Python
-VLLM_STEP_S = 2e-3  # vLLM's overhead per token step: scheduler, sampler
+NATIVE_LAYER_S = 2e-3  # of the native engine: 169 operations a layer (counted) of 12 us each with Python (estimated)
+# Probably cuDNN, which on Hopper plans attention for each key length: the rest of an H100's 0.1 s a token (0.6B).
+CUDNN_PLAN_S, CUDNN_PLANS = 35e-3, (90,)
+# Rows up to which a 4-bit matrix is not unpacked: bitsandbytes' product, and Unsloth's by compute capability (else 1).
+BNB_FUSED_ROWS, UNSLOTH_FUSED_ROWS = 32, {75: 4, 80: 2, 89: 4, 120: 4}
 TRAINING_FLOPS = 6  # per weight and token: forward, forward again (checkpointing), backward through frozen weights
 SCORING_FLOPS = 2  # per further pass without gradients
-TRAINING_SHARE = 0.4  # of the GPU's rate that training reaches
+TRAINING_SHARE = 0.18  # of the GPU's rate: an H100 in passes of 26,000 tokens, and 0.10 in passes of 9,000
 CPU_FLOPS = 8  # per weight and token of a whole step: 2 sample it, 6 train on it
 CPU_SHARE = 0.9  # of the speed of large products in float32 (SmolLM2-135M, 64 completions of 24 and 64 tokens)
 
 
 @dataclass(frozen=True)
 class GpuSpeed:
-    """A GPU's data sheet: GB as sold, memory GB/s, dense 16-bit TFLOPS with float32 accumulation."""
+    """A GPU's data sheet: GB as sold, memory GB/s, dense 16-bit TFLOPS with float32 accumulation, and its compute
+    capability x 10."""
 
     name: str
     memory_gb: int
     bandwidth: float
     tflops: float
+    capability: int
 
 
 # `--gpu-gib` assumes the first GPU of that size.
 GPUS = (
-    GpuSpeed("RTX 3060 Ti", 8, 448, 32.4),
-    GpuSpeed("RTX 4060", 8, 272, 30.2),
-    GpuSpeed("RTX 3060", 12, 360, 25.5),
-    GpuSpeed("RTX 4070", 12, 504, 58.3),
-    GpuSpeed("RTX 4080", 16, 717, 97.5),
-    GpuSpeed("RTX 4060 Ti", 16, 288, 44.1),
-    GpuSpeed("T4", 16, 320, 65.0),
-    GpuSpeed("RTX 4090", 24, 1008, 165.2),
-    GpuSpeed("RTX 3090", 24, 936, 71.2),
-    GpuSpeed("L4", 24, 300, 121.0),
-    GpuSpeed("A100", 40, 1555, 312.0),
-    GpuSpeed("H100", 80, 3350, 989.0),
-    GpuSpeed("A100", 80, 2039, 312.0),
+    GpuSpeed("RTX 3060 Ti", 8, 448, 32.4, 86),
+    GpuSpeed("RTX 4060", 8, 272, 30.2, 89),
+    GpuSpeed("RTX 3060", 12, 360, 25.5, 86),
+    GpuSpeed("RTX 4070", 12, 504, 58.3, 89),
+    GpuSpeed("RTX 4080", 16, 717, 97.5, 89),
+    GpuSpeed("RTX 4060 Ti", 16, 288, 44.1, 89),
+    GpuSpeed("T4", 16, 320, 65.0, 75),
+    GpuSpeed("RTX 4090", 24, 1008, 165.2, 89),
+    GpuSpeed("RTX 3090", 24, 936, 71.2, 86),
+    GpuSpeed("L4", 24, 300, 121.0, 89),
+    GpuSpeed("A100", 40, 1555, 312.0, 80),
+    GpuSpeed("H100", 80, 3350, 989.0, 90),
+    GpuSpeed("A100", 80, 2039, 312.0, 80),
 )
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """An optimizer step on the assumed GPU; computed, not measured. `tokens_per_s`: useful completion tokens while
-    sampling; `max_steps`: of the run, if set."""
+class RunTime:
+    """A run on the assumed GPU; computed, not measured. Seconds of an optimizer step, and of all evaluations together;
+    `tokens_per_s`: useful completion tokens while sampling; `max_steps`: of the run, if set."""
 
     gpu: str
     rollout_s: float
     training_s: float
     tokens_per_s: float
+    evaluation_s: float
     max_steps: int | None = None
 
     @property
@@ -68,20 +81,22 @@ class StepTime:
         """Of the whole step."""
         return self.rollout_s + self.training_s
 
-    def hours(self, steps: int) -> float:
-        """Hours of `steps` steps, without evaluation and start-up."""
-        return steps * self.seconds / 3600
+    @property
+    def hours(self) -> float | None:
+        """Of all steps and evaluations, without start-up; None without `max_steps`."""
+        return None if self.max_steps is None else (self.max_steps * self.seconds + self.evaluation_s) / 3600
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, seconds with one decimal."""
-        found = {"gpu": self.gpu, "seconds": round(self.seconds, 1), "rollout_s": round(self.rollout_s, 1)}
-        return found | {"training_s": round(self.training_s, 1), "tokens_per_s": round(self.tokens_per_s)}
+        names = "seconds", "rollout_s", "training_s", "evaluation_s", "tokens_per_s"
+        found = {name: round(getattr(self, name), 1) for name in names}
+        return {"gpu": self.gpu} | found | {"hours": None if self.hours is None else round(self.hours, 2)}
 
     def __str__(self) -> str:
         step = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:.0f} min"
-        hours = self.hours(self.max_steps or 0)
-        whole = f", {self.max_steps} steps {hours:.{0 if hours >= 100 else 1}f} h" if self.max_steps else ""
-        return f"Lower bound for {self.gpu} (computed, not measured): a step takes {step}{whole}"
+        share = f"{self.evaluation_s / 3600:.1f} of them evaluations"
+        whole = "" if self.hours is None else f", {self.max_steps} steps {self.hours:.3g} h ({share})"
+        return f"Estimate for {self.gpu} (computed, not measured): a step takes {step}{whole}"
 
 
 def find_gpu(name: str, total_gib: float) -> GpuSpeed | None:
@@ -93,45 +108,81 @@ def find_gpu(name: str, total_gib: float) -> GpuSpeed | None:
     return near[0] if near and name.startswith("a GPU with") else None
 
 
-def step_time(
-    work: Workload, rows: int, step_completions: int, gpu: GpuSpeed, max_steps: int | None = None
-) -> StepTime:
-    """The least time of an optimizer step of `step_completions` in this process, `rows` sampled at once by the engine
-    of `work`: "vllm", "native" or "generate"."""
-    mean = MEAN_SHARE * work.completion_tokens
-    rollouts, of_each = max(step_completions / work.completions, 1), min(work.completions, step_completions)
+def run_time(run: RunConfig, work: Workload, rows: int, gpu: GpuSpeed) -> RunTime:
+    """The time of a run in this process, `rows` of a rollout sampled at once by the local engine of `work`."""
+    completions = step_completions(run)
+    of_each = min(work.completions, completions)
+    rollout_s = completions / of_each * sampling_s(work, of_each, rows, work.num_generations, gpu)
+    mean = work.mean_share * work.completion_tokens
+    trained_s = training_s(work, completions * (mean + MEAN_SHARE * work.prompt_tokens), gpu)
+    evaluation_s = sum(
+        sampling_s(replace(work, completion_tokens=tokens), count, run.eval.batch_size, siblings, gpu)
+        for count, siblings, tokens in list_evaluations(run, work.completion_tokens)
+    )
+    return RunTime(gpu.name, rollout_s, trained_s, completions * mean / rollout_s, evaluation_s, run.rloo.max_steps)
+
+
+def list_evaluations(run: RunConfig, limit: int) -> list[tuple[int, int, int]]:
+    """Each call of the engine in a run's evaluations, in this process: completions, those of one prompt, and tokens at
+    most (`limit`: of the run). A share of the data as `data.test_size` counts as 100 prompts."""
+    asked, processes, held_out = run.eval, count_processes(), int(run.data.test_size) or 100
+    tokens, each = asked.max_completion_length or limit, asked.num_samples
+    prompts = min(asked.num_prompts or held_out, held_out)
+    whole = [(prompts * each, each, tokens)] + [(prompts, 1, tokens)] * (asked.greedy and asked.temperature != 0)
+    after = CLOSE_TOKENS.get(run.rloo.thinking_close, 1) + asked.answer_budget
+    whole += [(prompts, 1, budget + after) for budget in asked.thinking_budgets]
+    on_the_way = 1 + -(-(run.rloo.max_steps or 1) // asked.every_steps) if asked.every_steps else 0
+    passes = 2 * run.run.evaluate * whole + on_the_way * [(min(asked.every_prompts, held_out) * each, each, tokens)]
+    return [(-(-count // processes), siblings, tokens) for count, siblings, tokens in passes]
+
+
+def sampling_s(work: Workload, completions: int, rows: int, siblings: int, gpu: GpuSpeed) -> float:
+    """Seconds to sample `completions`, `rows` at once, `siblings` of each prompt."""
+    rows = min(rows, completions)
     if work.engine == "generate":  # a batch runs until its longest completion ends
-        token_steps: float = -(-of_each // rows) * work.completion_tokens
+        token_steps: float = -(-completions // rows) * work.completion_tokens
     else:  # a finished row is refilled
-        token_steps = max(of_each * MEAN_SHARE * work.completion_tokens / rows, work.completion_tokens)
-    rollout_s = rollouts * token_steps * token_step_s(work, rows, gpu)
-    tokens = step_completions * (mean + MEAN_SHARE * work.prompt_tokens)
+        token_steps = max(completions * work.mean_share * work.completion_tokens / rows, work.completion_tokens)
+    return token_steps * token_step_s(work, rows, gpu, padded=rows > siblings)
+
+
+def training_s(work: Workload, tokens: float, gpu: GpuSpeed) -> float:
+    """Seconds to train on so many tokens."""
     flops = TRAINING_FLOPS + (0 if work.reference == "none" else SCORING_FLOPS)
-    training_s = flops * work.shape.num_weights * tokens / (TRAINING_SHARE * gpu.tflops * 1e12)
-    return StepTime(gpu.name, rollout_s, training_s, step_completions * mean / rollout_s, max_steps)
+    return flops * work.shape.num_weights * tokens / (TRAINING_SHARE * gpu.tflops * 1e12)
 
 
-def token_step_s(work: Workload, rows: int, gpu: GpuSpeed) -> float:
-    """Seconds of one token step of `rows` completions: the slowest of memory, arithmetic and launches."""
-    memory = token_step_bytes(work, rows) / (gpu.bandwidth * 1e9)
-    arithmetic = 2 * work.shape.num_weights * rows / (gpu.tflops * 1e12)
-    launches = LAUNCHES_PER_LAYER * work.shape.num_layers * LAUNCH_S
-    if work.engine == "vllm":
-        return max(memory, arithmetic, launches if work.enforce_eager else 0.0) + VLLM_STEP_S
-    return max(memory, arithmetic, launches)
+def token_step_s(work: Workload, rows: int, gpu: GpuSpeed, padded: bool = False) -> float:
+    """Seconds of one token step of `rows` completions: the slowest of memory, arithmetic and host, and fixed costs."""
+    shape = work.shape
+    memory = token_step_bytes(work, rows, gpu, padded) / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9)
+    arithmetic = 2 * shape.num_weights * rows / (gpu.tflops * 1e12)
+    fixed_s = TOKEN_S + (ROW_S * shape.num_layers * rows if work.engine == "generate" else 0.0)
+    # CUDA graphs: of vLLM, and of Unsloth for Llama and Qwen3 (Qwen2 has biases).
+    has_graphs = work.fused and shape.has_kernels and not shape.qkv_bias
+    host = 0.0
+    if work.engine == "native":
+        host = NATIVE_LAYER_S * shape.num_layers + CUDNN_PLAN_S * (gpu.capability in CUDNN_PLANS)
+    elif work.enforce_eager if work.engine == "vllm" else not has_graphs:
+        host = LAUNCHES_PER_LAYER * shape.num_layers * LAUNCH_S
+    return max(memory, arithmetic, host) + fixed_s
 
 
-def token_step_bytes(work: Workload, rows: int) -> float:
+def token_step_bytes(work: Workload, rows: int, gpu: GpuSpeed, padded: bool = False) -> float:
     """Bytes that a token step moves: the weights once, and the keys and values of every row.
 
-    A 4-bit matrix is read, written in 16 bit and read again, once for all rows.
+    An unpacked 4-bit matrix is read, written in 16 bit and read again, once for all rows. In padded batches Unsloth
+    copies keys and values for every query head, and reads the copy.
     """
     shape = work.shape
-    unpacked = 2 * shape.body_weights * work.compute_bytes if work.four_bit else 0
+    by_unsloth = work.fused and work.engine == "generate"
+    fused_rows = UNSLOTH_FUSED_ROWS.get(gpu.capability, 1) if by_unsloth else BNB_FUSED_ROWS
+    unpacked = 2 * shape.body_weights * work.compute_bytes if work.four_bit and rows > fused_rows else 0
     head = shape.vocab_size * shape.hidden_size * work.weight_bytes
     # Half of a row's final length; in `generate` finished rows stay until the longest ends.
-    grown = work.completion_tokens if work.engine == "generate" else MEAN_SHARE * work.completion_tokens
-    context = MEAN_SHARE * work.prompt_tokens + grown / 2
+    grown = work.completion_tokens * (1 if work.engine == "generate" else work.mean_share)
+    copies = 1 + 2 * shape.num_heads / shape.num_kv_heads if padded and by_unsloth else 1
+    context = (MEAN_SHARE * work.prompt_tokens + grown / 2) * copies
     row = context * cache_bytes_per_token(work) + 2 * state_bytes(work)  # a state is also written
     return body_bytes(work) + unpacked + head + rows * row
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.plan.parts import Part
-from rloo_kit.plan.speed import StepTime
+from rloo_kit.plan.speed import RunTime
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.problems import Problem
 
@@ -101,7 +101,7 @@ class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
     Attributes:
-        vllm: how it divides the GPU with training, if it samples. step: the least time of an optimizer step, on a GPU
+        vllm: how it divides the GPU with training, if it samples. step: the time of a step and of the run, on a GPU
             with known speed. parts: memory by part. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
         margins: what the peaks do not count. no_gpu: why fitting is not enough on a machine without a GPU.
@@ -116,7 +116,7 @@ class VramPlan:
     machine: Machine
     engine: EngineChoice
     vllm: VllmPlan | None
-    step: StepTime | None
+    step: RunTime | None
     parts: tuple[Part, ...]
     rollout_gib: float
     training_gib: float

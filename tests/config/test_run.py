@@ -147,10 +147,11 @@ def test_a_users_family_takes_no_prompts_of_another(minimal: Path, monkeypatch: 
 
 # ------------------------------------------------------------------------------------------ the files that ship
 
-ON_GPU = sorted(FOLDER.glob("qwen3*.yaml"))
+EVENINGS = sorted(FOLDER.glob("evening*.yaml"))
+LONG = sorted(FOLDER.glob("qwen3*.yaml"))
 
 
-@pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*EVENINGS, *LONG], ids=lambda path: path.stem)
 def test_a_config_fits_the_gpu_of_its_header(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config for 8 GB that needs 9 fails after ten minutes."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # which layers a checkpoint keeps in 16 bit is not known
@@ -161,7 +162,19 @@ def test_a_config_fits_the_gpu_of_its_header(path: Path, tmp_path: Path, monkeyp
     assert run.eval.batch_size <= plan.completions, "the evaluation holds more rows in the cache than training"
 
 
-@pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EVENINGS, ids=lambda path: path.stem)
+def test_an_evening_is_one(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 43 to 70 hours, their evaluations left out, were the only ones that shipped for a GPU."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    run = load_config(path)
+    (gpu,) = re.findall(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
+    plan = plan_vram(run, int(gpu) * 1e9 / 2**30)
+    assert plan.verdict == "fits" and plan.rows == plan.completions == run.eval.batch_size
+    assert plan.step is not None and plan.step.hours is not None and 2.5 < plan.step.hours < 3
+    assert plan.step.evaluation_s / 3600 < 0.3
+
+
+@pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem)
 def test_models_that_think_have_room_for_it(path: Path) -> None:
     """The published recipe gave 128 tokens to a model that thinks for thousands: every reward was equal, and it
     trained nothing."""

@@ -94,3 +94,13 @@ def test_a_check_after_an_interrupted_one_corrects_nothing(module: Any, write: A
     assert report.claim_of(parts, 8)["after"] == grpo and not report.claim_of(parts, 12)["after"]
     assert report.corrections(parts)["factors"] == {"unsloth rollout": 1.2, "unsloth training": 1.0}
     assert "at most 9.00 / 5.00 = 1.80" in "".join(report.plan_table(parts))
+
+
+def test_the_plan_computes_what_was_measured(module: Any) -> None:
+    """The plan's "lower bound" was above what an H100 took for a token, and a quarter of what it took to train."""
+    tables = module("tables")
+    found = list(tables.list_speeds(tables.read_parts(tables.GPU_RESULTS)))
+    assert sum(len(measured) for _, measured, _ in found) == 27
+    for what, measured, computed in found:
+        for real, one in zip(measured, computed, strict=True):
+            assert 0.5 <= one / real <= 1.5, f"{what}: {one:.3g} computed, {real:.3g} measured"

@@ -13,7 +13,7 @@ from rloo_kit.plan import parts
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, ModelShape, find_shape, shape_of_config
-from rloo_kit.plan.speed import token_step_bytes
+from rloo_kit.plan.speed import GPUS, token_step_bytes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
@@ -95,7 +95,7 @@ def test_the_cache_is_that_of_a_forward_pass(kind: str, half: bool) -> None:
     assert (parts.state_bytes(work) > 0) == (kind == "qwen3_5") == (work.shape.num_attention == 1)
     assert parts.row_bytes(work) == parts.cache_bytes(work, 1)
     assert parts.least_pool_bytes(work) == 128 * parts.cache_bytes_per_token(work) + parts.state_bytes(work)
-    a_row = token_step_bytes(work, 2) - token_step_bytes(work, 1)
+    a_row = token_step_bytes(work, 3, GPUS[0]) - token_step_bytes(work, 2, GPUS[0])
     assert a_row - 2 * parts.state_bytes(work) == pytest.approx((0.4 * 64 + 32) * parts.cache_bytes_per_token(work))
 
 
