@@ -73,8 +73,8 @@ def stand_in(file: Path) -> list[str]:
     words = [
         f"model.name={name}", "model.family=auto", "model.enable_thinking=null", "model.load_in_4bit=false",
         "model.max_seq_length=192", f"data.source={source}", *columns, "data.system_prompt=null",
-        "data.max_prompt_length=128", "rewards.0.params={}", "rloo.optim=adamw_torch_fused",
-        "rloo.max_completion_length=64",
+        "data.max_prompt_length=128", "rloo.optim=adamw_torch_fused", "rloo.max_completion_length=64",
+        "rloo.max_steps=100", "rollout.rows=null", *(f"rewards.{i}.params={{}}" for i in range(len(run.rewards))),
     ]  # fmt: skip
     if run.rloo.thinking_budget is not None:  # the sentence has 24 tokens of Qwen3, and four times as many single bytes
         words += ["rloo.thinking_budget=24", "rloo.answer_budget=16", "rloo.thinking_close=tag"]
@@ -89,7 +89,12 @@ def shipped() -> list[Any]:
             run = kit.load_config(file, *stand_in(file))
             run.run.name = "same"
             in_core = file.stem in ("arithmetic_thinking", "qwen3_0_6b")
-            marks = [] if in_core else [pytest.mark.slow] + [pytest.mark.long] * ("reasoning_gym" in file.stem)
+            marks = (
+                []
+                if in_core
+                else [pytest.mark.slow]
+                + [pytest.mark.long] * (file.stem == "evening_cpu" or "reasoning_gym" in file.stem)
+            )
             found.setdefault(run.to_yaml(), pytest.param(file, marks=marks, id=file.stem))
     return list(found.values())
 
