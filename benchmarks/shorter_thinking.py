@@ -5,7 +5,8 @@
 
 Recipes: "forced": at the thinking budget the thinking is closed by force, and the completion is scored. "cut":
 completions end at the budget and an answer's length, and earn 0 then. "relative": `relative_length_penalty` without a
-budget. "both": forced and relative. All policies are measured alike: at several budgets, and without one.
+budget. "both": forced and relative. All policies are measured alike: at several budgets, and without one. The verdict
+is that of the run with the shipped config, whose evaluations have the budget.
 
 SmolLM2 needs `rloo-kit sft configs/smollm2_shorter.yaml` first.
 """
@@ -21,6 +22,7 @@ from reporting import RESULTS, ROOT, header, settle, write
 BUDGET, ANSWER = 32, 8  # tokens of thinking, and of the answer
 LONGEST = {"embedded": 72, "smollm2": 80}  # of a completion without a budget, tokens
 CONFIGS = {"embedded": "evening_cpu", "smollm2": "smollm2_shorter"}
+BEFORE: dict[str, Any] = {}  # the evaluation before training, under the shipped budget
 BUDGETS = {"embedded": [16, 24, 32, 48], "smollm2": [16, 32]}
 NO_BUDGET = ["rloo.thinking_budget=null", "rloo.answer_budget=null"]
 RECIPES: dict[str, list[str]] = {
@@ -69,8 +71,15 @@ def measure(model: str, recipe: str, seed: int | None) -> dict[str, Any] | None:
         one.tokens: {"accuracy": one.accuracy and one.accuracy.ends, "forced": one.forced_share}
         for one in found.budgets
     }
-    if trained:
+    own = load(model, folder.name, f"run.seed={seed or 0}", *RECIPES.get(recipe, []))
+    its = kit.evaluate(own, policy, kit.load_data(own, policy.tokenizer).test)
+    if not trained:
+        BEFORE[model] = its
+    else:
         row["minutes"] = float((folder / "minutes").read_text())
+        if own.rloo.thinking_budget is not None:
+            verdict = kit.judge_run(own, kit.load_result(own), BEFORE[model], its)
+            row["verdict"] = [verdict.kind, verdict.sentence]
     print(row, flush=True)
     return row
 
