@@ -242,7 +242,7 @@ for p in (0.2, 0.5, 0.9, 0.99):
 #
 # - **K = 2** costs least. One sibling is a rough baseline, and only a pair of one right and one wrong answer teaches.
 #   With enough prompts it can work (arXiv 2510.00977).
-# - **K = 4** is what fits Qwen3-4B-Thinking on a GPU with 8 GB (computed, not measured).
+# - **K = 4** is what full-length thinking of Qwen3-4B leaves room for on 8 GB (computed, not measured).
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
 # - **K = 16 and more** pays when prompts are hard: the group teaches only if some completion is right.
 #

@@ -22,9 +22,10 @@
 # thinking with `</think>`, then writes the answer. The task is school mathematics (GSM8K).
 #
 # **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to solve a problem. It
-# is rewarded for a right answer and, with a fifth of the weight, for closing its thinking and ending properly.
+# may think for 512 tokens, then its thinking is closed, and it is rewarded for right answers, the shorter ones more:
+# after an evening it should be as right with less thinking. `configs/evening_cpu.yaml` shows that on two CPU cores.
 #
-# `qwen3_instruct_rloo` is the twin without thinking. The time of a run on a GPU is not measured yet.
+# `qwen3_instruct_rloo` is the twin without thinking. The time of a run on a GPU is computed, not measured yet.
 
 # %% [markdown]
 # ## 1. Set up
@@ -61,22 +62,21 @@ print(kit.setup_environment())
 # %% [markdown]
 # ### What fits on which GPU
 #
-# The file below is for a GPU with 40 GB. A step is one rollout of 4 prompts. On a smaller GPU, set `config` to the file
-# of its row, which generates a prompt's whole group at once (computed, not measured):
+# The file below is an evening on a GPU with 12 GB. Each file says its steps, hours and memory, computed:
 #
-# | GPU | `config` | its `num_generations` | its `max_completion_length` |
-# |---|---|---|---|
-# | 8 GB | `configs/qwen3_4b_thinking_8gb.yaml` | 4 | 4096 |
-# | 12 GB | `configs/qwen3_4b_thinking_12gb.yaml` | 8 | 4096 |
-# | 16 GB | `configs/qwen3_4b_thinking_16gb.yaml` | 8 | 6144 |
-# | 24 GB | `configs/qwen3_4b_thinking_24gb.yaml` | 8 | 12288 |
+# | GPU | an evening, 512 thinking tokens (24 GB: 1,024) | a weekend, the full length |
+# |---|---|---|
+# | 8 GB | `configs/evening_8gb.yaml`; `evening_1_7b.yaml` with 1.7B | `configs/qwen3_4b_thinking_8gb.yaml` |
+# | 12 GB | `configs/evening_12gb.yaml` | `configs/qwen3_4b_thinking_12gb.yaml` |
+# | 16 GB | `configs/evening_16gb.yaml` | `configs/qwen3_4b_thinking_16gb.yaml` |
+# | 24 GB | `configs/evening_24gb.yaml` | `configs/qwen3_4b_thinking_24gb.yaml` |
 #
 # On a GPU smaller than a row's, fewer completions are generated at once, which takes longer. The plan below says how
 # many, and what to change if that is not enough.
 
 # %% tags=["parameters"]
 # Parameters: plain values; None leaves it to the file. papermill replaces them: papermill ... -p max_steps 20
-config = "configs/qwen3_4b_thinking.yaml"  # one file is one run
+config = "configs/evening_12gb.yaml"  # one file is one run
 run_name = None  # folder of the run in output_dir; None: the file's name
 output_dir = None
 max_steps = None
@@ -270,7 +270,7 @@ for p in (0.2, 0.5, 0.9, 0.99):
 #
 # - **K = 2** costs least. One sibling is a rough baseline, and only a pair of one right and one wrong answer teaches.
 #   With enough prompts it can work (arXiv 2510.00977).
-# - **K = 4** is what fits Qwen3-4B-Thinking on a GPU with 8 GB (computed, not measured).
+# - **K = 4** is what full-length thinking of Qwen3-4B leaves room for on 8 GB (computed, not measured).
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
 # - **K = 16 and more** pays when prompts are hard: the group teaches only if some completion is right.
 #
