@@ -5,6 +5,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -34,6 +35,17 @@ def test_every_command_of_the_page_runs(page: str, text: str) -> None:
         done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=30)
         assert not done.stderr, f"{block.place}: {done.stderr}"
         assert not [fault for words in split_commands(block.code) for fault in find_faults(words)], block.place
+
+
+def test_a_page_that_was_copied_alone_says_so(tmp_path: Path) -> None:
+    """Four installers in a row copied SKILL.md without the rest. The set-up prints the path and runs nothing."""
+    skill = tmp_path / ".claude" / "skills" / "rloo"
+    skill.mkdir(parents=True)
+    text = Path(shutil.copy(ROOT / "SKILL.md", skill)).read_text(encoding="utf-8")
+    code = next(block.code for block in find_shell("SKILL.md", text) if "check_setup.py" in block.code)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}  # no agent has set a folder
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.stdout, done.stderr) == (f"{skill}\n", "") and 'git clone ADDRESS "$RLOO"' in text
 
 
 def test_training_in_the_background_gives_the_shell_back(tmp_path: Path) -> None:
