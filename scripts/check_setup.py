@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SKILL = Path(os.path.abspath(__file__)).parents[1]  # in a clone the folder of the links, if called through it
+SKILL = Path(os.path.abspath(__file__)).parents[1]  # the folder as it was called: a link to it stays one
 NEEDED = (
     "pyproject.toml",
     "constraints.txt",
@@ -80,8 +80,8 @@ def check(skill: Path, project: Path) -> tuple[dict, int]:
 
 def describe_missing(skill: Path) -> str:
     return (
-        f"only part of the skill is in {skill}: install it again with `npx skills add ADDRESS -a claude-code -y` (-g "
-        "for the user's folder); ADDRESS is where the skill came from: ask the user for it"
+        f"only part of the skill is in {skill}: move it away, then `git clone ADDRESS {shlex.quote(str(skill))}"
+        "`; ADDRESS is where the skill came from: ask the user for it"
     )
 
 

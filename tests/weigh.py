@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("rloo_kit/", "rewards/")
-PAGES = ("docs/", "references/", "README.md", "skills/", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")
+PAGES = ("docs/", "references/", "README.md", "SKILL.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")
 
 
 def read_files(commit: str) -> dict[str, str]:

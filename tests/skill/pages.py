@@ -2,13 +2,14 @@
 
 import re
 import shlex
+import shutil
+import subprocess
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SKILL = ROOT / "skills" / "rloo"  # what installers copy: links to the parts of the repository that it needs
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", flags=re.M | re.S)
 INLINE = re.compile(r"(?<!`)`((?:rloo-kit|python3?|papermill|npx|make|pip) [^`\n]+)`(?!`)")
 
@@ -26,9 +27,22 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
+def list_tracked() -> list[str]:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    return [name for name in listing.split("\0") if name and (ROOT / name).exists()]
+
+
+def copy_skill(folder: Path) -> None:
+    """The tracked files of the repository as they are now, links as links."""
+    for name in list_tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+
+
 def read_pages() -> list[tuple[str, str]]:
     """Path from the root and text of each page."""
-    paths = [SKILL / "SKILL.md", *sorted((ROOT / "references").glob("*.md"))]
+    paths = [ROOT / "SKILL.md", *sorted((ROOT / "references").glob("*.md"))]
     paths += [ROOT / "docs" / "rewarding.md", ROOT / "docs" / "plan.md"]
     return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 

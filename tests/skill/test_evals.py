@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from evals.run import find_faults, read_cases, triggers
-from tests.skill.pages import ROOT, SKILL
+from tests.skill.pages import ROOT
 
 CASES = read_cases()
 
 
 def test_the_cases_follow_the_convention_and_name_what_exists() -> None:
     """A case that expects an option or a page which was renamed fails every agent, whatever it does."""
-    found = json.loads((SKILL / "evals" / "evals.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "evals" / "evals.json").read_text(encoding="utf-8"))
     assert set(found) == {"skill_name", "evals"} and found["skill_name"] == "rloo"
     assert [case["id"] for case in CASES] == list(range(1, len(CASES) + 1)) and len(CASES) >= 12
     known = {"id", "prompt", "expected_output", "files", "assertions", "should_trigger", "checks"}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.skill.pages import SKILL
+from tests.skill.pages import ROOT, copy_skill
 
-CHECK_SETUP = SKILL / "scripts" / "check_setup.py"
+CHECK_SETUP = ROOT / "scripts" / "check_setup.py"
 
 
-@pytest.mark.parametrize("script", [CHECK_SETUP, SKILL / "evals" / "run.py"], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [CHECK_SETUP, ROOT / "evals" / "run.py"], ids=lambda path: path.name)
 def test_help_lists_the_exit_codes_and_needs_no_package(script: Path) -> None:
     """An agent asks for --help first, also where nothing is installed yet; a code that is not listed says nothing."""
     command = [sys.executable, "-S", script, "--help"]  # -S: without site-packages
@@ -39,18 +39,18 @@ def test_check_setup_is_content_here() -> None:
     """Run in the repository with its environment it has nothing to say but what to do next."""
     code, found = call(sys.executable, CHECK_SETUP)
     assert code == 0, found
-    assert found["ok"] and found["skill"] == {"folder": str(SKILL), "missing": []}
+    assert found["ok"] and found["skill"] == {"folder": str(ROOT), "missing": []}
     assert found["todo"] == [f"run {found['command']} doctor"] and "error" not in found
     assert found["versions"]["skill"] == found["versions"]["rloo_kit"]
 
 
 def test_check_setup_names_what_is_missing(tmp_path: Path) -> None:
     """What follows on a part of the skill fails one by one."""
-    shutil.copy(SKILL / "pyproject.toml", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     code, found = call(sys.executable, CHECK_SETUP, "--skill", tmp_path)
     missing = found["skill"]["missing"]
     assert code == 3 and "rloo_kit/__init__.py" in missing and "pyproject.toml" not in missing
-    assert "npx skills add ADDRESS -a claude-code -y" in found["error"] and found["error"] == found["todo"][0]
+    assert f"git clone ADDRESS {tmp_path}" in found["error"] and found["error"] == found["todo"][0]
 
 
 def check_elsewhere(tmp_path: Path, programs: dict[str, str], first: str = "") -> tuple[int, Any]:
@@ -59,7 +59,7 @@ def check_elsewhere(tmp_path: Path, programs: dict[str, str], first: str = "") -
     skill, python, folder = tmp_path / "skill", tmp_path / "only-python" / "python3", tmp_path / "bin"
     python.parent.mkdir()
     python.symlink_to(Path(sys.executable).resolve())
-    shutil.copytree(SKILL, skill, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_skill(skill)
     folder.mkdir()
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")

@@ -6,7 +6,6 @@ Only sizes are changed: six training steps instead of sixty.
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.skill.pages import ROOT, SKILL, find_blocks
+from tests.skill.pages import ROOT, copy_skill, find_blocks
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 SMALLER = {"rloo.max_steps=120": "rloo.max_steps=8", "-p max_steps 20": "-p max_steps 2 -p eval_prompts 50"}
-PAGES = (SKILL / "SKILL.md", ROOT / "references" / "python-and-batches.md")
+PAGES = (ROOT / "SKILL.md", ROOT / "references" / "python-and-batches.md")
 BLOCKS = [block.code for page in PAGES for block in find_blocks(page.name, page.read_text(encoding="utf-8"), "bash")]
 
 
@@ -29,7 +28,7 @@ BLOCKS = [block.code for page in PAGES for block in find_blocks(page.name, page.
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project folder with the skill in .claude/skills/rloo."""
     folder = tmp_path_factory.mktemp("project")
-    shutil.copytree(SKILL, folder / ".claude" / "skills" / "rloo", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_skill(folder / ".claude" / "skills" / "rloo")
     rows = [{"prompt": f"{n % 83}+{n % 97}=", "answer": str(n % 83 + n % 97)} for n in range(300)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
