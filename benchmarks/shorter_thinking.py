@@ -12,6 +12,7 @@ SmolLM2 needs `rloo-kit sft configs/smollm2_shorter.yaml` first.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,6 @@ from reporting import RESULTS, ROOT, header, settle, write
 BUDGET, ANSWER = 32, 8  # tokens of thinking, and of the answer
 LONGEST = {"embedded": 72, "smollm2": 80}  # of a completion without a budget, tokens
 CONFIGS = {"embedded": "evening_cpu", "smollm2": "smollm2_shorter"}
-BEFORE: dict[str, Any] = {}  # the evaluation before training, under the shipped budget
 BUDGETS = {"embedded": [16, 24, 32, 48], "smollm2": [16, 32]}
 NO_BUDGET = ["rloo.thinking_budget=null", "rloo.answer_budget=null"]
 RECIPES: dict[str, list[str]] = {
@@ -56,6 +56,8 @@ def train(model: str, recipe: str, seed: int) -> None:
 def measure(model: str, recipe: str, seed: int | None) -> dict[str, Any] | None:
     """A trained policy, or for the recipe "before" the one that all start from; None if it was not trained."""
     import rloo_kit as kit
+    from rloo_kit.results.evaluation import Evaluation
+    from rloo_kit.results.verdict import load_result
 
     folder = ROOT / "outputs" / f"shorter_{model}_{recipe}_{seed}"
     trained = [] if recipe == "before" else [f"model.adapter={folder / 'adapter'}"]
@@ -73,12 +75,13 @@ def measure(model: str, recipe: str, seed: int | None) -> dict[str, Any] | None:
     }
     own = load(model, folder.name, f"run.seed={seed or 0}", *RECIPES.get(recipe, []))
     its = kit.evaluate(own, policy, kit.load_data(own, policy.tokenizer).test)
+    start = ROOT / "outputs" / f"shorter_{model}_before.json"
     if not trained:
-        BEFORE[model] = its
+        start.write_text(json.dumps(its.to_dict()))
     else:
         row["minutes"] = float((folder / "minutes").read_text())
         if own.rloo.thinking_budget is not None:
-            verdict = kit.judge_run(own, kit.load_result(own), BEFORE[model], its)
+            verdict = kit.judge_run(own, load_result(own), Evaluation.read(start), its)
             row["verdict"] = [verdict.kind, verdict.sentence]
     print(row, flush=True)
     return row
@@ -102,8 +105,12 @@ def main() -> None:
             train(*one)
         return
     starts = [(model, "before", None) for model in given.model or CONFIGS]
-    rows = [row for one in [*starts, *wanted] if (row := measure(*one)) is not None]
-    write(header("benchmarks/shorter_thinking.py") | {"runs": rows}, given.out)
+    rows = json.loads(given.out.read_text())["runs"] if given.out.is_file() else []
+    known = [(row["model"], row["recipe"], row["seed"]) for row in rows]
+    for one in [*starts, *wanted]:
+        if one not in known and (row := measure(*one)) is not None:
+            rows.append(row)
+            write(header("benchmarks/shorter_thinking.py") | {"runs": rows}, given.out, quiet=True)
 
 
 if __name__ == "__main__":

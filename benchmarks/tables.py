@@ -65,6 +65,34 @@ def step_table(result: dict[str, Any]) -> list[str]:
     return table(["part", "workload", "`memory`", "stock", "ours", "result", "gradient"], rows)
 
 
+def shorter_table(result: dict[str, Any]) -> list[str]:
+    """shorter_thinking.json: each recipe, the range over its seeds with the outermost ends of their intervals."""
+
+    def spread(found: list[list[float]], digits: int = 2) -> str:
+        """Of values with their low and high."""
+        values, low, high = [one[0] for one in found], min(one[1] for one in found), max(one[2] for one in found)
+        words = " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values))))
+        return f"{words} [{low:.{digits}f}, {high:.{digits}f}]"
+
+    sets: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in result["runs"]:
+        sets.setdefault((run["model"], run["recipe"]), []).append(run)
+    rows = []
+    for (model, recipe), runs in sets.items():
+        at = {int(tokens): [run["budgets"][tokens] for run in runs] for tokens in runs[0]["budgets"]}
+        forced = [one["forced"] for one in at[32]]
+        others = [
+            f"{n}: {statistics.fmean(one['accuracy'][0] for one in found):.2f}" for n, found in at.items() if n != 32
+        ]
+        learnt = sum(run["verdict"][0] == "learnt" for run in runs if "verdict" in run)
+        cells = [model, recipe, "" if recipe == "before" else str(len(runs))]
+        cells += [spread([one["accuracy"] for one in at[32]]), spread([run["accuracy"] for run in runs])]
+        cells += [spread([run["thinking_tokens"] for run in runs], 0), f"{statistics.fmean(forced):.0%}"]
+        rows.append([*cells, ", ".join(others), f"{learnt} of {len(runs)}" if "verdict" in runs[0] else ""])
+    head = ["model", "recipe", "seeds", "accuracy at 32 tokens", "without a budget", "thinking tokens without"]
+    return table([*head, "closed at 32", "accuracy at", "learnt"], rows)
+
+
 # ------------------------------------------------------------------------------------------ computed by the plan
 
 
@@ -384,6 +412,7 @@ GPU_TABLES = {
 }  # fmt: skip
 TABLES: reporting.Tables = {
     "step": (step_table, "rloo_step.json"),
+    "shorter": (shorter_table, "shorter_thinking.json"),
     "step-times": (times_table, ""),
     "step-hours": (hours_table, ""),
     "step-gpus": (gpus_table, ""),
