@@ -37,7 +37,6 @@ def sheet(columns: dict[str, Any], **options: Any) -> str:
     return str(pandas.DataFrame(columns).to_csv(index=False, **options))
 
 
-LONG = "x" * 140_000
 # Name: (content, the first row as rewards of one's own get it or the error, the error of `init` and of a reward that
 # compares; "" if they take the answers).
 FILES: dict[str, tuple[Any, Any, str]] = {
