@@ -231,14 +231,14 @@ def read_rows(rows: Any, columns: Columns) -> DataSource:
     is_arrow = hasattr(rows, "to_pylist")
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
         return _read_arrow(rows, columns) if is_arrow else _from_dataset(rows, "the dataset", columns)
-    rows = rows.to_pylist(maps_as_pydicts="lossy") if is_arrow else rows
+    rows = rows.to_pylist() if is_arrow else rows
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
         raise DataError(
             f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
             "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
         )
     named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
-    bare = [{key: plain(item, is_arrow or key == columns.prompt) for key, item in row.items()} for row in named]
+    bare = [{key: plain(item) for key, item in row.items()} for row in named]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
@@ -333,14 +333,11 @@ def _read_arrow(source: Any, columns: Columns) -> DataSource:
     table = open_parquet(source) if is_file else pyarrow.table(source)
     if len(set(table.column_names)) < table.num_columns:
         raise DataError(f"{name} has two columns of one name: {', '.join(table.column_names)}")
-    for number, field in enumerate(table.schema):
-        try:
-            datasets.features.features.generate_from_arrow_type(field.type)
-        except ValueError:
-            values = list(map(plain, table.column(number).to_pylist(maps_as_pydicts="lossy")))
-            values = arrow_column(field.name, values, lambda row: f"{name}, row {row + 1}")
-            table = table.set_column(number, field.name, pyarrow.array(values))  # `datasets` has not its type
-    return _from_dataset(datasets.Dataset(table), name, columns)
+    try:
+        rows = datasets.Dataset(table)
+    except ValueError as error:  # a type that `datasets` has not
+        raise DataError(f"{name}: {error} Convert or remove the columns of that type") from error
+    return _from_dataset(rows, name, columns)
 
 
 def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
@@ -485,15 +482,11 @@ def _is_deep(value: Any) -> bool:
     return False
 
 
-def plain(value: Any, maps: bool = True) -> Any:
-    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None, and
-    with `maps` lists of pairs as mappings."""
+def plain(value: Any) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None."""
     value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
     for name in ("as_py", "tolist"):
         value = getattr(value, name)() if hasattr(value, name) else value
     if not isinstance(value, (list, tuple, dict)) or _is_deep(value):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
-    pairs = value.items() if isinstance(value, dict) else value if maps else ()
-    if pairs and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in pairs):
-        return {key: plain(item, maps) for key, item in pairs}
-    return value if isinstance(value, dict) and not (value and maps) else [plain(item, maps) for item in pairs or value]
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else list(map(plain, value))
