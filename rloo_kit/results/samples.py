@@ -38,17 +38,13 @@ def plain(prompt: Any) -> str:
 
 def split_completion(row: Mapping[str, Any]) -> tuple[Segments, str]:
     """The thinking in segments, and the answer, of a rollout's row."""
-    text = row.get("completion")
-    if isinstance(text, list):  # TRL stores a message if the prompt is one
-        text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
-    text = text if isinstance(text, str) else ""
-    start = row.get("answer_start")
-    if not isinstance(start, int):
+    text, start, span = row["completion"], row.get("answer_start"), row.get("forced_chars")
+    text = text if isinstance(text, str) else str(text[-1]["content"])  # TRL stores a message if the prompt is one
+    if start is None:
         opened = opens_thinking(str(row["prompt"])) or text.lstrip().startswith(THINK_START)
         return ([[_bare(text), False]], "") if opened else ([], text.strip())
     thinking, answer = text[:start].removesuffix(THINK_END), text[start:].strip()
-    span = row.get("forced_chars")
-    if not (isinstance(span, list) and len(span) == 2 and all(isinstance(end, int) for end in span)):
+    if span is None:
         return [[_bare(thinking), False]], answer
     first, last = (min(max(end, 0), start) for end in span)
     parts = [[_bare(text[:first]), False], [text[first:last].strip(), True], [text[last:start].strip(), False]]
@@ -128,7 +124,7 @@ ORDERS = ("first", "best", "worst", "longest")
 NEEDED: dict[str, Any] = {  # of a row, with the types of its values
     "step": int, "group": int, "prompt": object, "completion": str | list, "completion_tokens": int,
     "thinking_tokens": int | None, "closed": bool, "forced": bool, "truncated": bool,
-    "reward": int | float | None, "advantage": object, "rewards": object,
+    "reward": int | float | None, "advantage": int | float | None, "rewards": dict,
 }  # fmt: skip
 OF_TOOLS = ("tool_calls", "tool_failures", "cut_by")  # only in runs with tools
 KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
@@ -159,10 +155,10 @@ class PickedCompletions:
             parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
             parts += [Text(picture_controls(one["answer"]))] if one["answer"] else []
             notes = ["not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"]
-            notes += [f"advantage {one['advantage']:+.2f}"] if isinstance(one["advantage"], float) else []
+            notes += [f"advantage {one['advantage']:+.2f}"] if one["advantage"] is not None else []
             notes.append(f"{one['completion_tokens']} tokens")
             notes += [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
-            gold = one["columns"].get("answer") if isinstance(one["columns"], dict) else None
+            gold = one["columns"].get("answer")
             notes += [] if gold is None else [f"right answer {gold}"]
             parts.append(Text(", ".join(notes), style="italic"))
         return Group(*parts)
@@ -321,13 +317,9 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
 
 def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
     """Each step with its completions grouped by prompt, and whether it is the last."""
-    typed = {"step": int, "group": int, "completion_ids": list, "completion_tokens": int, "rewards": dict}
-    whole = (  # not damaged by an editor or a full disk
-        row for row in rows if "prompt" in row and all(isinstance(row.get(name), kind) for name, kind in typed.items())
-    )
     number = itertools.count()
     before: tuple[int, list[list[dict[str, Any]]]] | None = None
-    for step, batch in itertools.groupby(whole, key=lambda row: row["step"]):
+    for step, batch in itertools.groupby(filter(is_whole, rows), key=lambda row: row["step"]):
         records = [_record(row, next(number)) for row in batch]
         groups = [list(group) for _, group in itertools.groupby(records, key=lambda one: one["group"])]
         if before is not None:
@@ -344,18 +336,15 @@ def _record(row: dict[str, Any], number: int) -> dict[str, Any]:
     texts = [*(text for _, text in found), *(text for text, _ in segments), answer]
     rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
     judged = next((rewards[name] for name in (GYM_REWARD, *REWARDS_WITH_ANSWERS) if name in rewards), None)
-    columns: dict[str, Any] = row["columns"] if isinstance(row.get("columns"), dict) else {}
     return {
         "number": number, "step": row["step"], "group": row["group"], "prompt": plain(row["prompt"]),
         "texts": cut_parts(texts, LONGEST), "kinds": [kind for kind, _ in found],
         "flags": [forced for _, forced in segments], "tokens": row["completion_tokens"],
         "calls": row.get("tool_calls"), "failed": bool(row.get("tool_failures")),
-        "thinking_tokens": row.get("thinking_tokens") if row.get("closed") else None,
-        "truncated": bool(row.get("truncated")), "forced": bool(row.get("forced")),
-        "wrong": judged is not None and judged < 1,
-        "reward": row["reward"] if is_number(row.get("reward")) else None,
-        "advantage": row["advantage"] if is_number(row.get("advantage")) else None, "rewards": rewards,
-        "gold": columns.get("answer"), "was": None, "regressed": False,
+        "thinking_tokens": row["thinking_tokens"] if row["closed"] else None, "truncated": row["truncated"],
+        "forced": row["forced"], "wrong": judged is not None and judged < 1, "reward": row["reward"],
+        "advantage": row["advantage"], "rewards": rewards,
+        "gold": row.get("columns", {}).get("answer"), "was": None, "regressed": False,
     }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def test_damaged_rows_and_messages_are_no_trouble() -> None:
     """Rows cut off by a full disk, and prompts that are messages, as TRL has them."""
     messages = [{"role": "user", "content": "1+1="}]
     rows = [{"step": 1}, {"step": "x"}, make_rollout(1, 0, rewards=None)]
-    rows.append(make_rollout(1, 1, columns=7, reward="x", advantage=None))
+    rows.append(make_rollout(1, 1, reward=None, advantage=None))
     said = [{"role": "assistant", "content": "2"}]
     rows.append(make_rollout(1, 2, prompt=messages, completion=said, answer_start=None))
     found = sample_rollouts(rows, 1)
