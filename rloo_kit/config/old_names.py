@@ -105,10 +105,7 @@ _MOVED = {
     "rloo.seed": "run.seed",
     "rloo.output_dir": "run.output_dir",
     "rloo.gradient_checkpointing": "model.gradient_checkpointing",
-    "run.stop_when_no_signal": "health.no_signal",
-    "run.no_signal_steps": "health.no_signal_steps",
 }
-_REMOVED_RULES = ("zero_gradient", "gradient_spike", "kl_outweighs", "entropy_explosion", "ratio")
 
 
 def translate_config(
@@ -223,7 +220,7 @@ def translate_file(values: dict[str, Any]) -> list[str]:
     """Translate the old names in a run's file, in place; a message for each; null counts as not given.
 
     Raises:
-        ConfigError: as `translate_config`; or a KV cache that no longer exists."""
+        ConfigError: as `translate_config`."""
     messages = []
     for place, where in ((values, ""), (values.get("rloo"), "rloo.")):
         for old in ("reward_model", "reward_model_path", "reward_funcs"):
@@ -238,28 +235,9 @@ def translate_file(values: dict[str, Any]) -> list[str]:
         if value is None:
             continue
         there = values[other] = {} if values.get(other) is None else values[other]  # an empty section is None
-        if old == "run.stop_when_no_signal" and isinstance(value, bool) and isinstance(there, dict):
-            value = "stop" if value else there.get(target) or "warn"
         if isinstance(there, dict):  # anything else is refused with the rest of the file
             _set_once(there, target, value, old, new)
             messages.append(f"{old} belongs to {new}; read as {new}={value}")
-    rollout = values.get("rollout")
-    if isinstance(rollout, dict) and (cache := rollout.get("cache")) is not None:
-        if cache != "plain":
-            raise ConfigError(
-                f"rollout.cache is {excerpt(cache)}, but 8-bit and offloaded KV caches were removed: remove the key, "
-                "and set a lower rollout.rows, or rollout.vllm.float8_kv_cache=true with rollout.engine=vllm"
-            )
-        del rollout["cache"]
-        messages.append("rollout.cache was removed: the KV cache is always plain; remove the key")
-    health = values.get("health")
-    if isinstance(health, dict) and (removed := [name for name in _REMOVED_RULES if name in health]):
-        for name in removed:
-            del health[name]
-        messages.append(
-            f"health.{', health.'.join(removed)}: these rules were removed (no_movement reports a gradient of "
-            "zero); remove the keys"
-        )
     section = values.get("rloo")
     if not isinstance(section, dict):
         return messages

@@ -393,8 +393,6 @@ def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: Keys) -> None:
 
 # ------------------------------------------------------------------------------------------------ resuming
 
-# The default of target_modules before null, which adapts the same layers of the models that it fitted.
-OLD_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo", "rollout")
 ON_RESUME: dict[str, str | None] = {  # how a key may change, if it may
     f"{section.prefix}{name}": "free" if section is VllmSection else declared(field, "resume")
@@ -420,16 +418,8 @@ def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collec
     `by_content`, whose files are compared later, a file may have moved.
     """
     saved, now = read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0]
-    try:
-        for values in (saved, now):
-            translate_file(values)
-        # with the defaults of keys that are newer than the saved run
+    with suppress(ValidationError):  # else compared as they are; with the defaults of keys newer than the saved run
         saved, now = (RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now))
-        before, after = saved["model"]["lora"], now["model"]["lora"]
-        if before and after and after["target_modules"] is None and before["target_modules"] == OLD_TARGETS:
-            before["target_modules"] = None
-    except (ValidationError, ConfigError):
-        pass  # compared as they are
     lines = []
     for key, (old, new) in changed_keys(saved, now).items():
         section = key.partition(".")[0]

@@ -23,14 +23,12 @@ from rloo_kit.data.sources import (
     Columns,
     DataSource,
     arrow_column,
-    exact_array,
     find_file,
     is_plain,
     read_file,
     read_folder,
     read_hub,
     read_rows,
-    refuse_deep,
     to_dataset,
 )
 from rloo_kit.data.tasks import Family, find_family, make_rows
@@ -425,9 +423,11 @@ def _as_one_type(source: DataSource, column: str) -> DataSource:
     answers = source.answers
     if answers is None or is_plain(answers):
         return source
-    refuse_deep(column, answers, source.where)
-    if not all(isinstance(value, str | Real | Decimal | None) for value in answers) or exact_array(answers) is not None:
-        return source
+    try:
+        return replace(source, answers=arrow_column(column, answers, source.where))
+    except DataError:
+        if not all(isinstance(value, str | Real | Decimal | None) for value in answers):
+            raise
     note = f"the answers of {source.name} are not of one type; all are passed on as text ({column})"
     texts = [value if value is None else _text(value, source.where(row), column) for row, value in enumerate(answers)]
     return replace(source, answers=texts, notes=(*source.notes, note))

@@ -231,14 +231,14 @@ def read_rows(rows: Any, columns: Columns) -> DataSource:
     is_arrow = hasattr(rows, "to_pylist")
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
         return _read_arrow(rows, columns) if is_arrow else _from_dataset(rows, "the dataset", columns)
-    rows = rows.to_pylist(maps_as_pydicts="lossy") if is_arrow else rows
+    rows = rows.to_pylist() if is_arrow else rows
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
         raise DataError(
             f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
             "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
         )
     named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
-    bare = [{key: plain(item, is_arrow or key == columns.prompt) for key, item in row.items()} for row in named]
+    bare = [{key: plain(item) for key, item in row.items()} for row in named]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
@@ -333,13 +333,11 @@ def _read_arrow(source: Any, columns: Columns) -> DataSource:
     table = open_parquet(source) if is_file else pyarrow.table(source)
     if len(set(table.column_names)) < table.num_columns:
         raise DataError(f"{name} has two columns of one name: {', '.join(table.column_names)}")
-    for number, field in enumerate(table.schema):
-        try:
-            datasets.features.features.generate_from_arrow_type(field.type)
-        except ValueError:
-            values = table.column(number).to_pylist(maps_as_pydicts="lossy")  # of a type that `datasets` has not
-            table = table.set_column(number, field.name, _to_arrow(list(map(plain, values))))
-    return _from_dataset(datasets.Dataset(table), name, columns)
+    try:
+        rows = datasets.Dataset(table)
+    except ValueError as error:  # a type that `datasets` has not
+        raise DataError(f"{name}: {error} Convert or remove the columns of that type") from error
+    return _from_dataset(rows, name, columns)
 
 
 def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
@@ -428,51 +426,27 @@ def to_dataset(columns: Any, name: str) -> Any:
     import pyarrow
 
     try:
-        return datasets.Dataset(pyarrow.table({key: _to_arrow(values) for key, values in columns.items()}))
-    except Exception as error:  # pyarrow's, json's, of datasets
+        return datasets.Dataset(pyarrow.table(columns))
+    except Exception as error:  # pyarrow's, or of datasets
         raise DataError(f"{name}: Arrow cannot store the columns {', '.join(columns)}: {error}") from error
 
 
-def _to_arrow(values: list[Any]) -> Any:
-    """Values as one Arrow array, the exact one if there is one; raises pyarrow's errors for what it cannot store."""
-    import pyarrow
-
-    exact = exact_array(values)
-    return pyarrow.array(values) if exact is None else exact
-
-
 def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
-    """`values`, if Arrow can store them in one column; else raises DataError with the place of the first that fails."""
+    """`values` as Arrow gives them back from one column, objects with the keys of all rows; raises DataError with the
+    place of the first that it cannot store with those before it."""
     kinds = {type(value) for value in values}
     if float in kinds and not kinds <= {float, int, type(None)}:  # pandas writes NaN where a text is missing
         values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
     if is_plain(values):
         return values
-    refuse_deep(key, values, where)
-    error, is_nested = _store(values), all(isinstance(value, list | dict | None) for value in values)
-    if not isinstance(error, Exception) or (is_nested and exact_array(values) is not None):
-        return values
+    for row in (row for row, value in enumerate(values) if _is_deep(value)):  # Arrow would overflow the C stack
+        raise DataError(f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself")
+    error = _store(values)
+    if not isinstance(error, Exception):
+        return list(error.to_pylist())
     first_bad = bisect_left(range(len(values)), True, key=lambda row: isinstance(_store(values[: row + 1]), Exception))
     what = f"column '{key}' has a value that Arrow cannot store with those before it ({error})"
     raise DataError(f"{where(first_bad)}: {what}; a column has one type: convert, rename or remove it") from error
-
-
-def exact_array(values: list[Any]) -> Any:
-    """The Arrow array that gives back these values; None if there is none. Lists and objects are JSON if Arrow would
-    change them: it gives all objects the keys of all rows, and makes floats of integers among floats."""
-    import pyarrow
-
-    array, is_nested = _store(values), any(isinstance(value, list | dict) for value in values)
-    same = repr if is_nested else list  # a column of integers and floats may be floats
-    if not isinstance(array, Exception) and same(array.to_pylist()) == same(values):
-        return array
-    with suppress(Exception):  # of what JSON has not
-        from pandas.io.json import ujson_loads  # by which `datasets` reads JSON; it changes the last bit of most floats
-
-        texts = [json.dumps(value, ensure_ascii=False) for value in values if is_nested]
-        if texts and repr(list(map(ujson_loads, texts))) == repr(values):
-            return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
-    return None
 
 
 def _store(values: list[Any]) -> Any:
@@ -496,12 +470,6 @@ def is_plain(values: list[Any]) -> bool:
     return len(kinds) < 2 and kinds <= {str, float, bool}
 
 
-def refuse_deep(key: str, values: list[Any], where: Callable[[int], str]) -> None:
-    """Raise DataError if a value is nested so deeply that Arrow would overflow the C stack."""
-    for row in (row for row, value in enumerate(values) if _is_deep(value)):
-        raise DataError(f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself")
-
-
 def _is_deep(value: Any) -> bool:
     """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
     left = [(value, 1)]
@@ -514,15 +482,11 @@ def _is_deep(value: Any) -> bool:
     return False
 
 
-def plain(value: Any, maps: bool = True) -> Any:
-    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None, and
-    with `maps` lists of pairs as mappings."""
+def plain(value: Any) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None."""
     value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
     for name in ("as_py", "tolist"):
         value = getattr(value, name)() if hasattr(value, name) else value
     if not isinstance(value, (list, tuple, dict)) or _is_deep(value):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
-    pairs = value.items() if isinstance(value, dict) else value if maps else ()
-    if pairs and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in pairs):
-        return {key: plain(item, maps) for key, item in pairs}
-    return value if isinstance(value, dict) and not (value and maps) else [plain(item, maps) for item in pairs or value]
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else list(map(plain, value))

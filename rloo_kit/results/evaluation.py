@@ -77,7 +77,7 @@ class Evaluation:
             "rewards/NAME": each reward's own, without its weight; "thinking_tokens": of all completions, those in full
             that never close their thinking (THINKING).
             "win_rate": the share of comparisons that `judge` decided for the policy, a tie counted half.
-        judged_by: the run's reward that judged the answers, or EXACT; None without an accuracy, and in old files.
+        judged_by: the run's reward that judged the answers, or EXACT; None without an accuracy.
         judge: against whom, and who compared; "" without. judge_agreement: share of answers on which both orders agree.
         pass_at_k: k -> probability that one of k completions is right.
         closed_share: completions that contain `</think>`; None for a model that does not think.
@@ -180,11 +180,6 @@ class Evaluation:
     @classmethod
     def from_dict(cls, values: Any) -> "Evaluation":
         """The evaluation from `to_dict`, such as `before.json`; raises ValueError for anything else."""
-        if isinstance(values, dict) and "measures" not in values:
-            try:
-                values = _gather_measures(values)
-            except (AttributeError, KeyError, TypeError, OverflowError) as error:
-                raise ValueError(f"not an evaluation of an older version: {error!r}") from error
         found: Evaluation = TypeAdapter(cls).validate_python(values)
         TypeAdapter(list[_Sample]).validate_python(found.all_samples)
         for one in (found.prompt_digests, *(measured.per_prompt for measured in found.measures.values())):
@@ -287,40 +282,6 @@ class Evaluation:
 
     def __str__(self) -> str:
         return render_text(self)
-
-
-def _gather_measures(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of an older version's evaluation in the form of now: each measure had keys of its own."""
-    judged, missing = values.get("num_judged") or values.get("num_prompts", 0), set(values.get("unjudged") or ())
-    if values.get("prompt_digests") and len({*range(values["num_prompts"])} - missing) != judged:
-        raise ValueError(f"the indices in unjudged do not leave {judged} prompts with an answer")
-
-    def read(entry: dict[str, Any], key: str, prefix: str = "", count: int = judged) -> Any:
-        if entry.get(key) is None:
-            return None
-        means = entry.get(f"{prefix}per_prompt")
-        if means is not None and key.endswith("accuracy"):  # which had no entry for a prompt without an answer
-            if len(means) != judged:
-                raise ValueError(f"{len(means)} of {judged} prompts have a share")
-            rest = iter(means)
-            means = [None if place in missing else next(rest, None) for place in range(values["num_prompts"])]
-        count = count if means is None else sum(mean is not None for mean in means)
-        return {"value": entry[key], "low": entry.get(f"{prefix}low"), "high": entry.get(f"{prefix}high"),
-                "count": count, "per_prompt": means}  # fmt: skip
-
-    found = {"accuracy": read(values, "accuracy"), "greedy_accuracy": read(values, "greedy_accuracy", "greedy_")}
-    found["reward"] = read(values, "reward", "reward_")
-    found["greedy_reward"] = read(values.get("greedy_reward") or {}, "mean")
-    found |= {f"rewards/{name}": read(entry, "mean") for name, entry in (values.get("rewards") or {}).items()}
-    budgets = []
-    for entry in values.get("budgets") or ():
-        forced = round(entry["forced_share"] * judged)
-        counts = {"": judged, "forced_": forced, "unforced_": judged - forced}
-        sides = [read(entry, f"{prefix}accuracy", prefix, count) for prefix, count in counts.items()]
-        budgets.append(dict(zip(("accuracy", "forced", "unforced"), sides, strict=True)))
-        budgets[-1] |= {"tokens": entry["budget"], "forced_share": entry["forced_share"]}
-    measures = {name: one for name, one in found.items() if one is not None}
-    return values | {"measures": measures, "budgets": budgets}
 
 
 def shared_measures(*sides: Evaluation | None) -> tuple[str, ...]:

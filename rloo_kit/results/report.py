@@ -52,7 +52,6 @@ FILES = {
     "metrics.jsonl": "one row of metrics per step",
     "health.jsonl": "findings of the health rules: since which step, evidence, cause, fix",
     "rollouts": "every completion with its ids, rewards and advantage, one file a step",
-    "rollouts.jsonl": "the same, from an earlier version; older ones in rollouts-STEP.jsonl.gz",
     "inputs.json": "digests of the rows, the rewards' sources and the base's weights",
     "prompts.json": "the training prompts selected by pass rate",
     "evaluations.jsonl": "the evaluations during training",

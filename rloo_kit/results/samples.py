@@ -36,33 +36,24 @@ def plain(prompt: Any) -> str:
     return show_text(plain_prompt(str(prompt)))
 
 
-def split_row(row: Mapping[str, Any], end_id: int | None) -> tuple[Segments, str, bool]:
-    """The thinking in segments, the answer, and whether the two could be separated, for a rollout's row.
-
-    Args:
-        end_id: the id of `</think>`, for rows of older runs without `answer_start`: the text is split at its last tag,
-            if it has as many tags as the ids.
-    """
-    text = row.get("completion")
-    if isinstance(text, list):  # TRL stores a message if the prompt is one
-        text = text[-1].get("content") if text and isinstance(text[-1], dict) else ""
-    text = text if isinstance(text, str) else ""
-    start = row.get("answer_start")
-    if "answer_start" not in row:
-        closings = row["completion_ids"].count(end_id) if end_id is not None else 0
-        if text.count(THINK_END) != closings:
-            return [], text, False
-        start = text.rindex(THINK_END) + len(THINK_END) if closings else None
-    if not isinstance(start, int):
+def split_completion(row: Mapping[str, Any]) -> tuple[Segments, str]:
+    """The thinking in segments, and the answer, of a rollout's row."""
+    text, start, span = row["completion"], row.get("answer_start"), row.get("forced_chars")
+    text = text if isinstance(text, str) else str(text[-1]["content"])  # TRL stores a message if the prompt is one
+    if start is None:
         opened = opens_thinking(str(row["prompt"])) or text.lstrip().startswith(THINK_START)
-        return ([[_bare(text), False]], "", True) if opened else ([], text.strip(), True)
+        return ([[_bare(text), False]], "") if opened else ([], text.strip())
     thinking, answer = text[:start].removesuffix(THINK_END), text[start:].strip()
-    span = row.get("forced_chars")
-    if not (isinstance(span, list) and len(span) == 2 and all(isinstance(end, int) for end in span)):
-        return [[_bare(thinking), False]], answer, True
+    if span is None:
+        return [[_bare(thinking), False]], answer
     first, last = (min(max(end, 0), start) for end in span)
     parts = [[_bare(text[:first]), False], [text[first:last].strip(), True], [text[last:start].strip(), False]]
-    return [part for part in parts if part[0]], answer, True
+    return [part for part in parts if part[0]], answer
+
+
+def split_row(row: Mapping[str, Any], _: None) -> tuple[Segments, str, bool]:
+    """`split_completion` for a caller with the old form."""
+    return *split_completion(row), True
 
 
 def describe_call(call: Mapping[str, Any]) -> str:
@@ -88,12 +79,6 @@ def list_steps(turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         else:
             steps.append(("result" if message.get("role") == "tool" else "reply", content or "(empty)"))
     return [step for step in steps if step[1]]
-
-
-def find_end_id(row: Mapping[str, Any]) -> int | None:
-    """The id of `</think>`, read from a row of an older run: the id after the thinking of a closed completion."""
-    place, ids = row.get("thinking_tokens"), row["completion_ids"]
-    return ids[place] if row.get("closed") and isinstance(place, int) and 0 <= place < len(ids) else None
 
 
 def longest_that_fits(lengths: Iterable[int], room: int) -> int:
@@ -137,9 +122,9 @@ def _bare(thinking: str) -> str:
 
 ORDERS = ("first", "best", "worst", "longest")
 NEEDED: dict[str, Any] = {  # of a row, with the types of its values
-    "step": int, "prompt": object, "completion": str | list, "completion_ids": list, "completion_tokens": int,
-    "thinking_tokens": int | None, "closed": bool, "truncated": bool, "reward": int | float | None, "advantage": object,
-    "rewards": object,
+    "step": int, "group": int, "prompt": object, "completion": str | list, "completion_tokens": int,
+    "thinking_tokens": int | None, "closed": bool, "forced": bool, "truncated": bool,
+    "reward": int | float | None, "advantage": int | float | None, "rewards": dict,
 }  # fmt: skip
 OF_TOOLS = ("tool_calls", "tool_failures", "cut_by")  # only in runs with tools
 KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
@@ -168,13 +153,12 @@ class PickedCompletions:
                 text = text if kind in ("thinking", "text") else f"{kind} {text}"
                 parts.append(Text(picture_controls(text), style="dim" if kind == "thinking" else ""))
             parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
-            answer = one["text"] if "text" in one else one["answer"]
-            parts += [Text(picture_controls(answer))] if answer else []
+            parts += [Text(picture_controls(one["answer"]))] if one["answer"] else []
             notes = ["not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"]
-            notes += [f"advantage {one['advantage']:+.2f}"] if isinstance(one["advantage"], float) else []
+            notes += [f"advantage {one['advantage']:+.2f}"] if one["advantage"] is not None else []
             notes.append(f"{one['completion_tokens']} tokens")
             notes += [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
-            gold = one["columns"].get("answer") if isinstance(one["columns"], dict) else None
+            gold = one["columns"].get("answer")
             notes += [] if gold is None else [f"right answer {gold}"]
             parts.append(Text(", ".join(notes), style="italic"))
         return Group(*parts)
@@ -206,32 +190,27 @@ def pick_completions(
         first = next((row["step"] for row in read_rollouts(folder) if "step" in row), None)
         asked = last[0]["step"] if step is None else step
         raise RunNotFoundError(f"{folder} has no rollout of step {asked}; it has steps {first} to {last[0]['step']}")
-    end_id = next((found for row in rows if (found := find_end_id(row)) is not None), None)
     ordered = rows
     if order == "longest":
         ordered = sorted(rows, key=lambda row: -row["completion_tokens"])
     elif order != "first":
         scored = [row for row in rows if row["reward"] is not None]
         ordered = sorted(scored, key=lambda row: row["reward"], reverse=order == "best")
-    picked = [describe_completion(row, end_id, max_chars) for row in ordered[:num]]
+    picked = [describe_completion(row, max_chars) for row in ordered[:num]]
     return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
 
 
 def is_whole(row: dict[str, Any]) -> bool:
     """Whether a row has every field that is shown, so was not damaged by an editor or a full disk."""
     typed = all(name in row and isinstance(row[name], kind) for name, kind in NEEDED.items())
-    return typed and (not row["closed"] or 0 <= (row["thinking_tokens"] or 0) < len(row["completion_ids"]))
+    return typed and not (row["closed"] and row["thinking_tokens"] is None)
 
 
-def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
-    """A row in readable form: prompt, steps, thinking, answer (`text` if they cannot be separated) and its figures; a
-    text of more than `max_chars` loses its middle. `end_id`: see `split_row`."""
-    segments, answer, is_split = split_row(row, end_id)
+def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
+    """A row as prompt, steps, thinking, answer and its figures; a text of more than `max_chars` loses its middle."""
+    segments, answer = split_completion(row)
     thinking = "\n".join(text for text, _ in segments)
-    parts: dict[str, Any] = {"thinking": cut_middle(thinking, max_chars) or None, "answer": None}
-    parts |= {"answer": cut_middle(answer, max_chars) or None} if is_split else {}
-    parts |= {} if is_split else {"text": cut_middle(answer.strip(), max_chars)}
-    row = {"forced": False} | row  # absent in runs older than thinking budgets
+    parts = {"thinking": cut_middle(thinking, max_chars) or None, "answer": cut_middle(answer, max_chars) or None}
     steps = [(kind, cut_middle(text, max_chars)) for kind, text in list_steps(row.get("turns") or ())]
     start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars), "steps": steps}
     kept = {key: row[key] for key in (*KEPT, *OF_TOOLS) if key in row}
@@ -242,13 +221,13 @@ def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     count = len(rows)
     scored = [row["reward"] for row in rows if row["reward"] is not None]
     thinking = [row["thinking_tokens"] for row in rows if row["closed"]]
-    groups: defaultdict[str, set[Any]] = defaultdict(set)
+    groups: defaultdict[int, set[Any]] = defaultdict(set)
     for row in rows:
-        groups[str(row.get("group", row["prompt"]))].add(row["reward"])
+        groups[row["group"]].add(row["reward"])
     return {
         "num_completions": count,
-        "closed_share": sum(row["closed"] and not row.get("forced") for row in rows) / count,
-        "forced_share": sum(bool(row.get("forced")) for row in rows) / count,
+        "closed_share": sum(row["closed"] and not row["forced"] for row in rows) / count,
+        "forced_share": sum(row["forced"] for row in rows) / count,
         "truncated_share": sum(row["truncated"] for row in rows) / count,
         "groups_with_signal_share": sum(len(rewards - {None}) > 1 for rewards in groups.values()) / len(groups),
         "mean_tokens": sum(row["completion_tokens"] for row in rows) / count,
@@ -337,23 +316,12 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
 
 
 def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
-    """Each step with its completions grouped by prompt, and whether it is the last. Groups are numbered from 1; older
-    rows have no group: adjacent rows with the same prompt form one."""
-    typed = {"step": int, "completion_ids": list, "completion_tokens": int, "rewards": dict}
-    whole = (  # not damaged by an editor or a full disk
-        row for row in rows if "prompt" in row and all(isinstance(row.get(name), kind) for name, kind in typed.items())
-    )
-    end_id, number = None, itertools.count()
+    """Each step with its completions grouped by prompt, and whether it is the last."""
+    number = itertools.count()
     before: tuple[int, list[list[dict[str, Any]]]] | None = None
-    for step, batch in itertools.groupby(whole, key=lambda row: row["step"]):
-        records = []
-        for row in batch:
-            end_id = find_end_id(row) if end_id is None else end_id
-            records.append(_record(row, next(number), end_id))
-        groups = [list(group) for _, group in itertools.groupby(records, key=lambda one: (one["group"], one["prompt"]))]
-        for place, group in enumerate(groups, 1):
-            for record in group:
-                record["group"] = record["group"] if isinstance(record["group"], int) else place
+    for step, batch in itertools.groupby(filter(is_whole, rows), key=lambda row: row["step"]):
+        records = [_record(row, next(number)) for row in batch]
+        groups = [list(group) for _, group in itertools.groupby(records, key=lambda one: one["group"])]
         if before is not None:
             yield *before, False
         before = step, groups
@@ -361,25 +329,22 @@ def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list
         yield *before, True
 
 
-def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, Any]:
+def _record(row: dict[str, Any], number: int) -> dict[str, Any]:
     """The fields of a row that the page needs, without its ids."""
-    segments, answer, is_split = split_row(row, end_id)
+    segments, answer = split_completion(row)
     found = list_steps(row.get("turns") or ())
     texts = [*(text for _, text in found), *(text for text, _ in segments), answer]
     rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
     judged = next((rewards[name] for name in (GYM_REWARD, *REWARDS_WITH_ANSWERS) if name in rewards), None)
-    columns: dict[str, Any] = row["columns"] if isinstance(row.get("columns"), dict) else {}
     return {
-        "number": number, "step": row["step"], "group": row.get("group"), "prompt": plain(row["prompt"]),
+        "number": number, "step": row["step"], "group": row["group"], "prompt": plain(row["prompt"]),
         "texts": cut_parts(texts, LONGEST), "kinds": [kind for kind, _ in found],
-        "flags": [forced for _, forced in segments], "split": is_split, "tokens": row["completion_tokens"],
+        "flags": [forced for _, forced in segments], "tokens": row["completion_tokens"],
         "calls": row.get("tool_calls"), "failed": bool(row.get("tool_failures")),
-        "thinking_tokens": row.get("thinking_tokens") if row.get("closed") else None,
-        "truncated": bool(row.get("truncated")), "forced": bool(row.get("forced")),
-        "wrong": judged is not None and judged < 1,
-        "reward": row["reward"] if is_number(row.get("reward")) else None,
-        "advantage": row["advantage"] if is_number(row.get("advantage")) else None, "rewards": rewards,
-        "gold": columns.get("answer"), "was": None, "regressed": False,
+        "thinking_tokens": row["thinking_tokens"] if row["closed"] else None, "truncated": row["truncated"],
+        "forced": row["forced"], "wrong": judged is not None and judged < 1, "reward": row["reward"],
+        "advantage": row["advantage"], "rewards": rewards,
+        "gold": row.get("columns", {}).get("answer"), "was": None, "regressed": False,
     }  # fmt: skip
 
 
@@ -406,8 +371,6 @@ def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:
         for name in ("thinking_tokens", "was", "gold", "calls"):
             if record[name] is not None:
                 row[name] = _round(record[name]) if name == "was" else show_text(record[name])
-        if not record["split"]:
-            row["marks"].append("unsplit")
         found.rows.append(row)
     found.prompts = list(places)
     found.rewards = [show_text(name) for name in found.rewards]

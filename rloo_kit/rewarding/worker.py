@@ -5,15 +5,14 @@ source by its digest.
 """
 
 import asyncio
-import dis
 import functools
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
@@ -69,34 +68,26 @@ def _read_file(made: Any) -> dict[str, str]:
 
 
 def _read_main(made: Any) -> str:
-    """The source of a function or of a class's methods in a notebook, and of the functions, classes, modules and
-    constants that it uses; a global that one of them assigns is no constant but a counter."""
-    texts: list[str] = []
-    constants: dict[str, Any] = {}
-    assigned: set[str] = set()
-    todo = [made]
+    """The source of a function, or of a class's methods (a notebook's class has none itself), and of the functions,
+    classes, modules and constants in capitals that its words name."""
+    texts, todo = [], [made]
     for made in todo:  # which grows
-        classes = [one for one in made.__mro__ if one.__module__ == "__main__"] if inspect.isclass(made) else []
-        methods = [getattr(one, "__func__", one) for base in classes for one in vars(base).values()]  # static ones too
-        for one in filter(inspect.isfunction, methods) if classes else [inspect.unwrap(made)]:
+        bases = made.__mro__ if inspect.isclass(made) else ()
+        methods = [getattr(one, "__func__", one) for base in bases for one in vars(base).values()]  # static ones too
+        for one in filter(inspect.isfunction, methods or [inspect.unwrap(made)]):
+            text = ""
             with suppress(OSError, TypeError):  # no source
-                texts.append(inspect.getsource(one))
-            assigned |= _names(one.__code__, "STORE_GLOBAL")
-            for name in sorted(_names(one.__code__, "LOAD_GLOBAL") & one.__globals__.keys()):
+                text = inspect.getsource(one)
+            texts.append(text)
+            for name in sorted({*re.findall(r"\w+", text)} & one.__globals__.keys()):
                 used = one.__globals__[name]
-                if isinstance(used, str | int | float):
-                    constants[name] = used
+                if name.isupper() and isinstance(used, str | int | float):
+                    texts.append(f"{name} = {used!r}")
                 elif getattr(used, "__module__", None) != "__main__":
                     texts += map(str, sorted(_read_file(used).items()))
                 elif (inspect.isfunction(used) or inspect.isclass(used)) and used not in todo:
                     todo.append(used)
-    return repr((texts, sorted((name, value) for name, value in constants.items() if name not in assigned)))
-
-
-def _names(code: CodeType, operation: str) -> set[str]:
-    """The globals that a function reads or assigns, also in the comprehensions and lambdas in it."""
-    names = {one.argval for one in dis.get_instructions(code) if one.opname == operation}
-    return names.union(*(_names(one, operation) for one in code.co_consts if isinstance(one, CodeType)))
+    return repr(texts)
 
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch

@@ -9,15 +9,11 @@ import subprocess
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 from weakref import WeakSet
-
-from rloo_kit.errors import shorten
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIGNS_OF_A_FULL_DISK = (*map(os.strerror, _FULL), "PytorchStreamWriter failed writing", " requested and ")
@@ -198,39 +194,22 @@ def git_revision(file: Path) -> dict[str, Any] | None:
     return {"revision": revision, "changed": bool(ask("status", "--porcelain", "--untracked-files=no"))}
 
 
-DAMAGE = (OSError, EOFError, zlib.error, ValueError)  # the middle ones: a damaged .gz; the last: a NUL in the path
-
-
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSONL file, one in memory at a time; a name that ends in `.gz` is decompressed.
 
-    A missing, special or unreadable file has no rows; a damaged one has those before the damage (`find_damage`).
+    A missing, special or unreadable file has no rows; a damaged one has those before the damage.
     """
     try:
         if path.is_file():  # a FIFO would block
-            with _open(path) as file:
+            with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
                 for line in file:
                     row = None
                     with suppress(ValueError, RecursionError):  # NaN and infinities become None, as they are written
                         row = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
                     if isinstance(row, dict):
                         yield row
-    except DAMAGE:
+    except (OSError, EOFError, zlib.error, ValueError):  # the middle ones: a damaged .gz; the last: a NUL in the path
         return
-
-
-def find_damage(path: Path) -> str:
-    """Why `read_rows` cannot read a file to its end; "" if it can."""
-    try:
-        with _open(path) as file:
-            deque(file, maxlen=0)
-    except DAMAGE as error:
-        return shorten(str(error))
-    return ""
-
-
-def _open(path: Path) -> BufferedIOBase:
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
 
 
 def row_step(row: dict[str, Any]) -> int | None:

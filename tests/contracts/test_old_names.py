@@ -213,13 +213,6 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
     assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 10, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
-    with pytest.warns(FutureWarning, match="run.no_signal_steps belongs to health.no_signal_steps"):
-        now = load_config(path, "run.stop_when_no_signal=true", "run.no_signal_steps=9")
-    assert (now.health.no_signal, now.health.no_signal_steps, run.health.no_signal) == ("stop", 9, "warn")
-    with pytest.raises(ConfigError, match="run.stop_when_no_signal.*health.no_signal=stop.*health.no_signal=off"):
-        load_config(path, "run.stop_when_no_signal=true", "health.no_signal=off")
-    path.write_text(path.read_text() + "health: {no_signal: stop}\n")
-    assert load_config(path, "run.stop_when_no_signal=false").health.no_signal == "stop", "false forbids nothing"
     with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
         load_config(path)
@@ -235,9 +228,6 @@ def test_an_empty_section_takes_moved_values(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="rloo.seed belongs to run.seed"):
         run = load_config(path)
     assert (run.run.seed, run.run.output_dir) == (5, "other")
-    path.write_text(path.read_text().replace("run:\n", "run: {no_signal_steps: null}\n"))
-    with pytest.warns(FutureWarning, match="rloo.seed"):
-        assert load_config(path).health.no_signal_steps == run.health.no_signal_steps
 
 
 def reward(completions: list[str], **columns: Any) -> list[float]:

@@ -20,9 +20,7 @@ from rloo_kit.errors import RlooKitError
 from tests.data.conftest import jsonl, rendered
 
 TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "What's 1+1?"}]
-PAIRS = [list(message.items()) for message in TALK]
 MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
-NUMBERED = pyarrow.map_(pyarrow.int64(), pyarrow.string())
 SEEN = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat's 1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 DAY = datetime.datetime(2026, 1, 2)
 NO_TEXT = "it must be text or a number where a reward compares it"
@@ -37,14 +35,6 @@ def sheet(columns: dict[str, Any], **options: Any) -> str:
     return str(pandas.DataFrame(columns).to_csv(index=False, **options))
 
 
-def more(values: list[Any]) -> str:
-    """JSONL with these values in a further column."""
-    return jsonl(*({"prompt": "a", "answer": "1", "more": value} for value in values))
-
-
-LONG = "x" * 140_000
-TYPES: list[Any] = [{"a": 1}, {"a": "x"}]
-CASES = [{"input": "1", "output": 2}, {"input": [1], "output": None}]
 # Name: (content, the first row as rewards of one's own get it or the error, the error of `init` and of a reward that
 # compares; "" if they take the answers).
 FILES: dict[str, tuple[Any, Any, str]] = {
@@ -73,28 +63,24 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "mixed.jsonl": (jsonl({"prompt": "a", "answer": 0.7}, {"prompt": "b", "answer": "x"}), {"answer": "0.7"}, ""),
     "huge.jsonl": (jsonl({"prompt": "a", "answer": 2**70}), {"answer": str(2**70)}, ""),
     "objects.jsonl": (
-        jsonl({"prompt": "a", "answer": {"x": 1}}, {"prompt": "b", "answer": {"y": ""}}), {"answer": {"x": 1}}, NO_TEXT,
+        jsonl({"prompt": "a", "answer": {"x": 1}}, {"prompt": "b", "answer": {"y": ""}}),
+        {"answer": {"x": 1, "y": None}}, NO_TEXT,
     ),
-    "types of a key.jsonl": (more(TYPES), {"more": {"a": 1}}, ""),
-    "cases.jsonl": (more([CASES, []]), {"more": CASES}, ""),
-    "integers in objects.jsonl": (more([{"a": 1}, {"a": 2.5}]), {"more": {"a": 1}}, ""),
+    "types of a key.jsonl": (
+        jsonl(*({"prompt": "a", "answer": "1", "more": {"a": value}} for value in (1, "x"))),
+        "line 2: column 'more'", "line 2: column 'more'",
+    ),
     "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "line 1: an answer of type float"),
     "talk.parquet": (parquet(prompt=[TALK], answer=["2"]), {"prompt": SEEN}, ""),
     "pandas.parquet": (
         pandas.DataFrame({"prompt": [numpy.array(TALK)], "answer": [2], "when": [DAY]}),
         {"prompt": SEEN, "answer": 2, "when": DAY}, "",
     ),
-    "maps.parquet": (
-        parquet(prompt=pyarrow.array([PAIRS, PAIRS], pyarrow.list_(MAP)), answer=["2", "3"],
-                more=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)),
-        {"prompt": SEEN, "answer": "2", "more": {"x": "1"}}, "",
-    ),
-    "numbered map.parquet": (
-        parquet(answer=[2, 3], more=pyarrow.array([[(1, "x")], [(2, "y")]], NUMBERED)), {"more": [[1, "x"]]}, "",
+    "map.parquet": (
+        parquet(answer=["2", "3"], more=pyarrow.array([[("x", "1")]] * 2, MAP)), "Arrow type map", "Arrow type map",
     ),
     "decimals.parquet": (parquet(answer=[Decimal("1.50"), None]), {"answer": Decimal("1.50")}, ""),
     "single.parquet": (parquet(answer=pyarrow.array([0.1, 2], pyarrow.float32())), {"answer": 0.1}, ""),
-    "map.parquet": (parquet(answer=pyarrow.array([[("x", "1")], [("y", "2")]], MAP)), {"answer": {"x": "1"}}, NO_TEXT),
 }  # fmt: skip
 
 
@@ -106,9 +92,8 @@ def fails(text: str, call: Any, *arguments: Any, **named: Any) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_read_or_refused_in_a_line(make_run, tmp_path: Path, tiny_tokenizer, name: str) -> None:
-    """Conversations as text became the user's message, maps were tracebacks and empty ones lists, integers became text,
-    or floats inside of objects and lists; a key with a number in one row and text in another was refused, and so was
-    12,345 where a column's name has a semicolon; `init` accepted what `train` refused."""
+    """Conversations as text became the user's message, integers became text;
+    12,345 was refused where a column's name has a semicolon; `init` accepted what `train` refused."""
     content, expected, comparing = FILES[name]
     path = tmp_path / name
     if isinstance(content, str):
@@ -142,11 +127,9 @@ FRAME = pandas.DataFrame(
 )  # fmt: skip
 RECORD = {"prompt": SEEN, "answer": 5, "note": "x", "when": DAY, "tags": [1, 2]}
 SINGLE = numpy.array([0.1], "float32")
-MAPS = pyarrow.table({"prompt": pyarrow.array([PAIRS], pyarrow.list_(MAP))})
 ROWS: dict[str, tuple[Any, Any]] = {
     "pandas": (FRAME.to_dict("records"), RECORD),
     "pyarrow": (pyarrow.Table.from_pandas(FRAME), RECORD),
-    "a map in pandas": (MAPS.to_pandas().to_dict("records"), {"prompt": SEEN}),
     "datasets as numpy": (
         datasets.Dataset.from_dict({"prompt": [TALK], "answer": [[1, 2]]}).with_format("numpy"),
         {"prompt": SEEN, "answer": [1, 2]},
@@ -161,10 +144,6 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "decimals": ([{"prompt": "a", "answer": Decimal("1.50")}], {"answer": Decimal("1.50")}),
     "fractions": ([{"prompt": "a", "answer": Fraction(1, 3)}], {"answer": "1/3"}),
     "pairs": ([{"prompt": "a", "tests": [("in", "1"), ("in", "2")]}], {"tests": [["in", "1"], ["in", "2"]]}),
-    "an empty map": (pyarrow.table({"prompt": ["a"], "more": pyarrow.array([{"m": []}], pyarrow.struct([("m", MAP)]))}),
-                     {"more": {"m": {}}}),
-    "a numbered map": (pyarrow.table({"prompt": ["a"], "more": pyarrow.array([[(1, "x")]], NUMBERED)}),
-                       {"more": [[1, "x"]]}),
     "single of pandas": (pyarrow.Table.from_pandas(pandas.DataFrame({"prompt": ["a"], "answer": SINGLE})),
                          {"answer": 0.1}),
     "one name twice": (pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "x", "x"]), "two columns of one name"),
@@ -187,13 +166,10 @@ def test_rows_in_python_are_what_the_libraries_hand_over(make_run, tiny_tokenize
 
 
 def test_answers_of_a_mix_have_one_type(make_run, tmp_path: Path, tiny_tokenizer) -> None:
-    """Numbers of one source and text of another were text before each source was read as it is; maps reach a mix."""
+    """Numbers of one source and text of another were text before each source was read as it is."""
     (tmp_path / "a.jsonl").write_text(jsonl({"prompt": "a", "answer": 5}))
-    table = parquet(answer=["x", "x"], more=pyarrow.array([[("k", "v")]] * 2, MAP))
-    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    pyarrow.parquet.write_table(parquet(answer=["x", "x"]), tmp_path / "b.parquet")
     sources = [{"source": str(tmp_path / name)} for name in ("a.jsonl", "b.parquet")]
     found = load_data(make_run(sources=sources), tiny_tokenizer)
-    assert sorted(found.train["answer"]) == ["5", "x"] and {"k": "v"} in [
-        dict(one or {}) for one in found.train["more"]
-    ]
+    assert sorted(found.train["answer"]) == ["5", "x"]
     assert any("not of one type" in note for note in found.notes)

@@ -303,7 +303,7 @@ def test_a_run_that_is_resumed_does_not_find_it_a_second_time() -> None:
 
 
 def test_what_stops_a_run_and_what_does_not() -> None:
-    """`stop` for no_signal equals `run.stop_when_no_signal`, also if truncation is the cause, which the message names.
+    """`stop` for no_signal holds also if truncation is the cause, which the message names.
     A run that is resumed after it was stopped is meant to continue."""
     row = TIED | {"completions/clipped_ratio": 1.0}
     rows, context = number([row] * 8), make_context({"no_signal": "stop"})
@@ -351,12 +351,6 @@ def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
     behind = WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}
     assert [one.name for one in look([behind] * 4)] == ["no_signal"]
     assert "frac_score_zero_std" in {one.name for one in judge([behind]) if one.level == "alarming"}
-
-
-def test_keys_of_removed_rules_are_read() -> None:
-    """The config.yaml of an older run's folder has them all."""
-    with pytest.warns(FutureWarning, match="health.zero_gradient, health.ratio: these rules were removed"):
-        load_config(ROOT / "configs" / "arithmetic_thinking.yaml", "health.ratio=off", "health.zero_gradient=stop")
 
 
 def test_the_page_of_runs_has_every_rule() -> None:

@@ -13,7 +13,7 @@ import rewards
 import rloo_kit as kit
 from rloo_kit.errors import DataError
 from rloo_kit.loop.collaborators import PromptReservoir
-from rloo_kit.results.samples import split_row
+from rloo_kit.results.samples import split_completion
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.think_tags import opens_thinking
 from tests.loop.conftest import EOS, by_ids, stream
@@ -371,7 +371,7 @@ def test_a_thought_that_never_ends_is_no_answer_anywhere(load):
     result = kit.train(run, policy, data, kit.build_rewards(run, policy.tokenizer))
     assert all("thinking/closed_ratio" in row for row in result.metrics), "every completion is a thought"
     rows = [row for row in kit.read_rollouts(result.folder) if not row["closed"]]
-    assert rows and not any(split_row(row, THINK_END)[1] for row in rows), "the report's split"
+    assert rows and not any(split_completion(row)[1] for row in rows), "the report's split"
     pieces = []
     given = kit.ask(run, policy, "add 3", max_tokens=4, stream=lambda part, text: pieces.append(part))
     assert given.thinking and not given.answer and set(pieces) == {"thinking"} and given.thinking_tokens == given.tokens

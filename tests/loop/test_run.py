@@ -104,12 +104,9 @@ NOTEBOOK = """
 import functools
 import own_helper
 SCALE = 1
-calls = 0
-def count():
+def value(ids):
     global calls
     calls += 1
-def value(ids):
-    print(calls, "".start) if calls < 0 else count()
     return {value}
 def shown(score):
     @functools.wraps(score)
@@ -120,8 +117,6 @@ def shown(score):
 def comprehension(completion_ids, **_):
     return [SCALE * value(ids) for ids in completion_ids]
 class Base:
-    def __eq__(self, other):
-        return True  # so it has no hash
     def judge(self, completion_ids, **_):
         return list(map(lambda ids: own_helper.more(value(ids)), completion_ids))
 class Score(Base):
@@ -130,15 +125,13 @@ class Score(Base):
     def factor():
         return {factor}
     def __call__(self, completion_ids, **_):
-        return [self.factor() * one for one in self.judge(completion_ids)] if other else []
-other = Base()
+        return [self.factor() * one for one in self.judge(completion_ids)]
 """
 
 
 @pytest.mark.parametrize("reward", ["Score()", "Score().judge", "functools.partial(comprehension, offset=0)"])
 def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeypatch):
-    """A cell was edited and run again: the function's name is the same, and so are its arguments. The usual form, a
-    comprehension, hid the function that it calls; an object had no source at all."""
+    """A cell was edited and run again: the function's name is the same, and so are its arguments."""
     monkeypatch.syspath_prepend(tmp_path)
 
     first = NOTEBOOK.replace("{value}", "1").replace("{factor}", "1")
@@ -149,7 +142,7 @@ def test_a_reward_of_a_notebook_is_known_by_its_source(reward, tmp_path, monkeyp
         names, file = {"__name__": "__main__"}, tmp_path / f"cell_{len(list(tmp_path.iterdir()))}.py"
         file.write_text(cell)
         exec(compile(cell, str(file), "exec"), names)
-        names |= {"calls": 7, "start": len(list(tmp_path.iterdir()))}  # counted, and of another cell
+        names |= {"calls": len(list(tmp_path.iterdir()))}  # counted, so no constant
         return read_sources([NamedReward(guard(eval(made, names)), "score", 1.0)])
 
     then = digest()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rloo_kit import load_config, plan_vram
-from rloo_kit.config.run import OLD_TARGETS
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_machine, read_workload
@@ -24,7 +23,7 @@ DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }  # fmt: skip
-ALL = tuple(OLD_TARGETS)
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_DELTA = (*ALL, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 
 

@@ -75,24 +75,11 @@ def test_the_turns_of_an_episode_are_cut_before_its_answer() -> None:
     assert row["steps"][2] == ("call", 'read(path="a b", lines=[1, 2])')
 
 
-def test_rows_of_older_runs_are_split_by_what_they_have() -> None:
-    """They have neither a group nor offsets; the ids give the number of tags in the text."""
-    old = [
-        {name: value for name, value in row.items() if name not in ("group", "answer_start", "forced_chars")}
-        for row in make_rows(2, 8)
-    ]
-    found = sample_rollouts(old, 2).rows
-    assert [row["group"] for row in found[:8]] == [1, 1, 1, 1, 2, 2, 2, 2]
-    assert found[0]["thinking"] == [["sum 0", False]] and found[0]["answer"] == "0"
-    spelled = sample_rollouts([*old[:1], old[1] | {"completion": "</think> is spelled </think> 3"}], 1).rows[1]
-    assert spelled["thinking"] == [] and "unsplit" in spelled["marks"] and "spelled" in spelled["answer"]
-
-
 def test_damaged_rows_and_messages_are_no_trouble() -> None:
     """Rows cut off by a full disk, and prompts that are messages, as TRL has them."""
     messages = [{"role": "user", "content": "1+1="}]
     rows = [{"step": 1}, {"step": "x"}, make_rollout(1, 0, rewards=None)]
-    rows.append(make_rollout(1, 1, columns=7, reward="x", advantage=None))
+    rows.append(make_rollout(1, 1, reward=None, advantage=None))
     said = [{"role": "assistant", "content": "2"}]
     rows.append(make_rollout(1, 2, prompt=messages, completion=said, answer_start=None))
     found = sample_rollouts(rows, 1)

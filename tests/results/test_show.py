@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from rloo_kit import load_config
 from rloo_kit.cli import app
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.intervals import Measured
 from rloo_kit.results.versus import compare_runs, write_comparison_page
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
@@ -124,38 +126,32 @@ def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> 
 def make_row(completion: str, ids: list[int], **changes: Any) -> dict[str, Any]:
     closed = 260 in ids
     row = {
-        "step": 1, "prompt": "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        "step": 1, "group": 1, "prompt": "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>\n",
         "completion": completion, "completion_ids": ids, "prompt_tokens": 9, "completion_tokens": len(ids),
         "thinking_tokens": ids.index(260) if closed else None, "closed": closed, "truncated": not closed,
-        "kl": 0.0, "rewards": {"answer_reward": 1.0}, "reward": 1.0, "advantage": 0.0, "columns": {"answer": "2"},
+        "answer_start": None, "forced": False, "kl": 0.0,
+        "rewards": {"answer_reward": 1.0}, "reward": 1.0, "advantage": 0.0, "columns": {"answer": "2"},
     }  # fmt: skip
     return row | changes
 
 
-def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) -> None:
-    """A text that spells the closing tag in ordinary tokens has not closed its thinking, and cannot be split there."""
+def test_thinking_and_answer_are_parted_where_the_row_says(make_run: Callable[..., Path]) -> None:
+    """A text that spells the closing tag in ordinary tokens has not closed its thinking, and is not split there."""
     folder = make_run(make_rows(1))
     rows = [
-        make_row("one</think>2", [64, 260, 17, 258]),
-        make_row("never closes", [64, 65, 66]),
+        make_row("one</think>2", [64, 260, 17, 258], answer_start=11),
         make_row("says </think> but goes on", [64, 65, 66, 67]),
-        make_row("says </think> first</think>2", [64, 65, 260, 17]),
-        make_row("two</think>and</think>2", [64, 260, 65, 260, 17], forced=True),
+        make_row("two</think>and</think>2", [64, 260, 65, 260, 17], answer_start=22, forced=True),
         make_row("just 2", [64, 17, 258], prompt="1+1=", truncated=False),
     ]
     Rollouts(folder).append(rows)
     code, found = call_json(folder, "--completions", "9")
-    shown = [(one["thinking"], one["answer"], one.get("text")) for one in found["completions"]]
-    assert code == 0 and shown[:3] == [
-        ("one", "2", None), ("never closes", None, None), (None, None, "says </think> but goes on")
-    ]  # fmt: skip
-    assert shown[3:] == [
-        (None, None, "says </think> first</think>2"), ("two</think>and", "2", None), (None, "just 2", None)
-    ]  # fmt: skip
-    assert found["closed_share"] == pytest.approx(1 / 3), "as thinking/closed_ratio: a forced close does not count"
-    assert found["truncated_share"] == pytest.approx(1 / 3)
-    assert found["forced_share"] == pytest.approx(1 / 6), "a run of before there were budgets has no such entry"
-    assert [one["forced"] for one in found["completions"]] == [False] * 4 + [True, False]
+    shown = [(one["thinking"], one["answer"]) for one in found["completions"]]
+    expected = [("one", "2"), ("says </think> but goes on", None), ("two</think>and", "2"), (None, "just 2")]
+    assert code == 0 and shown == expected
+    assert found["closed_share"] == 0.25, "as thinking/closed_ratio: a forced close does not count"
+    assert (found["truncated_share"], found["forced_share"]) == (0.25, 0.25)
+    assert [one["forced"] for one in found["completions"]] == [False, False, True, False]
     printed = call(folder, "--completions", "9")[1]
     assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 2" in printed
 
@@ -205,15 +201,19 @@ def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callab
 # ---------------------------------------------------------------------------------------------- several runs
 
 
-ONE = {"mean": 0.98, "low": 0.9, "high": 1.0, "per_prompt": [1.0] * 98 + [0.0] * 2}
+def measure(right: int, of: int = 100) -> Measured:
+    """Of `right` of the first `of` prompts, of 100."""
+    value, values = right / of, [1.0] * right + [0.0] * (of - right)
+    return Measured(value, max(value - 0.1, 0.0), min(value + 0.1, 1.0), of, values + [None] * (100 - of))
 
 
-def write_evaluation(folder: Path, right: int, digest: str = "same", name: str = "after", **changes: Any) -> None:
-    """Write after.json with `right` of 100 prompts right, as older versions did."""
-    found = {"label": "after", "num_prompts": 100, "num_samples": 1, "temperature": 1.0, "max_completion_length": 48}
-    found |= {"accuracy": right / 100, "low": right / 100 - 0.1, "high": right / 100 + 0.1}
-    found |= {"prompts_digest": digest, "per_prompt": [1.0] * right + [0.0] * (100 - right)}
-    RunDir(folder).write_json(f"{name}.json", found | changes)
+def write_evaluation(
+    folder: Path, right: int, digest: str = "same", name: str = "after", of: int = 100, **changes: Any
+) -> None:
+    """Write after.json with `right` of 100 prompts right; measures given by name come on top of the accuracy."""
+    measures = {"accuracy": measure(right, of)} | changes.pop("measures", {})
+    found = Evaluation("after", 100, 1, 1.0, 48, measures, prompts_digest=digest)
+    RunDir(folder).write_json(f"{name}.json", found.to_dict() | changes)
 
 
 def test_two_runs_are_compared(make_run: Callable[..., Path]) -> None:
@@ -262,11 +262,10 @@ def test_three_runs_and_names_that_are_alike(make_run: Callable[..., Path], tmp_
 
 def test_runs_that_are_judged_differently_are_not_ranked(make_run: Callable[..., Path]) -> None:
     """A run with an own reward was "98 points behind" an equal one: its accuracy was exact match."""
-    reward = {"reward": 0.98, "reward_low": 0.9, "reward_high": 1.0, "low": 0.0, "high": 1.0}
-    reward |= {"reward_per_prompt": [1.0] * 98 + [0.0] * 2}
-    by_sentence = {"judged_by": "exact match", "rewards": {"sentence": ONE}} | reward
+    most = {"reward": measure(98)}
+    by_sentence: dict[str, Any] = {"judged_by": "exact match", "measures": most | {"rewards/sentence": measure(98)}}
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b", "rewards.0.params={find: boxed}"))
-    write_evaluation(a, 98, judged_by="answer_reward", rewards={"answer_reward": ONE}, **reward)
+    write_evaluation(a, 98, judged_by="answer_reward", measures=most | {"rewards/answer_reward": measure(98)})
     write_evaluation(b, 0, **by_sentence)
     code, found = call_json(a, b)
     assert code == 0 and "98 points" not in found["sentence"] and "cannot be compared with made" in found["sentence"]
@@ -284,10 +283,9 @@ def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., P
     """A reward of one name that paid more after an edit was "ahead: reward +0.50", and corrected answers cost a run its
     accuracy."""
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
-    reward = {"low": 0.0, "high": 1.0, "reward_low": 0.0, "reward_high": 1.0, "rewards": {"exact": ONE}}
-    for run, share in ((a, 0.1), (b, 0.9)):
-        mean = [1.0] * int(100 * share) + [0.0] * int(100 - 100 * share)
-        write_evaluation(run, 10, judged_by="exact match", reward=share, reward_per_prompt=mean, **reward)
+    for run, right in ((a, 10), (b, 90)):
+        measures = {"reward": measure(right), "rewards/exact": measure(98)}
+        write_evaluation(run, 10, judged_by="exact match", measures=measures)
     for key in ("own.py", "reward score, keywords"):  # as `read_sources` names them
         for run, source in ((a, "1"), (b, "2")):
             inputs = {key: source, "column answer of the held-out prompts": "x"}
@@ -361,7 +359,6 @@ def test_a_full_disk_ends_in_a_line(two_runs: list[Path]) -> None:
 def test_the_lead_is_over_the_prompts_with_answers(two_runs: list[Path]) -> None:
     """The sentence said 1,000 prompts when only 40 had an answer."""
     for folder, right in zip(two_runs, (40, 80), strict=True):
-        shares = [1.0] * (right // 4) + [0.0] * (40 - right // 4)
-        write_evaluation(folder, right, per_prompt=shares, num_judged=40, unjudged=[*range(40, 100)])
+        write_evaluation(folder, right // 4, of=40)
     lead = compare_runs(two_runs).runs[1].lead
     assert lead is not None and lead.difference.count == 40

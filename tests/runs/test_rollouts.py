@@ -35,15 +35,6 @@ def write(folder: Path, last: int, first: int = 1, **options: Any) -> Rollouts:
     return writer
 
 
-def write_older(folder: Path) -> None:
-    """Steps 1 to 8 as earlier versions left them: a compressed part, one that was killed while it was compressed, and
-    the file that was appended to, with a line that was cut off."""
-    (folder / "rollouts-00000003.jsonl.gz").write_bytes(gzip.compress(to_lines(every(1, 3))))
-    (folder / "rollouts-00000006.jsonl").write_bytes(to_lines(every(4, 6)))
-    (folder / "rollouts-00000006.jsonl.gz").write_bytes(gzip.compress(to_lines(every(4, 4)))[:-9])
-    (folder / "rollouts.jsonl").write_bytes(to_lines(every(7, 8)) + b'{"step": 9, "te')
-
-
 def test_what_was_written_is_read_in_order(tmp_path: Path) -> None:
     """A single file had grown to 276 MB, and would have been 5 GB after a night."""
     assert list(read_rollouts(tmp_path)) == [] == read_step(tmp_path) == read_step(tmp_path / "missing", 1)
@@ -71,7 +62,6 @@ def test_a_cut_at_any_step_leaves_what_was_written_up_to_it(tmp_path: Path) -> N
 def test_deletion_takes_nothing_else(tmp_path: Path) -> None:
     """`--overwrite` deletes a run's files; a user's notes may lie next to them."""
     write(tmp_path, 3)
-    write_older(tmp_path)
     notes = [tmp_path / "rollouts-my_notes.jsonl", tmp_path / "rollouts" / "notes.gz"]
     for path in notes:
         path.write_text("mine")
@@ -105,28 +95,6 @@ def test_damage_costs_one_step(tmp_path: Path) -> None:
     assert read_step(tmp_path) == rows_of(4) and read_step(tmp_path, 5) == []
     Rollouts(tmp_path).cut(1)
     assert list(read_rollouts(tmp_path)) == rows_of(1)
-
-
-@pytest.mark.parametrize("step", [0, 3, 5, 9])
-def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, step: int) -> None:
-    """It is read as it is; a resume converts what it keeps."""
-    write_older(tmp_path)
-    assert list(read_rollouts(tmp_path)) == every(1, 8)
-    assert read_step(tmp_path) == rows_of(8) and read_step(tmp_path, 5) == rows_of(5) and read_step(tmp_path, 9) == []
-    Rollouts(tmp_path).cut(step)
-    assert list(read_rollouts(tmp_path)) == every(1, min(step, 8))
-    assert [path.name for path in tmp_path.iterdir()] == ["rollouts"] * (step > 0)
-
-
-def test_an_older_file_that_cannot_be_read_whole_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The conversion deleted a part that a network disk did not let it read, and all but the start of a damaged one."""
-    content = gzip.compress(to_lines(every(1, 3)))[:-60]
-    (tmp_path / "rollouts-00000003.jsonl.gz").write_bytes(content)
-    Rollouts(tmp_path).cut(8)
-    found = list(read_rollouts(tmp_path))
-    assert found == every(1, 3)[: len(found)] and 0 < len(found) < len(every(1, 3))
-    assert (tmp_path / "damaged-rollouts-00000003.jsonl.gz").read_bytes() == content
-    assert "cannot be read whole" in capsys.readouterr().out
 
 
 def test_a_reader_follows_a_writer(tmp_path: Path) -> None:
@@ -167,16 +135,16 @@ def die_after(changes: int, work: Callable[[], object]) -> bool:
     return code != 0
 
 
-@pytest.mark.parametrize(("older", "cut_at"), [(False, None), (False, 1), (True, None), (True, 3)])
-def test_sigkill_anywhere_loses_and_doubles_no_row(tmp_path: Path, cut_at: int | None, older: bool) -> None:
+@pytest.mark.parametrize("cut_at", [None, 1])
+def test_sigkill_anywhere_loses_and_doubles_no_row(tmp_path: Path, cut_at: int | None) -> None:
     """Killed before each rename, deletion and sync of a write or a cut; then read, then resumed."""
-    last = 8 if older else 3
+    last = 3
     kept = last if cut_at is None else cut_at
     changes, killed = 0, True
     while killed:
         folder = tmp_path / str(changes)
         folder.mkdir()
-        write_older(folder) if older else write(folder, last)
+        write(folder, last)
         if cut_at is None:
             killed = die_after(changes, functools.partial(write, folder, last + 2, last + 1))
         else:

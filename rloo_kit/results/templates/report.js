@@ -126,13 +126,12 @@
     if (row.thinking_tokens !== undefined) facts.push(`${row.thinking_tokens} of ${row.tokens} tokens are thinking`);
     if (row.calls !== undefined) facts.push(`tool calls: ${row.calls}`);
     if (row.was !== undefined) facts.push(`the prompt's previous mean reward: ${number(row.was, 2)}`);
-    const unsplit = has(row, "unsplit") ? make("p", { class: "notes" }, "Thinking and answer cannot be separated: the text spells the tag.") : null;
     const body = make("div", { class: "body" });
     const details = make("details", { class: "rollout" }, summary, body);
     details.addEventListener("toggle", () => {  // drawn when it is first opened
       if (!details.open || body.childElementCount) return;
       body.append(...[withPrompt ? make("pre", { class: "prompt" }, prompts[row.prompt]) : null, withPrompt ? gold(row) : null, ...drawSteps(row.steps),
-        thinking(row.thinking, row.thinking.reduce((sum, [text]) => sum + text.length, 0) < SHORT), unsplit, answer(row.answer), make("p", { class: "notes" }, facts.join(" · "))].filter(Boolean));
+        thinking(row.thinking, row.thinking.reduce((sum, [text]) => sum + text.length, 0) < SHORT), answer(row.answer), make("p", { class: "notes" }, facts.join(" · "))].filter(Boolean));
     });
     return details;
   }
