@@ -60,7 +60,8 @@ class Measures:
             log-ratio of policy and reference, nats per token.
         grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
         rollout_gib: computed. training_gib: of a step at full length. usable_gib: of the machine.
-        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. Estimates.
+        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. `device`: GPU
+            or CPU. From timed tokens and steps.
     """
 
     tools: dict[str, str] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class Measures:
     step_s: float | None = None
     steps: int | None = None
     hours: float | None = None
+    device: str = "CPU"
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The measurements as text: (name, value)."""
@@ -124,8 +126,11 @@ class Measures:
             rollout = f"rollout {self.rollout_gib:.2f} GiB (computed), " if self.rollout_gib else ""
             yield "memory", f"{rollout}training {self.training_gib:.2f} GiB of {self.usable_gib:.2f}"
         if self.step_s is not None and self.hours is not None:
-            whole = f"{self.hours:.1f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
-            yield "speed, estimated", f"{self.step_s:.2g} s per step; {self.steps} steps and evaluations {whole}"
+            minutes, seconds = round(60 * self.hours), 3600 * self.hours
+            whole = f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"
+            whole = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else whole
+            about = f"about {whole} on this {self.device}, evaluations included"
+            yield "speed", f"{self.step_s:.2g} s a step, {self.steps} steps; {about}"
 
 
 @dataclass

@@ -26,8 +26,8 @@ from rloo_kit.loop.callbacks import say_findings
 from rloo_kit.loop.training import check_sampling, check_start, train_in
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import step_completions
-from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe, try_tools
-from rloo_kit.preflight.trial_steps import StepsFound, try_steps
+from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe, time_tokens, try_tools
+from rloo_kit.preflight.trial_steps import try_steps
 from rloo_kit.results.verdict import TrainResult
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, format_seconds
@@ -149,13 +149,14 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             with catching("rollout", found):
                 probe = run_probe(hidden, policy, data, reward_funcs, found, measures, tell)
             faults += [fault for fault in found if fault.name != "rewards" or not is_named]
-            steps = None
+            gradient_s = None
             try:
-                steps = try_steps(hidden, policy, weights, measures, faults, tell)
+                gradient_s = try_steps(hidden, policy, weights, measures, faults, tell)
             except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
                 faults.append(Problem("memory", str(error), level="warning"))
-            if probe is not None and steps is not None:
-                _estimate(run, data, probe, steps, measures)
+            if probe is not None and gradient_s is not None:
+                probe = time_tokens(hidden, policy, data, reward_funcs, probe, tell)
+                _estimate(run, data, probe, gradient_s, measures)
     return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
 
 
@@ -182,27 +183,30 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
             model.train(was_training)
 
 
-def _estimate(run: RunConfig, data: Data, probe: Probe, steps: StepsFound, measures: Measures) -> None:
-    """Estimate seconds per step and hours for the run. Each part is scaled from its measurement: rollouts by
-    completions, or by tokens of full rows if that is less; judging by completions; the gradient by tokens."""
-    batch, each = probe.batch, step_completions(run)
+def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measures: Measures) -> None:
+    """Seconds of a step, and hours of the run with its evaluations, for completions as long as the probe's.
 
-    def sampling_s(completions: float, at_once: float) -> float:
-        by_completions = probe.sample_s * completions / len(batch)
-        if not steps.decode_s:
-            return by_completions
-        calls = math.ceil(completions / min(at_once, steps.rows))
-        return min(by_completions, calls * max(batch.lengths) * steps.decode_s)
+    `gradient_s`: of a trained token; a third of it is the forward pass."""
+    batch, each, settings = probe.batch, step_completions(run), run.eval
 
-    sampled, judge_s = each / run.rloo.num_iterations, probe.judge_s / len(batch)
+    def sample_s(completions: int, at_once: int, of_a_prompt: int) -> float:
+        return probe.seconds(completions, at_once, of_a_prompt, gradient_s / 3)
+
+    size = run.rloo.generation_batch_size
+    rollout_s = sample_s(size, probe.rows, run.rloo.num_generations) * each / (size * run.rloo.num_iterations)
     tokens = (sum(batch.lengths) + sum(map(len, batch.prompts))) / len(batch)
-    rollout_s = sampling_s(sampled, min(run.rloo.generation_batch_size, sampled))
-    measures.step_s = rollout_s + sampled * judge_s + each * tokens * steps.gradient_s
+    share = 1.0 if run.rloo.beta else (measures.signal or 0) / (measures.prompts or 1)  # groups without are left out
+    measures.step_s = rollout_s + share * each * tokens * gradient_s
     epochs = (run.rloo.num_train_epochs or 0.0) * len(data.train) * run.rloo.num_generations * run.rloo.num_iterations
     measures.steps = run.rloo.max_steps or math.ceil(epochs / each)
+    measures.device = "GPU" if torch.cuda.is_available() else "CPU"
     seconds = measures.steps * measures.step_s
     if run.run.evaluate:
-        prompts = min(run.eval.num_prompts or len(data.test), len(data.test))
-        count = prompts * (run.eval.num_samples + run.eval.greedy + len(run.eval.thinking_budgets))
-        seconds += 2 * (sampling_s(count, min(run.eval.batch_size, prompts)) + count * judge_s)
+        prompts = min(settings.num_prompts or len(data.test), len(data.test))
+        for samples in (settings.num_samples, *[1] * (settings.greedy + len(settings.thinking_budgets))):
+            seconds += 2 * sample_s(prompts * samples, settings.batch_size, samples)
+    if settings.every_steps:  # at the start too, and after the last step
+        times = 1 + math.ceil(measures.steps / settings.every_steps)
+        prompts = min(settings.every_prompts, len(data.test)) * settings.num_samples
+        seconds += times * sample_s(prompts, settings.batch_size, settings.num_samples)
     measures.hours = seconds / 3600

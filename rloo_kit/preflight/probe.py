@@ -2,10 +2,12 @@
 problems that would keep the run from learning."""
 
 import math
+import operator
 import random
+import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from rloo_kit.errors import RlooKitError, shorten
 from rloo_kit.gradient.advantages import tied_groups
 from rloo_kit.health.series import at_ceiling
 from rloo_kit.loop.metrics import find_answer_column
+from rloo_kit.loop.options import loaded_engine
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import Policy
@@ -46,17 +49,45 @@ ROOM = 1.25  # factor on the longest of a few completions
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 FEW, MANY = 0.25, 0.3  # warning: at most this share of groups with a signal, above this share cut off
 NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
+TIMED = 16  # token steps
+NO_END = 10**7  # an id that no model has
 SHOWN = 160  # characters of a message in the episode that is shown
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe rollout: a `batch` of whole groups, seconds of sampling and judging, the names of its rewards."""
+    """A probe rollout: a `batch` of whole groups, seconds of sampling and judging, the names of its rewards.
+
+    Attributes:
+        token_s: seconds of a token step of one row and of `rows`, from `time_tokens`; None if only `sample_s` tells.
+        pads: a batch runs until its longest completion ends; else an ended row is refilled.
+    """
 
     batch: RolloutBatch
     sample_s: float
     judge_s: float
     rewards: list[str]
+    rows: int = 1
+    token_s: tuple[float, float] | None = None
+    pads: bool = False
+
+    def seconds(self, completions: int, at_once: int, of_a_prompt: int, forward_s: float) -> float:
+        """Seconds in which so many completions, as long as these, are sampled and judged. `forward_s`: of a token of a
+        prompt."""
+        lengths, size, judged_s = self.batch.lengths, len(self.batch), self.judge_s / len(self.batch) * completions
+        if self.token_s is None:
+            return self.sample_s / size * completions + judged_s
+        at_once = min(at_once, completions)
+        if self.pads:
+            mean = statistics.mean(max(lengths[first : first + at_once]) for first in range(0, size, at_once))
+            steps, prompts = math.ceil(completions / at_once) * mean, float(completions)
+        else:
+            mean, prompts = statistics.mean(lengths), completions / of_a_prompt
+            steps = max(completions * mean / at_once, max(lengths))
+        one, most = self.token_s
+        of_a_row = (most - one) / max(self.rows - 1, 1)
+        prefill_s = prompts * sum(map(len, self.batch.prompts)) / size * forward_s
+        return steps * (one - of_a_row) + completions * mean * of_a_row + prefill_s + judged_s
 
 
 def run_probe(
@@ -123,6 +154,33 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, t
     judged = step.rewarder.judge(found)
     judge_s = time.monotonic() - sampled
     return Probe(step.lay_out(judged, training=True), sampled - started, judge_s, list(trainer.reward_func_names))
+
+
+def time_tokens(run: RunConfig, policy: Policy, data: Data, rewards: list[Any], probe: Probe, tell: Tell) -> Probe:
+    """The probe with the seconds of a token step, the median of `TIMED`: without prefill, the first call, the capture
+    of CUDA graphs. The probe's prompts are continued from the middle of a completion, and no row ends."""
+    if run.rloo.has_tools or loaded_engine(run, policy) in FOREIGN:  # episodes wait for tools
+        return probe
+    with make_trainer(policy, run, rewards, data.train) as trainer:
+        engine, batch, most = trainer.rloo.sampler.engine, probe.batch, run.rloo.generation_batch_size
+        rows, found = min(engine.rows or most, most), list[float]()
+        tell(f"{TIMED} tokens of {rows} completions")
+        engine.sampling = replace(engine.sampling, end_ids=(NO_END,))
+        for count in (1, rows):
+            prompts, times = list[list[int]](), list[float]()
+            for row in range(count):
+                first = row // batch.group_size * batch.group_size % len(batch)  # siblings share a prefill
+                half = batch.completions[first][: batch.lengths[first] // 2].tolist()
+                prompts.append([*batch.prompts[first].tolist(), *half][TIMED - run.model.max_seq_length :])
+
+            def note(number: int, _ids: list[int], times: list[float] = times) -> None:
+                if number == 0:  # its tokens are on the CPU
+                    times.append(time.monotonic())
+
+            with trainer.accelerator.autocast():
+                engine.sample(prompts, Limits(TIMED), on_tokens=note)
+            found.append(statistics.median(map(operator.sub, times[1:], times)))
+        return replace(probe, rows=rows, token_s=(found[0], found[1]), pads=engine.name == "generate")
 
 
 def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
@@ -27,14 +27,13 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
 from rloo_kit.plan.vram_plan import VramPlan
-from rloo_kit.rollout.types import FOREIGN, Limits, Rollout, Span
+from rloo_kit.rollout.types import FOREIGN, Rollout, Span
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 
 Tell = Callable[[str], None]  # shows a line
 # Share of the weights with a gradient that move: below the first an error, below the second a warning.
 MOVED_LEAST, MOVED_MOST = 0.05, 0.5
-DECODED = 16  # tokens of the rollout that is timed
 STEPS, STEPS_FP16 = 2, 12  # in float16 the first steps are skipped while the loss scale falls
 SAMPLED = 2**20  # values per tensor, to find the rate at which it would move
 SMALLER = 0.8  # share of the computed peak that a fix after an out-of-memory error has to reach
@@ -98,15 +97,6 @@ class FirstSteps(TrainerCallback):
             self.needed = torch.cat(sizes).median().item() * torch.finfo(self.dtype).eps / 2
 
 
-class StepsFound(NamedTuple):
-    """What `try_steps` timed: `decode_s` of a token of `rows` completions (0 if vLLM or a server samples), and
-    `gradient_s` of a trained token."""
-
-    rows: int
-    decode_s: float
-    gradient_s: float
-
-
 def try_steps(
     run: RunConfig,
     policy: Policy,
@@ -114,12 +104,11 @@ def try_steps(
     measures: Measures,
     faults: list[Problem],
     tell: Tell,
-) -> StepsFound | None:
-    """Take the run's optimizer steps at full length, after a few tokens of as many completions as a rollout has at
-    once. Fills `measures` and appends to `faults`.
+) -> float | None:
+    """Take the run's optimizer steps at full length. Fills `measures` and appends to `faults`.
 
     Returns:
-        None if memory ran out, or would on a CPU.
+        Seconds of a trained token, from the last step; None if memory ran out, or would on a CPU.
 
     Raises:
         ConfigError: the model's memory cannot be planned.
@@ -134,32 +123,21 @@ def try_steps(
     load = load_of(run, policy)
     completions = rows_of_a_pass(load)[1]
     tell(f"steps at full length: {completions} completions of {load.row_tokens} tokens with their prompts")
-    looked, rows = FirstSteps(weights, tell), 0 if plan.engine.name in FOREIGN else plan.rows
-    rollout_s = decode_s = 0.0
-
-    def decode(engine: Any) -> None:
-        nonlocal rollout_s, decode_s
-        if rows:
-            started = time.monotonic()
-            prompts = [[row % 200 + 1] for row in range(rows)]  # different, unlike those of a group
-            found = engine.sample(prompts, Limits(DECODED)).completion_ids
-            rollout_s = time.monotonic() - started
-            decode_s = rollout_s / max(map(len, found))
-
+    looked = FirstSteps(weights, tell)
     try:
         with MemoryPeak() as peak:
             steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
-            take_steps(policy, run, decode, [looked], steps)
+            take_steps(policy, run, callbacks=[looked], steps=steps)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         text = f"an optimizer step at full length ran out of memory, of {machine}"
         faults.append(Problem("memory", text, _changes(run, plan, policy)))
         return None
-    measures.rollout_gib, measures.training_gib = plan.rollout_gib if rows else None, peak.gib
+    measures.rollout_gib, measures.training_gib = None if plan.engine.name in FOREIGN else plan.rollout_gib, peak.gib
     measures.grad_norm, measures.moved = looked.grad_norm, looked.moved
     faults += find_step_faults(run, looked)
-    return StepsFound(rows, decode_s, (looked.step_s - rollout_s) / (completions * load.row_tokens))
+    return looked.step_s / (completions * load.row_tokens)
 
 
 def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:

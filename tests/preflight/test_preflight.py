@@ -21,6 +21,7 @@ from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_logp_faults
 from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
+from rloo_kit.rollout.generate import GenerateEngine, _Steering
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
 from tests.test_cli import call
@@ -121,6 +122,52 @@ def test_a_model_that_solves_nothing_is_sent_to_sft(prepare):
     found = kit.check_preflight(*prepare(SFT_FIRST))
     text = " ".join(str(found).replace("│", " ").split())
     assert not found.go and "rloo-kit sft" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_the_hours_are_those_of_a_run(prepare, monkeypatch, engine):
+    """Prefill and capture, the time of a hundred tokens, were spread over 16: a step was planned ten times too long.
+    A clock that only the model moves: 1 s for a token step and 0.1 s for each of its rows, in the preflight 50 s before
+    the first one and 1000 s in the first optimizer step."""
+    words = [f"rollout.engine={engine}", "rloo.max_steps=6", "eval.batch_size=20"]
+    run, policy, data, rewards = prepare(DEMO, *words)
+    clock = SimpleNamespace(now=0.0, prefill=50.0, first=1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+
+    def slow(owner: Any, name: str, seconds: Any) -> None:
+        def call(*arguments: Any, **more: Any) -> Any:
+            clock.now += seconds(*arguments)
+            return plain(*arguments, **more)
+
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, call)
+
+    def gradient_s(_step: Any, _model: Any, batch: Any, rows: list[int], *_: Any) -> float:
+        first, clock.first = clock.first, 0.0
+        return first + 0.02 * sum(
+            len(batch.prompts[row]) + len(batch.completions[row]) for row in batch.with_signal(rows)
+        )
+
+    slow(NativeEngine, "_fill", lambda *_: clock.prefill)
+    slow(NativeEngine, "_step", lambda _engine, _decoder, _cache, live, _uniform: 1 + 0.1 * len(live))
+    slow(GenerateEngine, "_generate", lambda *_: clock.prefill)
+    slow(_Steering, "__call__", lambda _steering, ids, _scores: 1 + 0.1 * len(ids))
+    slow(RLOOStep, "loss", gradient_s)
+    measures = kit.check_preflight(run, policy, data, rewards).measures
+    clock.prefill = clock.first = 0.0
+    evaluated_s = kit.evaluate(run, policy, data.test).seconds
+    trained = [row["seconds"] for row in kit.train(run, policy, data, rewards).metrics]
+    step_s = (trained[-1] - trained[0]) / 5
+    assert 0.6 < measures.step_s / step_s < 1.6, (measures, step_s)
+    assert 0.6 < measures.hours * 3600 / (6 * step_s + 2 * evaluated_s) < 1.6, (measures, step_s, evaluated_s)
+
+
+def test_hours_read_like_hours():
+    """A run of hours, of minutes, of seconds."""
+    found = [dict(Measures(step_s=2.0, steps=9, hours=hours).lines())["speed"] for hours in (2.671, 0.2, 0.01)]
+    assert [text.partition("about ")[2].partition(" on")[0] for text in found] == ["2 h 40 min", "12 min", "36 s"]
+    assert all(text.endswith("on this CPU, evaluations included") for text in found)
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
