@@ -26,7 +26,7 @@ from rloo_kit.health.rules import Context, Finding
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.results.plots import tokens_per_second
-from rloo_kit.results.samples import list_steps, split_row
+from rloo_kit.results.samples import list_steps, split_completion
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
@@ -141,7 +141,8 @@ class TimedSaves(TrainerCallback):
 class ProgressLine(TrainerCallback):
     """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step.
 
-    The writer has written its row before. `after_s`: duration of what follows the steps; `evaluations`: those during
+    The time left is that of steps like those after the first, which also warms up. The writer has written its row
+    before. `after_s`: duration of what follows the steps; `evaluations`: those during
     training, whose time counts towards the time left; None without any.
     """
 
@@ -150,6 +151,7 @@ class ProgressLine(TrainerCallback):
         self.evaluations: Any = None
         self._begun = self._printed_at = 0.0
         self._first_step = 0
+        self._warm: tuple[int, float] | None = None  # the first logged step, and the seconds until its end
         self._printed_step: int | None = None
         self._logs: dict[str, Any] = {}
 
@@ -175,8 +177,11 @@ class ProgressLine(TrainerCallback):
         if self.evaluations is not None:
             evaluated_s = self.evaluations.seconds
             left_s += self.evaluations.seconds_left(step, state.max_steps)
-        done = max(step - self._first_step, 1)
-        left_s += (now - self._begun - evaluated_s) / done * (state.max_steps - step)
+        stepped_s = now - self._begun - evaluated_s
+        warm_step, warm_s = self._warm = self._warm or (step, stepped_s)
+        if step == warm_step:
+            warm_step, warm_s = self._first_step, 0.0
+        left_s += (stepped_s - warm_s) / max(step - warm_step, 1) * (state.max_steps - step)
         say(self._line(state, left_s, now - self._printed_at))
         self._printed_at, self._printed_step = now, step
 
@@ -275,7 +280,7 @@ class SampleTable(TrainerCallback):
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
         for row in [*reversed(firsts.values()), *others][: self.num_samples]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            segments, answer, _ = split_row(row, None)
+            segments, answer = split_completion(row)
             thinking = "\n".join(text for text, _ in segments)
             reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
             if row["truncated"]:

@@ -51,11 +51,6 @@ def split_completion(row: Mapping[str, Any]) -> tuple[Segments, str]:
     return [part for part in parts if part[0]], answer
 
 
-def split_row(row: Mapping[str, Any], _: None) -> tuple[Segments, str, bool]:
-    """`split_completion` for a caller with the old form."""
-    return *split_completion(row), True
-
-
 def describe_call(call: Mapping[str, Any]) -> str:
     """A call as code.
 

@@ -100,6 +100,16 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(begin, clock, capsys):
     assert "eta 9:00" in capsys.readouterr().out
 
 
+def test_eta_leaves_the_first_step_out(begin, clock, capsys):
+    """A first step that builds kernels takes three times as long: the time left was too long by half for many steps."""
+    line = begin(every_s=0.0, after_s=15.0)
+    for step, seconds in enumerate([30, 9, 11, 10], start=1):
+        clock.now += seconds
+        log(line, step, LOGS)
+    etas = [text.rpartition("eta ")[2] for text in capsys.readouterr().out.splitlines()]
+    assert etas[2:] == ["3:05", "2:55"], "17 and 16 steps of 10 s, and the evaluation"
+
+
 def test_sample_table_shows_thinking_and_answer_apart(rollouts, capsys):
     """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
     moves the cursor (a model may write any byte) must not draw over the table."""
