@@ -372,11 +372,10 @@ def test_an_answer_reward_made_in_python_judges_with_its_own_settings(make_run, 
     assert evaluate(configured, policy, rows).value("accuracy") == measured.value("accuracy")
 
 
-@pytest.mark.parametrize("gold", [{"sum": 7, "steps": ["1+6"]}, [7, "seven"], True, "7 because 1+6 = 7 #### 7"])
+@pytest.mark.parametrize("gold", [{"sum": 7, "steps": ["1+6"]}, [7, 8], True, "7 because 1+6 = 7 #### 7"])
 def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_policy, tiny_tokenizer):
-    """A list was refused, an object had the keys of all rows, and text with its working was 0 % right."""
-    rows = [{"prompt": f"{n}+1=", "answer": gold if n else {"other": None} if isinstance(gold, dict) else gold}
-            for n in range(20)]  # fmt: skip
+    """A list was refused, and text with its working was 0 % right."""
+    rows = [{"prompt": f"{n}+1=", "answer": gold} for n in range(20)]
     run = make_run([{"name": "length_reward"}], greedy=False)
     data = load_data(run, tiny_tokenizer, rows=rows)
     seen = []
@@ -386,7 +385,7 @@ def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_po
         return [0.5] * len(completions)
 
     measured = evaluate(run, make_policy(), data.test, reward_funcs=[own])
-    assert seen == data.test["answer"][:] and all(one in (gold, {"other": None}) for one in seen) and gold in seen
+    assert seen == data.test["answer"][:] and all(one == gold for one in seen)
     is_text = isinstance(gold, str)
     assert ("accuracy" in measured.measures, measured.judged_by) == (is_text, "exact match" if is_text else None)
     assert measured.leading == "reward" and measured.samples[0]["gold"] == seen[0]

@@ -127,7 +127,7 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
 
 @pytest.mark.parametrize("asked", [{"thinking_budget": 32}, {"weights": {"relative_length_penalty": 0.4}}])
 def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(asked: dict[str, Any]) -> None:
-    """A run that halved its thinking as right was told that lengths had collapsed and nothing was learnt."""
+    """A run that halved its thinking got the advice for collapsed lengths, and for a rate too low to learn."""
     assert look(drift("thinking/mean_length", 50, 5), **asked) == []
     shrinking = [row | {"thinking/mean_length": 50.0 - n} for n, row in enumerate(STILL)]
     assert look(shrinking, steps=40, **asked) == []
