@@ -148,14 +148,22 @@ class ProgressLine(TrainerCallback):
     def __init__(self, writer: MetricsWriter, every_s: float, after_s: float = 0.0):
         self.writer, self.every_s, self.after_s = writer, every_s, after_s
         self.evaluations: Any = None
-        self._begun = self._printed_at = 0.0
+        self._printed_at = 0.0
+        self._starts: list[
+            tuple[int, float, float]
+        ] = []  # the first steps: number, time, seconds of evaluations so far
         self._first_step = 0
         self._printed_step: int | None = None
         self._logs: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._begun = self._printed_at = time.monotonic()
-        self._first_step = state.global_step
+        self._printed_at = time.monotonic()
+        self._first_step, self._starts = state.global_step, []
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if len(self._starts) < 2:
+            self._starts.append((state.global_step, time.monotonic(), getattr(self.evaluations, "seconds", 0.0)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not is_step_row(logs) or not state.is_world_process_zero:
@@ -175,8 +183,10 @@ class ProgressLine(TrainerCallback):
         if self.evaluations is not None:
             evaluated_s = self.evaluations.seconds
             left_s += self.evaluations.seconds_left(step, state.max_steps)
-        done = max(step - self._first_step, 1)
-        left_s += (now - self._begun - evaluated_s) / done * (state.max_steps - step)
+        # A process's first step starts, compiles and captures: the ones after it count, as soon as there is one.
+        first, begun, evaluated_before_s = [one for one in self._starts if one[0] < step or one is self._starts[0]][-1]
+        seconds = now - begun - (evaluated_s - evaluated_before_s)
+        left_s += seconds / max(step - first, 1) * (state.max_steps - step)
         say(self._line(state, left_s, now - self._printed_at))
         self._printed_at, self._printed_step = now, step
 
