@@ -141,9 +141,8 @@ class TimedSaves(TrainerCallback):
 class ProgressLine(TrainerCallback):
     """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step.
 
-    The time left is that of steps like those after the first, which also warms up. The writer has written its row
-    before. `after_s`: duration of what follows the steps; `evaluations`: those during
-    training, whose time counts towards the time left; None without any.
+    The writer has written its row before. `after_s`: duration of what follows the steps; `evaluations`: those during
+    training, whose time counts towards the time left; None without any. The first step, which also warms up, does not.
     """
 
     def __init__(self, writer: MetricsWriter, every_s: float, after_s: float = 0.0):

@@ -6,6 +6,7 @@ fingerprints the methods it replaces.
 
 import functools
 import os
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -97,6 +98,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to compute
+        self._gradient_at = 0.0  # when this step's gradient was begun
         self._drawn: Any = None  # the sampler of the training prompts
         self.add_callback(_LoopCallback(self))
         use_text_progress(self)
@@ -128,14 +130,16 @@ class RLOOTrainer(trl.RLOOTrainer):
         passes = self.args.steps_per_generation
         place = self._step % (passes * self.num_iterations)
         if place == 0 or self._window is None:  # None: resumed inside a window
+            started = time.monotonic()
             self._window = self.rloo.roll_out(self.model, generation_batch, leave_open=True)
+            self.rloo.recorder.count("time/rollout_s", time.monotonic() - started)
             self._order = self._shuffle_rows(len(generation_batch))
         micro = place % passes
         size = self.args.per_device_train_batch_size
         self._due += self._order[micro * size : (micro + 1) * size]
         if not self.accelerator.sync_gradients and micro + 1 < passes:
             return {}
-        rows, self._due = sorted(self._due), []
+        rows, self._due, self._gradient_at = sorted(self._due), [], time.monotonic()
         return {"rollout": self._window, "rows": rows, "micro_steps": len(rows) / size}
 
     def _shuffle_rows(self, rows: int) -> list[int]:
@@ -181,6 +185,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         skipped = self.rloo.skipped
         trained = [one for one in self.model.parameters() if one.requires_grad]
         self.rloo.close(trained, self.state.global_step + 1)
+        self.rloo.recorder.count("time/gradient_s", time.monotonic() - self._gradient_at)  # `close` waits for a GPU
         if skipped.exceeded:
             self._save_checkpoint(self.model, trial=None)
             raise NonFiniteError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from rloo_kit.system.gpu import GIB
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-LARGE_BLOCK = 2**22  # bytes; smaller ones cost more time in page faults than they save memory (docs/plan.md)
+LARGE_BLOCK = 2**20  # bytes; smaller ones cost more time in page faults than they save memory (docs/log.md)
 
 
 def resident_gib() -> float | None:
@@ -45,7 +45,7 @@ def return_large_blocks() -> None:
     """Have the C heap return blocks of LARGE_BLOCK bytes as soon as they are free; only glibc can.
 
     Left alone, it raises its threshold up to 32 MiB as such blocks are freed, and then hardly reuses torch's aligned
-    blocks (https://sourceware.org/bugzilla/show_bug.cgi?id=14581): training on a CPU took up to 1 GiB more than its
+    blocks (https://sourceware.org/bugzilla/show_bug.cgi?id=14581): training on a CPU took up to 1.6 GiB more than its
     tensors. A threshold set by the user (MALLOC_MMAP_THRESHOLD_) stays.
     """
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", ""):

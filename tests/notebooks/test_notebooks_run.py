@@ -217,7 +217,7 @@ def check_command_line(start: Start, folder: Path) -> None:
     done = start(PAPERMILL.with_name("rloo-kit"), "train", config, *overrides, "eval.num_prompts=12")
     assert done.exit_code == "0", done.log[-4000:]
     notebook, command = (folder / name / "arithmetic_instruct" for name in ("runs", "cli"))
-    clocks = {"seconds", "step_time", "eps", "run"}
+    clocks = {"seconds", "step_time", "time/rollout_s", "time/gradient_s", "eps", "run"}
     for ours, theirs in zip(rows(notebook / "metrics.jsonl"), rows(command / "metrics.jsonl"), strict=True):
         assert {key for key in ours | theirs if ours.get(key) != theirs.get(key)} <= clocks
     for name in ("before.json", "after.json"):
