@@ -82,13 +82,15 @@ def test_the_embedded_model_is_what_was_trained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "most"), [("f32", 1e-4), ("q8_0", 0.2)])
-def test_llama_cpp_answers_as_the_embedded_model(embedded_run: Path, tmp_path: Path, kind: str, most: float) -> None:
-    """8 bits: 0.005 to 0.115 nats, by the processor that built the embedded model."""
+@pytest.mark.parametrize(("kind", "most", "same"), [("f32", 1e-4, 6), ("q8_0", 0.2, 4)])
+def test_llama_cpp_answers_as_the_embedded_model(
+    embedded_run: Path, tmp_path: Path, kind: str, most: float, same: int
+) -> None:
+    """8 bits: 0.005 to 0.115 nats and 5 or 6 equal texts, by the processor that built the embedded model."""
     check = certified(
         kit.export_model(embedded_run, "gguf", output=tmp_path / "x", num_prompts=6, quantization=kind), 6
     )
-    assert check["largest"] < most and check["equal"] == 6
+    assert check["largest"] < most and check["equal"] >= same
 
 
 @pytest.mark.slow
