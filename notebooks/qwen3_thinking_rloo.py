@@ -64,7 +64,7 @@ print(kit.setup_environment())
 #
 # The file below is an evening on a GPU with 12 GB. Each file says its steps, hours and memory, computed:
 #
-# | GPU | an evening, 512 thinking tokens (24 GB: 1,024) | a weekend, the full length |
+# | GPU | an evening, 512 thinking tokens (24 GB: 1,024) | a weekend or longer, the full length |
 # |---|---|---|
 # | 8 GB | `configs/evening_8gb.yaml`; `evening_1_7b.yaml` with 1.7B | `configs/qwen3_4b_thinking_8gb.yaml` |
 # | 12 GB | `configs/evening_12gb.yaml` | `configs/qwen3_4b_thinking_12gb.yaml` |
