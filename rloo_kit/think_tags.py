@@ -4,6 +4,7 @@ A tokenizer with Qwen3's vocabulary must have `</think>` at 151668, by which eve
 embedded model's compact one) has its own. Source: `tokenizer_config.json` of the Qwen3 checkpoints.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,16 @@ def count_thinking(turns: list[list[int]], end_id: int | None) -> int:
     """Tokens of the thinking of a completion's turns: of each those before its first `</think>`, or all of a turn that
     never closes, so that truncation does not make thoughts look short."""
     return sum(ids.index(end_id) if end_id in ids else len(ids) for ids in turns)
+
+
+def count_closing(ids: list[int], forced: Iterable[tuple[int, int]], end_id: int | None) -> int:
+    """Forced tokens before `</think>`: a closing sentence, which `count_thinking` counts but the model did not think.
+
+    >>> count_closing([5, 5, 8, 8, 9, 4], [(2, 5)], end_id=9)
+    2
+    """
+    spans = [ids[start:end] for start, end in forced]
+    return sum(span.index(end_id) if end_id in span else len(span) for span in spans)
 
 
 def answer_offset(text: str, ids: list[int], tokenizer: Any, tags: ThinkTags) -> int | None:

@@ -180,6 +180,12 @@ class RunConfig(Section):
             problems.append(
                 "every reward has weight 0, so nothing can be learned; give one a weight: rewards.0.weight=1"
             )
+        params = {one.name: one.params for one in self.rewards}
+        if (own := params.get("relative_length_penalty")) is not None and own != params.get("answer_reward"):
+            found = f"takes the reward answer_reward with equal params ({own or 'none'}) next to it"
+            problems.append(
+                f"rewards: relative_length_penalty {found}, whose right answers it compares; set them alike"
+            )
         problems += self._find_source_problems()
         problems += find_option_problems(self.to_arguments())
         problems += self.find_vllm_problems(self.rollout.engine)

@@ -38,12 +38,12 @@ from rloo_kit.rewarding.worker import close_worker, read_sources
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import Completion, generate_completions, measure_calls
 from rloo_kit.rollout.episodes import ToolUse, episode_columns, make_tool_use
-from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import split_turns
+from rloo_kit.rollout.thinking_budget import close_ids_for, make_limits
+from rloo_kit.rollout.types import Limits, split_turns
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.user_code import digest_texts
-from rloo_kit.think_tags import opens_thinking, split_thinking
+from rloo_kit.think_tags import count_thinking, opens_thinking, split_thinking
 
 _Value = TypeVar("_Value")
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # not passed as columns, as in TRL
@@ -318,9 +318,12 @@ class _Generator:
         self.run, self.policy, self.dataset, self.label = run, policy, dataset, label
         self.prompts, self.tools = list(dataset["prompt"]), open_tools(run, policy)
         self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
-        rloo, is_thinking = run.rloo, thinks(policy.family, run.model.enable_thinking)
-        names = ("thinking_budget", "answer_budget", "thinking_close") if is_thinking and rloo.thinking_budget else ()
-        self.budget = {name: getattr(rloo, name) for name in names}
+        self.limits = Limits(self.limit)
+        if thinks(policy.family, run.model.enable_thinking):
+            rloo = run.rloo
+            budgets = (rloo.thinking_budget, rloo.answer_budget, rloo.thinking_close, rloo.thinking_budget_total)
+            limits = make_limits(policy.tokenizer, policy.tags, rloo.max_completion_length, *budgets)
+            self.limits = replace(limits, max_completion_length=self.limit)
         self.own = share_of(self.prompts)
         self.done, self.total = 0, passes * len(self.own)
         self.begun = self.printed_at = time.monotonic()
@@ -337,7 +340,7 @@ class _Generator:
                 self.printed_at = now
 
         prompts, seed = [self.prompts[place] for place in self.own], self.run.run.seed + process_index()
-        options = self.budget | options
+        options = {"limits": None if "thinking_budget" in options else self.limits} | options
         options |= {"max_completion_length": self.limit, "temperature": temperature, "engine": self.run.rollout}
         options |= {"batch_size": self.run.eval.batch_size, "seed": seed, "on_batch": report}
         options |= {"tools": self.tools, "rows": [self.dataset[place] for place in self.own]}
@@ -353,16 +356,16 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
     own = verdicts if judge.judged_by != EXACT else None  # "wrong" next to a reward of 1 would mislead
     samples = _samples(generate, completions, own)
     tokens = [sum(map(len, split_turns(one.ids, one.context))) for one in completions]
-    is_thinking, budget = thinks(policy.family, run.model.enable_thinking), generate.budget.get("thinking_budget")
+    is_thinking, limits = thinks(policy.family, run.model.enable_thinking), generate.limits
     measured = Evaluation(
         label=generate.label,
         num_prompts=len(dataset),
         num_samples=num_samples,
         temperature=run.eval.temperature,
         max_completion_length=generate.limit,
-        thinking_budget=budget,
+        thinking_budget=limits.thinking_budget or limits.thinking_total,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
-        forced_share=None if budget is None else _mean([completion.forced for completion in completions]),
+        forced_share=_mean([completion.forced for completion in completions]) if limits.close_ids else None,
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_tokens=_mean(tokens),
         tools=_measure_tools(completions),
@@ -372,8 +375,10 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
         prompt_digests=list(map(digest_prompt, dataset["prompt"])),
     )
     if is_thinking:
-        pairs = zip(completions, tokens, strict=True)
-        thinking = [float(count if done.thinking_tokens is None else done.thinking_tokens) for done, count in pairs]
+        thinking = [
+            float(done.thinking_tokens or count_thinking(split_turns(done.ids, done.context), policy.tags.end_id))
+            for done in completions
+        ]
         if (found := mean_of_completions(by_prompt(thinking, num_samples), num_samples)) is not None:
             measured.measures[THINKING] = found
     if verdicts is not None and (accuracy := mean_of_completions(by_prompt(verdicts, num_samples), num_samples)):

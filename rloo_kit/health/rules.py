@@ -27,6 +27,7 @@ from rloo_kit.system.problems import Problem
 
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success
 MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
+PRESSED = 0.2  # share of thoughts closed by the budget from which it asks for shorter ones
 GAP_LOOK = 12  # rows in which a few gaps between sampler and trainer count, in a row or not
 ANSWERS = ("answer_reward", "math_answer_reward", "reasoning_gym_score")  # their mean is the accuracy in training
 SHORTENING = ("relative_length_penalty", "thinking_budget_reward", "soft_overlong_penalty")
@@ -53,11 +54,10 @@ class Context:
         steps = modes.pop("no_signal_steps")
         return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps, run.reward_weights)
 
-    @property
-    def wants_shorter(self) -> bool:
-        """Whether a thinking budget or a reward asks for less thinking."""
-        paid = any(self.weights.get(name, 0.0) > 0 for name in SHORTENING)
-        return paid or bool(self.rloo.get("thinking_budget") or self.rloo.get("thinking_budget_total"))
+    def wants_shorter(self, forced_share: float | None) -> bool:
+        """Whether a reward asks for less thinking, or a budget that closed so many thoughts at the start. The usual
+        budget, which leaves room for an answer, closes few."""
+        return any(self.weights.get(name, 0.0) > 0 for name in SHORTENING) or (forced_share or 0.0) >= PRESSED
 
     @property
     def on_policy(self) -> bool:
@@ -165,6 +165,11 @@ def is_solved(seen: Series, context: Context) -> bool:
 def answer_metric(seen: Series) -> str:
     """The metric that is the accuracy on the training prompts; empty if no reward compares answers."""
     return next((name for one in ANSWERS if seen.all(name := f"rewards/{one}/mean")), "")
+
+
+def closed_at_first(seen: Series) -> float:
+    """The share of thoughts that the budget closed in the first steps."""
+    return mean(seen.first("thinking/forced_ratio", 5) or [0.0])
 
 
 def last_of(seen: Series, name: str, count: int) -> list[float]:
@@ -425,9 +430,9 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "entropy_collapse"),
 )  # fmt: skip
 def length_collapse(seen: Series, context: Context) -> Evidence | None:
-    if context.wants_shorter:
-        return None
     answers = answer_metric(seen)
+    if context.wants_shorter(closed_at_first(seen)) and not (answers and seen.trend(answers) <= -2):
+        return None
     limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
     cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])
     if has_risen(seen, answers) if answers else cut_off >= 0.5 and has_risen(seen, "reward"):
@@ -555,9 +560,9 @@ def nothing_learnt(seen: Series, context: Context) -> Evidence | None:
         return None
     # Dynamic sampling keeps the reward constant; that of ranks is.
     is_constant = bool(seen.all("rollout/resampled_groups") or seen.all("judge/agreement"))
-    learnt = ("reward", answer_metric(seen), "thinking/mean_length" if context.wants_shorter else None)
-    trends = {name: seen.trend(name) for name in learnt if name}
-    if is_constant or any(abs(trend) >= 2 for trend in trends.values()):
+    trends = {name: seen.trend(name) for name in ("reward", answer_metric(seen)) if name}
+    is_shorter = context.wants_shorter(closed_at_first(seen)) and seen.trend("thinking/mean_length") <= -2
+    if is_constant or is_shorter or any(abs(trend) >= 2 for trend in trends.values()):
         return None
     values = f"from {mean(seen.first('reward', 5)):.3g} to {mean(seen.last('reward', 5)):.3g}"
     text = f"after {seen.step / planned:.0%} of the planned steps the reward went {values}, within its noise"

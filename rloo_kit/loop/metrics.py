@@ -20,7 +20,7 @@ from rloo_kit.models.parallel import Parallel
 from rloo_kit.rollout.completions import measure_calls
 from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.types import split_turns
-from rloo_kit.think_tags import ThinkTags, answer_offset, count_thinking, span_offsets
+from rloo_kit.think_tags import ThinkTags, answer_offset, count_closing, count_thinking, span_offsets
 
 # The columns of `Recorder._describe`, one row of numbers for each completion.
 COLUMNS = (
@@ -97,8 +97,8 @@ class Recorder:
     def _describe(self, batch: RolloutBatch) -> torch.Tensor:
         """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
 
-        `thinking_tokens`: see `count_thinking`; `closed` is the last turn's. `thinks` is 0 for a model that was not
-        asked to think.
+        `thinking_tokens`: see `count_thinking`, without a forced sentence; `closed` is the last turn's. `thinks` is 0
+        for a model that was not asked to think.
         `penalty` is the KL charge of the whole completion, before beta; `print` is equal for equal completions.
         """
         found, tags, columns = batch.judged.completions, self.tags, []
@@ -111,7 +111,7 @@ class Recorder:
                 tags.start_id in prompt[-3:] or tags.start_id in written  # templates may end in "<think>\n"
             )
             thinks = closed or (tags.end_id is not None and opened)
-            thinking = len(written) if tags.end_id is None else count_thinking(turns, tags.end_id)
+            thinking = count_thinking(turns, tags.end_id) - count_closing(ids, spans, tags.end_id)
             ends = sum(token in self.end_ids for token in written)
             fingerprint = hash(tuple(ids)) % 2**24  # exact in float32; the same in every process
             repeated = repeated_share(written)

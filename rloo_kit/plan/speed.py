@@ -124,8 +124,9 @@ def run_time(run: RunConfig, work: Workload, rows: int, gpu: GpuSpeed) -> RunTim
 
 def list_evaluations(run: RunConfig, limit: int) -> list[tuple[int, int, int]]:
     """Each call of the engine in a run's evaluations, in this process: completions, those of one prompt, and tokens at
-    most (`limit`: of the run). A share of the data as `data.test_size` counts as 100 prompts."""
-    asked, processes, held_out = run.eval, count_processes(), int(run.data.test_size) or 100
+    most (`limit`: of the run). With a share as `data.test_size`, `eval.num_prompts` prompts are held out, else 100."""
+    asked, processes = run.eval, count_processes()
+    held_out = int(run.data.test_size) or asked.num_prompts or 100
     tokens, each = asked.max_completion_length or limit, asked.num_samples
     prompts = min(asked.num_prompts or held_out, held_out)
     whole = [(prompts * each, each, tokens)] + [(prompts, 1, tokens)] * (asked.greedy and asked.temperature != 0)

@@ -203,7 +203,8 @@ def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measu
     seconds = measures.steps * measures.step_s
     if run.run.evaluate:
         prompts = min(settings.num_prompts or len(data.test), len(data.test))
-        for samples in (settings.num_samples, *[1] * (settings.greedy + len(settings.thinking_budgets))):
+        greedy = settings.greedy and settings.temperature != 0
+        for samples in (settings.num_samples, *[1] * (greedy + len(settings.thinking_budgets))):
             seconds += 2 * sample_s(prompts * samples, settings.batch_size, samples)
     if settings.every_steps:  # at the start too, and after the last step
         times = 1 + math.ceil(measures.steps / settings.every_steps)

@@ -1,5 +1,6 @@
 """A run's result, as `train` returns it or as read from its folder, and the verdict on it."""
 
+import math
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,7 +167,8 @@ def judge_run(
                 shares = f"{100 * old:.0f} % to {100 * new:.0f} %"
                 sentence += f"; greedy from {f'{old:.2f} to {new:.2f}' if greedy.is_reward else shares}"
         thinking = change_of(THINKING, before, after)
-        is_open = kind == "no evidence" and thinking is not None and thinking.fell and Context.of(run).wants_shorter
+        is_asked = Context.of(run).wants_shorter(before.forced_share)
+        is_open = kind == "no evidence" and thinking is not None and thinking.fell and is_asked
         if thinking is not None and (kind == "learnt" or thinking.fell) and not (shorter and shorter in sentence):
             sentence += f"; thinking from {thinking.before.value:,.0f} to {thinking.after.value:,.0f} tokens"
         if kind == "learnt" and result.adapter_step not in (None, result.steps):
@@ -179,7 +181,7 @@ def judge_run(
     if solved and is_tied and result.stopped in (None, EARLY, "no signal"):
         advice = f"it was solved before training{solved}: use harder prompts (data.source)"
     if is_open and cause is None and result.stopped in (None, EARLY):
-        advice = "evaluate on more prompts (eval.num_prompts): whether the shorter thinking is as right is open"
+        advice = "evaluate on more prompts (eval.num_prompts, data.test_size): if it is as right is still open"
     place = shlex.quote(str(result.folder))
     commands: tuple[str, ...] = (f"rloo-kit show {place}",)
     if kind == "learnt":
@@ -246,7 +248,9 @@ def _describe_shorter(
     """By how much the thinking fell without a loss, in a run that asks for that; else empty.
 
     `change` has to be flat, of a measure in [0, 1], and the low end of its interval within the margin."""
-    if before is None or after is None or change is None or change.rose or not Context.of(run).wants_shorter:
+    if before is None or after is None or change is None or change.rose:
+        return ""
+    if not Context.of(run).wants_shorter(before.forced_share):
         return ""
     thinking, (value, low, high) = change_of(THINKING, before, after), change.difference.ends
     ends = [*change.before.ends, *change.after.ends]
@@ -257,7 +261,8 @@ def _describe_shorter(
         return ""
     old, new = thinking.before.value, thinking.after.value
     fell = "{:,.0f} to {:,.0f}".format(*thinking.difference.ends[1:])
-    loss = f"{margin:.2f}" if change.is_reward else f"{100 * margin:.0f} points"
+    points = math.ceil(100 * margin - 1e-9)
+    loss = f"{points / 100:.2f}" if change.is_reward else f"{points} points"
     return (
         f"As {'good' if change.is_reward else 'right'} with {100 * new / old:.0f} % of the thinking, {new:,.0f} for "
         f"{old:,.0f} tokens (95 % CI of the change {fell}): {_lower(str(change))}; a loss of {loss} is ruled out"

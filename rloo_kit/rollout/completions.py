@@ -20,7 +20,7 @@ from rloo_kit.rollout.episodes import Episode, ToolUse, add_observation
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import Engine, Limits, OnTokens, Progress, Span, split_turns
 from rloo_kit.system.processes import is_distributed
-from rloo_kit.think_tags import count_thinking
+from rloo_kit.think_tags import count_closing, count_thinking
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Completion:
         ids: token ids, forced ones and the end token included.
         text: the ids decoded without special tokens; the thinking tags stay.
         ended: the model ended it itself; False if it was truncated.
-        thinking_tokens: tokens before the first `</think>` of each turn; None if the last turn's is not closed.
+        thinking_tokens: tokens before the first `</think>` of each turn, without a forced sentence; None if the last
+            turn's is not closed.
         forced: the thinking budget was spent, which closed the thinking.
         context: spans of the tools' results. episode: with tools, what happened; the text is then the last turn's.
     """
@@ -64,6 +65,7 @@ def generate_completions(
     thinking_budget: int | None = None,
     answer_budget: int | None = None,
     thinking_close: str = "tag",
+    limits: Limits | None = None,
     engine: str | RolloutSection | None = None,
     on_batch: Progress | None = None,
     on_tokens: OnTokens | None = None,
@@ -82,6 +84,7 @@ def generate_completions(
             `max_completion_length` (at least 1).
         thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's
             sentence with `</think>`.
+        limits: as in training, from `make_limits`: in place of the budgets and `max_completion_length`.
         engine: as `rollout.engine`, or the `rollout` of a run; None: that of the run that `load_policy` read.
         on_batch: called now and then with the number of completions done so far and in total.
         on_tokens: called with a completion's index in the result and its ids so far while it grows; see
@@ -100,8 +103,9 @@ def generate_completions(
             raise ConfigError(f"{name} is {value}; it has to be at least 1")
     if temperature < 0:
         raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
-    limits = Limits(max_completion_length)
-    if thinking_budget is not None:  # it may exceed the limit, which then counts only for what is left to answer
+    if (
+        limits is None and thinking_budget is not None
+    ):  # it may exceed the limit, which then counts only for what is left to answer
         if thinking_budget < 0:
             raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
         close_ids = close_ids_for(policy.tokenizer, policy.tags, thinking_close)
@@ -110,6 +114,7 @@ def generate_completions(
         if tools is not None:  # the budgets are a turn's, and the limit is the episode's
             length = max(length, max_completion_length)
         limits = replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
+    limits = limits or Limits(max_completion_length)
     if isinstance(engine, str):
         settings = {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
         rollout = RolloutSection.model_validate(settings)
@@ -142,15 +147,17 @@ def generate_completions(
         zip(sampled.completion_ids, sampled.context, finished, strict=True)
     ):
         turns = split_turns(ids, context)
-        is_closed = end_id is not None and end_id in turns[-1]
+        is_closed, spans = end_id is not None and end_id in turns[-1], sampled.forced[number]
         completions.append(
             Completion(
                 prompt_index=number // num_samples,
                 ids=ids,
                 text=policy.tokenizer.decode(turns[-1], skip_special_tokens=True),
                 ended=bool(ids) and ids[-1] in end_ids and (episode is None or episode.cut is None),
-                thinking_tokens=count_thinking(turns, end_id) if end_id is not None and is_closed else None,
-                forced=bool(sampled.forced[number]),
+                thinking_tokens=count_thinking(turns, end_id) - count_closing(ids, spans, end_id)
+                if is_closed
+                else None,
+                forced=bool(spans),
                 context=context,
                 episode=episode,
             )

@@ -81,6 +81,9 @@ WRONG = {
     "model={name: a/b, family: instruct, enable_thinking: true}": "set model.family=hybrid|model.enable_thinking=null",
     "rewards=[{name: a}, {name: missing_eos_penalty}]|rloo.missing_eos_penalty=1": "rloo.missing_eos_penalty and the "
     "reward missing_eos_penalty are both set|twice",
+    "rewards=[{name: answer_reward}, {name: relative_length_penalty, params: {find: boxed}}]": "rewards: relative_"
+    "length_penalty takes the reward answer_reward with equal params ({'find': 'boxed'})",
+    "rewards=[{name: relative_length_penalty}]": "answer_reward with equal params (none) next to it",
     "run.name=a/b": "name is 'a/b'|no slash",
 }
 

@@ -205,6 +205,9 @@ def test_the_run_is_measured_under_its_own_budget(make_run, make_policy):
     assert measured.forced_share == pytest.approx(sum(done.forced for done in found) / len(found))
     lengths = [len(done.ids) if done.thinking_tokens is None else done.thinking_tokens for done in found]
     assert max(lengths) == 2 and measured.measures["thinking_tokens"].per_prompt == lengths
+    run.eval.max_completion_length = 4
+    short = evaluate(run, policy, data)
+    assert short.mean_tokens <= 4 < measured.mean_tokens and short.forced_share == measured.forced_share
     without = evaluate(make_run(greedy=False), policy, data)
     assert "thinking budget none and 2" in setting_differences(without, measured)
     assert "closed by the budget of 2" in str(measured) and without.forced_share is None

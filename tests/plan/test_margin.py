@@ -151,6 +151,8 @@ def test_evaluations_are_part_of_the_hours() -> None:
     run = load_config(THINKING, *words)
     passes = [(200, 2, 4087), (100, 1, 4087), (100, 1, 1024 + 23 + 32)]
     assert list_evaluations(run, 4087) == 2 * passes
+    words = ["data.test_size=0.5", "eval.num_prompts=1000"]
+    assert list_evaluations(load_config(THINKING, *words), 4087)[0] == (1000, 1, 4087), "it was 100"
     words = ["run.evaluate=false", "eval.every_steps=80", "eval.every_prompts=64"]
     assert list_evaluations(load_config(THINKING, *words), 4087) == 4 * [(64, 1, 4087)]
     step = plan_vram(run, 12e9 / 2**30).step

@@ -97,7 +97,7 @@ def test_a_fault_costs_one_call_and_leaves_nothing(name: str, tmp_path: Path) ->
     assert len(message.encode()) < LONGEST_ERROR + 500
     assert not list(tmp_path.iterdir()) and os.getcwd() == before
     new = set(psutil.Process().children(recursive=True)) - children
-    assert marked(RUN_MARK, own_run()) == [] and all("marked" in p.cmdline()[2] for p in new)
+    assert marked(RUN_MARK, own_run()) == [] and all("import watch;" in p.cmdline()[2] for p in new)
 
 
 def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ def test_open_thinking_is_closed_at_the_budget(make_policy):
         ):
             assert one.forced and one.closed and not one.ended and len(one.ids) == length
             assert one.thinking_tokens == one.ids.index(THINK_END) == budget and one.ids.count(THINK_END) == 1
+    options: dict[str, Any] = {"max_completion_length": 400, "thinking_budget": 4, "answer_budget": 3}
+    (one,) = generate_completions(policy, PROMPTS[:1], thinking_close="sentence", **options)
+    assert one.ids.index(THINK_END) > 40 and one.thinking_tokens == 4, "the sentence is not the model's"
 
 
 @pytest.mark.parametrize(

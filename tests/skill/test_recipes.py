@@ -32,12 +32,17 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_file_takes_the_place_of_gsm8k(folder, tiny_tokenizer):
-    check, line = map(shlex.split, read_block("bash", "data.source=problems.jsonl").splitlines())
+@pytest.mark.parametrize("config", ["evening_12gb", "qwen3_4b_thinking_12gb"])
+def test_a_file_takes_the_place_of_gsm8k(config, folder, tiny_tokenizer):
+    """The evening's commands refused a plain file of questions and answers: they kept GSM8K's `####`."""
+    check, line = map(shlex.split, read_block("bash", f"train configs/{config}.yaml").splitlines())
     assert (check[1], line[1]) == ("preflight", "train") and check[2:] == line[2:]
-    run = load_config(ROOT / line[2], *line[3:])
+    run, gold = load_config(ROOT / line[2], *line[3:]), PROBLEM["answer"].partition("#### ")[2]
+    if config == "evening_12gb":
+        rows = [PROBLEM | {"question": f"{n} + 0?", "answer": gold} for n in range(300)]
+        (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = load_data(run, tiny_tokenizer)
-    assert data.test[0]["answer"] == PROBLEM["answer"].partition("#### ")[2]
+    assert data.test[0]["answer"] == gold
 
 
 @pytest.mark.parametrize(
