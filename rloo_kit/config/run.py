@@ -182,9 +182,9 @@ class RunConfig(Section):
             )
         params = {one.name: one.params for one in self.rewards}
         if (own := params.get("relative_length_penalty")) is not None and own != params.get("answer_reward"):
-            found = f"takes the reward answer_reward with equal params ({own or 'none'}) next to it"
             problems.append(
-                f"rewards: relative_length_penalty {found}, whose right answers it compares; set them alike"
+                "rewards: relative_length_penalty takes the reward answer_reward with equal params "
+                f"({own or 'none'}) next to it, whose right answers it compares; set them alike"
             )
         problems += self._find_source_problems()
         problems += find_option_problems(self.to_arguments())

@@ -103,9 +103,8 @@ def generate_completions(
             raise ConfigError(f"{name} is {value}; it has to be at least 1")
     if temperature < 0:
         raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
-    if (
-        limits is None and thinking_budget is not None
-    ):  # it may exceed the limit, which then counts only for what is left to answer
+    if limits is None and thinking_budget is not None:
+        # It may exceed the limit, which then counts only for what is left to answer.
         if thinking_budget < 0:
             raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
         close_ids = close_ids_for(policy.tokenizer, policy.tags, thinking_close)
