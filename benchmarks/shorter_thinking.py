@@ -1,4 +1,4 @@
-"""Which recipe makes a model think shorter and as well: four of them, on two models whose thinking can be halved.
+"""Which recipe makes a model think shorter and as well: four of them, on two models whose thinking can be shortened.
 
     python benchmarks/shorter_thinking.py train --model embedded --recipes forced cut relative both --seeds 0
     python benchmarks/shorter_thinking.py measure     # all trained ones, into benchmarks/results/shorter_thinking.json

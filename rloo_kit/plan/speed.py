@@ -122,17 +122,25 @@ def run_time(run: RunConfig, work: Workload, rows: int, gpu: GpuSpeed) -> RunTim
     return RunTime(gpu.name, rollout_s, trained_s, completions * mean / rollout_s, evaluation_s, run.rloo.max_steps)
 
 
-def list_evaluations(run: RunConfig, limit: int) -> list[tuple[int, int, int]]:
+def list_evaluations(
+    run: RunConfig, limit: int, held_out: int | None = None, max_steps: int | None = None
+) -> list[tuple[int, int, int]]:
     """Each call of the engine in a run's evaluations, in this process: completions, those of one prompt, and tokens at
-    most (`limit`: of the run). With a share as `data.test_size`, `eval.num_prompts` prompts are held out, else 100."""
+    most (`limit`: of the run).
+
+    Args:
+        held_out: prompts; None: `data.test_size`, or where that is a share `eval.num_prompts`, else 100. max_steps: of
+            the run; None: `rloo.max_steps`.
+    """
     asked, processes = run.eval, count_processes()
-    held_out = int(run.data.test_size) or asked.num_prompts or 100
+    held_out = held_out or int(run.data.test_size) or asked.num_prompts or 100
     tokens, each = asked.max_completion_length or limit, asked.num_samples
     prompts = min(asked.num_prompts or held_out, held_out)
     whole = [(prompts * each, each, tokens)] + [(prompts, 1, tokens)] * (asked.greedy and asked.temperature != 0)
     after = CLOSE_TOKENS.get(run.rloo.thinking_close, 1) + asked.answer_budget
     whole += [(prompts, 1, budget + after) for budget in asked.thinking_budgets]
-    on_the_way = 1 + -(-(run.rloo.max_steps or 1) // asked.every_steps) if asked.every_steps else 0
+    steps = max_steps or run.rloo.max_steps or 1
+    on_the_way = 1 + -(-steps // asked.every_steps) if asked.every_steps else 0  # at the start too
     passes = 2 * run.run.evaluate * whole + on_the_way * [(min(asked.every_prompts, held_out) * each, each, tokens)]
     return [(-(-count // processes), siblings, tokens) for count, siblings, tokens in passes]
 

@@ -25,7 +25,7 @@ from rloo_kit.errors import RlooKitError
 from rloo_kit.loop.callbacks import say_findings
 from rloo_kit.loop.training import check_sampling, check_start, train_in
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.speed import step_completions
+from rloo_kit.plan.speed import list_evaluations, step_completions
 from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe, time_tokens, try_tools
 from rloo_kit.preflight.trial_steps import try_steps
 from rloo_kit.results.verdict import TrainResult
@@ -187,7 +187,7 @@ def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measu
     """Seconds of a step, and hours of the run with its evaluations, for completions as long as the probe's.
 
     `gradient_s`: of a trained token; a third of it is the forward pass."""
-    batch, each, settings = probe.batch, step_completions(run), run.eval
+    batch, each = probe.batch, step_completions(run)
 
     def sample_s(completions: int, at_once: int, of_a_prompt: int) -> float:
         return probe.seconds(completions, at_once, of_a_prompt, gradient_s / 3)
@@ -200,14 +200,6 @@ def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measu
     epochs = (run.rloo.num_train_epochs or 0.0) * len(data.train) * run.rloo.num_generations * run.rloo.num_iterations
     measures.steps = run.rloo.max_steps or math.ceil(epochs / each)
     measures.device = "GPU" if torch.cuda.is_available() else "CPU"
-    seconds = measures.steps * measures.step_s
-    if run.run.evaluate:
-        prompts = min(settings.num_prompts or len(data.test), len(data.test))
-        greedy = settings.greedy and settings.temperature != 0
-        for samples in (settings.num_samples, *[1] * (greedy + len(settings.thinking_budgets))):
-            seconds += 2 * sample_s(prompts * samples, settings.batch_size, samples)
-    if settings.every_steps:  # at the start too, and after the last step
-        times = 1 + math.ceil(measures.steps / settings.every_steps)
-        prompts = min(settings.every_prompts, len(data.test)) * settings.num_samples
-        seconds += times * sample_s(prompts, settings.batch_size, settings.num_samples)
-    measures.hours = seconds / 3600
+    evaluations = list_evaluations(run, run.rloo.max_completion_length, len(data.test), measures.steps)
+    evaluation_s = sum(sample_s(count, run.eval.batch_size, siblings) for count, siblings, _ in evaluations)
+    measures.hours = (measures.steps * measures.step_s + evaluation_s) / 3600
