@@ -7,8 +7,7 @@ Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value h
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -17,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rloo_kit.gradient import packing
-from rloo_kit.plan.parts import CACHE_BLOCK, JOINED_LIMIT_BYTES
+from rloo_kit.plan.parts import CACHE_BLOCK
 
 Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, D)
 
@@ -28,7 +27,7 @@ class SlotCache:
     Attributes:
         mask: (R, 1, 1, L) bool of the current step, True where the row may attend, its own new token included.
         is_even: all rows of the current step are equally long, so the mask is True throughout.
-        length: L of the current step.
+        length: L of the current step, at least the longest row's.
     """
 
     def __init__(self, slots: int, block_tokens: int | None = None) -> None:
@@ -44,19 +43,17 @@ class SlotCache:
 
     def insert(self, layer: int, first: int, count: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the beginning of the slots `first` to `first + count` with one prompt's (G, P, D)."""
-        self._reserve(keys.size(1))
+        self.reserve(keys.size(1))
         for store, new in ((self.keys, keys), (self.values, values)):
             self._layer(store, layer, new.size(0), new)[first : first + count, :, : new.size(1)] = new
 
-    def begin(self, positions: list[int], device: torch.device) -> torch.Tensor:
-        """Begin a step in which row r writes at `positions[r]`; returns the positions as (R,)."""
-        self.length = max(positions) + 1
-        self.is_even = min(positions) + 1 == self.length
-        self._reserve(self.length)
+    def begin(self, positions: torch.Tensor, length: int, is_even: bool = False) -> None:
+        """Begin a step in which row r writes at `positions[r]` (R,), below `length`."""
+        self.length, self.is_even = length, is_even
+        self.reserve(length)
         self._places = {}
-        self._positions = torch.tensor(positions, device=device)
-        self.mask = (torch.arange(self.length, device=device) <= self._positions[:, None])[:, None, None, :]
-        return self._positions
+        self._positions = positions
+        self.mask = (torch.arange(length, device=positions.device) <= positions[:, None])[:, None, None, :]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store this step's (R, G, D) and return views of the rows' keys and values, (R, G, L, D) each."""
@@ -87,7 +84,8 @@ class SlotCache:
             store[layer] = like.new_zeros(self.slots, heads, self.capacity, like.size(-1))
         return store[layer]
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
+        """Grow to slots of so many tokens, if they are shorter."""
         if length <= self.capacity:
             return
         old, self.capacity = self.capacity, -(-length // self.block_tokens) * self.block_tokens
@@ -107,9 +105,12 @@ class ModuleDecoder:
     """Runs the model's own modules, with `SlotCache` in place of their cache; made for one rollout.
 
     Attributes:
+        replayable: whether `decode` is a fixed sequence of operations once `prepare` was called.
         groups_heads: whether a step uses `attend_grouped`, which needs SDPA through transformers' interface; else it
             uses the model's own attention.
     """
+
+    replayable = False
 
     def __init__(self, model: Any) -> None:
         self.model = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -119,6 +120,9 @@ class ModuleDecoder:
         self.groups_heads = attention in (packing.PLAIN, packing.NAME) and getattr(
             self.model, "_supports_attention_backend", False
         )
+
+    def prepare(self, length: int) -> None:
+        """Be ready for rows of so many tokens."""
 
     def prefill(self, prompts: list[list[int]], cache: SlotCache, slots: list[tuple[int, int]]) -> None:
         """Put each prompt's keys and values into its slots, (first, count).
@@ -217,181 +221,3 @@ class _StepCache:
     def get_seq_length(self, layer: int = 0) -> int:
         """Tokens before the step; unused, since positions are given."""
         return self._cache.length - 1
-
-
-FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
-SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier")
-
-
-class NotPlainError(Exception):
-    """The model has a part that `FusedDecoder` does not support; the message names it."""
-
-
-class _Layer(NamedTuple):
-    """Weights of one layer, transposed for (R, in) @ (in, out)."""
-
-    qkv: torch.Tensor  # (M, (H + 2 G) D)
-    qkv_bias: torch.Tensor | None
-    head_norm: torch.Tensor | None  # (H + G, D)
-    head_eps: float
-    out: torch.Tensor  # (H D, M)
-    out_bias: torch.Tensor | None
-    gate_up: torch.Tensor  # (M, 2 I)
-    down: torch.Tensor  # (I, M)
-    eps: tuple[float, float]  # of the norms before attention and before the MLP
-
-
-class FusedDecoder(ModuleDecoder):
-    """Prefills like `ModuleDecoder`, decodes with its own copy of the weights: fewer kernel launches for few rows.
-
-    In the copy, the adapter is merged, projections are fused (q, k and v; gate and up), and norm weights are multiplied
-    into the projection after them. Rotation is one complex product, so each head's dimensions are stored in pairs.
-    Raises NotPlainError for 4-bit and 16-bit weights (a merged copy would be rounded), adapters of more than two
-    matrices, copies above 1 GiB and scaled logits.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        config = self.model.config
-        backbone = self.model.get_decoder()
-        _check(self.model, backbone)
-        attention = backbone.layers[0].self_attn
-        self.head_size = attention.head_dim
-        self.kv_heads = config.num_key_value_heads
-        self.heads = config.num_attention_heads
-        self._scale = attention.scaling
-        half = self.head_size // 2
-        self._pairs = torch.arange(self.head_size, device=self.device).view(2, half).t().flatten()
-        self._layers = [self._read(layer) for layer in backbone.layers]
-        self._embedding = self.model.get_input_embeddings().weight  # (V, M)
-        self._norm, self._norm_eps = _norm_of(backbone.norm)
-        self._head = self.model.get_output_embeddings()
-        self._rotary = backbone.rotary_emb
-        self._angles = self._rotate(64)
-
-    def arrange(self, keys: torch.Tensor) -> torch.Tensor:
-        """transformers' keys with each head's dimensions in pairs."""
-        return keys[..., self._pairs]
-
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """As `ModuleDecoder.decode`."""
-        if cache.length > self._angles.size(0):
-            self._angles = self._rotate(2 * cache.length)
-        angles = self._angles[positions][:, None]  # (R, 1, D / 2)
-        mask = None
-        if not cache.is_even:
-            mask = torch.zeros(cache.mask.shape, device=self.device).masked_fill_(~cache.mask, -torch.inf)
-        rows, both = tokens.size(0), self.heads + self.kv_heads
-        hidden = functional.embedding(tokens, self._embedding)  # (R, M)
-        for number, layer in enumerate(self._layers):
-            states = _normalise(hidden, layer.eps[0]) @ layer.qkv
-            if layer.qkv_bias is not None:
-                states = states + layer.qkv_bias
-            states = states.view(rows, both + self.kv_heads, self.head_size)
-            turned = states[:, :both]  # queries and keys, (R, H + G, D)
-            if layer.head_norm is not None:
-                turned = _normalise(turned, layer.head_eps) * layer.head_norm
-            pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))  # (R, H + G, D / 2)
-            turned = torch.view_as_real(pairs * angles).flatten(-2)
-            keys, values = cache.write(number, turned[:, self.heads :], states[:, both:])
-            queries = turned[:, : self.heads].reshape(
-                rows, self.kv_heads, -1, self.head_size
-            )  # a group's heads as rows
-            found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
-            hidden = torch.addmm(hidden, found.reshape(rows, -1), layer.out)
-            if layer.out_bias is not None:
-                hidden = hidden + layer.out_bias
-            gate, up = (_normalise(hidden, layer.eps[1]) @ layer.gate_up).chunk(2, dim=-1)
-            hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
-        return functional.linear(_normalise(hidden, self._norm_eps) * self._norm, self._head.weight, self._head.bias)
-
-    def _rotate(self, length: int) -> torch.Tensor:
-        """(length, D / 2) complex numbers that rotate pairs of dimensions."""
-        places = torch.arange(length, device=self.device)[None]
-        cosine, sine = (part[0] for part in self._rotary(self._embedding[:1], places))  # (length, D)
-        half = self.head_size // 2
-        if cosine.size(-1) != self.head_size or not torch.equal(cosine[:, :half], cosine[:, half:]):
-            raise NotPlainError("rotates only a part of each head, or not in halves")
-        return torch.complex(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
-
-    def _read(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        before_attention, eps = _norm_of(layer.input_layernorm)
-        before_mlp, mlp_eps = _norm_of(layer.post_attention_layernorm)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weights, biases = zip(*map(_linear, projections), strict=True)
-        turned = [*map(self._pair_rows, weights[:2])]
-        bias = None
-        if biases[0] is not None:
-            bias = torch.cat([*map(self._pair_rows, biases[:2]), biases[2]])
-        head_norm, head_eps = None, 0.0
-        if getattr(attention, "q_norm", None) is not None:
-            (query_norm, head_eps), (key_norm, _) = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
-            parts = (query_norm.expand(self.heads, -1), key_norm.expand(self.kv_heads, -1))
-            head_norm = torch.cat(parts)[:, self._pairs]
-        out, out_bias = _linear(attention.o_proj)
-        (gate, gate_bias), (up, up_bias), (down, down_bias) = map(_linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        if any(part is not None for part in (gate_bias, up_bias, down_bias)):
-            raise NotPlainError("has biases in its MLP")
-        return _Layer(
-            qkv=(torch.cat([*turned, weights[2]]) * before_attention).t().contiguous(),
-            qkv_bias=bias,
-            head_norm=head_norm,
-            head_eps=head_eps,
-            out=out.t().contiguous(),
-            out_bias=out_bias,
-            gate_up=(torch.cat((gate, up)) * before_mlp).t().contiguous(),
-            down=down.t().contiguous(),
-            eps=(eps, mlp_eps),
-        )
-
-    def _pair_rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """A projection's output rows, (heads * D, ...), with each head's dimensions in pairs."""
-        return weight.unflatten(0, (-1, self.head_size))[:, self._pairs].flatten(0, 1)
-
-
-def _check(model: Any, backbone: Any) -> None:
-    config = model.config
-    needed = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-    for layer, (part, names) in product(backbone.layers, needed.items()):
-        if not all(hasattr(getattr(layer, part, None), name) for name in names):
-            raise NotPlainError(f"has another kind of {part}")
-    if config.hidden_act != "silu" or any(getattr(config, key, None) not in (None, 1.0) for key in SCALING_KEYS):
-        raise NotPlainError("has another activation, or scales what it embeds or predicts")
-    if getattr(getattr(backbone, "rotary_emb", None), "rope_type", None) not in FIXED_ROTATIONS:
-        raise NotPlainError("has positions of another kind")
-    for module, kind in ((model.get_input_embeddings(), torch.nn.Embedding), (model.get_output_embeddings(), None)):
-        if type(module) is not (kind or torch.nn.Linear) or module.weight.dtype != torch.float32:
-            raise NotPlainError("has an embedding or a head that is not plain float32")
-    size = sum(parameter.numel() for parameter in backbone.layers.parameters()) * 4
-    if size > JOINED_LIMIT_BYTES:
-        raise NotPlainError(f"has {size / 2**30:.1f} GiB of weights to copy")
-
-
-def _normalise(states: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scale the last dimension to a root mean square of 1."""
-    length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-    return states * length.square_().mul_(1 / states.size(-1)).add_(eps).rsqrt_()
-
-
-def _norm_of(module: Any) -> tuple[torch.Tensor, float]:
-    """Weight and epsilon of a root-mean-square norm."""
-    if not hasattr(module, "variance_epsilon") or module.weight.dtype != torch.float32:
-        raise NotPlainError("has norms of another kind")
-    return module.weight, module.variance_epsilon
-
-
-def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight (out, in), with the active adapters added in a copy, and bias."""
-    base = module.base_layer if hasattr(module, "lora_A") else module
-    if type(base) is not torch.nn.Linear or base.weight.dtype != torch.float32:
-        raise NotPlainError("has projections that are not plain float32")
-    weight = base.weight
-    if base is not module and not module.disable_adapters and not module.merged:
-        for name in module.active_adapters:
-            if name not in module.lora_A:
-                continue
-            if name in module.lora_variant or module.lora_B[name].bias is not None:
-                raise NotPlainError("has an adapter that is more than two matrices")
-            weight = weight + module.get_delta_weight(name).to(torch.float32)
-    return weight, base.bias

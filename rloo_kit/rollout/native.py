@@ -3,34 +3,42 @@
 - A group's prompt is prefilled once and its keys and values are copied to the group's rows.
 - The cache holds live rows only: a row that ends is overwritten, a waiting one takes its place.
 - When memory runs out, the number of rows is halved and every row continues from its tokens so far.
+- On a GPU a token is a CUDA graph (`graphs.TokenSteps`), if a decoder of `layers` supports the model.
 
 A prompt is prefilled without its last token, which goes through the first decoding step, so all logits come from the
 same code.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from rloo_kit.errors import BackendError
-from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError, SlotCache
-from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, Sampling
+from rloo_kit.models.policy import is_coarse
+from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
+from rloo_kit.rollout.graphs import TokenSteps, round_rows
+from rloo_kit.rollout.layers import DirectDecoder, FusedDecoder, NotPlainError
+from rloo_kit.rollout.types import Call, CompletionState, Engine, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
 ADMIT_SHARE = 8  # waiting rows enter when 1/8 of the slots is free: a prefill costs as much as a few steps
-CHECK_PROMPT = (3, 1, 2, 0)
-TOLERANCE = 1e-4  # of a logit, relative to the largest
-BLOCK_ENTRIES = 128  # vocabulary entries per block of the two-level draw
+CHECKED = ((3, 1, 2, 0, 3), (3, 1, 1))  # rows whose last logits are compared
+TOLERANCE, TOLERANCE_16_BITS = 1e-4, 0.05  # of a logit, relative to the largest
 
 
 class NativeEngine(Engine):
-    """See `engine.build_engine` for the arguments."""
+    """See `engine.build_engine` for the arguments.
+
+    Attributes:
+        uses_graphs: on a GPU, until a capture fails. decoder: name of the class that decoded last.
+        counts: token steps that were "captures", "replays" and "eager"; "capture_s": seconds of the captures.
+    """
 
     name = "native"
 
@@ -38,14 +46,23 @@ class NativeEngine(Engine):
         self, model: Any, mode: Callable[[], AbstractContextManager[None]], reason: str, sampling: Sampling
     ) -> None:
         super().__init__(reason, sampling)
-        self._cut = sampling.filters.make_cut()
         self._model, self._mode = model, mode
         self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
+        self.uses_graphs = model.device.type == "cuda"
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def decoder(self) -> str | None:
+        return None if self._decoder is None else self._decoder.__name__
 
     def _finish(self, call: Call) -> None:
-        with self._mode(), torch.no_grad():
+        with ExitStack() as stack:
+            stack.enter_context(self._mode())
+            stack.enter_context(torch.no_grad())
             decoder = make_decoder(self._model, self._decoder)
             self._decoder = type(decoder)
+            if decoder.replayable:  # it knows its precision
+                stack.enter_context(torch.autocast(decoder.device.type, enabled=False))
             waiting = deque(call.states[number] for number in call.order)
             # With tools, when a row comes back depends on the clock: its random numbers must not.
             uniform = None
@@ -62,7 +79,10 @@ class NativeEngine(Engine):
         slots = min(self.rows or len(waiting), len(waiting) + len(call.away))
         live: list[CompletionState] = []
         entering: list[CompletionState] = []
-        cache = SlotCache(slots)
+        longest = max(len(state.prompt) for state in call.states) + call.limits.max_completion_length
+        graphs = self.uses_graphs and decoder.replayable
+        cache = SlotCache(round_rows(slots) if graphs else slots)
+        steps = TokenSteps(self, decoder, cache, longest if graphs else None)
         try:
             while waiting or live or call.away:
                 waiting.extend(call.come_back(None if not (waiting or live) else 0.0))
@@ -73,7 +93,7 @@ class NativeEngine(Engine):
                     entering = [waiting.popleft() for _ in range(min(free, len(waiting)))]
                     self._fill(decoder, cache, entering, len(live))
                     live, entering = live + entering, []
-                self._step(decoder, cache, live, uniform)
+                self._step(steps, live, uniform)
                 if call.on_tokens is not None:
                     for row in live:
                         call.on_tokens(row.number, row.ids)
@@ -89,7 +109,7 @@ class NativeEngine(Engine):
             tried = len(live) + len(entering)
             if tried == 1 or not is_out_of_memory(error):
                 raise
-        del cache
+        del cache, steps
         waiting.extendleft(reversed([row for row in (*live, *entering) if not row.finished]))
         self._halve(tried, f"{len(waiting)} continue from their tokens so far")
 
@@ -109,22 +129,11 @@ class NativeEngine(Engine):
             decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
             groups = groups[size:]
 
-    def _step(
-        self, decoder: ModuleDecoder, cache: SlotCache, live: list[CompletionState], uniform: torch.Tensor | None
-    ) -> None:
+    def _step(self, steps: TokenSteps, live: list[CompletionState], uniform: torch.Tensor | None) -> None:
         """One more token for each live row. `uniform`: (B, C) of all rows, by number and place; None: any."""
-        tokens = torch.tensor([row.last for row in live], device=decoder.device)
-        positions = cache.begin([row.position for row in live], decoder.device)
-        logits = decoder.decode(tokens, positions, cache)  # (R, V)
-        ids = None
-        if self.sampling.filters.repetition_penalty != 1.0:  # (R, L), a row's tokens so far, padded with its last one
-            rows = [row.prompt + row.ids for row in live]
-            width = max(map(len, rows))
-            ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=decoder.device)
         if uniform is not None:
             uniform = uniform[[row.number for row in live], [len(row.ids) for row in live]][:, None]
-        drawn, logps = draw(logits, self.sampling.temperature, self._cut, ids, uniform)
-        new, scores = torch.stack((drawn.double(), logps.double())).tolist()  # one transfer
+        new, scores = steps.draw(live, uniform)
         if math.isnan(sum(scores)):
             raise BackendError(
                 "the model's logits contain a NaN or an infinity: its weights are broken (a learning rate too high?); "
@@ -150,81 +159,33 @@ def make_decoder(model: Any, choice: type[ModuleDecoder] | None = None) -> Modul
     """The decoder for a causal language model, plain or with an adapter, in evaluation mode.
 
     Args:
-        choice: the class that an earlier call chose for the same model. None: choose, and compare the fused decoder
-            with the modules on a few tokens before using it.
+        choice: the class that an earlier call chose for the same model. None: the first whose logits for a few tokens
+            are those of the model's own forward.
     """
-    if choice is ModuleDecoder or torch.is_autocast_enabled(model.device.type):
-        return ModuleDecoder(model)
-    try:
-        fused = FusedDecoder(model)
-    except (NotPlainError, AttributeError):
-        return ModuleDecoder(model)
-    return fused if choice is FusedDecoder or _agree(fused, ModuleDecoder(model)) else ModuleDecoder(model)
+    is_mixed = torch.is_autocast_enabled(model.device.type) and model.get_input_embeddings().weight.itemsize == 4
+    for kind in () if is_mixed else (FusedDecoder, DirectDecoder):
+        if choice in (None, kind):
+            try:
+                decoder = kind(model)
+            except (NotPlainError, AttributeError):
+                continue
+            if choice is kind or _agrees(decoder):
+                return decoder
+    return ModuleDecoder(model)
 
 
-def _agree(fused: ModuleDecoder, plain: ModuleDecoder) -> bool:
-    """Whether two decoders give the same logits for two rows of unequal length."""
-    found = []
-    for decoder in (fused, plain):
-        cache = SlotCache(slots=2, block_tokens=8)
-        decoder.prefill([list(CHECK_PROMPT), list(CHECK_PROMPT[:2])], cache, [(0, 1), (1, 1)])
-        tokens = torch.tensor(CHECK_PROMPT[:2], device=decoder.device)
-        found.append(decoder.decode(tokens, cache.begin([4, 2], decoder.device), cache).float())
-    return bool((found[0] - found[1]).abs().max() <= TOLERANCE * found[1].abs().max().clamp(min=1))
-
-
-def draw(
-    logits: torch.Tensor,
-    temperature: float,
-    cut: Cut | None = None,
-    ids: torch.Tensor | None = None,
-    uniform: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sampled tokens and their log-probabilities.
-
-    Args:
-        logits: (R, V), any floating type.
-        temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
-        cut: then filters the logits, see `Filters.make_cut`. ids: (R, L) so far, if `cut` reads them.
-        uniform: (R, 1) float64, one random number for each row; None draws them.
-
-    Returns:
-        tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits contain
-        NaN or +infinity has a NaN log-probability and an arbitrary token.
-    """
-    if temperature == 0:
-        return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
-    scaled = logits.float() if temperature == 1 else logits.float() / temperature
-    if cut is not None:
-        scaled = cut(ids, scaled.clone())
-    scaled = scaled - scaled.amax(dim=-1, keepdim=True)
-    tokens, total = _invert(scaled.exp(), uniform)
-    return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (R, 1) from one uniform number per row, and the sums of the weights (R, 1) in float64."""
-    rows, vocabulary = weights.shape
-    if uniform is None:
-        uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
-    if vocabulary <= 4 * BLOCK_ENTRIES:
-        sums = weights.cumsum(1, dtype=torch.float64)
-        return _pick(sums, uniform * sums[:, -1:]), sums[:, -1:]
-    missing = -vocabulary % BLOCK_ENTRIES
-    if missing:
-        weights = torch.nn.functional.pad(weights, (0, missing))
-    blocks = weights.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
-    sums = blocks.sum(2).cumsum(1, dtype=torch.float64)  # (R, N)
-    total = sums[:, -1:]
-    target = uniform * total
-    block = _pick(sums, target)  # (R, 1)
-    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_ENTRIES)).squeeze(1).cumsum(1, dtype=torch.float64)
-    share = (target - before) / (sums.gather(1, block) - before)  # of the block; its two sums differ by rounding
-    token = block * BLOCK_ENTRIES + _pick(inside, share * inside[:, -1:])
-    return token.clamp_(max=vocabulary - 1), total
-
-
-def _pick(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first entry whose cumulative sum exceeds the target, so an entry of probability 0 is never drawn."""
-    return torch.searchsorted(sums, target, right=True).clamp_(max=sums.size(1) - 1)
+def _agrees(decoder: ModuleDecoder) -> bool:
+    """Whether a decoder's logits are those of the model's forward, for two rows of unequal length."""
+    cache = SlotCache(slots=2, block_tokens=8)
+    decoder.prefill([list(row[:-1]) for row in CHECKED], cache, [(0, 1), (1, 1)])
+    tokens, positions = (
+        torch.tensor(values, device=decoder.device)
+        for values in ([row[-1] for row in CHECKED], [len(row) - 1 for row in CHECKED])
+    )
+    cache.begin(positions, max(map(len, CHECKED)))
+    with torch.autocast(decoder.device.type, enabled=False):
+        found = decoder.decode(tokens, positions, cache).float()
+    rows = [torch.tensor([row], device=decoder.device) for row in CHECKED]
+    expected = torch.stack([decoder.model(input_ids=row).logits[0, -1] for row in rows]).float()
+    tolerance = TOLERANCE_16_BITS if is_coarse(decoder.model) else TOLERANCE
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1))

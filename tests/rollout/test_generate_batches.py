@@ -163,8 +163,11 @@ def test_the_model_attends_as_before_between_steps(make_tiny_model):
     assert decoder.groups_heads and model.config._attn_implementation == "rloo_packed"
     with torch.no_grad():
         decoder.prefill([[5, 6, 7], [9]], cache, [(0, 1), (1, 1)])
-        decoder.decode(torch.tensor([1, 2]), cache.begin([3, 1], decoder.device), cache)
+        positions = torch.tensor([3, 1])
+        cache.begin(positions, 4)
+        decoder.decode(torch.tensor([1, 2]), positions, cache)
         assert model.config._attn_implementation == "rloo_packed"
+        cache.begin(positions + 1, 5)
         with pytest.raises(IndexError):
-            decoder.decode(torch.tensor([10**6] * 2), cache.begin([4, 2], decoder.device), cache)
+            decoder.decode(torch.tensor([10**6] * 2), positions + 1, cache)
     assert model.config._attn_implementation == "rloo_packed"

@@ -1,0 +1,424 @@
+"""Decoders that walk a model's layers themselves: few operations a token, and always the same, as a CUDA graph needs.
+
+Shapes: R live rows, M model, I MLP, H query heads, G key-value heads, D head size, B prompts of P tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from rloo_kit.plan.parts import JOINED_LIMIT_BYTES
+from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
+
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
+SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier")
+
+
+class NotPlainError(Exception):
+    """The model has a part that these decoders do not support; the message names it."""
+
+
+class LayerDecoder(ModuleDecoder):
+    """What walks the layers has in common: the sizes, the embedding, the head.
+
+    Raises NotPlainError for a model with other parts.
+    """
+
+    replayable = True
+    copies_layers = True  # float32 layers of at most 1 GiB
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        config = self.model.config
+        backbone = self.model.get_decoder()
+        _check(self.model, backbone, self.copies_layers)
+        attention = backbone.layers[0].self_attn
+        self.head_size = attention.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._scale = attention.scaling
+        self._embedding = self.model.get_input_embeddings().weight  # (V, M)
+        self.dtype = self._embedding.dtype
+        self._head, self._rotary = self.model.get_output_embeddings(), backbone.rotary_emb
+        self._last = _norm_of(backbone.norm, self.dtype)
+        self._length = 0  # of the table of angles
+        self._layers = [self._read(layer) for layer in backbone.layers]
+
+    def prepare(self, length: int) -> None:
+        if length > self._length:
+            self._length = max(64, 2 * length)
+            self._rotate()
+
+    def _read(self, layer: Any) -> Any:
+        """The layer's weights."""
+        raise NotImplementedError
+
+    def _rotate(self) -> None:
+        """Make the table of angles for `_length` positions."""
+        raise NotImplementedError
+
+    def _head_norm(self, attention: Any) -> tuple[torch.Tensor, float] | None:
+        """Weight (H + G, D) and epsilon of the queries' and keys' norms; None without."""
+        if getattr(attention, "q_norm", None) is None:
+            return None
+        (query, eps), (key, _) = _norm_of(attention.q_norm, self.dtype), _norm_of(attention.k_norm, self.dtype)
+        return torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1))), eps
+
+    def _attend(
+        self, number: int, states: torch.Tensor, values: torch.Tensor, cache: SlotCache, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of layer `number`, (R, H D), to rotated queries and keys (R, H + G, D) and values (R, G, D)."""
+        rows = states.size(0)
+        keys, values = cache.write(number, states[:, self.heads :], values)
+        queries = states[:, : self.heads].reshape(rows, self.kv_heads, -1, self.head_size)  # a group's heads as rows
+        found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
+        return found.reshape(rows, -1)
+
+    def _mask(self, cache: SlotCache) -> torch.Tensor | None:
+        """What is added to a step's attention scores, (R, 1, 1, L)."""
+        if cache.is_even:
+            return None
+        zeros = torch.zeros(cache.mask.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~cache.mask, -torch.inf)
+
+
+class _Weights(NamedTuple):
+    """One layer of `DirectDecoder`; norms are (weight, epsilon)."""
+
+    qkv: "Product"
+    out: "Product"
+    gate_up: "Product"
+    down: "Product"
+    before_attention: tuple[torch.Tensor, float]
+    before_mlp: tuple[torch.Tensor, float]
+    head_norm: tuple[torch.Tensor, float] | None  # (H + G, D)
+
+
+class DirectDecoder(LayerDecoder):
+    """Walks the layers with the modules' own weights, 16-bit, float32 or bitsandbytes' 4-bit ones.
+
+    The projections of one input are one product, their adapters another, cast to the model's dtype for the rollout.
+    It prefills by itself, so Unsloth's modules serve as well as transformers'.
+    """
+
+    copies_layers = False
+
+    def prefill(self, prompts: list[list[int]], cache: SlotCache, slots: list[tuple[int, int]]) -> None:
+        """As `ModuleDecoder.prefill`."""
+        width = max(map(len, prompts))
+        self.prepare(width)
+        ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)  # (B, P)
+        places = torch.arange(width, device=self.device).repeat(len(prompts))
+
+        def attend(number: int, states: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            sizes = (len(prompts), width, -1, self.head_size)
+            queries, keys = states.view(sizes).transpose(1, 2).split((self.heads, self.kv_heads), dim=1)
+            values = values.view(sizes).transpose(1, 2)  # (B, G, P, D)
+            for row, (first, count) in enumerate(slots):
+                length = len(prompts[row])
+                cache.insert(number, first, count, keys[row, :, :length], values[row, :, :length])
+            keys, values = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (keys, values))
+            found = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
+            return found.transpose(1, 2).reshape(len(ids.flatten()), -1)
+
+        self._walk(ids.flatten(), places, attend)
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """As `ModuleDecoder.decode`."""
+        self.prepare(cache.length)
+        mask = self._mask(cache)
+        hidden = self._walk(
+            tokens, positions, lambda number, states, values: self._attend(number, states, values, cache, mask)
+        )
+        return functional.linear(self._normalise(hidden, self._last), self._head.weight, self._head.bias)
+
+    def _walk(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The last hidden states (N, M) of tokens (N,) at positions (N,)."""
+        cosine, sine = self._cosine[positions][:, None], self._sine[positions][:, None]  # (N, 1, D)
+        both, half = self.heads + self.kv_heads, self.head_size // 2
+        hidden = functional.embedding(tokens, self._embedding)
+        for number, layer in enumerate(self._layers):
+            states = layer.qkv(self._normalise(hidden, layer.before_attention))
+            states = states.view(len(tokens), both + self.kv_heads, self.head_size)
+            turned = states[:, :both]  # queries and keys
+            if layer.head_norm is not None:
+                weight, eps = layer.head_norm
+                turned = functional.rms_norm(turned, (self.head_size,), None, eps) * weight
+            turned = torch.addcmul(turned * cosine, turned.roll(half, -1), sine)
+            hidden = hidden + layer.out(attend(number, turned, states[:, both:]))
+            gate, up = layer.gate_up(self._normalise(hidden, layer.before_mlp)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(functional.silu(gate) * up)
+        return hidden
+
+    @staticmethod
+    def _normalise(states: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
+        return functional.rms_norm(states, states.shape[-1:], *norm)
+
+    def _rotate(self) -> None:
+        """(length, D) cosines, and sines that are negative for the first half of a head, whose partner is the other."""
+        places = torch.arange(self._length, dtype=torch.float32, device=self.device)
+        angles = torch.outer(places, self._rotary.inv_freq.to(self.device, torch.float32))  # (length, D / 2)
+        if 2 * angles.size(1) != self.head_size:
+            raise NotPlainError("rotates only a part of each head")
+        scale, sine = self._rotary.attention_scaling, angles.sin()
+        self._cosine = (torch.cat((angles.cos(),) * 2, dim=1) * scale).to(self.dtype)
+        self._sine = (torch.cat((-sine, sine), dim=1) * scale).to(self.dtype)
+
+    def _read(self, layer: Any) -> _Weights:
+        attention, mlp = layer.self_attn, layer.mlp
+        return _Weights(
+            qkv=Product((attention.q_proj, attention.k_proj, attention.v_proj), self.dtype),
+            out=Product((attention.o_proj,), self.dtype),
+            gate_up=Product((mlp.gate_proj, mlp.up_proj), self.dtype),
+            down=Product((mlp.down_proj,), self.dtype),
+            before_attention=_norm_of(layer.input_layernorm, self.dtype),
+            before_mlp=_norm_of(layer.post_attention_layernorm, self.dtype),
+            head_norm=self._head_norm(attention),
+        )
+
+
+class Product:
+    """Several projections of one input (N, in) as one (N, out), with their adapters.
+
+    4-bit blocks lie along a row, so packed rows are joined exactly; the modules' weights become views of the joined
+    ones, and no second copy exists. Scales are unpacked to float32, as one product has one form of them. The adapters'
+    first matrices are stacked, their second ones, scaled, are one block-diagonal matrix.
+    """
+
+    def __init__(self, modules: Sequence[Any], dtype: torch.dtype) -> None:
+        bases = [module.base_layer if hasattr(module, "lora_A") else module for module in modules]
+        self.packed: torch.Tensor | None = None
+        self.parts = [(base.weight, base.bias) for base in bases]
+        if all(type(base).__name__ == "Linear4bit" for base in bases):
+            self._join(bases, dtype)
+        elif any(type(base) is not torch.nn.Linear or base.weight.dtype != dtype for base in bases):
+            raise NotPlainError(f"has projections that are neither plain {dtype} nor 4-bit")
+        self.first = self.second = None  # (in, r), (r, out)
+        names = [_active(module) for module in modules]
+        if any(names):
+            firsts = [module.lora_A[name].weight for module, own in zip(modules, names, strict=True) for name in own]
+            self.first = torch.cat(firsts).to(dtype).t()
+            sizes = [base.out_features for base in bases]
+            blocks = [_second(*one) for one in zip(modules, names, sizes, strict=True)]
+            self.second = torch.block_diag(*blocks).to(firsts[0].device, dtype).t().contiguous()
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            found = torch.ops.bitsandbytes.gemm_4bit.default(
+                states, self.packed, self.shape, self.scales, self.block, self.kind, bias=self.bias
+            )
+        else:
+            parts = [functional.linear(states, *part) for part in self.parts]
+            found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return found if self.first is None else torch.addmm(found, states @ self.first, self.second)
+
+    def _join(self, bases: Sequence[Any], dtype: torch.dtype) -> None:
+        from bitsandbytes.functional import dequantize_blockwise  # ty: an optional part of the stack
+
+        states = [base.weight.quant_state for base in bases]
+        like = states[0]
+        for base, state in zip(bases, states, strict=True):
+            form = (state.blocksize, state.quant_type, base.weight.dtype, base.compute_dtype or dtype)
+            if form != (like.blocksize, like.quant_type, torch.uint8, dtype) or state.shape[1] % state.blocksize:
+                raise NotPlainError("has 4-bit matrices of another form")
+            if getattr(state, "packing_format_for_cpu", False):
+                raise NotPlainError("has 4-bit matrices that bitsandbytes has packed for this CPU")
+        scales = [
+            dequantize_blockwise(state.absmax, state.state2).float() + state.offset if state.nested else state.absmax
+            for state in states
+        ]
+        self.scales = torch.cat([part.flatten() for part in scales])
+        self.packed = join_in_place([base.weight for base in bases])
+        self.shape = [sum(state.shape[0] for state in states), like.shape[1]]
+        self.block, self.kind = like.blocksize, like.quant_type
+        biases = [base.bias for base in bases if base.bias is not None]
+        if len(biases) not in (0, len(bases)):
+            raise NotPlainError("has biases on some projections of one input only")
+        self.bias = torch.cat(biases).to(dtype) if biases else None
+
+
+def join_in_place(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One (n, 1) tensor of packed weights, which become views of it, unless they lie together already."""
+    flat = [weight.data.view(-1) for weight in weights]
+    ends = [part.data_ptr() + part.numel() for part in flat]
+    if len(flat) == 1 or [part.data_ptr() for part in flat[1:]] == ends[:-1]:
+        size = sum(part.numel() for part in flat)
+        if flat[0].storage_offset() + size <= flat[0].untyped_storage().nbytes():
+            return flat[0].as_strided((size, 1), (1, 1))
+    joined = torch.cat(flat)
+    for weight, part in zip(weights, joined.split([part.numel() for part in flat]), strict=True):
+        weight.data = part.view(weight.shape)
+    return joined.view(-1, 1)
+
+
+def _active(module: Any) -> list[str]:
+    """The names of a projection's adapters that are switched on and not merged."""
+    if not hasattr(module, "lora_A") or module.disable_adapters or module.merged:
+        return []
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if any(name in module.lora_variant or module.lora_B[name].bias is not None for name in names):
+        raise NotPlainError("has an adapter that is more than two matrices")
+    return names
+
+
+def _second(module: Any, names: Sequence[str], size: int) -> torch.Tensor:
+    """The second matrices of a projection's adapters, scaled and side by side, (out, r)."""
+    if not names:
+        return torch.zeros(size, 0)
+    return torch.cat([module.lora_B[name].weight * module.scaling[name] for name in names], dim=1)
+
+
+class _Layer(NamedTuple):
+    """Weights of one layer of `FusedDecoder`, transposed for (R, in) @ (in, out)."""
+
+    qkv: torch.Tensor  # (M, (H + 2 G) D)
+    qkv_bias: torch.Tensor | None
+    head_norm: torch.Tensor | None  # (H + G, D)
+    head_eps: float
+    out: torch.Tensor  # (H D, M)
+    out_bias: torch.Tensor | None
+    gate_up: torch.Tensor  # (M, 2 I)
+    down: torch.Tensor  # (I, M)
+    eps: tuple[float, float]  # of the norms before attention and before the MLP
+
+
+class FusedDecoder(LayerDecoder):
+    """Prefills like `ModuleDecoder`, decodes with its own copy of the weights: fewer kernel launches for few rows.
+
+    In the copy, the adapter is merged, projections are fused (q, k and v; gate and up), and norm weights are multiplied
+    into the projection after them. Rotation is one complex product, so each head's dimensions are stored in pairs.
+    Raises NotPlainError for 4-bit and 16-bit weights (a merged copy would be rounded), adapters of more than two
+    matrices, copies above 1 GiB and scaled logits.
+    """
+
+    copies_layers = True
+
+    def arrange(self, keys: torch.Tensor) -> torch.Tensor:
+        """transformers' keys with each head's dimensions in pairs."""
+        return keys[..., self._pairs]
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """As `ModuleDecoder.decode`."""
+        self.prepare(cache.length)
+        angles = self._angles[positions][:, None]  # (R, 1, D / 2)
+        mask, rows, both = self._mask(cache), tokens.size(0), self.heads + self.kv_heads
+        hidden = functional.embedding(tokens, self._embedding)  # (R, M)
+        for number, layer in enumerate(self._layers):
+            states = _normalise(hidden, layer.eps[0]) @ layer.qkv
+            if layer.qkv_bias is not None:
+                states = states + layer.qkv_bias
+            states = states.view(rows, both + self.kv_heads, self.head_size)
+            turned = states[:, :both]  # queries and keys, (R, H + G, D)
+            if layer.head_norm is not None:
+                turned = _normalise(turned, layer.head_eps) * layer.head_norm
+            pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))  # (R, H + G, D / 2)
+            turned = torch.view_as_real(pairs * angles).flatten(-2)
+            found = self._attend(number, turned, states[:, both:], cache, mask)
+            hidden = torch.addmm(hidden, found, layer.out)
+            if layer.out_bias is not None:
+                hidden = hidden + layer.out_bias
+            gate, up = (_normalise(hidden, layer.eps[1]) @ layer.gate_up).chunk(2, dim=-1)
+            hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
+        norm, eps = self._last
+        return functional.linear(_normalise(hidden, eps) * norm, self._head.weight, self._head.bias)
+
+    def _rotate(self) -> None:
+        """(length, D / 2) complex numbers that rotate pairs of dimensions."""
+        places = torch.arange(self._length, device=self.device)[None]
+        cosine, sine = (part[0] for part in self._rotary(self._embedding[:1], places))  # (length, D)
+        half = self.head_size // 2
+        if cosine.size(-1) != self.head_size or not torch.equal(cosine[:, :half], cosine[:, half:]):
+            raise NotPlainError("rotates only a part of each head, or not in halves")
+        self._angles = torch.complex(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
+
+    def _read(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        before_attention, eps = _norm_of(layer.input_layernorm, self.dtype)
+        before_mlp, mlp_eps = _norm_of(layer.post_attention_layernorm, self.dtype)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weights, biases = zip(*map(_linear, projections), strict=True)
+        turned = [*map(self._pair_rows, weights[:2])]
+        bias = None
+        if biases[0] is not None:
+            bias = torch.cat([*map(self._pair_rows, biases[:2]), biases[2]])
+        head_norm, head_eps = None, 0.0
+        if (found := self._head_norm(attention)) is not None:
+            head_norm, head_eps = found[0][:, self._pairs], found[1]
+        out, out_bias = _linear(attention.o_proj)
+        (gate, gate_bias), (up, up_bias), (down, down_bias) = map(_linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        if any(part is not None for part in (gate_bias, up_bias, down_bias)):
+            raise NotPlainError("has biases in its MLP")
+        return _Layer(
+            qkv=(torch.cat([*turned, weights[2]]) * before_attention).t().contiguous(),
+            qkv_bias=bias,
+            head_norm=head_norm,
+            head_eps=head_eps,
+            out=out.t().contiguous(),
+            out_bias=out_bias,
+            gate_up=(torch.cat((gate, up)) * before_mlp).t().contiguous(),
+            down=down.t().contiguous(),
+            eps=(eps, mlp_eps),
+        )
+
+    @property
+    def _pairs(self) -> torch.Tensor:
+        return torch.arange(self.head_size, device=self.device).view(2, -1).t().flatten()
+
+    def _pair_rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """A projection's output rows, (heads * D, ...), with each head's dimensions in pairs."""
+        return weight.unflatten(0, (-1, self.head_size))[:, self._pairs].flatten(0, 1)
+
+
+def _check(model: Any, backbone: Any, copies: bool) -> None:
+    config = model.config
+    needed = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    for layer, (part, names) in product(backbone.layers, needed.items()):
+        if not all(hasattr(getattr(layer, part, None), name) for name in names):
+            raise NotPlainError(f"has another kind of {part}")
+    if config.hidden_act != "silu" or any(getattr(config, key, None) not in (None, 1.0) for key in SCALING_KEYS):
+        raise NotPlainError("has another activation, or scales what it embeds or predicts")
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in FIXED_ROTATIONS:
+        raise NotPlainError("has positions of another kind")
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    if tuple(map(type, tables)) != (torch.nn.Embedding, torch.nn.Linear):
+        raise NotPlainError("has an embedding or a head that is not plain")
+    if len({(table.weight.dtype, table.weight.device) for table in tables}) > 1:
+        raise NotPlainError("has an embedding and a head of different kinds")
+    if not copies:
+        return
+    if tables[0].weight.dtype != torch.float32:
+        raise NotPlainError("is not in float32")
+    size = sum(parameter.numel() for parameter in backbone.layers.parameters()) * 4
+    if size > JOINED_LIMIT_BYTES:
+        raise NotPlainError(f"has {size / 2**30:.1f} GiB of weights to copy")
+
+
+def _normalise(states: torch.Tensor, eps: float) -> torch.Tensor:
+    """Scale the last dimension to a root mean square of 1."""
+    length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+    return states * length.square_().mul_(1 / states.size(-1)).add_(eps).rsqrt_()
+
+
+def _norm_of(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """Weight and epsilon of a root-mean-square norm."""
+    if not hasattr(module, "variance_epsilon"):
+        raise NotPlainError("has norms of another kind")
+    return module.weight.to(dtype), module.variance_epsilon
+
+
+def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight (out, in), with the active adapters added in a copy, and bias."""
+    base = module.base_layer if hasattr(module, "lora_A") else module
+    if type(base) is not torch.nn.Linear or base.weight.dtype != torch.float32:
+        raise NotPlainError("has projections that are not plain float32")
+    weight = base.weight
+    for name in _active(module):
+        weight = weight + module.get_delta_weight(name).to(torch.float32)
+    return weight, base.bias
