@@ -16,6 +16,7 @@ import torch
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.draw import draw
 from rloo_kit.rollout.types import CompletionState
+from rloo_kit.system.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from rloo_kit.rollout.native import NativeEngine
@@ -137,6 +138,8 @@ class TokenSteps:
             try:
                 self.replays[key] = capture(step, self._pool)
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 self.engine.uses_graphs = False
                 self.engine.sampling.say(
                     f"rollout: no CUDA graph of a token step ({str(error).splitlines()[0]}); the steps are launched "

@@ -1,0 +1,424 @@
+"""Token steps that a CUDA graph replays, without a GPU: a step is recorded as what it does to tensors and then replayed
+on the same ones, which is what a graph is. Whatever Python computes between two tokens, a replay does not see."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rloo_kit.rollout import graphs
+from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
+from rloo_kit.rollout.graphs import TokenSteps
+from rloo_kit.rollout.native import make_decoder
+from rloo_kit.rollout.types import CompletionState, Limits
+from tests.rollout.models import (
+    BUDGET,
+    END_OF_TEXT,
+    FILTERS,
+    MODULES,
+    PROMPTS,
+    THINK_END,
+    TURN_END,
+    adapted,
+    check_kept,
+    check_logps,
+    engine_for,
+    lean,
+    shake,
+)
+
+SIZES = {
+    "vocab_size": 264, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1,
+    "bos_token_id": None, "eos_token_id": 258, "pad_token_id": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "smollm2": (LlamaConfig, LlamaForCausalLM, {
+        "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 192, "head_dim": 64
+    }),
+    "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "yarn": (Qwen3Config, Qwen3ForCausalLM, {
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4
+        }
+    }),
+}  # fmt: skip
+KINDS = {  # dtype of the model, 4-bit weights, the decoder that is chosen
+    "float32": (torch.float32, False, "FusedDecoder"),
+    "bf16": (torch.bfloat16, False, "DirectDecoder"),
+    "nf4": (torch.bfloat16, True, "DirectDecoder"),
+    "nf4, float32": (torch.float32, True, "DirectDecoder"),
+}
+ONE_STEP = 2**-7  # bf16 keeps 8 bits: two neighbours differ by at most 1/128 of their size
+
+
+@pytest.fixture
+def make_model(tmp_path: Any) -> Callable[..., Any]:
+    """`make_model(kind, shape="qwen3", **config)`: random weights, an adapter on all layers, not the identity."""
+
+    def build(kind: str, shape: str = "qwen3", **config: Any) -> Any:
+        dtype, in_4bit, _ = KINDS[kind]
+        made, model_class, own = SHAPES[shape]
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = model_class(made(**SIZES | own | config)).to(dtype).eval()
+        if in_4bit:
+            model.save_pretrained(tmp_path / "model")
+            nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+            form = BitsAndBytesConfig(load_in_4bit=True, **nf4)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=form, dtype=dtype)
+            for module in model.modules():
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    module.support_avx512bf16_for_cpu = False
+        return adapted(model, scale=0.1).eval()
+
+    return build
+
+
+class Recording(TorchDispatchMode):
+    """Records operations with the tensors that they read and wrote. A host read has no place in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), function
+        found = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, found))
+        return found
+
+    def replay(self) -> None:
+        """Do the same to the same tensors: results go where the recorded ones are, views stay."""
+        for function, args, kwargs, before in self.operations:
+            aliases = [part.alias_info is not None for part in function._schema.returns]
+            if all(aliases) and not function._schema.is_mutable:
+                continue  # a view
+            found = function(*args, **kwargs)
+            for old, new, is_alias in zip(tree_leaves(before), tree_leaves(found), aliases, strict=False):
+                if isinstance(old, torch.Tensor) and not is_alias:
+                    old.copy_(new)
+
+    def outside(self) -> list[int]:
+        """Addresses of what it reads and writes and has not made, in order."""
+        made, found = set[int](), list[int]()
+        for _, args, kwargs, results in self.operations:
+            for tensor in tree_leaves((args, kwargs)):
+                is_tensor = isinstance(tensor, torch.Tensor) and tensor.dim()  # a number is part of the operation
+                if is_tensor and tensor.untyped_storage().data_ptr() not in made:
+                    found.append(tensor.data_ptr())
+            given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+            for tensor in tree_leaves(results):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                    made.add(tensor.untyped_storage().data_ptr())
+        return found
+
+
+def record(function: Callable[[], None], _pool: Any = None) -> Callable[[], None]:
+    with Recording() as recording:
+        function()
+    return recording.replay
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures are recordings, of many shapes even for short rows."""
+    monkeypatch.setattr(graphs, "capture", record)
+    monkeypatch.setattr(graphs, "LENGTH_BLOCK", 8)
+
+
+def in_graphs(engine: Any) -> Any:
+    engine.uses_graphs = True
+    return engine
+
+
+def leaning(model: Any, **bias: float) -> Any:
+    base = model.get_base_model()
+    ids = {"turn": TURN_END, "text": END_OF_TEXT, "think": THINK_END}
+    lean(base, {ids[name]: value for name, value in bias.items()})
+    base.lm_head.to(base.dtype)
+    return model
+
+
+@pytest.mark.parametrize(("shape", "kind"), [*((shape, "nf4, float32") for shape in SHAPES), ("qwen3", "float32")])
+def test_log_probabilities_are_those_of_single_sequences(make_model, replayed, shape, kind):
+    """Prompts of unequal length, fewer slots than rows, rows that end at different times, a budget that closes some:
+    each sampled token has the log-probability that the model's own forward gives to its sequence alone."""
+    model = leaning(make_model(kind, shape), turn=4.0, think=3.0)
+    torch.manual_seed(1)
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    for engine in (engine_for(model, rows=7), in_graphs(engine_for(model, rows=7))):
+        found = engine.sample(prompts, BUDGET)
+        assert engine.decoder == KINDS[kind][2]
+        assert engine.uses_graphs == (engine.counts["replays"] > 10) == (engine.counts["captures"] > 2)
+        assert len({len(ids) for ids in found.completion_ids}) > 3 and any(found.forced) and not all(found.forced)
+        check_logps(model, prompts, found, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nf4"])
+@pytest.mark.parametrize("shape", ["qwen3", "llama", "smollm2", "qwen2.5"])
+def test_sixteen_bits_differ_by_their_rounding(make_model, replayed, shape, kind):
+    """The logits of the decoder are as near to those of the same weights in float32 as the modules' own are, and both
+    within their dtype's rounding of the largest."""
+    model = make_model(kind, shape)
+    rows = [[5, 6, 7, 9, 11], [40, 41, 3]]
+    with torch.no_grad():
+        own = torch.stack([model(input_ids=torch.tensor([row])).logits[0, -1] for row in rows]).float()
+        found = step_logits(make_decoder(model), rows)
+        exact = torch.stack([as_float32(model)(input_ids=torch.tensor([row])).logits[0, -1] for row in rows])
+    assert type(make_decoder(model)).__name__ == "DirectDecoder"
+    off, own_off, largest = (found - exact).abs(), (own - exact).abs(), exact.abs().max()
+    assert 0 < own_off.max() < 4 * ONE_STEP * largest, "the modules' own rounding is what is compared with"
+    assert off.max() < max(ONE_STEP * largest, 2 * own_off.max())
+    assert off.square().mean().sqrt() < 1.2 * own_off.square().mean().sqrt() + 1e-6
+
+
+def step_logits(decoder: Any, rows: list[list[int]]) -> torch.Tensor:
+    cache = SlotCache(len(rows))
+    decoder.prefill([row[:-1] for row in rows], cache, [(number, 1) for number in range(len(rows))])
+    positions = torch.tensor([len(row) - 1 for row in rows])
+    cache.begin(positions, max(map(len, rows)))
+    return decoder.decode(torch.tensor([row[-1] for row in rows]), positions, cache).float()
+
+
+def as_float32(model: Any) -> Any:
+    """The same model with every weight unpacked, rounded as it is stored, and computed in float32."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    base = model.get_base_model()
+    plain = type(base)(
+        type(base.config)(**{k: v for k, v in base.config.to_dict().items() if k != "quantization_config"})
+    )
+    weights = {}
+    for name, module in model.get_base_model().named_modules():
+        if hasattr(module, "base_layer"):
+            weight = module.base_layer.weight
+            if hasattr(weight, "quant_state"):
+                weight = dequantize_4bit(weight.data, weight.quant_state)
+            weights[f"{name}.weight"] = (
+                weight.float()
+                + (module.lora_B["default"].weight.float() @ module.lora_A["default"].weight.float())
+                * module.scaling["default"]
+            )
+            if module.base_layer.bias is not None:
+                weights[f"{name}.bias"] = module.base_layer.bias.float()
+    rest = {
+        name: value.float()
+        for name, value in base.state_dict().items()
+        if "base_layer" not in name and "lora" not in name
+    }
+    plain.load_state_dict({name: value for name, value in rest.items() if name in plain.state_dict()} | weights)
+    return plain.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollout_from_graphs_is_the_rollout_without(make_model, replayed, monkeypatch, kind):
+    """Same seed, same completions, bit for bit those of the same steps launched from Python; in float32 also those of
+    rows and lengths that are not rounded up: random numbers are inputs, drawn for the live rows only. With a filter
+    that reads all tokens so far."""
+    model = leaning(make_model(kind), turn=3.0, think=2.0)
+    for options, limits in (({"filters": FILTERS["all"]}, Limits(12)), ({}, BUDGET), ({"temperature": 0.0}, Limits(9))):
+        found = []
+        for captured in (record, lambda function, pool: function, None):
+            monkeypatch.setattr(graphs, "capture", captured)
+            torch.manual_seed(2)
+            engine = engine_for(model, rows=5, **options)
+            engine.uses_graphs = captured is not None
+            found.append(engine.sample(PROMPTS * 2, limits))
+        replay, eager, plain = found
+        assert str(replay) == str(eager)  # NaN where forced
+        if "float32" in kind:
+            assert replay.completion_ids == plain.completion_ids and replay.forced == plain.forced
+            if "filters" in options:
+                check_kept(model, PROMPTS * 2, replay, FILTERS["all"], 1.0)
+
+
+class Tool:
+    """Answers each of the first two turns with two ids."""
+
+    def ask(self, number: int, turn: list[int], turns: int) -> Any:
+        if turns >= 2:
+            return None
+        reply: Future[Any] = Future()
+        reply.set_result([20 + number, 30])
+        return reply
+
+    def read(self, number: int, reply: Any, room: int) -> list[int]:
+        return reply.result() if len(reply.result()) < room else []
+
+
+def test_turns_with_tools_from_graphs(make_model, replayed):
+    """A row that comes back is filled again while the graphs of other rows go on."""
+    model, limits = leaning(make_model("nf4, float32"), turn=6.0), Limits(24, 5, 4, (THINK_END,), THINK_END)
+    torch.manual_seed(0)
+    found = in_graphs(engine_for(model, rows=3)).sample(PROMPTS, limits, dialogue=Tool())
+    assert sum(len(spans) == 2 for spans in found.context) > 2
+    check_logps(model, PROMPTS, found, tolerance=1e-5)
+
+
+def test_rows_are_halved_when_memory_runs_out(make_model, replayed, monkeypatch):
+    """The buffers of the failed attempt go, and every row continues from its tokens so far."""
+    model, said = make_model("nf4, float32"), []
+    wanted = engine_for(model, temperature=0.0).sample(PROMPTS, Limits(20)).completion_ids
+    plain, calls = TokenSteps.compute, []
+
+    def failing(self: Any, inputs: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        calls.append(inputs.size(1))
+        if len(calls) > 3 and inputs.size(1) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return plain(self, inputs, *more, **named)
+
+    monkeypatch.setattr(TokenSteps, "compute", failing)
+    engine = in_graphs(engine_for(model, temperature=0.0, say=said.append))
+    assert engine.sample(PROMPTS, Limits(20)).completion_ids == wanted
+    assert engine.rows == 3 and len(said) == 1 and "6 completions at once; 6 continue" in said[0]
+    assert engine.uses_graphs and engine.counts["replays"]
+
+
+def test_without_a_capture_the_rollout_goes_on(make_model, monkeypatch):
+    """One line says so once; each token is then launched from Python, in later rollouts too."""
+    model, said = make_model("nf4, float32"), []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphs, "capture", fail)
+    engine = in_graphs(engine_for(model, temperature=0.0, say=said.append))
+    wanted = engine_for(model, temperature=0.0).sample(PROMPTS, Limits(9)).completion_ids
+    for _ in range(2):
+        assert engine.sample(PROMPTS, Limits(9)).completion_ids == wanted
+    assert len(said) == 1 and "not permitted when stream is capturing" in said[0] and "more" not in said[0]
+    assert not engine.uses_graphs and engine.counts["captures"] == 1 and not engine.counts["replays"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_reads_nothing_back_and_stays_where_it_is(make_model, kind):
+    """A step with other tokens, positions and random numbers touches the same memory with the same operations, and runs
+    on tensors without values, where a host read or a shape that depends on data is an error."""
+    model = make_model(kind)
+    engine, decoder = engine_for(model, filters=FILTERS["all"]), make_decoder(model)
+    with torch.no_grad():
+        steps = TokenSteps(engine, decoder, SlotCache(4), longest=40)
+        rows = [CompletionState(Limits(30), [TURN_END], number, prompt) for number, prompt in enumerate(PROMPTS[:3])]
+        decoder.prefill([row.prompt[:-1] for row in rows], steps.cache, [(number, 1) for number in range(3)])
+        found: list[Recording] = []
+        steps.draw(rows, None)  # the first one makes the cache
+        for token in (7, 11):
+            for row in rows:
+                row.take(token, 0.0)
+            with Recording() as recording:
+                steps._run(len(rows), 256)
+            found.append(recording)
+        first, second = found
+        assert [one[0] for one in first.operations] == [one[0] for one in second.operations]
+        assert first.outside() == second.outside()
+        before = steps._drawn.clone()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            drawn = steps.compute(steps._inputs, steps._uniform, steps._history, 256)
+        assert drawn.shape == (2, 4) and torch.equal(steps._drawn, before)
+    assert type(decoder).__name__ == KINDS[kind][2]
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_less_than_half_of_the_operations(make_model):
+    """What a GPU without graphs waits for: through the modules a token of a 4-bit model with an adapter on all layers
+    took 181 operations a layer."""
+    model = make_model("nf4", num_hidden_layers=6)
+    found, positions = {}, torch.tensor([3, 2])
+    for decoder in (ModuleDecoder(model), make_decoder(model)):
+        cache = SlotCache(2)
+        with torch.no_grad():
+            for counts in (False, True):
+                cache.begin(positions, 4)
+                with Count() if counts else nullcontext() as count:
+                    decoder.decode(torch.tensor([5, 6]), positions, cache)
+        found[type(decoder).__name__] = count.operations / 6
+    assert found["DirectDecoder"] < 0.5 * found["ModuleDecoder"], found
+
+
+def test_joined_matrices_take_no_memory(make_model):
+    """Three 4-bit matrices become views of one: a copy would be the whole model again. The modules compute as before,
+    and a second rollout finds them joined."""
+    model = make_model("nf4")
+    attention = model.get_base_model().model.layers[0].self_attn
+    weights = [getattr(attention, name).base_layer.weight for name in ("q_proj", "k_proj", "v_proj")]
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        before, sizes = model(input_ids=ids).logits, [weight.numel() for weight in weights]
+        decoder = make_decoder(model)
+        pointers = [weight.data_ptr() for weight in weights]
+        assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+        assert weights[0].untyped_storage().nbytes() == sum(sizes)
+        assert decoder._layers[0].qkv.packed.data_ptr() == pointers[0]
+        assert torch.equal(model(input_ids=ids).logits, before)
+        make_decoder(model)
+        assert [weight.data_ptr() for weight in weights] == pointers
+
+
+def test_training_after_a_rollout_is_as_without(make_model):
+    """On-policy the importance ratio is 1 and the gradient that of a model that never sampled."""
+    gradients = []
+    for samples in (False, True):
+        model = make_model("nf4, float32")
+        if samples:
+            in_graphs(engine_for(model)).sample(PROMPTS, Limits(4))
+        model.train()
+        model(input_ids=torch.tensor([[5, 6, 7, 8]]), labels=torch.tensor([[5, 6, 7, 8]])).loss.backward()
+        gradients.append([value.grad for value in model.parameters() if value.grad is not None])
+    assert len(gradients[0]) == 2 * 7 * 3
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_adapters_that_are_not_two_matrices_go_through_the_modules(make_tiny_model):
+    """DoRA scales rows by their length: two matrices alone would sample another policy. A layer without an adapter, two
+    adapters and one that is switched off are plain."""
+    base = make_tiny_model(tie_word_embeddings=False).to(torch.bfloat16)
+    settings = {"r": 4, "target_modules": MODULES, "task_type": "CAUSAL_LM"}
+    dora = get_peft_model(base, LoraConfig(**settings, use_dora=True))
+    assert type(make_decoder(dora)).__name__ == "ModuleDecoder"
+    some = get_peft_model(
+        make_tiny_model(initializer_range=0.2).to(torch.bfloat16),
+        LoraConfig(**settings | {"target_modules": ["k_proj", "up_proj"]}),
+    )
+    some.add_adapter("other", LoraConfig(**settings | {"target_modules": ["q_proj", "k_proj"]}))
+    some.base_model.set_adapter(["default", "other"])
+    shake(some, scale=0.3)
+    rows, found = [[5, 6, 7, 9], [3, 4]], []
+    for switched_on in (True, False):
+        if not switched_on:
+            some.disable_adapter_layers()
+        with torch.no_grad():
+            decoder = make_decoder(some.eval())
+            assert type(decoder).__name__ == "DirectDecoder"
+            found.append(step_logits(decoder, rows))
+            own = torch.stack([some(input_ids=torch.tensor([row])).logits[0, -1] for row in rows]).float()
+        assert (found[-1] - own).abs().max() < 2 * ONE_STEP * own.abs().max()
+    assert (found[0] - found[1]).abs().max() > 10 * ONE_STEP * found[0].abs().max()
