@@ -13,7 +13,7 @@ from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.models.policy import find_other_layers, find_vllm, inference_mode_of
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.native import NativeEngine
+from rloo_kit.rollout.native import NativeEngine, walks_layers
 from rloo_kit.rollout.types import WHOLE, Engine, Filters, Sampling
 
 if TYPE_CHECKING:
@@ -42,15 +42,12 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
         if own is None and find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
-        if is_unsloth:
-            return "generate", f"Unsloth's fast inference runs inside generate{why_not}"
         if own is not None:
             return "generate", f"the model's own generate ({own}) is called"
-        obstacle = _native_obstacle(model)
+        obstacle = _native_obstacle(model, backend)
         name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
         return name, f"{reason}{why_not}"
-    if wanted == "native" and (is_unsloth or _native_obstacle(model)):
-        why = "Unsloth replaces the attention that it runs" if is_unsloth else _native_obstacle(model)
+    if wanted == "native" and (why := _native_obstacle(model, backend)):
         raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
     if wanted == "vllm" and find_vllm(model) is None:
         if problem := find_handover_problem(model):
@@ -77,8 +74,8 @@ def _find_own_generate(model: Any) -> str | None:
     return None
 
 
-def _native_obstacle(model: Any) -> str | None:
-    """Why `kv_cache` cannot hold this model's keys and values; None if it can."""
+def _native_obstacle(model: Any, backend: str) -> str | None:
+    """Why the native engine cannot sample from this model; None if it can."""
     config = model.config.get_text_config()
     windows = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
     if windows or find_other_layers(model):
@@ -87,6 +84,10 @@ def _native_obstacle(model: Any) -> str | None:
         return f"{config.model_type} has an encoder"
     if config.model_type in ALIBI or getattr(config, "alibi", False):
         return f"{config.model_type} derives positions from its own mask"
+    if backend == "unsloth":  # which replaces the attention that a step through the modules would need
+        if not walks_layers(model, inference_mode_of(backend)):
+            return "Unsloth's fast inference runs inside generate, and the kit's decoder does not support this model"
+        return None
     attention = model.config._attn_implementation
     if attention not in MASKED_ATTENTION:
         return f"its attention, {attention}, does not take a mask for each row's own length"

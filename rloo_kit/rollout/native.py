@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -167,11 +168,22 @@ def make_decoder(model: Any, choice: type[ModuleDecoder] | None = None) -> Modul
         if choice in (None, kind):
             try:
                 decoder = kind(model)
-            except (NotPlainError, AttributeError):
+                if choice is kind or _agrees(decoder):
+                    return decoder
+            except (NotPlainError, AttributeError):  # another kind of layer, or of cache
                 continue
-            if choice is kind or _agrees(decoder):
-                return decoder
     return ModuleDecoder(model)
+
+
+_walked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by model
+
+
+def walks_layers(model: Any, mode: Callable[[Any], AbstractContextManager[None]]) -> bool:
+    """Whether a decoder of `layers` gives the logits of the model's own forward; computed once for a model."""
+    if model not in _walked:
+        with mode(model), torch.no_grad():
+            _walked[model] = type(make_decoder(model)) is not ModuleDecoder
+    return _walked[model]
 
 
 def _agrees(decoder: ModuleDecoder) -> bool:

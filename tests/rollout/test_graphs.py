@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -43,6 +42,7 @@ from tests.rollout.models import (
     lean,
     shake,
 )
+from tests.rollout.replay import Recording, record
 
 SIZES = {
     "vocab_size": 264, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32,
@@ -94,51 +94,6 @@ def make_model(tmp_path: Any) -> Callable[..., Any]:
     return build
 
 
-class Recording(TorchDispatchMode):
-    """Records operations with the tensors that they read and wrote. A host read has no place in a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Any] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), function
-        found = function(*args, **(kwargs or {}))
-        self.operations.append((function, args, kwargs or {}, found))
-        return found
-
-    def replay(self) -> None:
-        """Do the same to the same tensors: results go where the recorded ones are, views stay."""
-        for function, args, kwargs, before in self.operations:
-            aliases = [part.alias_info is not None for part in function._schema.returns]
-            if all(aliases) and not function._schema.is_mutable:
-                continue  # a view
-            found = function(*args, **kwargs)
-            for old, new, is_alias in zip(tree_leaves(before), tree_leaves(found), aliases, strict=False):
-                if isinstance(old, torch.Tensor) and not is_alias:
-                    old.copy_(new)
-
-    def outside(self) -> list[int]:
-        """Addresses of what it reads and writes and has not made, in order."""
-        made, found = set[int](), list[int]()
-        for _, args, kwargs, results in self.operations:
-            for tensor in tree_leaves((args, kwargs)):
-                is_tensor = isinstance(tensor, torch.Tensor) and tensor.dim()  # a number is part of the operation
-                if is_tensor and tensor.untyped_storage().data_ptr() not in made:
-                    found.append(tensor.data_ptr())
-            given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
-            for tensor in tree_leaves(results):
-                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                    made.add(tensor.untyped_storage().data_ptr())
-        return found
-
-
-def record(function: Callable[[], None], _pool: Any = None) -> Callable[[], None]:
-    with Recording() as recording:
-        function()
-    return recording.replay
-
-
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures are recordings, of many shapes even for short rows."""
@@ -180,11 +135,13 @@ def test_sixteen_bits_differ_by_their_rounding(make_model, replayed, shape, kind
     """The logits of the decoder are as near to those of the same weights in float32 as the modules' own are, and both
     within their dtype's rounding of the largest."""
     model = make_model(kind, shape)
-    rows = [[5, 6, 7, 9, 11], [40, 41, 3]]
+    rows = torch.randint(256, (16, 9), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [row[: 3 + number % 7] for number, row in enumerate(rows)]
     with torch.no_grad():
         own = torch.stack([model(input_ids=torch.tensor([row])).logits[0, -1] for row in rows]).float()
         found = step_logits(make_decoder(model), rows)
-        exact = torch.stack([as_float32(model)(input_ids=torch.tensor([row])).logits[0, -1] for row in rows])
+        plain = as_float32(model)
+        exact = torch.stack([plain(input_ids=torch.tensor([row])).logits[0, -1] for row in rows])
     assert type(make_decoder(model)).__name__ == "DirectDecoder"
     off, own_off, largest = (found - exact).abs(), (own - exact).abs(), exact.abs().max()
     assert 0 < own_off.max() < 4 * ONE_STEP * largest, "the modules' own rounding is what is compared with"

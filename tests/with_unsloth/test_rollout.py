@@ -1,4 +1,5 @@
-"""The generate engine through Unsloth's fast inference: budgets, and log-probabilities that scoring confirms."""
+"""Sampling from a policy that Unsloth loaded, by the kit's decoder and through Unsloth's fast inference: budgets, and
+log-probabilities that scoring confirms."""
 
 import math
 from typing import Any
@@ -8,26 +9,40 @@ import pytest
 THINK_END, TURN_END = 260, 258
 
 
-def test_fast_inference_with_a_budget(load: Any) -> None:
-    """Under Unsloth every rollout goes through `generate`: a budget that it ignored would leave a batch of truncated
-    thoughts, and log-probabilities of other tokens would make its importance correction noise."""
+@pytest.mark.parametrize("name", ["auto", "generate", "graphs"])
+def test_a_budget_and_its_log_probabilities(load: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A budget that the rollout ignored would leave a batch of truncated thoughts, and log-probabilities of other
+    tokens than Unsloth's forward gives would make its importance correction noise. The kit's decoder reads the modules
+    that Unsloth loaded; in graphs too (replayed on the CPU)."""
     import torch
 
+    from rloo_kit.rollout import graphs
     from rloo_kit.rollout.completions import find_end_ids
     from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.thinking_budget import make_limits
+    from tests.rollout.replay import record
 
     policy = load(moved=True)
     policy.model.train()
     limits = make_limits(policy.tokenizer, policy.tags, 10, 3, 4)
     engine = build_engine(
-        policy.model, "auto", backend=policy.backend, temperature=0.8, end_ids=find_end_ids(policy), pad_id=256
+        policy.model,
+        {"graphs": "native"}.get(name, name),
+        backend=policy.backend,
+        temperature=0.8,
+        end_ids=find_end_ids(policy),
+        pad_id=256,
     )
-    assert engine.name == "generate" and "Unsloth" in engine.reason
+    assert engine.name == ("generate" if name == "generate" else "native")
+    if name == "graphs":
+        monkeypatch.setattr(graphs, "capture", record)
+        engine.uses_graphs = True
     prompts = [policy.tokenizer(text)["input_ids"] for text in ("ab", "abc cab", "h", "ga fe") for _ in range(3)]
     torch.manual_seed(0)
     found = engine.sample(prompts, limits)
     assert policy.model.training
+    assert name == "generate" or engine.decoder == "DirectDecoder"
+    assert name != "graphs" or engine.counts["replays"] > 2
     assert set(map(bool, found.forced)) == {True, False}
     policy.model.eval()
     for prompt, ids, spans, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
