@@ -24,6 +24,7 @@ BLOCK, NESTED_BLOCK = 64, 256  # weights per 8-bit absmax, and those per 32-bit 
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantisations, and an offset
 CACHE_BLOCK = 64  # tokens by which the KV cache grows: short rollouts take little, long ones copy often but cheaply
 JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers with the adapter added, which the native loop decodes with
+NATIVE_GRAPHS_GIB = 0.1  # of the native engine's graphs and their libraries' work space; assumed, not measured
 FLOAT = 4
 BLOCK_TOKENS = 16  # per page of vLLM
 OUTSIDE_GIB = 0.13  # of vLLM outside torch's allocator: the column of unsloth_zoo's table in `load_vllm`
@@ -101,6 +102,11 @@ class Workload:
     def cache_tokens(self) -> int:
         """Tokens per row that the cache allocates, in whole blocks."""
         return -(-self.row_tokens // CACHE_BLOCK) * CACHE_BLOCK
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the kit's own CUDA graphs sample."""
+        return self.engine == "native" and self.on_cuda
 
     @property
     def pass_tokens(self) -> int:
@@ -245,6 +251,17 @@ def head_bytes(work: Workload) -> int:
     tile = tokens * (min(TILE_VOCABULARY[is_cpu], shape.vocab_size) * 2 + 3 * shape.hidden_size) * (size + FLOAT)
     table = shape.vocab_size * shape.hidden_size * FLOAT if work.lora_rank is None else 0
     return work.pass_tokens * shape.hidden_size * (2 * size + FLOAT) + tile + table
+
+
+def decoder_bytes(work: Workload) -> tuple[int, int, str]:
+    """What the native engine's decoder keeps in a rollout, in training, and what it is."""
+    if not work.four_bit and work.weight_bytes == work.compute_bytes == FLOAT:
+        size = body_bytes(work)
+        return (size if size <= JOINED_LIMIT_BYTES else 0), 0, "a copy of float32 layers up to 1 GiB"
+    scales = FLOAT * work.shape.body_weights // BLOCK if work.four_bit else 0
+    # An adapter's second matrices are a block-diagonal one for the projections of one input: 1.6 times in all.
+    adapter = 2 * work.compute_bytes * (trained_weights(work) if work.lora_rank is not None else 0)
+    return scales + adapter, 0, "the adapter in the model's precision, scales of 4-bit weights in float32"
 
 
 def sampling_bytes(work: Workload, rows: int) -> int:
@@ -419,11 +436,13 @@ def list_parts(work: Workload, rows: int) -> list[Part]:
         # With as many key heads as query heads, to grow one layer's keys; at least three states of a delta net.
         width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
         state = state_bytes(work) // max(shape.num_layers - shape.num_attention, 1)
-        decoding = rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
-        add("decoding", decoding, 0, "one layer's keys and values, once per query head")
-        is_plain = not work.four_bit and work.weight_bytes == work.compute_bytes == FLOAT
-        if work.engine == "native" and is_plain and (joined := body_bytes(work)) <= JOINED_LIMIT_BYTES:
-            add("joined matrices", joined, 0, "a copy of the layers, for faster decoding")
+        if work.has_graphs:
+            add("graphs", int(NATIVE_GRAPHS_GIB * GIB), 0, "CUDA graphs of a token step; assumed, not measured")
+        else:
+            decoding = rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
+            add("decoding", decoding, 0, "one layer's keys and values, once per query head")
+        if work.engine == "native":
+            add("decoder", *decoder_bytes(work))
         add("sampling", sampling_bytes(work, rows), 0, "logits of the rows, prefill of the prompts")
     detail = f"{work.pass_tokens} tokens in a pass, checkpointing {work.checkpointing}"
     add("activations", 0, activation_bytes(work), detail)

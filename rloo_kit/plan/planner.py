@@ -95,7 +95,7 @@ def read_workload(
         longest = min(budgets, longest)
     engine = engine or run.rollout.engine
     if engine == "auto":
-        engine = "generate" if fused or shape.delta else "native"
+        engine = "generate" if shape.delta or (fused and not shape.has_kernels) else "native"
     vllm, share = run.rollout.vllm, run.rollout.vllm.gpu_memory_utilization
     checkpointing = "on" if model.gradient_checkpointing else "off"
     if fused and model.gradient_checkpointing == "unsloth":

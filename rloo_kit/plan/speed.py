@@ -22,9 +22,8 @@ TOKEN_S = 2e-3  # of each token step: scheduler or `generate`, stop check, sampl
 ROW_S = 12.5e-6  # of a row and layer in Unsloth's `generate`, whatever its length: the slope from 8 to 128 rows (H100)
 LAUNCHES_PER_LAYER = 3548 / 36  # of a token step without CUDA graphs, counted on 36 layers in 4 bit with an adapter
 LAUNCH_S = 5e-6  # of one operation from Python
-NATIVE_LAYER_S = 2e-3  # of the native engine: 169 operations a layer (counted) of 12 us each with Python (estimated)
-# Probably cuDNN, which on Hopper plans attention for each key length: the rest of an H100's 0.1 s a token (0.6B).
-CUDNN_PLAN_S, CUDNN_PLANS = 35e-3, (90,)
+# Between the kernels of the native engine's CUDA graphs: 30 a layer of 1.5 us each (counted on a CPU, estimated).
+GRAPH_LAYER_S = 45e-6
 # Rows up to which a 4-bit matrix is not unpacked: bitsandbytes' product, and Unsloth's by compute capability (else 1).
 BNB_FUSED_ROWS, UNSLOTH_FUSED_ROWS = 32, {75: 4, 80: 2, 89: 4, 120: 4}
 TRAINING_FLOPS = 6  # per weight and token: forward, forward again (checkpointing), backward through frozen weights
@@ -171,7 +170,7 @@ def token_step_s(work: Workload, rows: int, gpu: GpuSpeed, padded: bool = False)
     has_graphs = work.fused and shape.has_kernels and not shape.qkv_bias
     host = 0.0
     if work.engine == "native":
-        host = NATIVE_LAYER_S * shape.num_layers + CUDNN_PLAN_S * (gpu.capability in CUDNN_PLANS)
+        fixed_s += GRAPH_LAYER_S * shape.num_layers
     elif work.enforce_eager if work.engine == "vllm" else not has_graphs:
         host = LAUNCHES_PER_LAYER * shape.num_layers * LAUNCH_S
     return max(memory, arithmetic, host) + fixed_s

@@ -21,8 +21,9 @@ from rloo_kit.system.memory import is_out_of_memory
 if TYPE_CHECKING:
     from rloo_kit.rollout.native import NativeEngine
 
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # then multiples of 64
-LENGTH_BLOCK = 256  # tokens; from 2,048 on an eighth to a quarter of the length
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of a graph; then multiples of 64
+LENGTH_BLOCK = 256  # tokens of a graph; from 2,048 on an eighth to a quarter of the length
 
 
 def round_rows(rows: int) -> int:
@@ -57,8 +58,7 @@ class TokenSteps:
 
     Args:
         engine: whose sampling is followed; its counts grow, and it is told if graphs cannot be captured.
-        cache: with as many slots as the largest bucket. longest: the longest row that may come, in tokens, for CUDA
-            graphs; None without.
+        longest: the longest row that may come, in tokens, for CUDA graphs, whose cache does not grow; None without.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TokenSteps:
         self.replays: dict[tuple[int, int], Callable[[], None] | None] = {}  # by bucket and length; None: not captured
         self.is_static, self._bucket = longest is not None, 0
         if longest is not None:
-            cache.reserve(round_length(longest))
+            cache.reserve(longest)
             decoder.prepare(cache.capacity)
             device, slots = decoder.device, cache.slots
             self._inputs = torch.zeros(2, slots, dtype=torch.long, device=device)  # tokens and positions
@@ -85,7 +85,7 @@ class TokenSteps:
         device, rows = self.decoder.device, len(live)
         positions = [row.position for row in live]
         longest = max(positions) + 1
-        length = round_length(longest) if self.is_static else longest
+        length = min(round_length(longest), self.cache.capacity) if self.is_static else longest
         inputs = torch.tensor([[row.last for row in live], positions], device=device)
         if uniform is None and self.temperature > 0:
             uniform = torch.rand(rows, 1, dtype=torch.float64, device=device)
@@ -125,7 +125,7 @@ class TokenSteps:
     def _run(self, rows: int, length: int) -> None:
         """The step on the fixed buffers: eagerly for the first time, then from a graph."""
         if not self._bucket // 2 < rows <= self._bucket:  # few buckets, so few captures, while rows end one by one
-            self._bucket = round_rows(rows)
+            self._bucket = min(round_rows(rows), self._drawn.size(1))
         bucket, counts = self._bucket, self.engine.counts
 
         def step() -> None:

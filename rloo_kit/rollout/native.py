@@ -22,7 +22,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import is_coarse
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
-from rloo_kit.rollout.graphs import TokenSteps, round_rows
+from rloo_kit.rollout.graphs import TokenSteps
 from rloo_kit.rollout.layers import DirectDecoder, FusedDecoder, NotPlainError
 from rloo_kit.rollout.types import Call, CompletionState, Engine, Sampling
 from rloo_kit.system.memory import is_out_of_memory
@@ -82,7 +82,7 @@ class NativeEngine(Engine):
         entering: list[CompletionState] = []
         longest = max(len(state.prompt) for state in call.states) + call.limits.max_completion_length
         graphs = self.uses_graphs and decoder.replayable
-        cache = SlotCache(round_rows(slots) if graphs else slots)
+        cache = SlotCache(slots)
         steps = TokenSteps(self, decoder, cache, longest if graphs else None)
         try:
             while waiting or live or call.away:

@@ -109,7 +109,9 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(monkeypatch: pytest.Monk
     run = load_config(THINKING)
     assert plan_engine(run, HERE).name == "native" and VLLM_INSTALL in plan_engine(run, HERE).reason
     install(monkeypatch, "unsloth")
-    assert plan_engine(run, HERE).name == "generate"
+    assert plan_engine(run, HERE).name == "native"
+    other = load_config(THINKING, "model.name=HuggingFaceTB/SmolLM3-3B")
+    assert plan_engine(other, HERE).name == "generate", "layers that Unsloth runs through transformers"
     install(monkeypatch, "unsloth", "vllm", version="0.27.1")
     assert plan_engine(run, HERE).name == "vllm" and "8 completions" in plan_engine(run, HERE).reason
     install(monkeypatch, "unsloth", "vllm", version="0.31.0")
@@ -117,7 +119,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(monkeypatch: pytest.Monk
     install(monkeypatch, "unsloth", "vllm", "vllm_bnb_plugin", version="0.31.0")
     assert plan_engine(run, HERE).name == "vllm"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert plan_engine(run, HERE).name == "generate" and "2 processes" in plan_engine(run, HERE).reason
+    assert plan_engine(run, HERE).name == "native" and "2 processes" in plan_engine(run, HERE).reason
     monkeypatch.delenv("WORLD_SIZE")
     cpu = Machine("the CPU", 64, 0.3, False)
     assert plan_engine(run, cpu).name == "native" and "GPU" in plan_engine(run, cpu).reason
@@ -133,7 +135,7 @@ def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
     machine = replace(gpu(12), total_gib=alone + 0.8 + 0.1)
     obstacle = plan_vllm(run, machine).obstacle or ""
     assert "asleep" in obstacle and "rollout.vllm.enforce_eager=true" in obstacle
-    assert plan_engine(run, machine).name == "generate"
+    assert plan_engine(run, machine).name == "native"
 
 
 def test_the_plan_says_which_engine_it_is_for() -> None:
@@ -143,8 +145,8 @@ def test_the_plan_says_which_engine_it_is_for() -> None:
         plans[engine] = plan_vram(load_config(THINKING, f"rollout.engine={engine}"), 12e9 / GIB)
         assert f"Rollouts: {plans[engine].engine.name} (" in str(plans[engine])
     names = {engine: {part.name for part in plan.parts} for engine, plan in plans.items()}
-    assert "decoding" in names["auto"] == names["generate"] and "vLLM: pool" in names["vllm"]
-    assert "decoding" not in names["vllm"]
+    assert {"graphs", "decoder"} <= names["auto"] and "decoding" in names["generate"] and "vLLM: pool" in names["vllm"]
+    assert "decoding" not in names["vllm"] | names["auto"] and "graphs" not in names["generate"] | names["vllm"]
     assert any("rollout.engine=vllm" in note and VLLM_INSTALL in note for note in plans["auto"].notes)
     assert str(plans["vllm"].vllm) in " ".join(str(plans["vllm"]).split())
     # `plan` exited with 0 for a run that `train` refuses

@@ -274,7 +274,7 @@ def test_a_step_reads_nothing_back_and_stays_where_it_is(make_model, kind):
     model = make_model(kind)
     engine, decoder = engine_for(model, filters=FILTERS["all"]), make_decoder(model)
     with torch.no_grad():
-        steps = TokenSteps(engine, decoder, SlotCache(4), longest=40)
+        steps = TokenSteps(engine, decoder, SlotCache(4), longest=250)
         rows = [CompletionState(Limits(30), [TURN_END], number, prompt) for number, prompt in enumerate(PROMPTS[:3])]
         decoder.prefill([row.prompt[:-1] for row in rows], steps.cache, [(number, 1) for number in range(3)])
         found: list[Recording] = []
