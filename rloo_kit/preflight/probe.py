@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +26,16 @@ from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.options import loaded_engine
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.models.policy import Policy
+from rloo_kit.models.policy import Policy, inference_mode_of
 from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.completions import measure_calls
+from rloo_kit.rollout.engine import prefer_engine, resolve_engine
 from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.types import FOREIGN, Limits, split_turns
+from rloo_kit.rollout.types import FOREIGN, Engine, Limits, split_turns
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
@@ -158,29 +160,53 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, t
 
 def time_tokens(run: RunConfig, policy: Policy, data: Data, rewards: list[Any], probe: Probe, tell: Tell) -> Probe:
     """The probe with the seconds of a token step, the median of `TIMED`: without prefill, the first call, the capture
-    of CUDA graphs. The probe's prompts are continued from the middle of a completion, and no row ends."""
+    of CUDA graphs. The probe's prompts are continued from the middle of a completion, and no row ends. On a GPU
+    `rollout.engine: auto` then takes the faster one of the native engine and `generate`."""
     if run.rloo.has_tools or loaded_engine(run, policy) in FOREIGN:  # episodes wait for tools
         return probe
     with make_trainer(policy, run, rewards, data.train) as trainer:
-        engine, batch, most = trainer.rloo.sampler.engine, probe.batch, run.rloo.generation_batch_size
-        rows, found = min(engine.rows or most, most), list[float]()
-        tell(f"{TIMED} tokens of {rows} completions")
-        engine.sampling = replace(engine.sampling, end_ids=(NO_END,))
-        for count in (1, rows):
-            prompts, times = list[list[int]](), list[float]()
-            for row in range(count):
-                first = row // batch.group_size * batch.group_size % len(batch)  # siblings share a prefill
-                half = batch.completions[first][: batch.lengths[first] // 2].tolist()
-                prompts.append([*batch.prompts[first].tolist(), *half][TIMED - run.model.max_seq_length :])
-
-            def note(number: int, _ids: list[int], times: list[float] = times) -> None:
-                if number == 0:  # its tokens are on the CPU
-                    times.append(time.monotonic())
-
+        engine = trainer.rloo.sampler.engine
+        most = run.rloo.generation_batch_size
+        rows, engines = min(engine.rows or most, most), [engine]
+        if run.rollout.engine == "auto" and engine.name == "native" and on_gpu(policy):
+            pad_id = policy.tokenizer.pad_token_id
+            mode = partial(inference_mode_of(policy.backend), policy.model)
+            engines.append(GenerateEngine(policy.model, mode, "timed", engine.sampling, pad_id))
+        found = dict[str, tuple[float, float]]()
+        for one in engines:
+            tell(f"{TIMED} tokens of {rows} completions by {one.name}")
+            one.sampling = replace(one.sampling, end_ids=(NO_END,))
             with trainer.accelerator.autocast():
-                engine.sample(prompts, Limits(TIMED), on_tokens=note)
-            found.append(statistics.median(map(operator.sub, times[1:], times)))
-        return replace(probe, rows=rows, token_s=(found[0], found[1]), pads=engine.name == "generate")
+                times = time_step(one, probe.batch, 1, run), time_step(one, probe.batch, rows, run)
+            if one is engine or one.rows is None or one.rows >= rows:  # fewer: memory ran out
+                found[one.name] = times
+        name = min(found, key=lambda name: found[name][1])
+        if len(found) > 1:
+            both = " and ".join(f"{1e3 * found[name][1]:.1f} ms by {name}" for name in sorted(found, reverse=True))
+            prefer_engine(policy.model, name, f"a token step of {rows} rows took {both} in the preflight")
+            tell(f"rollout.engine: {name}, {resolve_engine('auto', policy.backend, policy.model)[1]}")
+        return replace(probe, rows=rows, token_s=found[name], pads=name == "generate")
+
+
+def on_gpu(policy: Policy) -> bool:
+    """Whether the policy is on a CUDA GPU."""
+    return bool(policy.model.device.type == "cuda")
+
+
+def time_step(engine: Engine, batch: RolloutBatch, rows: int, run: RunConfig) -> float:
+    """Median seconds of a token step of so many rows, which continue completions of the batch."""
+    prompts, times = list[list[int]](), list[float]()
+    for row in range(rows):
+        first = row // batch.group_size * batch.group_size % len(batch)  # siblings share a prefill
+        half = batch.completions[first][: batch.lengths[first] // 2].tolist()
+        prompts.append([*batch.prompts[first].tolist(), *half][TIMED - run.model.max_seq_length :])
+
+    def note(number: int, _ids: list[int]) -> None:
+        if number == 0:  # its tokens are on the CPU
+            times.append(time.monotonic())
+
+    engine.sample(prompts, Limits(TIMED), on_tokens=note)
+    return statistics.median(map(operator.sub, times[1:], times))
 
 
 def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:

@@ -7,6 +7,7 @@ and returns the model's own ids.
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
@@ -27,6 +28,14 @@ PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
 
+_measured: "WeakKeyDictionary[Any, tuple[str, str]]" = WeakKeyDictionary()  # by model: the faster engine, and the times
+
+
+def prefer_engine(model: Any, name: str, reason: str) -> None:
+    """Let `rollout.engine: auto` take this engine for `model`, because it was measured to be the faster one."""
+    _measured[model] = name, reason
+
+
 def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     """The engine's name and the reason for it, for `rollout.engine` = `wanted`.
 
@@ -41,6 +50,8 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted == "auto":
         if own is None and find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
+        if model in _measured:
+            return _measured[model]
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         if own is not None:
             return "generate", f"the model's own generate ({own}) is called"

@@ -122,6 +122,16 @@ class TokenSteps:
         found, logps = draw(logits, self.temperature, self.cut, history, uniform)
         return torch.stack((found.double(), logps.double()))
 
+    def _checked(self, replay: Callable[[], None], step: Callable[[], None], rows: int) -> Callable[[], None]:
+        """The engine's first graph, if it draws what the same step draws without it; later ones are not compared."""
+        if not self.engine.counts["replays"]:
+            replay()
+            drawn = self._drawn[:, :rows].clone()
+            step()
+            if not torch.allclose(drawn, self._drawn[:, :rows], atol=1e-3, equal_nan=True):
+                raise RuntimeError("its first replay draws other tokens than the step from Python")
+        return replay
+
     def _run(self, rows: int, length: int) -> None:
         """The step on the fixed buffers: eagerly for the first time, then from a graph."""
         if not self._bucket // 2 < rows <= self._bucket:  # few buckets, so few captures, while rows end one by one
@@ -136,7 +146,7 @@ class TokenSteps:
         if key in self.replays and self.replays[key] is None and self.engine.uses_graphs:
             started = time.perf_counter()
             try:
-                self.replays[key] = capture(step, self._pool)
+                self.replays[key] = self._checked(capture(step, self._pool), step, rows)
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise

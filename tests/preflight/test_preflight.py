@@ -18,9 +18,11 @@ from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures, RewardFound
 from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
+from rloo_kit.preflight import probe
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_logp_faults
 from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
+from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.generate import GenerateEngine, _Steering
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
@@ -150,7 +152,7 @@ def test_the_hours_are_those_of_a_run(prepare, monkeypatch, engine):
         )
 
     slow(NativeEngine, "_fill", lambda *_: clock.prefill)
-    slow(NativeEngine, "_step", lambda _engine, _decoder, _cache, live, _uniform: 1 + 0.1 * len(live))
+    slow(NativeEngine, "_step", lambda _engine, _steps, live, _uniform: 1 + 0.1 * len(live))
     slow(GenerateEngine, "_generate", lambda *_: clock.prefill)
     slow(_Steering, "__call__", lambda _steering, ids, _scores: 1 + 0.1 * len(ids))
     slow(RLOOStep, "loss", gradient_s)
@@ -161,6 +163,34 @@ def test_the_hours_are_those_of_a_run(prepare, monkeypatch, engine):
     step_s = (trained[-1] - trained[0]) / 5
     assert 0.6 < measures.step_s / step_s < 1.6, (measures, step_s)
     assert 0.6 < measures.hours * 3600 / (6 * step_s + 2 * evaluated_s) < 1.6, (measures, step_s, evaluated_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faster", ["native", "generate"])
+def test_the_faster_engine_is_taken(prepare, monkeypatch, capsys, faster):
+    """On a GPU it depends on the kernels for its generation, the bits and the rows which engine is faster: both are
+    timed, and the run then samples with the faster one and says why. An engine that the file names is left alone."""
+    timed = []
+
+    def time_step(engine: Any, batch: Any, rows: int, run: Any) -> float:
+        timed.append((engine.name, rows))
+        return (0.004 if engine.name == faster else 0.009) * rows
+
+    monkeypatch.setattr(probe, "on_gpu", lambda policy: True)
+    monkeypatch.setattr(probe, "time_step", time_step)
+    run, policy, data, rewards = prepare(DEMO, "rloo.max_steps=1", "rollout.rows=16")
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert timed == [(name, rows) for name in ("native", "generate") for rows in (1, 16)]
+    name, reason = resolve_engine("auto", policy.backend, policy.model)
+    times = {"native": "64.0 ms by native and 144.0 ms by generate", "generate": "144.0 ms by native and 64.0 ms by"}
+    assert name == faster and times[faster] in reason and "16 rows" in reason
+    kit.train(run, policy, data, rewards)
+    assert f"rollout: {faster}, {reason}" in capsys.readouterr().out
+    if faster == "native":  # tokens of a group of the run, and what the step then takes
+        assert 0 < found.measures.step_s < 64 * 64 * 0.009
+        run.rollout.engine = "generate"
+        kit.check_preflight(run, policy, data, rewards)
+        assert {name for name, _ in timed[4:]} == {"generate"}
 
 
 def test_hours_read_like_hours():
