@@ -24,6 +24,7 @@ BLOCK, NESTED_BLOCK = 64, 256  # weights per 8-bit absmax, and those per 32-bit 
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantisations, and an offset
 CACHE_BLOCK = 64  # tokens by which the KV cache grows: short rollouts take little, long ones copy often but cheaply
 JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers with the adapter added, which the native loop decodes with
+GRAPH_CACHE_BLOCK = 16  # the same under CUDA graphs, where it has its full length at once
 NATIVE_GRAPHS_GIB = 0.1  # of the native engine's graphs and their libraries' work space; assumed, not measured
 FLOAT = 4
 BLOCK_TOKENS = 16  # per page of vLLM
@@ -101,7 +102,8 @@ class Workload:
     @property
     def cache_tokens(self) -> int:
         """Tokens per row that the cache allocates, in whole blocks."""
-        return -(-self.row_tokens // CACHE_BLOCK) * CACHE_BLOCK
+        block = GRAPH_CACHE_BLOCK if self.has_graphs else CACHE_BLOCK
+        return -(-self.row_tokens // block) * block
 
     @property
     def has_graphs(self) -> bool:
@@ -258,10 +260,17 @@ def decoder_bytes(work: Workload) -> tuple[int, int, str]:
     if not work.four_bit and work.weight_bytes == work.compute_bytes == FLOAT:
         size = body_bytes(work)
         return (size if size <= JOINED_LIMIT_BYTES else 0), 0, "a copy of float32 layers up to 1 GiB"
-    scales = FLOAT * work.shape.body_weights // BLOCK if work.four_bit else 0
-    # An adapter's second matrices are a block-diagonal one for the projections of one input: 1.6 times in all.
-    adapter = 2 * work.compute_bytes * (trained_weights(work) if work.lora_rank is not None else 0)
-    return scales + adapter, 0, "the adapter in the model's precision, scales of 4-bit weights in float32"
+    together = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # joined, so with scales in float32
+    joined = sum(
+        len(layers) * rows * columns
+        for layers, matrices in work.shape.matrices
+        for name, (rows, columns) in matrices.items()
+        if name.rpartition(".")[2] in together
+    )
+    scales = FLOAT * joined // BLOCK if work.four_bit else 0
+    # An adapter's second matrices are a block-diagonal one for the projections of one input.
+    adapter = 1.6 * work.compute_bytes * (trained_weights(work) if work.lora_rank is not None else 0)
+    return scales + int(adapter), 0, "the adapter in the model's precision, scales of 4-bit weights in float32"
 
 
 def sampling_bytes(work: Workload, rows: int) -> int:

@@ -8,19 +8,16 @@ Shapes: R live rows, S slots, L tokens, V vocabulary.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.draw import draw
-from rloo_kit.rollout.types import CompletionState
+from rloo_kit.rollout.types import CompletionState, Engine, Sampling
 from rloo_kit.system.memory import is_out_of_memory
-
-if TYPE_CHECKING:
-    from rloo_kit.rollout.native import NativeEngine
-
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of a graph; then multiples of 64
 LENGTH_BLOCK = 256  # tokens of a graph; from 2,048 on an eighth to a quarter of the length
@@ -53,16 +50,30 @@ def capture(function: Callable[[], None], pool: Any) -> Callable[[], None]:
     return graph.replay
 
 
+class GraphEngine(Engine):
+    """An engine whose token steps may be CUDA graphs.
+
+    Attributes:
+        uses_graphs: on a GPU, until a capture fails. counts: token steps that were "replays" and "eager", "captures",
+            and their seconds, "capture_s".
+    """
+
+    def __init__(self, reason: str, sampling: Sampling, uses_graphs: bool) -> None:
+        super().__init__(reason, sampling)
+        self.uses_graphs = uses_graphs
+        self.counts: Counter[str] = Counter()
+
+
 class TokenSteps:
     """Draws one more token for each live row.
 
     Args:
-        engine: whose sampling is followed; its counts grow, and it is told if graphs cannot be captured.
+        engine: whose sampling is followed; its counts grow, and it uses no graphs after a failed capture.
         longest: the longest row that may come, in tokens, for CUDA graphs, whose cache does not grow; None without.
     """
 
     def __init__(
-        self, engine: "NativeEngine", decoder: ModuleDecoder, cache: SlotCache, longest: int | None = None
+        self, engine: GraphEngine, decoder: ModuleDecoder, cache: SlotCache, longest: int | None = None
     ) -> None:
         self.engine, self.decoder, self.cache = engine, decoder, cache
         self.temperature, filters = engine.sampling.temperature, engine.sampling.filters

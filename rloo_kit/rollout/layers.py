@@ -4,13 +4,14 @@ Shapes: R live rows, M model, I MLP, H query heads, G key-value heads, D head si
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from rloo_kit.plan.parts import JOINED_LIMIT_BYTES
+from rloo_kit.plan.parts import JOINED_LIMIT_BYTES, NESTED_BLOCK
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
@@ -188,18 +189,21 @@ class Product:
     """Several projections of one input (N, in) as one (N, out), with their adapters.
 
     4-bit blocks lie along a row, so packed rows are joined exactly; the modules' weights become views of the joined
-    ones, and no second copy exists. Scales are unpacked to float32, as one product has one form of them. The adapters'
-    first matrices are stacked, their second ones, scaled, are one block-diagonal matrix.
+    ones, and no second copy exists. Other projections are multiplied one by one: dynamic 4-bit models keep some in 16
+    bits. The adapters' first matrices are stacked, their second ones, scaled, are one block-diagonal matrix.
     """
 
     def __init__(self, modules: Sequence[Any], dtype: torch.dtype) -> None:
         bases = [module.base_layer if hasattr(module, "lora_A") else module for module in modules]
-        self.packed: torch.Tensor | None = None
-        self.parts = [(base.weight, base.bias) for base in bases]
-        if all(type(base).__name__ == "Linear4bit" for base in bases):
-            self._join(bases, dtype)
-        elif any(type(base) is not torch.nn.Linear or base.weight.dtype != dtype for base in bases):
-            raise NotPlainError(f"has projections that are neither plain {dtype} nor 4-bit")
+        kinds = {_form_of(base, dtype) for base in bases}
+        biased = {base.bias is not None for base in bases}
+        joined = [bases] if len(kinds) == len(biased) == 1 and kinds != {None} else [[base] for base in bases]
+        self.parts: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        for part in joined:
+            if _form_of(part[0], dtype) is None:
+                self.parts.append(partial(functional.linear, weight=part[0].weight, bias=part[0].bias))
+            else:
+                self.parts.append(_four_bit(part, dtype))
         self.first = self.second = None  # (in, r), (r, out)
         names = [_active(module) for module in modules]
         if any(names):
@@ -210,38 +214,53 @@ class Product:
             self.second = torch.block_diag(*blocks).to(firsts[0].device, dtype).t().contiguous()
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            found = torch.ops.bitsandbytes.gemm_4bit.default(
-                states, self.packed, self.shape, self.scales, self.block, self.kind, bias=self.bias
-            )
-        else:
-            parts = [functional.linear(states, *part) for part in self.parts]
-            found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts = [part(states) for part in self.parts]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return found if self.first is None else torch.addmm(found, states @ self.first, self.second)
 
-    def _join(self, bases: Sequence[Any], dtype: torch.dtype) -> None:
-        from bitsandbytes.functional import dequantize_blockwise  # ty: an optional part of the stack
 
-        states = [base.weight.quant_state for base in bases]
-        like = states[0]
-        for base, state in zip(bases, states, strict=True):
-            form = (state.blocksize, state.quant_type, base.weight.dtype, base.compute_dtype or dtype)
-            if form != (like.blocksize, like.quant_type, torch.uint8, dtype) or state.shape[1] % state.blocksize:
-                raise NotPlainError("has 4-bit matrices of another form")
-            if getattr(state, "packing_format_for_cpu", False):
-                raise NotPlainError("has 4-bit matrices that bitsandbytes has packed for this CPU")
-        scales = [
-            dequantize_blockwise(state.absmax, state.state2).float() + state.offset if state.nested else state.absmax
-            for state in states
-        ]
-        self.scales = torch.cat([part.flatten() for part in scales])
-        self.packed = join_in_place([base.weight for base in bases])
-        self.shape = [sum(state.shape[0] for state in states), like.shape[1]]
-        self.block, self.kind = like.blocksize, like.quant_type
-        biases = [base.bias for base in bases if base.bias is not None]
-        if len(biases) not in (0, len(bases)):
-            raise NotPlainError("has biases on some projections of one input only")
-        self.bias = torch.cat(biases).to(dtype) if biases else None
+def _form_of(base: Any, dtype: torch.dtype) -> tuple[int, str] | None:
+    """Block size and type of a projection's 4-bit weights; None for plain ones in `dtype`."""
+    if type(base) is torch.nn.Linear and base.weight.dtype == dtype:
+        return None
+    state = getattr(base.weight, "quant_state", None)
+    if type(base).__name__ != "Linear4bit" or state is None:
+        raise NotPlainError(f"has projections that are neither plain {dtype} nor 4-bit")
+    if base.weight.dtype != torch.uint8 or base.compute_dtype not in (None, dtype) or state.shape[1] % state.blocksize:
+        raise NotPlainError("has 4-bit matrices of another form")
+    if getattr(state, "packing_format_for_cpu", False):
+        raise NotPlainError("has 4-bit matrices that bitsandbytes has packed for this CPU")
+    return state.blocksize, state.quant_type
+
+
+def _four_bit(bases: Sequence[Any], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """bitsandbytes' product with 4-bit weights, those of several projections joined. Scales that are 8-bit themselves
+    are unpacked to float32 for joined ones, since each matrix has its own offset."""
+    from bitsandbytes.functional import dequantize_blockwise  # not where only plain models are loaded
+
+    states = [base.weight.quant_state for base in bases]
+    nested: dict[str, torch.Tensor] = {}
+    if len(states) == 1 and states[0].nested and states[0].state2.blocksize == NESTED_BLOCK:
+        (state,) = states
+        scales = state.state2.absmax
+        nested = {"absmax_8bit": state.absmax, "absmax_code": state.state2.code, "absmax_offset": state.offset}
+    else:
+        scales = torch.cat([
+            (dequantize_blockwise(one.absmax, one.state2).float() + one.offset if one.nested else one.absmax).flatten()
+            for one in states
+        ])  # fmt: skip
+    bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases]).to(dtype)
+    packed = join_in_place([base.weight for base in bases])
+    shape = [sum(one.shape[0] for one in states), states[0].shape[1]]
+    block, kind = states[0].blocksize, states[0].quant_type
+
+    def multiply(inputs: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+            inputs, packed, shape, scales, block, kind, bias=bias, **nested
+        )
+        return product
+
+    return multiply
 
 
 def join_in_place(weights: Sequence[torch.Tensor]) -> torch.Tensor:

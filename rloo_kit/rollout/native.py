@@ -10,7 +10,7 @@ same code.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
@@ -21,10 +21,11 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import is_coarse
+from rloo_kit.plan.parts import GRAPH_CACHE_BLOCK
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
-from rloo_kit.rollout.graphs import TokenSteps
+from rloo_kit.rollout.graphs import GraphEngine, TokenSteps
 from rloo_kit.rollout.layers import DirectDecoder, FusedDecoder, NotPlainError
-from rloo_kit.rollout.types import Call, CompletionState, Engine, Sampling
+from rloo_kit.rollout.types import Call, CompletionState, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
@@ -33,12 +34,11 @@ CHECKED = ((3, 1, 2, 0, 3), (3, 1, 1))  # rows whose last logits are compared
 TOLERANCE, TOLERANCE_16_BITS = 1e-4, 0.05  # of a logit, relative to the largest
 
 
-class NativeEngine(Engine):
+class NativeEngine(GraphEngine):
     """See `engine.build_engine` for the arguments.
 
     Attributes:
-        uses_graphs: on a GPU, until a capture fails. decoder: name of the class that decoded last.
-        counts: token steps that were "captures", "replays" and "eager"; "capture_s": seconds of the captures.
+        decoder: name of the class that decoded last.
     """
 
     name = "native"
@@ -46,11 +46,9 @@ class NativeEngine(Engine):
     def __init__(
         self, model: Any, mode: Callable[[], AbstractContextManager[None]], reason: str, sampling: Sampling
     ) -> None:
-        super().__init__(reason, sampling)
+        super().__init__(reason, sampling, uses_graphs=model.device.type == "cuda")
         self._model, self._mode = model, mode
         self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
-        self.uses_graphs = model.device.type == "cuda"
-        self.counts: Counter[str] = Counter()
 
     @property
     def decoder(self) -> str | None:
@@ -82,7 +80,7 @@ class NativeEngine(Engine):
         entering: list[CompletionState] = []
         longest = max(len(state.prompt) for state in call.states) + call.limits.max_completion_length
         graphs = self.uses_graphs and decoder.replayable
-        cache = SlotCache(slots)
+        cache = SlotCache(slots, GRAPH_CACHE_BLOCK if graphs else None)
         steps = TokenSteps(self, decoder, cache, longest if graphs else None)
         try:
             while waiting or live or call.away:

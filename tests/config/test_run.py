@@ -170,8 +170,10 @@ def test_an_evening_is_one(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (gpu,) = re.findall(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
     plan = plan_vram(run, int(gpu) * 1e9 / 2**30)
     assert plan.verdict == "fits" and plan.rows == plan.completions == run.eval.batch_size
-    assert plan.step is not None and plan.step.hours is not None and 2.5 < plan.step.hours < 3
+    assert plan.step is not None and plan.step.hours is not None and 1.2 < plan.step.hours < 3
     assert plan.step.evaluation_s / 3600 < 0.3
+    slower = plan_vram(load_config(path, "rollout.engine=generate"), int(gpu) * 1e9 / 2**30).step
+    assert slower is not None and slower.hours is not None and slower.hours < 5, "where the kit's decoder is not used"
 
 
 @pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem)
