@@ -74,6 +74,7 @@ class NativeEngine(Engine):
                     self._fill(decoder, cache, entering, len(live))
                     live, entering = live + entering, []
                 self._step(decoder, cache, live, uniform)
+                self.token_steps += 1
                 if call.on_tokens is not None:
                     for row in live:
                         call.on_tokens(row.number, row.ids)
