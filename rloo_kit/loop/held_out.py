@@ -118,7 +118,6 @@ class Evaluations(TrainerCallback):
             return control
         found = self._evaluate(state, control)
         recorder = self.trainer.rloo.recorder
-        recorder.leave_out(found.evaluation.seconds)
         shown = ("accuracy", "reward") if found.evaluation.leading == "accuracy" else ("reward",)
         for name in dict.fromkeys((*shown, self.history.measure)):
             for key, value in zip(("", "_low", "_high"), found.evaluation.ends(name), strict=True):
@@ -156,7 +155,8 @@ class Evaluations(TrainerCallback):
         if self.history.is_over and step < state.max_steps:
             self.stopped = self._why_over()
             control.should_save = control.should_training_stop = True
-        self.seconds += time.monotonic() - started
+        self.seconds += (seconds := time.monotonic() - started)
+        self.trainer.rloo.recorder.leave_out(seconds)
         self._count += 1
         return found
 

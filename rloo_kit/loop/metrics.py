@@ -7,7 +7,8 @@ Shapes: B completions of this process, A of all processes, F reward functions.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Recorder:
     Attributes:
         listeners: called once a generation batch with one dict for each completion of this process.
         episodes: completions so far, of all processes.
+        seconds: of this process since the last log, by part of a step.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Recorder:
         self.tags, self.end_ids, self.has_budget = tags, set(trainer.eos_token_ids), has_budget
         self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
         self.episodes = 0
+        self._drawn = self._decoded = 0  # tokens and token steps since the last log
+        self.seconds = {"rollout": 0.0, "reward": 0.0, "gradient": 0.0}
         self._begun: tuple[float, int] | None = None  # start time, and episodes before it (resumed run)
 
     @property
@@ -68,7 +72,8 @@ class Recorder:
             self._begun = time.monotonic(), self.episodes
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude the last `seconds`, which were not training, from completions per second."""
+        """Exclude the last `seconds`, which an evaluation took, from completions per second."""
+        self.seconds["evaluation"] = self.seconds.get("evaluation", 0.0) + seconds
         if self._begun is not None:
             self._begun = self._begun[0] + seconds, self._begun[1]
 
@@ -76,7 +81,22 @@ class Recorder:
         """Record one number of a step."""
         self._metrics[name].append(float(value))
 
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count a block's seconds as a part of the step, in training."""
+        started = time.monotonic()
+        yield
+        if self._is_training:
+            self.seconds[part] += time.monotonic() - started
+
     # ------------------------------------------------------------------------------------------------ a rollout
+
+    def sampled(self, found: Completions, token_steps: int) -> None:
+        """Count the tokens that training drew, forced and tools' ones left out, and the engine's steps for them."""
+        if self._is_training:
+            given = sum(end - start for spans in (*found.forced, *found.context) for start, end in spans)
+            self._drawn += sum(map(len, found.completion_ids)) - given
+            self._decoded += token_steps
 
     def rollout(self, batch: RolloutBatch) -> None:
         """Metrics, TRL's table of completions, and the rows for the listeners."""
@@ -299,13 +319,21 @@ class Recorder:
             self._metrics[name].append(value)
 
     def log(self, logs: dict[str, float]) -> dict[str, float]:
-        """TRL's logs plus episodes, episodes per second and the names of the older trainer.
+        """TRL's logs plus times, episodes, episodes per second and the names of the older trainer.
 
         A non-finite gradient norm is left out (the step was skipped)."""
         if self._is_training and self._begun is not None and self._metrics:
             elapsed = max(time.monotonic() - self._begun[0], 1e-9)
             self._metrics["eps"] = [(self.episodes - self._begun[1]) / elapsed]
             self._metrics["episode"] = [float(self.episodes)]
+            if steps := len(self._metrics.get("steps/skipped", ())):  # since the last log
+                for part, seconds in self.seconds.items():
+                    self._metrics[f"time/{part}_s"] = [seconds / steps]
+                if self._decoded:
+                    self._metrics["time/decode_ms_per_token_step"] = [1000 * self.seconds["rollout"] / self._decoded]
+                if self._drawn:
+                    self._metrics["time/tokens_per_s"] = [self._drawn / self.seconds["rollout"]]
+                self.seconds, self._drawn, self._decoded = dict.fromkeys(self.seconds, 0.0), 0, 0
         norm = logs.get("grad_norm")
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
             logs = {name: value for name, value in logs.items() if name != "grad_norm"}

@@ -101,13 +101,19 @@ class RLOOStep:
         if leave_open and model.training and self.settings.advantage.beta and self.settings.scores_first is None:
             batch.kl = batch.zeros()
             return batch
-        self.score(model, batch)
+        with self.recorder.timed("gradient"):
+            self.score(model, batch)
         self.settle(batch)
         return batch
 
     def judge(self, rows: list[dict[str, Any]]) -> Judged:
         """Sample a completion for each row and score it."""
-        return self.rewarder.judge(self.sampler.sample(rows))
+        before = self.sampler.engine.token_steps
+        with self.recorder.timed("rollout"):
+            found = self.sampler.sample(rows)
+        self.recorder.sampled(found, self.sampler.engine.token_steps - before)
+        with self.recorder.timed("reward"):
+            return self.rewarder.judge(found)
 
     def lay_out(self, judged: Judged, training: bool) -> RolloutBatch:
         """Token ids and masks on the device, and the scores to compare."""

@@ -130,9 +130,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         passes = self.args.steps_per_generation
         place = self._step % (passes * self.num_iterations)
         if place == 0 or self._window is None:  # None: resumed inside a window
-            started = time.monotonic()
             self._window = self.rloo.roll_out(self.model, generation_batch, leave_open=True)
-            self.rloo.recorder.count("time/rollout_s", time.monotonic() - started)
             self._order = self._shuffle_rows(len(generation_batch))
         micro = place % passes
         size = self.args.per_device_train_batch_size
@@ -185,7 +183,6 @@ class RLOOTrainer(trl.RLOOTrainer):
         skipped = self.rloo.skipped
         trained = [one for one in self.model.parameters() if one.requires_grad]
         self.rloo.close(trained, self.state.global_step + 1)
-        self.rloo.recorder.count("time/gradient_s", time.monotonic() - self._gradient_at)  # `close` waits for a GPU
         if skipped.exceeded:
             self._save_checkpoint(self.model, trial=None)
             raise NonFiniteError(
@@ -290,6 +287,11 @@ class _LoopCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self.trainer._close_step()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the update is still running
+        self.trainer.rloo.recorder.seconds["gradient"] += time.monotonic() - self.trainer._gradient_at
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self._move_on(is_over=self.trainer.accelerator.gradient_state.end_of_dataloader)

@@ -245,7 +245,7 @@ def _alternate(completions: Any, **_columns: Any) -> list[float]:
 class _FullRows:
     """Stands in for an engine: made-up completions that fill every row to `tokens`, after a call of `before`."""
 
-    name, reason = "synthetic", "to measure memory"
+    name, reason, token_steps = "synthetic", "to measure memory", 0
     rows: int | None = None
 
     def __init__(self, tokens: int, before: Callable[[], None]) -> None:

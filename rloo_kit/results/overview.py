@@ -16,7 +16,7 @@ from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
 from rloo_kit.results.evaluation import Evaluation, merge_rows
 from rloo_kit.results.pages import TONES
-from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts
+from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts, split_time
 from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.folder import RunDir
@@ -25,6 +25,8 @@ from rloo_kit.system.console import columns, fill_text, format_seconds, render_t
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
 MEANS = ["reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio"]
 MEANS += ["tools/call_frequency", "tools/failure_frequency", "tools/invalid_frequency", "tools/turns"]
+MEANS += ["time/rollout_s", "time/reward_s", "time/gradient_s", "time/evaluation_s"]
+MEANS += ["time/decode_ms_per_token_step", "time/tokens_per_s"]
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLORS = {"right": "green", "wrong": "red", "": "yellow"}
 
@@ -98,6 +100,8 @@ class RunOverview:
         curves = self._curves()
         if curves.row_count:
             parts += [Text(""), curves]
+        if (time := split_time(self.rows)) is not None:
+            parts += [Text(""), Text(fill_text(f"{time}."))]
         if self.findings:
             parts.append(Text("\nHealth, the earliest cause first"))
             for one in self.findings:

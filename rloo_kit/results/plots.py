@@ -4,8 +4,11 @@
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
@@ -23,6 +26,8 @@ MARGIN = 0.06  # share of the range beyond the values, so that no axis cuts a po
 BAR_WIDTH, BAR_INSET = 200, 4  # of a bar's viewBox
 SAME = 1e-9  # values that differ by less count as equal
 FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
+PARTS = {"rollout": "rollout", "rewards": "reward", "gradient": "gradient", "evaluation": "evaluation"}  # time/PART_s
+SPEED = {"time/decode_ms_per_token_step": "{:.1f} ms a token step", "time/tokens_per_s": "{:,.0f} tokens/s sampled"}
 
 
 class Point(NamedTuple):
@@ -390,6 +395,45 @@ def tokens_per_second(metrics: Sequence[Row], after: int = 0) -> float | None:
     `after`: evaluations and saves do not count. None without a rollout."""
     found = [(tokens, seconds) for step, tokens, seconds in read_sampled(metrics) if step > after]
     return sum(tokens for tokens, _ in found) / sum(seconds for _, seconds in found) if found else None
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Mean seconds of a step, of each of PARTS and of "the rest"; and the speed of sampling in words, if known."""
+
+    seconds: dict[str, float]
+    speed: str
+
+    @property
+    def bar(self) -> list[tuple[str, float, float, str]]:
+        """Class of the style, start and width in percent, and text of each part."""
+        drawn, start, total = [], 0.0, sum(self.seconds.values()) or 1.0
+        for name, seconds in self.seconds.items():
+            kind, width = f"c{[*PARTS].index(name)}" if name in PARTS else "s0", 100 * seconds / total
+            text = f"{name} {format_value(seconds, 'number')} s ({width:.0f} %)"
+            drawn.append((kind, round(start, 2), round(width, 2), text))
+            start += width
+        return drawn
+
+    def __str__(self) -> str:
+        parts = filter(None, [", ".join(text for *_, text in self.bar), self.speed])
+        return f"A step takes {format_value(sum(self.seconds.values()), 'number')} s: {'; '.join(parts)}"
+
+
+def split_time(metrics: Sequence[Row]) -> StepTime | None:
+    """Where the time of steps goes whose rows have `time/*`, saves and evaluations included; None without any."""
+    numbers = ({name: one for name, one in row.items() if is_number(one)} for row in ({}, *in_order(metrics)))
+    pairs = pairwise(defaultdict[str, float](float, row) for row in numbers)
+    found = [(row["step"] - before["step"], row["seconds"] - before["seconds"], row) for before, row in pairs]
+    found = [one for one in found if "time/reward_s" in one[-1]]
+    steps = sum(count for count, _, _ in found)
+    if not steps:
+        return None
+    seconds = {name: sum(n * row[f"time/{part}_s"] for n, _, row in found) / steps for name, part in PARTS.items()}
+    seconds["the rest"] = max(0.0, sum(took for _, took, _ in found) / steps - sum(seconds.values()))
+    seconds = {name: one for name, one in seconds.items() if one or name != "evaluation"}
+    speed = {text: [row[name] for _, _, row in found if name in row] for name, text in SPEED.items()}
+    return StepTime(seconds, ", ".join(text.format(fmean(values)) for text, values in speed.items() if values))
 
 
 def signal_shares(metrics: Sequence[Row]) -> list[Point]:

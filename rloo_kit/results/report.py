@@ -33,6 +33,7 @@ from rloo_kit.results.plots import (
     draw_chart,
     held_out_chart,
     in_order,
+    split_time,
     tokens_generated,
 )
 from rloo_kit.results.samples import sample_rollouts
@@ -120,6 +121,7 @@ def write_report(
         curves=curves,
         constant=constant,
         steps_logged=len(in_order(result.metrics)),
+        time=split_time(result.metrics),
         health=Table("Health findings", head, findings, ids=[f"finding-{one.name}" for one in result.findings]),
         measures=Table(
             "Evaluations before and after training",

@@ -99,6 +99,7 @@ class GenerateEngine(Engine):
             if len(states) == 1 or not is_out_of_memory(error):
                 raise
             return False
+        self.token_steps += output.size(1) - width
         steering.finish(output)
         for state in states:
             call.states[state.number] = state

@@ -93,6 +93,7 @@ class NativeEngine(GraphEngine):
                     self._fill(decoder, cache, entering, len(live))
                     live, entering = live + entering, []
                 self._step(steps, live, uniform)
+                self.token_steps += 1
                 if call.on_tokens is not None:
                     for row in live:
                         call.on_tokens(row.number, row.ids)

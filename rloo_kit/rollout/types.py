@@ -354,12 +354,14 @@ class Engine:
     Attributes:
         name: native, generate, vllm or server. reason: why that one, in one readable line.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
+        token_steps: decoding steps so far, each of all rows at once; 0 if the engine does not see them.
     """
 
     name: str
 
     def __init__(self, reason: str, sampling: Sampling) -> None:
         self.reason, self.sampling, self.rows = reason, sampling, sampling.rows
+        self.token_steps = 0
 
     def sample(
         self,

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-CLOCKS = {"seconds", "step_time", "time/rollout_s", "time/gradient_s", "eps", "run"}
+from tests.clocks import CLOCKS
+
 CONFIG = """
 run: {{output_dir: {output}, name: tiny, evaluate: {evaluate}, progress_every_s: 0, sample_every_steps: 0}}
 model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}

@@ -16,9 +16,9 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.results.verdict import load_result
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.runs.rollouts import read_rollouts
+from tests.clocks import CLOCKS
 from tests.loop.conftest import by_ids, lines, status
 
-CLOCKS = {"seconds", "step_time", "time/rollout_s", "time/gradient_s", "eps", "run"}
 LEARNS = ("rloo.learning_rate=0.2", "eval.num_samples=4", "eval.measure=reward")  # each evaluation is the best so far
 EVERY_TWO = ("data.test_size=6", "eval.every_steps=2", "eval.every_prompts=4", "rloo.max_steps=6")
 

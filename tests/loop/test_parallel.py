@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.clocks import CLOCKS
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
@@ -37,15 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
 BUDGET = {"thinking_budget": 3, "answer_budget": 2}
 SAMPLED = {"sampled": {"sample": True, "reward": "some", "options": WITH_KL | BUDGET | {"resample_rounds": 3}}}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-CLOCKS = {
-    "step_time",
-    "time/rollout_s",
-    "time/gradient_s",
-    "eps",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-}
 Found = dict[str, list[dict[str, Any]]]  # by case, of each rank
 
 

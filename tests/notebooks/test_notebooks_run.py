@@ -12,6 +12,7 @@ import yaml
 
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system.environment import cache_folder
+from tests.clocks import CLOCKS
 from tests.notebooks.notebook_cells import FOLDER
 from tests.notebooks.runners import Ended, call
 
@@ -217,9 +218,8 @@ def check_command_line(start: Start, folder: Path) -> None:
     done = start(PAPERMILL.with_name("rloo-kit"), "train", config, *overrides, "eval.num_prompts=12")
     assert done.exit_code == "0", done.log[-4000:]
     notebook, command = (folder / name / "arithmetic_instruct" for name in ("runs", "cli"))
-    clocks = {"seconds", "step_time", "time/rollout_s", "time/gradient_s", "eps", "run"}
     for ours, theirs in zip(rows(notebook / "metrics.jsonl"), rows(command / "metrics.jsonl"), strict=True):
-        assert {key for key in ours | theirs if ours.get(key) != theirs.get(key)} <= clocks
+        assert {key for key in ours | theirs if ours.get(key) != theirs.get(key)} <= CLOCKS
     for name in ("before.json", "after.json"):
         ours, theirs = (json.loads((path / name).read_text(encoding="utf-8")) for path in (notebook, command))
         assert ours | {"seconds": 0} == theirs | {"seconds": 0}

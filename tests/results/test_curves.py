@@ -14,6 +14,7 @@ from rloo_kit.results.plots import (
     draw_chart,
     moving_mean,
     select_charts,
+    split_time,
     tokens_generated,
     tokens_per_second,
 )
@@ -87,3 +88,24 @@ def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
     assert tokens_per_second(metrics) == 3 * 80 / (3 + 1 + 3 + 1 + 3)
     assert tokens_per_second(metrics, after=1) == 2 * 80 / (1 + 3 + 1 + 3)
     assert tokens_per_second(metrics, after=5) is None
+
+
+def test_a_step_is_split_over_all_that_a_run_took() -> None:
+    """Rows cover several steps, evaluations and saves are in `seconds` alone, and rows of before these metrics count
+    for nothing: the time of their rollouts had the rewards in it."""
+    parts = {"time/rollout_s": 9.0, "time/reward_s": 0.25, "time/gradient_s": 2.25}
+    old = [{"step": 1, "seconds": 50.0, "time/rollout_s": 40.0, "time/gradient_s": 9.0}]
+    speed = {"time/decode_ms_per_token_step": 14.9, "time/tokens_per_s": 540.0}
+    new = [
+        {"step": 3, "seconds": 75.0, **parts, **speed},
+        {"step": 5, "seconds": 101.0, **parts, "time/evaluation_s": 1},
+    ]
+    found = split_time([*old, *new])
+    assert found is not None
+    text = "rollout 9 s (71 %), rewards 0.25 s (2 %), gradient 2.25 s (18 %), evaluation 0.5 s (4 %), the rest 0.75 s"
+    assert str(found) == f"A step takes 12.8 s: {text} (6 %); 14.9 ms a token step, 540 tokens/s sampled"
+    assert sum(found.seconds.values()) == (101 - 50) / 4
+    starts, widths = zip(*((start, width) for _, start, width, _ in found.bar), strict=True)
+    assert sum(widths) == pytest.approx(100, abs=0.1) and starts[-1] + widths[-1] == pytest.approx(100, abs=0.1)
+    assert str(split_time([{"step": 2, **parts}])).endswith("the rest 0 s (0 %)"), "a row without `seconds`"
+    assert split_time(old) is None and split_time([]) is None

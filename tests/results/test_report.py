@@ -46,8 +46,9 @@ def make_metrics(steps: int) -> list[dict[str, Any]]:
     row = {"reward": 0.5, "rewards/answer_reward/mean": 0.4, "kl": 0.01, "thinking/mean_length": 20.0}
     row |= {"thinking/closed_ratio": 0.7, "completions/clipped_ratio": 0.1, "frac_reward_zero_std": 0.2, "grad_norm": 1}
     row |= {"completions/mean_length": 30.0, "entropy": 0.6, "loss": 0.1}
+    times = {"time/rollout_s": 1.5, "time/reward_s": 0.1, "time/gradient_s": 0.3, "time/tokens_per_s": 1280.0}
     return [
-        {"step": step, "episode": 64 * step, "step_time": 2.0}
+        {"step": step, "episode": 64 * step, "step_time": 2.0, "seconds": 2.5 * step, **times}
         | {name: value * (1 + step / 100) for name, value in row.items()}
         for step in range(1, steps + 1)
     ]
@@ -146,6 +147,8 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     assert targets == {"finding-repetition", "finding-truncation"} <= set(page.values("id"))
     flags = re.findall(r'<text class="flag"[^>]*>(.*?)</text>', written)
     assert {*flags} == {"repetition", "truncation"}, "they are in the curves where they show"
+    assert 'aria-label="A step takes 2.5 s: rollout 1.5 s (60 %), rewards' in written
+    assert "A step takes 2.5 s 1,280 tokens/s sampled rollout 1.5 s (60 %)" in text and written.count("<rect class=") >= 4
 
 
 def test_the_evaluations_are_kept_beside_the_report(
@@ -157,7 +160,7 @@ def test_the_evaluations_are_kept_beside_the_report(
         Evaluation.from_dict(json.loads((result.folder / f"{when}.json").read_text())) for when in ("before", "after")
     ]
     assert tuple(saved) == evaluations
-    assert "before.json" in page and "Made by" not in words(page)
+    assert "before.json" in page and "Made by" not in words(page) and "A step takes" not in page
     status = result.folder / "status.json"  # the command line writes what made the run and what it cost
     status.write_text('{"command": "rloo-kit train a.yaml run.name=\\"x y\\"", "energy_wh": 12.34}')
     text = words(write_report(run, result, *saved).read_text("utf-8"))

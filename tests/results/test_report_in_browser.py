@@ -218,5 +218,5 @@ def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -
     finally:
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
     assert count(browser, "noscript p") == 2 and "JavaScript" in text_of(browser, "main")
-    assert "Accuracy fell" in text_of(browser, ".verdict") and count(browser, ".panel svg") == 11
+    assert "Accuracy fell" in text_of(browser, ".verdict") and count(browser, ".panel svg") == 12
     assert count(browser, "#prompts table") == 1 and count(browser, "#prompt-browser *") == 0

@@ -66,8 +66,11 @@ def call_json(*words: Any) -> tuple[int, Any]:
 def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path], monkeypatch: Any) -> None:
     """A level that is always alarming is soon ignored. On a machine without a browser what is printed is the report:
     it fits into 80 columns, curves included."""
-    folder = make_run([row | {"reward": 0.01 * row["step"]} for row in make_rows(50)])
+    times = {"time/rollout_s": 9.1, "time/reward_s": 0.3, "time/gradient_s": 2.4, "time/tokens_per_s": 540.0}
+    rows = make_rows(50, **times)
+    folder = make_run([row | {"reward": 0.01 * row["step"], "seconds": 12.3 * row["step"]} for row in rows])
     code, found = call_json(folder)
+    assert found["means"]["time/rollout_s"] == pytest.approx(9.1)
     assert code == 0 and found["level"] == "healthy" and found["actions"] == found["health"] == []
     write_evaluation(folder, 20, name="before")
     write_evaluation(folder, 80)
@@ -75,6 +78,7 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path], monkeypatch
     lines = call(folder)[1].splitlines()
     assert max(map(len, lines)) <= 80 and any(re.match("Reward.*▁.*█", line) for line in lines)
     assert not any(line.startswith("Entropy") for line in lines), "a flat curve says nothing"
+    assert "A step takes 12.3 s: rollout 9.1 s (74 %), rewards 0.3 s (2 %)," in " ".join(map(str.strip, lines))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> 
     folder = make_run(make_rows(), "failed", ("run.name=second",))
     code, found = call_json(folder)
     assert code == 1 and found["state"] == "failed" and found["error"] == "RewardError: it failed"
-    assert "RewardError: it failed" in call(folder)[1]
+    assert "RewardError: it failed" in call(folder)[1] and "A step takes" not in call(folder)[1]
 
 
 # ---------------------------------------------------------------------------------------------- completions

@@ -65,7 +65,7 @@ def numbers(policy: Any) -> dict[str, Any]:
 class Recorded:
     """An engine that gives the completions above, in their order."""
 
-    name, reason, rows = "recorded", "the completions are given", None
+    name, reason, rows, token_steps = "recorded", "the completions are given", None, 0
 
     def __init__(self, tokenizer: Any):
         self._left = [tokenizer(text)["input_ids"] for text in COMPLETIONS]
