@@ -16,6 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from rloo_kit.gradient.packing import without_cudnn
+
 FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that the kit gives them
 
 Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -361,6 +363,7 @@ class Engine:
     def __init__(self, reason: str, sampling: Sampling) -> None:
         self.reason, self.sampling, self.rows = reason, sampling, sampling.rows
 
+    @without_cudnn()
     def sample(
         self,
         prompt_ids: list[list[int]],
