@@ -193,12 +193,14 @@ class _Steering:
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) per token
         self.first = 0  # column of the first token that the states do not have
+        self.width = 0  # columns at the last call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.before is None:
             self.first = input_ids.size(1)
         else:
             self._note(input_ids)
+        self.width = input_ids.size(1)
         scaled = scores.float()
         if self.temperature > 0:
             scaled = scaled / self.temperature
@@ -222,6 +224,12 @@ class _Steering:
 
     def _note(self, input_ids: torch.Tensor, is_last: bool = False) -> None:
         assert self.before is not None
+        if (grown := input_ids.size(1) - self.width) != 1:
+            raise BackendError(
+                f"the model's generate went on by {grown} tokens at once, and the log-probabilities are of one: its stop "
+                "check comes late, or it draws several. Set rollout.engine=native, or install the transformers of the "
+                "kit's constraints.txt"
+            )
         self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
         if not self.has_budget and self.on_tokens is None and not is_last:
             return

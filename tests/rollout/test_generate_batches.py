@@ -2,11 +2,13 @@
 
 import functools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationMixin, Qwen3ForCausalLM
+from transformers.generation.utils import DeferredStopCheck
 
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient.scorer import Scorer
@@ -15,7 +17,7 @@ from rloo_kit.rollout.decoders import SlotCache
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import Limits
 from tests.models.zoo import make_model
-from tests.rollout.models import PROMPTS, adapted, check_logps, engine_for
+from tests.rollout.models import PROMPTS, TURN_END, adapted, check_logps, engine_for, lean
 
 
 def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
@@ -130,6 +132,32 @@ def test_a_generate_that_drops_the_logits_processor_is_named(make_tiny_model):
     model.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids[:, :1]], dim=1)
     with pytest.raises(BackendError, match=r"logits_processor.*rollout\.engine=native"):
         engine_for(model, "auto").sample(PROMPTS, Limits(3))
+
+
+@pytest.mark.parametrize("limits", [Limits(30), Limits(30, 4, 3, (3,), 9)], ids=["plain", "budget"])
+def test_a_stop_check_that_comes_late_is_refused(limits, make_tiny_model, monkeypatch):
+    """transformers' check one step late (on MPS today) computes a token more and cuts it off. The log-probabilities were
+    one too many: a ValueError of `zip` in the middle of the kit."""
+    monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *_, **__: True)
+    monkeypatch.setattr(torch, "Event", Mock())  # the CPU has no events to wait for
+    engine = engine_for(lean(make_tiny_model(), {TURN_END: 4.0}), "generate")
+    with pytest.raises(BackendError, match=r"rollout\.engine=native.*transformers.*constraints\.txt"):
+        engine.sample(PROMPTS[:2], limits)
+
+
+def test_a_generate_that_draws_several_tokens_at_once_is_refused(make_tiny_model):
+    """Speculative decoding would leave tokens without a log-probability."""
+
+    def generate(input_ids: torch.Tensor, logits_processor: Any, **_: Any) -> torch.Tensor:
+        for _ in range(2):
+            logits_processor[0](input_ids, torch.zeros(len(input_ids), 264))
+            input_ids = torch.cat([input_ids, input_ids[:, :2]], dim=1)
+        return input_ids
+
+    model = make_tiny_model()
+    model.generate = generate
+    with pytest.raises(BackendError, match=r"rollout\.engine=native"):
+        engine_for(model, "generate").sample([[3, 4, 5]] * 2, Limits(3))
 
 
 def test_attention_that_is_more_than_a_mask_stays_transformers_own(monkeypatch):
