@@ -226,9 +226,9 @@ class _Steering:
         assert self.before is not None
         if (grown := input_ids.size(1) - self.width) != 1:
             raise BackendError(
-                f"the model's generate went on by {grown} tokens at once, and the log-probabilities are of one: its stop "
-                "check comes late, or it draws several. Set rollout.engine=native, or install the transformers of the "
-                "kit's constraints.txt"
+                f"the model's generate went on by {grown} tokens, but was asked for one: it checks too late whether "
+                "all rows have ended, or draws several tokens at once, and log-probabilities would be of the wrong "
+                "ones. Set rollout.engine=native, or install the transformers of the kit's constraints.txt"
             )
         self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
         if not self.has_budget and self.on_tokens is None and not is_last:

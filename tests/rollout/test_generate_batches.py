@@ -136,8 +136,8 @@ def test_a_generate_that_drops_the_logits_processor_is_named(make_tiny_model):
 
 @pytest.mark.parametrize("limits", [Limits(30), Limits(30, 4, 3, (3,), 9)], ids=["plain", "budget"])
 def test_a_stop_check_that_comes_late_is_refused(limits, make_tiny_model, monkeypatch):
-    """transformers' check one step late (on MPS today) computes a token more and cuts it off. The log-probabilities were
-    one too many: a ValueError of `zip` in the middle of the kit."""
+    """transformers' check one step late (on MPS today) computes a token more and cuts it off: one log-probability too
+    many, and a ValueError of `zip` in the middle of the kit."""
     monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *_, **__: True)
     monkeypatch.setattr(torch, "Event", Mock())  # the CPU has no events to wait for
     engine = engine_for(lean(make_tiny_model(), {TURN_END: 4.0}), "generate")
