@@ -9,7 +9,7 @@ Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import takewhile
 from typing import Any
 
@@ -54,24 +54,32 @@ class GenerateEngine(Engine):
         expected = call.expected_lengths or [0.0] * len(lengths)
         order = sorted(call.order, key=lambda row: (-expected[row], -lengths[row]))  # if the longest fits, all fit
         total = len(order)
-        while order or call.away:
-            for state in call.come_back(None if not order else 0.0):
-                order.append(state.number)
-                lengths[state.number] = len(state.prompt) + len(state.ids)
-            if not order:
-                continue
-            batch = next_batch(order, lengths, self.rows or len(order))
-            if len({lengths[row] for row in batch}) > 1 and self.check_padding():
-                batch = next_batch(order, lengths, self.rows or len(order), pads=False)
-            with self._mode(), torch.no_grad():  # left after each batch: Unsloth keeps the buffers of two sizes
-                fits = self._generate(call, batch)
-            if not fits:
-                self._halve(len(batch), f"the {len(order)} unfinished ones start over")
-                continue
-            order = [row for row in order if row not in batch]
-            for row in batch:
-                call.send_away(call.states[row])
-            call.report(total - len(order) - len(call.away))
+        with ExitStack() as mode:
+            entered = 0  # for so many rows: Unsloth keeps the buffers of two sizes, and captures graphs in each mode
+            while order or call.away:
+                for state in call.come_back(None if not order else 0.0):
+                    order.append(state.number)
+                    lengths[state.number] = len(state.prompt) + len(state.ids)
+                if not order:
+                    continue
+                batch = next_batch(order, lengths, self.rows or len(order))
+                if len({lengths[row] for row in batch}) > 1 and self.check_padding():
+                    batch = next_batch(order, lengths, self.rows or len(order), pads=False)
+                if len(batch) != entered:
+                    mode.close()
+                    mode.enter_context(self._mode())
+                    entered = len(batch)
+                with torch.no_grad():
+                    fits = self._generate(call, batch)
+                if not fits:
+                    mode.close()
+                    entered = 0
+                    self._halve(len(batch), f"the {len(order)} unfinished ones start over")
+                    continue
+                order = [row for row in order if row not in batch]
+                for row in batch:
+                    call.send_away(call.states[row])
+                call.report(total - len(order) - len(call.away))
 
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""

@@ -40,11 +40,12 @@ def test_a_rollout_decodes_in_graphs_and_frees_them(load: Any, monkeypatch: pyte
 
     def sample() -> Any:
         torch.manual_seed(0)
-        return engine.sample([policy.tokenizer("ab")["input_ids"]] * 5, Limits(6))  # three rows and two
+        return engine.sample([policy.tokenizer("ab")["input_ids"]] * 8, Limits(6))  # 3, 3 and 2 rows
 
     found = sample()
     assert {rows for rows, _ in steps} == {3, 2} and any(kept for _, kept in steps) and not graphs.enabled()
     assert all(kept in ([], [rows]) for rows, kept in steps)
+    assert [rows for rows, kept in steps if not kept] == [3, 2], "batches of as many rows share buffers and graphs"
     kept = {name for module in policy.model.modules() for name in vars(module)}
     assert not kept & {"_unsloth_graph_buffers", "paged_attention", "temp_QA", "attention"} and policy.model.training
     steps.clear()
