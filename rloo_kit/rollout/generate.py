@@ -17,6 +17,7 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import is_coarse
+from rloo_kit.models.unsloth import report_graphs
 from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, OnTokens, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 
@@ -108,6 +109,7 @@ class GenerateEngine(Engine):
                 raise
             return False
         steering.finish(output)
+        report_graphs(self._model, output.size(1) - width, self.sampling.say)
         for state in states:
             call.states[state.number] = state
         return True
