@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ class Parity:
 def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Reference:
     """The trained policy's greedy completions of rendered prompts, with log-probabilities."""
     limit = min(run.eval.max_completion_length or run.rloo.max_completion_length, LONGEST)
-    made = generate_completions(policy, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
+    plain = replace(policy, precision="no")  # other programs have no autocast
+    made = generate_completions(plain, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
     base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
     table = base.get_input_embeddings().weight
     rows = []

@@ -7,7 +7,9 @@ Shapes: S sequences (prompt + completion), T tokens of the layout, N scored toke
 """
 
 import inspect
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,8 @@ SPARED_CALL = 32**2  # padded attention scores that cost about as much as one mo
 NAME = "rloo_packed"
 PLAIN = "sdpa"  # used by calls without a plan, and the only setting that `install` replaces
 KERNEL_GPU = (8, 0)  # lowest compute capability of torch's variable-length attention (Ampere)
+CUDNN_GPUS = (9, 10)  # major compute capabilities on which torch 2.11 and later try cuDNN's SDPA first
+CUDNN_VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # torch's own: a user who sets it has chosen
 
 
 @dataclass(frozen=True)
@@ -314,3 +318,25 @@ def _takes_one_call(query: torch.Tensor) -> bool:
     """Whether the GPU has the variable-length kernel; buckets do not need it."""
     is_narrow = query.is_cuda and query.dtype.itemsize == 2
     return is_narrow and torch.cuda.get_device_capability(query.device) >= KERNEL_GPU
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """A block, or with `@` a function, in which SDPA leaves cuDNN out where torch would try it first. It builds a plan
+    for each key length, so for each token of a rollout; on a B200 it is wrong below 8 key-value heads
+    (pytorch/pytorch#193893). Rows in the variable-length kernel never use it."""
+    backends = torch.backends.cuda
+    if not (_prefers_cudnn() and backends.cudnn_sdp_enabled()):
+        yield
+        return
+    backends.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        backends.enable_cudnn_sdp(True)
+
+
+def _prefers_cudnn() -> bool:
+    if CUDNN_VARIABLE in os.environ or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] in CUDNN_GPUS

@@ -94,6 +94,7 @@ class Scorer:
             self._prepare(causal)
         self.layout = self.layouts[0]
 
+    @packing.without_cudnn()
     def score(
         self,
         model: torch.nn.Module,
@@ -125,6 +126,7 @@ class Scorer:
         """Tokens that the model computes for these groups in one pass."""
         return count_tokens(groups, self.layout)
 
+    @packing.without_cudnn()
     def _choose(self, model: torch.nn.Module) -> tuple[tuple[str, ...], str]:
         """The layouts that agree with single sequences, the smallest first, and a line with the reason. If both packed
         layouts use the same kernels, only the smallest is kept."""

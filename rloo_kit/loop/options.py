@@ -33,11 +33,11 @@ from rloo_kit.data.tools import EnvironmentReward, Toolbox, open_named, tool_sch
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy, keep_values
+from rloo_kit.models.source import training_precision
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import FOREIGN
-from rloo_kit.system import environment
 from rloo_kit.system.processes import count_processes, say
 
 
@@ -328,13 +328,9 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 
 def mixed_precision(run: RunConfig) -> dict[str, bool]:
-    """`bf16` and `fp16`: the file's, else the machine's; ACCELERATE_MIXED_PRECISION, which beats both, is set to it."""
-    chosen = environment.current().precision
-    bf16, fp16 = run.rloo.bf16, run.rloo.fp16
-    bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16
-    fp16 = (chosen == "fp16" and not bf16) if fp16 is None else fp16
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "fp16" if fp16 else "no"
-    return {"bf16": bf16, "fp16": fp16}
+    """`bf16` and `fp16`; ACCELERATE_MIXED_PRECISION, which beats both, is set to them."""
+    chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = training_precision(run)
+    return {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}
 
 
 # ------------------------------------------------------------------------------------------------ of the trainer

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from rloo_kit.config.checks import find_eval_problem
 from rloo_kit.errors import ConfigError, NonFiniteError
+from rloo_kit.gradient.packing import without_cudnn
 from rloo_kit.loop.build import build_step, check_prompts, describe, refuse_idle
 from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.options import FURTHER_ARGUMENTS, make_toolbox, name_settings, naming_settings, prepare_arguments
@@ -171,6 +172,7 @@ class RLOOTrainer(trl.RLOOTrainer):
 
         return self.rloo.loss(parallel.model_of_passes(model), batch, rows, backward, micro_steps) * share
 
+    @without_cudnn()  # the backward pass too: gradient checkpointing computes layers again there
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """TRL's; after a step's last pass, gradients are averaged over processes, before clipping."""
         loss = super().training_step(*arguments, **keywords)

@@ -23,7 +23,15 @@ from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError, RlooKitError, RunNotFoundError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
 from rloo_kit.models.parallel import Sharding
-from rloo_kit.models.source import bind_padding, check_base, check_config, digest_source, dtype_name, find_source
+from rloo_kit.models.source import (
+    bind_padding,
+    check_base,
+    check_config,
+    digest_source,
+    dtype_name,
+    find_source,
+    training_precision,
+)
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.planner import plan_engine, plan_vllm
 from rloo_kit.plan.vram_plan import VllmPlan
@@ -58,6 +66,7 @@ class Policy:
         sharding: gathers whole weights after training with FSDP or DeepSpeed; None if each process has them.
         trained: optimizer steps that it has had since it was loaded: of "RLOO" (`train`), of "SFT" (`fine_tune`).
         weights: digests of the files that it was loaded from, by their name in words; see `digest_source`.
+        precision: of the autocast in training, and when completions are sampled: "bf16", "fp16" or "no".
     """
 
     model: Any
@@ -71,6 +80,7 @@ class Policy:
     sharding: Sharding | None = None
     trained: dict[str, int] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
+    precision: str = "no"
 
     def whole_weights(self) -> AbstractContextManager[Any]:
         """A block in which this process has all weights and may sample without the others; all enter it together."""
@@ -87,6 +97,12 @@ class Policy:
     def inference_mode(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients, for generation; the previous mode is restored afterwards."""
         return inference_mode_of(self.backend)(self.model)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A block that computes in the precision of training, as accelerate does there."""
+        if self.precision == "no":
+            return nullcontext()
+        return torch.autocast(self.model.device.type, getattr(torch, environment.PRECISIONS[self.precision][0]))
 
     def describe(self) -> str:
         """One line: model, size, trained parameters, device, backend and why it was chosen."""
@@ -154,6 +170,7 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     is_small = run.model.is_embedded or sum(value.numel() for value in model.parameters()) < SMALL_MODEL
     if is_small and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    is_cast = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"  # the weights, without an autocast
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -164,6 +181,7 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         config_arguments=_module(name).config_arguments(run),
         rollout=run.rollout,
         weights=digest_source(source),
+        precision="no" if is_cast else training_precision(run),
     )
 
 

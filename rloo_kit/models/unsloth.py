@@ -7,7 +7,7 @@ import copy
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -38,6 +38,7 @@ MERGED_VARIABLE = "UNSLOTH_VLLM_MERGED_ROLLOUT"
 MOST_OF_FREE = 0.98
 SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else Unsloth replaces the planned share with its own
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
+FIRST_TOKENS = 8  # of a batch, until one has been decoded in a graph: the first after a prefill are not
 COMPILE_VARIABLE = "UNSLOTH_BLOCK_COMPILE"  # read at every call of a block
 OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it, float32 checkpoints are stored in host memory as bfloat16
 # What the generated trainer's constructor assigns in its config; checked by tests/with_unsloth/test_fingerprints.py.
@@ -46,6 +47,7 @@ CONSTRUCTOR_CHANGES = (
     "per_device_eval_batch_size",
 )  # fmt: skip
 ITS_OWN = ("gradient_checkpointing_kwargs",)  # Unsloth's checkpoints are reentrant unless you ask for another form
+_said_graphs = False
 
 
 def unusable(run: RunConfig, stack: Any) -> str | None:
@@ -121,6 +123,25 @@ def inference_mode(model: Any) -> Iterator[None]:
 def _decode_graphs() -> Any:
     """Unsloth's CUDA graphs of decoding steps, on only in the scope of an RL generation; None before 2026.10.9."""
     return sys.modules.get("unsloth.models._decode_graphs")
+
+
+def report_graphs(model: Any, tokens: int, say: Callable[[str], None]) -> None:
+    """In `inference_mode`, after a batch of `tokens`: say, once a process, if Unsloth decodes without graphs where it
+    would have them (on an NVIDIA GPU, unless switched off)."""
+    global _said_graphs
+    graphs = _decode_graphs()
+    if _said_graphs or graphs is None or tokens < FIRST_TOKENS or not graphs.enabled():
+        return
+    found = graphs.stats(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    if found.get("disabled") is None and found.get("captures"):
+        return
+    reason = found.get("disabled") or "it captured none; it does for Llama and Qwen3 only"
+    _said_graphs = True
+    say(
+        f"rollout: Unsloth decodes without CUDA graphs until this process ends ({reason.splitlines()[0]}), so with few "
+        "rows a token takes up to twice as long (estimated). If memory ran out, start again with a lower rollout.rows; "
+        "else rollout.engine=vllm has graphs of its own"
+    )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.episodes import Episode, ToolUse, add_observation
 from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import Engine, Limits, OnTokens, Progress, Span, split_turns
+from rloo_kit.rollout.types import FOREIGN, Engine, Limits, OnTokens, Progress, Span, split_turns
 from rloo_kit.system.processes import is_distributed
 from rloo_kit.think_tags import count_closing, count_thinking
 
@@ -191,7 +191,8 @@ def _sampler(
             server=server,
         )
         try:
-            yield engine
+            with policy.autocast() if engine.name not in FOREIGN else nullcontext():
+                yield engine
         finally:
             engine.close()
 

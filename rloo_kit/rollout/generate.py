@@ -9,7 +9,7 @@ Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import takewhile
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import is_coarse
+from rloo_kit.models.unsloth import report_graphs
 from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, OnTokens, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 
@@ -54,24 +55,32 @@ class GenerateEngine(Engine):
         expected = call.expected_lengths or [0.0] * len(lengths)
         order = sorted(call.order, key=lambda row: (-expected[row], -lengths[row]))  # if the longest fits, all fit
         total = len(order)
-        while order or call.away:
-            for state in call.come_back(None if not order else 0.0):
-                order.append(state.number)
-                lengths[state.number] = len(state.prompt) + len(state.ids)
-            if not order:
-                continue
-            batch = next_batch(order, lengths, self.rows or len(order))
-            if len({lengths[row] for row in batch}) > 1 and self.check_padding():
-                batch = next_batch(order, lengths, self.rows or len(order), pads=False)
-            with self._mode(), torch.no_grad():  # left after each batch: Unsloth keeps the buffers of two sizes
-                fits = self._generate(call, batch)
-            if not fits:
-                self._halve(len(batch), f"the {len(order)} unfinished ones start over")
-                continue
-            order = [row for row in order if row not in batch]
-            for row in batch:
-                call.send_away(call.states[row])
-            call.report(total - len(order) - len(call.away))
+        with ExitStack() as mode:
+            entered = 0  # for so many rows: Unsloth keeps the buffers of two sizes, and captures graphs in each mode
+            while order or call.away:
+                for state in call.come_back(None if not order else 0.0):
+                    order.append(state.number)
+                    lengths[state.number] = len(state.prompt) + len(state.ids)
+                if not order:
+                    continue
+                batch = next_batch(order, lengths, self.rows or len(order))
+                if len({lengths[row] for row in batch}) > 1 and self.check_padding():
+                    batch = next_batch(order, lengths, self.rows or len(order), pads=False)
+                if len(batch) != entered:
+                    mode.close()
+                    mode.enter_context(self._mode())
+                    entered = len(batch)
+                with torch.no_grad():
+                    fits = self._generate(call, batch)
+                if not fits:
+                    mode.close()
+                    entered = 0
+                    self._halve(len(batch), f"the {len(order)} unfinished ones start over")
+                    continue
+                order = [row for row in order if row not in batch]
+                for row in batch:
+                    call.send_away(call.states[row])
+                call.report(total - len(order) - len(call.away))
 
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
@@ -101,6 +110,7 @@ class GenerateEngine(Engine):
             return False
         self.token_steps += output.size(1) - width
         steering.finish(output)
+        report_graphs(self._model, output.size(1) - width, self.sampling.say)
         for state in states:
             call.states[state.number] = state
         return True
@@ -194,12 +204,14 @@ class _Steering:
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) per token
         self.first = 0  # column of the first token that the states do not have
+        self.width = 0  # columns at the last call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.before is None:
             self.first = input_ids.size(1)
         else:
             self._note(input_ids)
+        self.width = input_ids.size(1)
         scaled = scores.float()
         if self.temperature > 0:
             scaled = scaled / self.temperature
@@ -223,6 +235,12 @@ class _Steering:
 
     def _note(self, input_ids: torch.Tensor, is_last: bool = False) -> None:
         assert self.before is not None
+        if (grown := input_ids.size(1) - self.width) != 1:
+            raise BackendError(
+                f"the model's generate went on by {grown} tokens, but was asked for one: it checks too late whether "
+                "all rows have ended, or draws several tokens at once, and log-probabilities would be of the wrong "
+                "ones. Set rollout.engine=native, or install the transformers of the kit's constraints.txt"
+            )
         self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
         if not self.has_budget and self.on_tokens is None and not is_last:
             return

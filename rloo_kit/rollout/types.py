@@ -16,6 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from rloo_kit.gradient.packing import without_cudnn
+
 FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that the kit gives them
 
 Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -363,6 +365,7 @@ class Engine:
         self.reason, self.sampling, self.rows = reason, sampling, sampling.rows
         self.token_steps = 0
 
+    @without_cudnn()
     def sample(
         self,
         prompt_ids: list[list[int]],

@@ -5,6 +5,7 @@
 
 import ipaddress
 import os
+import platform
 import re
 import stat
 import sys
@@ -34,6 +35,7 @@ EXPECTED_KEYS = ("HF_TOKEN",)
 TELEMETRY = "HF_HUB_DISABLE_TELEMETRY"  # of the Hugging Face libraries; the others follow it
 TELEMETRY_OF_OTHERS = ("UNSLOTH_DISABLE_STATISTICS", "VLLM_NO_USAGE_STATS")
 STANDBY_VARIABLE = "UNSLOTH_VLLM_STANDBY"  # Unsloth reads it when it is imported: its vLLM can sleep
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's, since 2.10 and before
 BF16_CAPABILITY = (8, 0)  # Ampere and later do bf16 in hardware; Turing and Volta only emulate it
 PRECISIONS = {  # name: (torch's dtype, ACCELERATE_MIXED_PRECISION)
     "bf16": ("bfloat16", "bf16"),
@@ -281,6 +283,15 @@ def prepare_standby(engine: str, backend: str) -> None:
         os.environ.setdefault(STANDBY_VARIABLE, "1")
 
 
+def _let_segments_grow() -> None:
+    """Before torch is imported: let the memory that it reserves on the GPU grow in place, so that a growing KV cache
+    leaves no holes. Not if the user has chosen (an empty variable counts), not in WSL or on a Jetson, where it fails,
+    and not if vLLM is installed: it cannot sleep then, and the run that may use it is read later."""
+    unfit = any(system in platform.release().lower() for system in ("microsoft", "tegra")) or sys.platform == "win32"
+    if not unfit and not is_importable("vllm") and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
 # ------------------------------------------------------------------------------------------------ set-up
 
 _current: Environment | None = None
@@ -314,6 +325,8 @@ def prepare_environment(
     if (before := os.environ.get("ACCELERATE_MIXED_PRECISION")) not in (None, "", mixed):
         notes.append(f"ACCELERATE_MIXED_PRECISION was {before!r}; set to {mixed!r} to agree with the precision")
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed  # accelerate reads it unchecked, and it overrides `bf16=False`
+    if chosen == "transformers" and gpu is not None:  # Unsloth does so itself
+        _let_segments_grow()
     if chosen == "transformers" and sys.modules.get("unsloth") is not None:
         notes.append("Unsloth is imported in this process, and its patches stay: restart the kernel to run without it")
     if not os.environ.get("UNSLOTH_COMPILE_LOCATION"):  # by default Unsloth writes into the working folder

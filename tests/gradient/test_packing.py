@@ -219,3 +219,34 @@ def test_a_saved_model_knows_nothing_of_it(tiny_model, tmp_path):
     tiny_model.save_pretrained(tmp_path)
     assert packing.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("major", "variable", "before", "inside"),
+    [
+        (9, None, True, False),
+        (10, None, True, False),
+        (9, None, False, False),  # a user's own setting stays
+        (9, "0", True, True),
+        (8, None, True, True),
+        (12, None, True, True),
+        (None, None, True, True),
+    ],
+)
+def test_sdpa_leaves_cudnn_out_where_torch_prefers_it(major, variable, before, inside, monkeypatch):
+    """On an H100 cuDNN built a plan for every key length, so for every token of a rollout: 100 ms a token at 0.6B."""
+    if variable is not None:
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", variable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    backends = torch.backends.cuda
+    others = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.math_sdp_enabled)
+    plain, found = [read() for read in others], backends.cudnn_sdp_enabled()
+    backends.enable_cudnn_sdp(before)
+    try:
+        with pytest.raises(ZeroDivisionError), packing.without_cudnn(), packing.without_cudnn():
+            assert backends.cudnn_sdp_enabled() is inside and [read() for read in others] == plain
+            raise ZeroDivisionError
+        assert backends.cudnn_sdp_enabled() is before
+    finally:
+        backends.enable_cudnn_sdp(found)

@@ -13,10 +13,14 @@ import rewards
 import rloo_kit as kit
 from rloo_kit.errors import DataError
 from rloo_kit.loop.collaborators import PromptReservoir
+from rloo_kit.preflight.trial_steps import make_trainer as make_steps
 from rloo_kit.results.samples import split_completion
+from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.types import Engine
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.think_tags import opens_thinking
 from tests.loop.conftest import EOS, by_ids, stream
+from tests.rollout.models import shake, teacher_forced
 
 THINK_END = 260
 
@@ -359,6 +363,34 @@ def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
         return run, policy, kit.load_data(run, policy.tokenizer)
 
     return build
+
+
+@pytest.mark.parametrize("override", ["rloo.bf16=true", "rloo.bf16=false"])
+@pytest.mark.parametrize("engine", ["native", "generate"])
+@pytest.mark.parametrize("lora", ["model.lora.r=4", "model.lora=null"])
+def test_evaluations_sample_in_the_precision_of_training(lora, engine, override, load, monkeypatch):
+    """Through transformers on a GPU, rollouts ran LoRA in bfloat16, evaluations in float32: what was measured was not
+    quite the policy that was trained. The float32 of a full finetune likewise."""
+    run, policy, data = load(lora, override, f"rollout.engine={engine}")
+    shake(policy.model)
+    prompts, found = data.train["prompt"][:4], []
+    plain = Engine.sample
+    monkeypatch.setattr(Engine, "sample", lambda *given, **named: found.append(plain(*given, **named)) or found[-1])
+
+    def evaluate():
+        generate_completions(policy, prompts, max_completion_length=12, seed=5)
+
+    evaluate()
+    with make_steps(policy, run, [by_ids], data.train, changed={"max_completion_length": 12}) as trainer:
+        torch.manual_seed(5)
+        trainer.rloo.sampler.complete(policy.tokenizer(prompts)["input_ids"])
+    evaluate()
+    before, training, after = found
+    assert before == training == after
+    tokens = zip(policy.tokenizer(prompts)["input_ids"], training.completion_ids, strict=True)
+    exact = torch.tensor(sum((teacher_forced(policy.model, *one) for one in tokens), []))
+    gap = (torch.tensor(sum(training.sampler_logps, [])) - exact).abs().max()
+    assert (gap > 1e-4) == (override == "rloo.bf16=true")
 
 
 def test_a_thought_that_never_ends_is_no_answer_anywhere(load):

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 
 from rloo_kit.errors import DataError, NonFiniteError
+from rloo_kit.gradient import packing
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 
@@ -306,3 +307,25 @@ def test_images_are_refused(make_trainer):
     trainer = make_trainer()
     with pytest.raises(DataError, match="image column"):
         trainer.rloo.roll_out(trainer.model, [{"prompt": "x", "image": object()}])
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_no_forward_of_a_run_attends_through_cudnn(engine, make_trainer, make_tiny_model, monkeypatch):
+    """The self-check, rollouts, padded passes, and what gradient checkpointing computes again in a backward pass: with
+    another kernel there, the gradient would belong to other states."""
+    enabled, model = torch.backends.cuda.cudnn_sdp_enabled, make_tiny_model()
+    seen = []  # for each call of a layer: is cuDNN allowed, is it for training
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append((enabled(), torch.is_grad_enabled())))
+    monkeypatch.setattr(packing, "_prefers_cudnn", lambda: True)
+    monkeypatch.setattr(packing, "install", refuse_packing)
+    trainer = make_trainer(
+        model=model, gradient_checkpointing=True, rollout_engine=engine, eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=4, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.rloo.scorer.layout == "padded" and {grad for _, grad in seen} == {True, False}
+    assert not any(allowed for allowed, _ in seen) and enabled()
+
+
+def refuse_packing(_model):
+    raise ValueError("a test")

@@ -1,12 +1,16 @@
 """Which rows `generate` samples together, a `generate` that is not transformers' own, how `ModuleDecoder` attends."""
 
 import functools
+from contextlib import contextmanager
+from itertools import groupby, pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationMixin, Qwen3ForCausalLM
+from transformers.generation.utils import DeferredStopCheck
 
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient.scorer import Scorer
@@ -14,8 +18,9 @@ from rloo_kit.rollout import decoders
 from rloo_kit.rollout.decoders import SlotCache
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import Limits
+from tests.episodes import Echo
 from tests.models.zoo import make_model
-from tests.rollout.models import PROMPTS, adapted, check_logps, engine_for
+from tests.rollout.models import PROMPTS, TURN_END, adapted, check_logps, engine_for, lean
 
 
 def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
@@ -39,6 +44,38 @@ def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyP
     assert shapes == [(6, 3), (2, 6), (1, 2), (6, 4)] and bool(masks[0].all()), "between them, the check of padding"
     assert done == [(6, 12), (12, 12)]
     check_logps(model, prompts, found)
+
+
+@pytest.mark.parametrize("replies", [False, True], ids=["one turn", "tools"])
+def test_batches_of_as_many_rows_share_a_mode(replies, make_tiny_model, monkeypatch):
+    """Unsloth captured its CUDA graphs again for every batch, a second each. It keeps the buffers of two numbers of
+    rows, so the mode is left between two of them, and when memory ran out."""
+    model = adapted(lean(make_tiny_model(initializer_range=0.3), {TURN_END: 3.0}))
+    engine = engine_for(model, "generate", rows=4)
+    engine.check_padding()
+    plain, mode, seen = model.generate, engine._mode, []
+
+    @contextmanager
+    def counted() -> Any:
+        with mode():
+            yield
+        seen.append("out")
+
+    def generate(**named: Any) -> Any:
+        seen.append(rows := len(named["input_ids"]))
+        if seen.count(4) == 3 and rows == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(**named)
+
+    monkeypatch.setattr(engine, "_mode", counted)
+    monkeypatch.setattr(model, "generate", generate)
+    dialogue = Echo(lambda number: 0.01 * (number % 3)) if replies else None
+    engine.sample([[3, 4, 5]] * 17, Limits(20), dialogue=dialogue)
+    if not replies:
+        assert seen == [4, 4, 4, "out", 2, 2, 2, 2, "out", 1, "out"]
+    sizes = [list(rows) for is_out, rows in groupby(seen, lambda what: what == "out") if not is_out]
+    assert all(len(set(rows)) == 1 for rows in sizes) and sizes[0] == [4, 4, 4] and max(map(len, sizes[1:])) > 2
+    assert all(one[0] != other[0] for one, other in pairwise(sizes)) and seen.count("out") == len(sizes)
 
 
 def test_a_model_that_cannot_be_padded_samples_one_length_after_another():
@@ -130,6 +167,32 @@ def test_a_generate_that_drops_the_logits_processor_is_named(make_tiny_model):
     model.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids[:, :1]], dim=1)
     with pytest.raises(BackendError, match=r"logits_processor.*rollout\.engine=native"):
         engine_for(model, "auto").sample(PROMPTS, Limits(3))
+
+
+@pytest.mark.parametrize("limits", [Limits(30), Limits(30, 4, 3, (3,), 9)], ids=["plain", "budget"])
+def test_a_stop_check_that_comes_late_is_refused(limits, make_tiny_model, monkeypatch):
+    """transformers' check one step late (on MPS today) computes a token more and cuts it off: one log-probability too
+    many, and a ValueError of `zip` in the middle of the kit."""
+    monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *_, **__: True)
+    monkeypatch.setattr(torch, "Event", Mock())  # the CPU has no events to wait for
+    engine = engine_for(lean(make_tiny_model(), {TURN_END: 4.0}), "generate")
+    with pytest.raises(BackendError, match=r"rollout\.engine=native.*transformers.*constraints\.txt"):
+        engine.sample(PROMPTS[:2], limits)
+
+
+def test_a_generate_that_draws_several_tokens_at_once_is_refused(make_tiny_model):
+    """Speculative decoding would leave tokens without a log-probability."""
+
+    def generate(input_ids: torch.Tensor, logits_processor: Any, **_: Any) -> torch.Tensor:
+        for _ in range(2):
+            logits_processor[0](input_ids, torch.zeros(len(input_ids), 264))
+            input_ids = torch.cat([input_ids, input_ids[:, :2]], dim=1)
+        return input_ids
+
+    model = make_tiny_model()
+    model.generate = generate
+    with pytest.raises(BackendError, match=r"rollout\.engine=native"):
+        engine_for(model, "generate").sample([[3, 4, 5]] * 2, Limits(3))
 
 
 def test_attention_that_is_more_than_a_mask_stays_transformers_own(monkeypatch):

@@ -99,6 +99,31 @@ def test_a_read_only_home_moves_the_cache_to_a_folder_of_ones_own(run_fresh: Run
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize(
+    ("variables", "installed", "release", "expected"),
+    [
+        ({}, "", "6.8", "expandable_segments:True"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "", "6.8", "None"),
+        ({"PYTORCH_ALLOC_CONF": ""}, "", "6.8", ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "", "6.8", "None"),
+        ({}, "vllm", "6.8", "None"),
+        ({}, "unsloth", "6.8", "None"),
+        ({}, "", "5.15.167.4-microsoft-standard-WSL2", "None"),
+        ({}, "", "5.15.136-tegra", "None"),
+    ],
+)
+def test_torch_s_memory_grows_in_place(
+    run_fresh: Run, tmp_path: Path, variables: dict, installed: str, release: str, expected: str
+) -> None:
+    """A KV cache that grows left holes that nothing else fitted in. Unsloth sets its own, vLLM cannot sleep with it,
+    and in WSL and on a Jetson CUDA fails at the first allocation."""
+    if installed:
+        (tmp_path / "site" / f"{installed}.py").touch()
+    code = f"import platform; platform.release = lambda: {release!r}\nrloo_kit.setup_environment()\n"
+    code += "print(os.environ.get('PYTORCH_ALLOC_CONF'))"
+    assert printed(run_fresh(code, [A10], hide_unsloth=installed != "unsloth", **variables)) == expected
+
+
 def test_telemetry_is_off_unless_the_user_has_it_on(run_fresh: Run, tmp_path: Path) -> None:
     """TRL, Unsloth and vLLM each report their use; a user of this kit expects none of it."""
     names = ["HF_HUB_DISABLE_TELEMETRY", "UNSLOTH_DISABLE_STATISTICS", "VLLM_NO_USAGE_STATS"]

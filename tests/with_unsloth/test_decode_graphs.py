@@ -40,11 +40,12 @@ def test_a_rollout_decodes_in_graphs_and_frees_them(load: Any, monkeypatch: pyte
 
     def sample() -> Any:
         torch.manual_seed(0)
-        return engine.sample([policy.tokenizer("ab")["input_ids"]] * 5, Limits(6))  # three rows and two
+        return engine.sample([policy.tokenizer("ab")["input_ids"]] * 8, Limits(6))  # 3, 3 and 2 rows
 
     found = sample()
     assert {rows for rows, _ in steps} == {3, 2} and any(kept for _, kept in steps) and not graphs.enabled()
     assert all(kept in ([], [rows]) for rows, kept in steps)
+    assert [rows for rows, kept in steps if not kept] == [3, 2], "batches of as many rows share buffers and graphs"
     kept = {name for module in policy.model.modules() for name in vars(module)}
     assert not kept & {"_unsloth_graph_buffers", "paged_attention", "temp_QA", "attention"} and policy.model.training
     steps.clear()
@@ -52,3 +53,40 @@ def test_a_rollout_decodes_in_graphs_and_frees_them(load: Any, monkeypatch: pyte
     without = sample()
     assert not steps
     assert (found.completion_ids, found.sampler_logps) == (without.completion_ids, without.sampler_logps)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "disabled", "captures", "reason"),
+    [
+        (True, None, 0, "captured none"),
+        (True, "capture failed: OutOfMemoryError: no memory.\nSee", 3, "OutOfMemoryError: no memory."),
+        (True, None, 3, None),
+        (False, None, 0, None),
+    ],
+)
+def test_decoding_without_graphs_is_said_once(
+    on_gpu: bool, disabled: str | None, captures: int, reason: str | None, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failed capture switches graphs off for the rest of the process, and most families never have them: a token
+    takes up to twice as long, and no line said why."""
+    from unsloth.models import _decode_graphs as graphs
+
+    from rloo_kit.models import unsloth
+    from rloo_kit.rollout.engine import build_engine
+    from rloo_kit.rollout.types import Limits
+
+    policy, lines = load(), list[str]()
+    monkeypatch.setattr(graphs, "_DEFAULT_OK", on_gpu)
+    monkeypatch.setattr(unsloth, "_said_graphs", False)
+    state = graphs._state(policy.model.get_base_model())
+    monkeypatch.setattr(state, "disabled", disabled)
+    monkeypatch.setattr(state, "captures", captures)
+    engine = build_engine(
+        policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=[10**7], pad_id=256, say=lines.append
+    )
+    for limit in (2, 9, 9):  # the first steps of a rollout are never captured
+        engine.sample([[5, 6, 7]], Limits(limit))
+        assert not lines or limit > 2
+    assert len(lines) == (reason is not None)
+    assert not lines or all(part in lines[0] for part in (reason, "CUDA graphs", "rollout.rows")), lines
+    assert "\n" not in "".join(lines)
