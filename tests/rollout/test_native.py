@@ -316,7 +316,6 @@ def test_the_choice_is_explained(make_model, make_tiny_model):
     """One line says which engine runs and why; an engine that cannot run is refused with the key to change."""
     model = make_model()
     assert resolve_engine("auto", "transformers", model)[0] == "native"
-    assert resolve_engine("auto", "unsloth", model)[0] == "generate"
     assert resolve_engine("generate", "transformers", model) == ("generate", "rollout.engine asks for it")
     engine = engine_for(model, "auto")
     assert engine.name == "native" and engine.reason and "\n" not in engine.reason
@@ -330,7 +329,5 @@ def test_the_choice_is_explained(make_model, make_tiny_model):
         engine_for(flash, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but qwen3 has layers.*rollout.engine=generate"):
         engine_for(sliding, "native")
-    with pytest.raises(BackendError, match="rollout.engine is native, but Unsloth.*rollout.engine=generate"):
-        engine_for(model, "native", backend="unsloth")
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm.*rollout.engine=auto"):
         engine_for(model, "vllm")

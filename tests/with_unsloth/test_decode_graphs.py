@@ -35,7 +35,13 @@ def test_a_rollout_decodes_in_graphs_and_frees_them(load: Any, monkeypatch: pyte
     policy = load(moved=True)
     policy.model.train()
     engine = build_engine(
-        policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=find_end_ids(policy), pad_id=256, rows=3
+        policy.model,
+        "generate",
+        backend=policy.backend,
+        temperature=1.0,
+        end_ids=find_end_ids(policy),
+        pad_id=256,
+        rows=3,
     )
 
     def sample() -> Any:
@@ -82,7 +88,7 @@ def test_decoding_without_graphs_is_said_once(
     monkeypatch.setattr(state, "disabled", disabled)
     monkeypatch.setattr(state, "captures", captures)
     engine = build_engine(
-        policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=[10**7], pad_id=256, say=lines.append
+        policy.model, "generate", backend=policy.backend, temperature=1.0, end_ids=[10**7], pad_id=256, say=lines.append
     )
     for limit in (2, 9, 9):  # the first steps of a rollout are never captured
         engine.sample([[5, 6, 7]], Limits(limit))

@@ -75,7 +75,7 @@ def test_the_thinking_notebook(config: Path, tmp_path: Path, capsys: pytest.Capt
     policy = play(PARAMETERS | {"config": str(config), "output_dir": str(tmp_path / "outputs")})
     printed, folder = capsys.readouterr().out, tmp_path / "outputs" / "small"
     assert policy.backend == "unsloth" and policy.family == "thinking" and "backend unsloth" in printed
-    assert re.search(r"^rollout: generate, .*Unsloth", printed, flags=re.M)
+    assert re.search(r"^rollout: native, ", printed, flags=re.M)
     assert re.search(r"^scoring: repeated rows agree with single sequences", printed, flags=re.M)
     assert len(re.findall(r"^kept settings that Unsloth would change: .*padding_side left", printed, flags=re.M)) == 1
     assert re.search(r"^\(\d+ tokens.* tokens/s\)$", printed, flags=re.M)  # below the notebook's own question

@@ -31,11 +31,12 @@ def test_a_class_without_unsloths_forward(
     import torch
     import transformers
 
+    from rloo_kit.errors import BackendError
     from rloo_kit.gradient.packing import Group
     from rloo_kit.gradient.scorer import Scorer
     from rloo_kit.models.policy import packed_keywords
     from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.engine import build_engine
+    from rloo_kit.rollout.engine import build_engine, resolve_engine
     from rloo_kit.rollout.types import Limits
 
     for module in ("loader", "vision"):  # without bfloat16 it loads Qwen3.5 in float16, though float32 is asked
@@ -52,6 +53,9 @@ def test_a_class_without_unsloths_forward(
     engine = build_engine(
         policy.model, "auto", backend=policy.backend, temperature=1.0, end_ids=find_end_ids(policy), pad_id=256
     )
+    assert engine.name == "generate" and "layers that do not attend to all tokens" in engine.reason
+    with pytest.raises(BackendError, match="rollout.engine is native, but .* rollout.engine=generate"):
+        resolve_engine("native", policy.backend, policy.model)
     found = engine.sample([prompt.tolist() for prompt in prompts], Limits(9))
     groups = [Group(one, [torch.tensor(ids)]) for one, ids in zip(prompts, found.completion_ids, strict=True)]
     policy.model.train()
