@@ -331,7 +331,7 @@ class Recorder:
                     self._metrics[f"time/{part}_s"] = [seconds / steps]
                 if self._decoded:
                     self._metrics["time/decode_ms_per_token_step"] = [1000 * self.seconds["rollout"] / self._decoded]
-                if self._drawn:
+                if self.seconds["rollout"]:
                     self._metrics["time/tokens_per_s"] = [self._drawn / self.seconds["rollout"]]
                 self.seconds, self._drawn, self._decoded = dict.fromkeys(self.seconds, 0.0), 0, 0
         norm = logs.get("grad_norm")

@@ -148,9 +148,7 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     flags = re.findall(r'<text class="flag"[^>]*>(.*?)</text>', written)
     assert {*flags} == {"repetition", "truncation"}, "they are in the curves where they show"
     assert 'aria-label="A step takes 2.5 s: rollout 1.5 s (60 %), rewards' in written
-    assert (
-        "A step takes 2.5 s 1,280 tokens/s sampled rollout 1.5 s (60 %)" in text and written.count("<rect class=") >= 4
-    )
+    assert "A step takes 2.5 s 1,280 tokens/s sampled rollout 1.5 s (60 %)" in text
 
 
 def test_the_evaluations_are_kept_beside_the_report(
