@@ -26,8 +26,7 @@ SPARED_CALL = 32**2  # padded attention scores that cost about as much as one mo
 NAME = "rloo_packed"
 PLAIN = "sdpa"  # used by calls without a plan, and the only setting that `install` replaces
 KERNEL_GPU = (8, 0)  # lowest compute capability of torch's variable-length attention (Ampere)
-CUDNN_GPUS = (9, 10)  # major compute capabilities on which torch 2.11 and later try cuDNN's SDPA first
-CUDNN_VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # torch's own: a user who sets it has chosen
+CUDNN_VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # torch's own
 
 
 @dataclass(frozen=True)
@@ -322,21 +321,17 @@ def _takes_one_call(query: torch.Tensor) -> bool:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """A block, or with `@` a function, in which SDPA leaves cuDNN out where torch would try it first. It builds a plan
-    for each key length, so for each token of a rollout; on a B200 it is wrong below 8 key-value heads
-    (pytorch/pytorch#193893). Rows in the variable-length kernel never use it."""
-    backends = torch.backends.cuda
-    if not (_prefers_cudnn() and backends.cudnn_sdp_enabled()):
-        yield
-        return
-    backends.enable_cudnn_sdp(False)
+    """A block, or with `@` a function, in which SDPA leaves cuDNN out where torch 2.11 and later try it first (compute
+    capability 9.x, 10.x). It builds a plan for each key length, so for each token of a rollout; on a B200 it is wrong
+    below 8 key-value heads (pytorch/pytorch#193893). Rows in the variable-length kernel never use it."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and not _prefers_cudnn())
     try:
         yield
     finally:
-        backends.enable_cudnn_sdp(True)
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _prefers_cudnn() -> bool:
-    if CUDNN_VARIABLE in os.environ or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability()[0] in CUDNN_GPUS
+    is_open = CUDNN_VARIABLE not in os.environ and torch.cuda.is_available()  # else the user has chosen, or no GPU
+    return is_open and torch.cuda.get_device_capability()[0] in (9, 10)

@@ -33,11 +33,11 @@ from rloo_kit.data.tools import EnvironmentReward, Toolbox, open_named, tool_sch
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy, keep_values
-from rloo_kit.models.source import training_precision
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import FOREIGN
+from rloo_kit.system import environment
 from rloo_kit.system.processes import count_processes, say
 
 
@@ -329,7 +329,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 def mixed_precision(run: RunConfig) -> dict[str, bool]:
     """`bf16` and `fp16`; ACCELERATE_MIXED_PRECISION, which beats both, is set to them."""
-    chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = training_precision(run)
+    chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = environment.mixed_precision(run.rloo.bf16, run.rloo.fp16)
     return {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}
 
 

@@ -23,15 +23,7 @@ from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError, RlooKitError, RunNotFoundError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
 from rloo_kit.models.parallel import Sharding
-from rloo_kit.models.source import (
-    bind_padding,
-    check_base,
-    check_config,
-    digest_source,
-    dtype_name,
-    find_source,
-    training_precision,
-)
+from rloo_kit.models.source import bind_padding, check_base, check_config, digest_source, dtype_name, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.planner import plan_engine, plan_vllm
 from rloo_kit.plan.vram_plan import VllmPlan
@@ -100,9 +92,8 @@ class Policy:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A block that computes in the precision of training, as accelerate does there."""
-        if self.precision == "no":
-            return nullcontext()
-        return torch.autocast(self.model.device.type, getattr(torch, environment.PRECISIONS[self.precision][0]))
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.model.device.type, dtype)
 
     def describe(self) -> str:
         """One line: model, size, trained parameters, device, backend and why it was chosen."""
@@ -181,7 +172,7 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         config_arguments=_module(name).config_arguments(run),
         rollout=run.rollout,
         weights=digest_source(source),
-        precision="no" if is_cast else training_precision(run),
+        precision="no" if is_cast else environment.mixed_precision(run.rloo.bf16, run.rloo.fp16),
     )
 
 

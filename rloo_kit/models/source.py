@@ -218,21 +218,13 @@ def dtype_name(run: RunConfig) -> str:
     return automatic if run.model.dtype == "auto" else run.model.dtype
 
 
-def training_precision(run: RunConfig) -> str:
-    """What training computes in, "bf16", "fp16" or "no": the file's, else the machine's."""
-    chosen = environment.current().precision
-    if run.rloo.bf16 or (run.rloo.bf16 is None and chosen == "bf16" and not run.rloo.fp16):
-        return "bf16"
-    return "fp16" if run.rloo.fp16 or (run.rloo.fp16 is None and chosen == "fp16") else "no"
-
-
 def check_config(run: RunConfig, config: Any, backend: str) -> None:
     """Raise BackendError if the run needs more positions than the model has, or would compute in float16 with a model
     whose activations or gradients overflow it, which shows only as steps that are skipped. On a GPU without bfloat16
     Unsloth casts such a model to float16."""
     usable_length(run, config)
     kind, machine = config.get_text_config().model_type, environment.current()
-    mixed = training_precision(run) == "fp16"
+    mixed = environment.mixed_precision(run.rloo.bf16, run.rloo.fp16) == "fp16"
     is_cast = backend == "unsloth" and machine.precision == "fp16"
     if kind.startswith(FLOAT16_OVERFLOWS) and (mixed or is_cast or dtype_name(run) == "float16"):
         raise BackendError(

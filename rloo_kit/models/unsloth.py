@@ -38,7 +38,6 @@ MERGED_VARIABLE = "UNSLOTH_VLLM_MERGED_ROLLOUT"
 MOST_OF_FREE = 0.98
 SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else Unsloth replaces the planned share with its own
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
-FIRST_TOKENS = 8  # of a batch, until one has been decoded in a graph: the first after a prefill are not
 COMPILE_VARIABLE = "UNSLOTH_BLOCK_COMPILE"  # read at every call of a block
 OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it, float32 checkpoints are stored in host memory as bfloat16
 # What the generated trainer's constructor assigns in its config; checked by tests/with_unsloth/test_fingerprints.py.
@@ -130,18 +129,17 @@ def report_graphs(model: Any, tokens: int, say: Callable[[str], None]) -> None:
     would have them (on an NVIDIA GPU, unless switched off)."""
     global _said_graphs
     graphs = _decode_graphs()
-    if _said_graphs or graphs is None or tokens < FIRST_TOKENS or not graphs.enabled():
+    if _said_graphs or graphs is None or tokens < 8 or not graphs.enabled():  # the first tokens have no graph
         return
     found = graphs.stats(model.get_base_model() if hasattr(model, "get_base_model") else model)
-    if found.get("disabled") is None and found.get("captures"):
-        return
-    reason = found.get("disabled") or "it captured none; it does for Llama and Qwen3 only"
-    _said_graphs = True
-    say(
-        f"rollout: Unsloth decodes without CUDA graphs until this process ends ({reason.splitlines()[0]}), so with few "
-        "rows a token takes up to twice as long (estimated). If memory ran out, start again with a lower rollout.rows; "
-        "else rollout.engine=vllm has graphs of its own"
-    )
+    reason = found.get("disabled") or ("" if found.get("captures") else "it captured none; only for Llama and Qwen3")
+    if reason:
+        _said_graphs = True
+        say(
+            f"rollout: Unsloth decodes without CUDA graphs until this process ends ({reason.splitlines()[0]}), so a "
+            "token of few rows takes up to twice as long (estimated). If memory ran out, start again with a lower "
+            "rollout.rows; else rollout.engine=vllm has graphs of its own"
+        )
 
 
 @contextmanager

@@ -74,7 +74,6 @@ class GenerateEngine(Engine):
                     fits = self._generate(call, batch)
                 if not fits:
                     mode.close()
-                    entered = 0
                     self._halve(len(batch), f"the {len(order)} unfinished ones start over")
                     continue
                 order = [row for row in order if row not in batch]
@@ -203,8 +202,7 @@ class _Steering:
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) per token
-        self.first = 0  # column of the first token that the states do not have
-        self.width = 0  # columns at the last call
+        self.first = self.width = 0  # column of the first token that the states do not have; columns at the last call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.before is None:
@@ -237,9 +235,8 @@ class _Steering:
         assert self.before is not None
         if (grown := input_ids.size(1) - self.width) != 1:
             raise BackendError(
-                f"the model's generate went on by {grown} tokens, but was asked for one: it checks too late whether "
-                "all rows have ended, or draws several tokens at once, and log-probabilities would be of the wrong "
-                "ones. Set rollout.engine=native, or install the transformers of the kit's constraints.txt"
+                f"the model's generate went on by {grown} tokens instead of one, so log-probabilities would be wrong: "
+                "set rollout.engine=native, or install the transformers of the kit's constraints.txt"
             )
         self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
         if not self.has_budget and self.on_tokens is None and not is_last:

@@ -360,6 +360,14 @@ def current() -> Environment:
     return _current if _current is not None else prepare_environment()
 
 
+def mixed_precision(bf16: bool | None, fp16: bool | None) -> str:
+    """What a run with these options is trained in, "bf16", "fp16" or "no"; None follows the machine."""
+    if bf16 or fp16:
+        return "bf16" if bf16 else "fp16"
+    machine = PRECISIONS[current().precision][1]
+    return "no" if {"bf16": bf16, "fp16": fp16}.get(machine) is False else machine
+
+
 def _switch_telemetry_off() -> str:
     """Turn the libraries' telemetry off unless HF_HUB_DISABLE_TELEMETRY=0. Returns: the outcome in words."""
     chosen = os.environ.get(TELEMETRY, "").strip().lower()
