@@ -209,9 +209,11 @@ class Product:
         if any(names):
             firsts = [module.lora_A[name].weight for module, own in zip(modules, names, strict=True) for name in own]
             self.first = torch.cat(firsts).to(dtype).t()
-            sizes = [base.out_features for base in bases]
-            blocks = [_second(*one) for one in zip(modules, names, sizes, strict=True)]
-            self.second = torch.block_diag(*blocks).to(firsts[0].device, dtype).t().contiguous()
+            blocks = [[firsts[0].new_zeros(base.out_features, 0)] for base in bases]
+            for block, module, own in zip(blocks, modules, names, strict=True):
+                block += [module.lora_B[name].weight * module.scaling[name] for name in own]
+            rows = [torch.cat(block, dim=1) for block in blocks]
+            self.second = torch.block_diag(*rows).to(dtype).t().contiguous()
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         parts = [part(states) for part in self.parts]
@@ -287,22 +289,13 @@ def _active(module: Any) -> list[str]:
     return names
 
 
-def _second(module: Any, names: Sequence[str], size: int) -> torch.Tensor:
-    """The second matrices of a projection's adapters, scaled and side by side, (out, r)."""
-    if not names:
-        return torch.zeros(size, 0)
-    return torch.cat([module.lora_B[name].weight * module.scaling[name] for name in names], dim=1)
-
-
 class _Layer(NamedTuple):
     """Weights of one layer of `FusedDecoder`, transposed for (R, in) @ (in, out)."""
 
     qkv: torch.Tensor  # (M, (H + 2 G) D)
-    qkv_bias: torch.Tensor | None
     head_norm: torch.Tensor | None  # (H + G, D)
     head_eps: float
     out: torch.Tensor  # (H D, M)
-    out_bias: torch.Tensor | None
     gate_up: torch.Tensor  # (M, 2 I)
     down: torch.Tensor  # (I, M)
     eps: tuple[float, float]  # of the norms before attention and before the MLP
@@ -313,8 +306,7 @@ class FusedDecoder(LayerDecoder):
 
     In the copy, the adapter is merged, projections are fused (q, k and v; gate and up), and norm weights are multiplied
     into the projection after them. Rotation is one complex product, so each head's dimensions are stored in pairs.
-    Raises NotPlainError for 4-bit and 16-bit weights (a merged copy would be rounded), adapters of more than two
-    matrices, copies above 1 GiB and scaled logits.
+    Raises NotPlainError for 4-bit and 16-bit weights (a merged copy would be rounded), biases, and copies above 1 GiB.
     """
 
     copies_layers = True
@@ -331,8 +323,6 @@ class FusedDecoder(LayerDecoder):
         hidden = functional.embedding(tokens, self._embedding)  # (R, M)
         for number, layer in enumerate(self._layers):
             states = _normalise(hidden, layer.eps[0]) @ layer.qkv
-            if layer.qkv_bias is not None:
-                states = states + layer.qkv_bias
             states = states.view(rows, both + self.kv_heads, self.head_size)
             turned = states[:, :both]  # queries and keys, (R, H + G, D)
             if layer.head_norm is not None:
@@ -341,8 +331,6 @@ class FusedDecoder(LayerDecoder):
             turned = torch.view_as_real(pairs * angles).flatten(-2)
             found = self._attend(number, turned, states[:, both:], cache, mask)
             hidden = torch.addmm(hidden, found, layer.out)
-            if layer.out_bias is not None:
-                hidden = hidden + layer.out_bias
             gate, up = (_normalise(hidden, layer.eps[1]) @ layer.gate_up).chunk(2, dim=-1)
             hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
         norm, eps = self._last
@@ -361,26 +349,16 @@ class FusedDecoder(LayerDecoder):
         attention, mlp = layer.self_attn, layer.mlp
         before_attention, eps = _norm_of(layer.input_layernorm, self.dtype)
         before_mlp, mlp_eps = _norm_of(layer.post_attention_layernorm, self.dtype)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weights, biases = zip(*map(_linear, projections), strict=True)
-        turned = [*map(self._pair_rows, weights[:2])]
-        bias = None
-        if biases[0] is not None:
-            bias = torch.cat([*map(self._pair_rows, biases[:2]), biases[2]])
+        query, key, value = map(_linear, (attention.q_proj, attention.k_proj, attention.v_proj))
         head_norm, head_eps = None, 0.0
         if (found := self._head_norm(attention)) is not None:
             head_norm, head_eps = found[0][:, self._pairs], found[1]
-        out, out_bias = _linear(attention.o_proj)
-        (gate, gate_bias), (up, up_bias), (down, down_bias) = map(_linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        if any(part is not None for part in (gate_bias, up_bias, down_bias)):
-            raise NotPlainError("has biases in its MLP")
+        out, gate, up, down = map(_linear, (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         return _Layer(
-            qkv=(torch.cat([*turned, weights[2]]) * before_attention).t().contiguous(),
-            qkv_bias=bias,
+            qkv=(torch.cat([self._pair_rows(query), self._pair_rows(key), value]) * before_attention).t().contiguous(),
             head_norm=head_norm,
             head_eps=head_eps,
             out=out.t().contiguous(),
-            out_bias=out_bias,
             gate_up=(torch.cat((gate, up)) * before_mlp).t().contiguous(),
             down=down.t().contiguous(),
             eps=(eps, mlp_eps),
@@ -432,12 +410,12 @@ def _norm_of(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     return module.weight.to(dtype), module.variance_epsilon
 
 
-def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight (out, in), with the active adapters added in a copy, and bias."""
+def _linear(module: Any) -> torch.Tensor:
+    """Weight (out, in), with the active adapters added in a copy."""
     base = module.base_layer if hasattr(module, "lora_A") else module
-    if type(base) is not torch.nn.Linear or base.weight.dtype != torch.float32:
-        raise NotPlainError("has projections that are not plain float32")
+    if type(base) is not torch.nn.Linear or base.weight.dtype != torch.float32 or base.bias is not None:
+        raise NotPlainError("has projections that are not plain float32 without biases")
     weight = base.weight
     for name in _active(module):
         weight = weight + module.get_delta_weight(name).to(torch.float32)
-    return weight, base.bias
+    return weight

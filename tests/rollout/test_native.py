@@ -52,7 +52,7 @@ def decoder_of(model: Any) -> str:
 VARIANTS = {  # config of the model, whether it has an adapter, the decoder that is chosen for it
     "adapter": ({}, True, "FusedDecoder"),
     "no adapter, tied head": ({"tie_word_embeddings": True}, False, "FusedDecoder"),
-    "biases": ({"attention_bias": True}, True, "FusedDecoder"),
+    "biases": ({"attention_bias": True}, True, "DirectDecoder"),
     "another activation": ({"hidden_act": "gelu"}, True, "ModuleDecoder"),
     "one key for all heads": ({"hidden_act": "gelu", "num_key_value_heads": 1}, True, "ModuleDecoder"),
     "another activation, eager": ({"hidden_act": "gelu", "attn_implementation": "eager"}, True, "ModuleDecoder"),
