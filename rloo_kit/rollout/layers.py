@@ -386,8 +386,8 @@ def _check(model: Any, backbone: Any, copies: bool) -> None:
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     if tuple(map(type, tables)) != (torch.nn.Embedding, torch.nn.Linear):
         raise NotPlainError("has an embedding or a head that is not plain")
-    if len({(table.weight.dtype, table.weight.device) for table in tables}) > 1:
-        raise NotPlainError("has an embedding and a head of different kinds")
+    if tables[0].weight.dtype != tables[1].weight.dtype or len({one.device for one in model.parameters()}) > 1:
+        raise NotPlainError("has an embedding and a head of different kinds, or several devices")
     if not copies:
         return
     if tables[0].weight.dtype != torch.float32:
