@@ -37,7 +37,7 @@ def revision() -> str:
 
 
 def build(dest: Path, have: str, python: str = PYTHON, cache: Path | None = None) -> str:
-    """Run the script with that list of packages. `cache`: the kit's, with the model to pack. Returns what it printed."""
+    """Run the script with that list of packages. `cache`: the kit's, with the model. Returns what it printed."""
     dest.parent.mkdir(parents=True, exist_ok=True)
     packages = dest.with_name("have.txt")
     packages.write_text(have, encoding="utf-8")
