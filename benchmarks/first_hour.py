@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +101,7 @@ class CallRun:
         self._ready: set[str] = set()  # numbers of processes
         self._broken: dict[str, str] = {}  # processes that cannot start, and why
         self._workers: dict[str, Worker] = {}
+        self._due = Counter(check.process for check in self.checks)
         self._lock, self._read = threading.Lock(), 0
 
     def run(self, header: dict[str, Any]) -> int:
@@ -144,6 +146,9 @@ class CallRun:
             if state:  # no process has reported it
                 append(self.lines, "end", check=check.name, state=state, reason=reason, seconds=0.0)
                 self._poll()
+            self._due[check.process] -= 1
+            if not self._due[check.process] and check.process in self._workers:
+                self._workers[check.process].end()  # its memory would count as the context's under a cap
 
     def _carry_out(self, check: Check) -> tuple[str, str]:
         """Run one check in its process. Returns its state and the reason where the process has not reported them."""

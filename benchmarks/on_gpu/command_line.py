@@ -44,10 +44,10 @@ def runs_the_command_line(bench: Bench) -> None:
         assert bench.rehearsed or kind == "learnt", f"the demo's verdict is {kind}"
     prompts = ["--prompts", "1"] * bench.rehearsed
     exported = call(bench, "export", str(folder), "--to", "merged", "--overwrite", "--json", *prompts)
-    certificate = json.loads(exported.splitlines()[-1])["certificate"]
+    certificate = read_json(exported)["certificate"]
     bench.report(export={name: certificate[name] for name in ("kind", "verdict", "checks", "tensors")})
     answered = call(bench, "ask", str(folder), QUESTION, "--temperature", "0", "--json")
-    bench.report(ask=json.loads(answered.splitlines()[-1]))
+    bench.report(ask=read_json(answered))
 
 
 def call(bench: Bench, *words: str, named: str = "", codes: tuple[int, ...] = (0,)) -> str:
@@ -64,6 +64,11 @@ def call(bench: Bench, *words: str, named: str = "", codes: tuple[int, ...] = (0
     bench.report(seconds={named or words[0]: round(time.monotonic() - started, 1)})
     assert done.returncode in codes, f"rloo-kit {words[0]}: exit code {done.returncode}: {done.stdout[-300:]}"
     return done.stdout
+
+
+def read_json(text: str) -> Any:
+    """The last line that is an object; libraries print others."""
+    return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
 
 
 def report_run(bench: Bench, name: str, folder: Path, steps: int) -> str:

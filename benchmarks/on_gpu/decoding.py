@@ -253,7 +253,7 @@ def make_engine(policy: Any, name: str, rows: int, temperature: float = 0.0) -> 
     from rloo_kit.rollout.engine import build_engine
 
     never = policy.model.get_input_embeddings().weight.shape[0] + 1
-    engine = build_engine(
+    engine: Any = build_engine(
         policy.model, name, backend=policy.backend, temperature=temperature, end_ids=[never],
         pad_id=policy.tokenizer.pad_token_id, rows=rows, say=lambda line: None,
     )  # fmt: skip
@@ -359,9 +359,17 @@ def profile_tokens(bench: Bench, engine: Any, prompts: list[list[int]]) -> dict[
         synchronize(bench)
         times.append(time.perf_counter())
 
+    def begin() -> None:
+        record.start()
+        note_time()
+
+    def end() -> None:
+        note_time()
+        record.stop()
+
     warm, profiled = (1, 2) if bench.rehearsed else (WARM, PROFILED)
     with clocked(bench, engine) as clock, autocast(engine._model.device):
-        clock.at = {warm: lambda: (record.start(), note_time()), warm + profiled: lambda: (note_time(), record.stop())}
+        clock.at = {warm: begin, warm + profiled: end}
         engine.sample(prompts, Limits(warm + profiled + 1))
     wall_s, events = times[1] - times[0], record.key_averages()
     launches = sum(event.count for event in events if re.search("LaunchKernel|GraphLaunch", event.key))

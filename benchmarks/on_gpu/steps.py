@@ -28,7 +28,7 @@ from on_gpu.checks import check
 
 LONGEST = 1024  # tokens of the longest completion
 STEPS = 2  # of each side, if there is time; kernels of these lengths are compiled in the first
-SIDES = {"ours, generate": ("fast", "generate"), "TRL": ("stock", ""), "ours, native": ("fast", "native")}
+SIDES = {"ours, generate": ("fast", "generate"), "ours, native": ("fast", "native"), "TRL": ("stock", "")}
 GPUS_GB = (8, 12, 16, 24)
 TAIL, TINY_TAIL = 64, 4  # tokens decoded after full caches
 WARM = 8  # of them before the clock starts

@@ -143,7 +143,7 @@ def test_each_check_says_what_became_of_it(run_call: Any, module: Any, tmp_path:
 
 
 def test_lanes_run_side_by_side_and_before_the_rest(run_call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One backend after the other leaves 15 of 16 cores idle; a lane in parallel with a timed check would be in its figures."""
+    """One backend after the other leaves 15 of 16 cores idle; a lane that goes on is in a timed check's figures."""
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
     names = ["sees_variables", "passes", "meets_another"]
     code, part = run_call(*(f"{backend}/{name}" for name in names for backend in ("unsloth", "transformers")))
