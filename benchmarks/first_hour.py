@@ -98,7 +98,7 @@ class CallRun:
         self.ends = self.started + seconds - CLOSING_S
         self._ended = states(out)
         self._now: dict[str, str] = {}  # states of this call
-        self._ready: set[str] = set()  # numbers of processes
+        self._ready: set[str] = set()  # names of processes
         self._broken: dict[str, str] = {}  # processes that cannot start, and why
         self._workers: dict[str, Worker] = {}
         self._due = Counter(check.process for check in self.checks)
@@ -162,6 +162,7 @@ class CallRun:
         worker = self._worker(check)
         while worker.alive and check.process not in self._ready and time.time() < self.ends:
             self._wait()
+        self._poll()
         if check.process not in self._ready:
             worker.end()
             return "failed", self._broken.setdefault(check.process, f"{check.process} could not start, see the log")
