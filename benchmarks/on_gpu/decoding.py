@@ -56,9 +56,11 @@ def knows_the_machine(bench: Bench) -> None:
 
 @check(1, 60, "transformers", environment=((DEPRIORITIZED, None),))
 def plans_cudnn_attention(bench: Bench) -> None:
-    """Does cuDNN's attention, torch's first choice on this GPU, make a plan for every new number of keys? SDPA alone,
-    the native engine without graphs (0.6B, 32 rows), five of its tokens profiled, and two steps in their parts."""
+    """Does cuDNN's attention, torch's first choice on this GPU, make a plan for every new number of keys? SDPA alone;
+    0.6B with 32 rows through its modules, by the kit's decoder and in graphs; five tokens profiled; two steps."""
     import torch
+
+    from rloo_kit.rollout.decoders import ModuleDecoder
 
     def new_lengths(cudnn: bool, first: int) -> float:
         """Milliseconds of a call of SDPA, with one key more each time."""
@@ -70,7 +72,7 @@ def plans_cudnn_attention(bench: Bench) -> None:
         synchronize(bench)
         return round(1e3 * (time.perf_counter() - started) / decoded, 4)
 
-    rows, decoded = (2, 4) if bench.rehearsed else (32, DECODED)
+    rows, decoded = (2, 4) if bench.rehearsed else (32, DECODED // 2)
     options: dict[str, Any] = {"device": "cpu"} if bench.rehearsed else {"device": "cuda", "dtype": torch.bfloat16}
     query, cache = torch.randn(rows, 16, 1, 128, **options), torch.randn(2, rows, 16, 512, 128, **options)
     places = {"off": (False, 100), "on": (True, 200), "on, the same lengths": (True, 200)}
@@ -78,15 +80,18 @@ def plans_cudnn_attention(bench: Bench) -> None:
     bench.report(sdpa_ms={name: new_lengths(*place) for name, place in places.items()})
 
     policy = bench.policy("0.6b")
-    engine = make_engine(policy, "native", rows, temperature=1.0)
-    engine.uses_graphs = False
-    tokens_ms: dict[str, float] = {}
-    for name, (cudnn, first) in {"": (False, 20), **places}.items():  # the first is discarded
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        prompts = [[row + 1] * ((first // 10 if bench.rehearsed else first) + row % 3) for row in range(rows)]
-        tokens_ms[name] = decode(bench, engine, prompts, decoded)[1]["ms"]
-    bench.report(tokens_ms={name: tokens_ms[name] for name in places}, decoder=getattr(engine, "decoder", None))
-    bench.report(profile=profile_tokens(bench, engine, prompts))
+    for decoder in ("modules", "no graphs", "graphs"):
+        engine = make_engine(policy, "native", rows, temperature=1.0)
+        engine.uses_graphs = engine.uses_graphs and decoder == "graphs"
+        if decoder == "modules":
+            engine._decoder = ModuleDecoder
+        for name, (cudnn, first) in {"": (False, 20), **places}.items():  # the first is discarded
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
+            prompts = [[row + 1] * ((first // 10 if bench.rehearsed else first) + row % 3) for row in range(rows)]
+            _, found = decode(bench, engine, prompts, decoded)
+            if name:
+                bench.report(tokens_ms={decoder: {name: found["ms"]}})
+        bench.report(profile={decoder: profile_tokens(bench, engine, prompts) | {"decoder": engine.decoder}})
     train(bench, policy, "rloo.max_steps=2", "rollout.engine=native", "run.name=parts", overwrite=True)
     bench.release()
 
@@ -130,6 +135,9 @@ def decodes_natively(bench: Bench) -> None:
             bench.report(**{f"rows {rows}": {"native" if graphs else "native, no graphs": found}})
     if refused:
         raise Skipped(refused)
+    rows = 2 if bench.rehearsed else 8
+    engine = make_engine(policy, "native", rows)
+    bench.report(profile=profile_tokens(bench, engine, make_prompts(bench, rows)))
 
 
 @check(1, 30)
