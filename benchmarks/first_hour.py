@@ -225,8 +225,9 @@ class CallRun:
 
 def states(out: Path) -> dict[str, str]:
     """The latest state of every check in a folder of results."""
-    parts = [read_part(out / f"call{call}.jsonl") for call in (1, 2, 0)]
-    return {name: found.state for part in parts if part for name, found in part.checks.items()}
+    parts = [part for call in CALLS if (part := read_part(out / f"call{call}.jsonl")) is not None]
+    parts.sort(key=lambda part: float(part.header.get("time", 0)))
+    return {name: found.state for part in parts for name, found in part.checks.items()}
 
 
 def unsloth_python() -> str | None:
@@ -264,9 +265,9 @@ def choose(call: int, only: Sequence[str], out: Path) -> list[str]:
         if name not in known:
             raise SystemExit(f"no check is called {name}; there are: {', '.join(known)}")
     names = list(only) or [name for name, check in known.items() if check.call == call]
-    if call == 2 and not only:
+    if call == 2 and not only and (out / "call1.jsonl").is_file():
         first = [name for name, check in known.items() if check.call == 1]
-        names = [name for name in first if before.get(name) not in ("passed", "skipped", None)] + names
+        names = [name for name in first if before.get(name) not in ("passed", "skipped")] + names
     return names if MAKER in names else [MAKER, *names]
 
 
