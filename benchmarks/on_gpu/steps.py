@@ -216,7 +216,8 @@ def takes_an_evening_s_steps(bench: Bench) -> None:
         with MemoryPeak() as peak:
             result = rloo_kit.train(run, policy, data, [remainder], overwrite=True)
         rows = [row for row in result.metrics if "grad_norm" in row]
-        names = ("step_time", "time/rollout_s", "time/gradient_s", "completions/mean_length", "grad_norm")
+        names = ("step_time", "time/rollout_s", "time/decode_ms_per_token_step", "time/gradient_s",
+                 "completions/mean_length", "grad_norm")  # fmt: skip
         steps = [{name: round(row[name], 4) for name in names if name in row} for row in rows]
         bench.report(steps=steps, peak_gib=round(peak.gib, 3), reserved_gib=round(peak.reserved_gib, 3))
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows), "two steps with a gradient were asked for"
