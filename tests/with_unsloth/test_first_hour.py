@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = (
-    "unsloth/trains", "unsloth/resumes", "unsloth/merges", "transformers/reads_what_was_merged", "unsloth/decodes",
+    "unsloth/trains", "unsloth/merges", "transformers/reads_what_was_merged", "unsloth/decodes",
     "unsloth/decodes_natively", "transformers/decodes_natively",
 )  # fmt: skip
 
