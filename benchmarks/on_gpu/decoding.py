@@ -17,7 +17,7 @@ from unittest import mock
 from on_gpu import memory
 from on_gpu.bench import Bench, Skipped
 from on_gpu.checks import check
-from on_gpu.small_model import autocast, train
+from on_gpu.small_model import train
 
 BEHIND, DECODED, WARM = 1024, 48, 6  # cached tokens, decoded ones, and those of them before the clock starts: captures
 TINY_BEHIND, TINY_DECODED, TINY_WARM = 12, 6, 1
@@ -85,13 +85,14 @@ def plans_cudnn_attention(bench: Bench) -> None:
         engine.uses_graphs = engine.uses_graphs and decoder == "graphs"
         if decoder == "modules":
             engine._decoder = ModuleDecoder
-        for name, (cudnn, first) in {"": (False, 20), **places}.items():  # the first is discarded
-            torch.backends.cuda.enable_cudnn_sdp(cudnn)
-            prompts = [[row + 1] * ((first // 10 if bench.rehearsed else first) + row % 3) for row in range(rows)]
-            _, found = decode(bench, engine, prompts, decoded)
-            if name:
-                bench.report(tokens_ms={decoder: {name: found["ms"]}})
-        bench.report(profile={decoder: profile_tokens(bench, engine, prompts) | {"decoder": engine.decoder}})
+        with mock.patch.dict("os.environ", {DEPRIORITIZED: "0"}):  # torch has read it; the kit would leave cuDNN out
+            for name, (cudnn, first) in {"": (False, 20), **places}.items():  # the first is discarded
+                torch.backends.cuda.enable_cudnn_sdp(cudnn)
+                prompts = [[row + 1] * ((first // 10 if bench.rehearsed else first) + row % 3) for row in range(rows)]
+                _, found = decode(bench, engine, prompts, decoded)
+                if name:
+                    bench.report(tokens_ms={decoder: {name: found["ms"]}})
+            bench.report(profile={decoder: profile_tokens(bench, engine, prompts) | {"decoder": engine.decoder}})
     train(bench, policy, "rloo.max_steps=2", "rollout.engine=native", "run.name=parts", overwrite=True)
     bench.release()
 
@@ -269,7 +270,7 @@ def make_engine(policy: Any, name: str, rows: int, temperature: float = 0.0) -> 
     def refuse(tried: int, _left: Any) -> None:
         raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
 
-    engine._halve = refuse
+    engine._halve, engine.autocast = refuse, policy.autocast  # as in training
     return engine
 
 
@@ -285,7 +286,7 @@ def decode(bench: Bench, engine: Any, prompts: list[list[int]], tokens: int) -> 
     from rloo_kit.rollout.types import Limits
 
     memory.settle(bench.cuda)
-    with clocked(bench, engine) as clock, autocast(engine._model.device):
+    with clocked(bench, engine) as clock, engine.autocast():
         ids = engine.sample(prompts, Limits(tokens)).completion_ids
     ms = clock.token_ms(min(TINY_WARM if bench.rehearsed else WARM, tokens - 1))
     found = {"ms": ms, "tokens_per_s": round(len(prompts) / ms * 1e3)}
@@ -376,7 +377,7 @@ def profile_tokens(bench: Bench, engine: Any, prompts: list[list[int]]) -> dict[
         record.stop()
 
     warm, profiled = (1, 2) if bench.rehearsed else (WARM, PROFILED)
-    with clocked(bench, engine) as clock, autocast(engine._model.device):
+    with clocked(bench, engine) as clock, engine.autocast():
         clock.at = {warm: begin, warm + profiled: end}
         engine.sample(prompts, Limits(warm + profiled + 1))
     wall_s, events = times[1] - times[0], record.key_averages()

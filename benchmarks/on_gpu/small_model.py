@@ -4,7 +4,6 @@ Shapes: N scored tokens of all completions.
 """
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from on_gpu import memory
@@ -149,7 +148,7 @@ def logps_of(bench: Bench, policy: Any) -> Any:
         return torch.randint(0, 250, (max(1, length // share),), generator=generator).to(policy.model.device)
 
     groups = [Group(draw(prompt), [draw(length)]) for prompt, lengths in LENGTHS for length in lengths]
-    with policy.inference_mode(), torch.no_grad(), autocast(policy.model.device):
+    with policy.inference_mode(), torch.no_grad(), policy.autocast():
         scorer = Scorer(policy.model, 1.0, policy.tokenizer.pad_token_id, "padded")
         return torch.cat([scorer.score(policy.model, [one], need_entropy=False).logps for one in groups]).cpu()
 
@@ -163,14 +162,3 @@ def nats(found: Any, expected: Any) -> dict[str, float]:
 def is_close(off: dict[str, float]) -> bool:
     """Whether rounding explains the difference."""
     return off["mean"] < MEAN_NATS and off["max"] < MAX_NATS
-
-
-def autocast(device: Any) -> AbstractContextManager[Any]:
-    """Autocast as in the trainer: in the GPU's precision."""
-    import torch
-
-    from rloo_kit.system import environment
-
-    name = environment.current().dtype_name
-    plain = device.type == "cpu" or name == "float32"
-    return nullcontext() if plain else torch.autocast(device.type, dtype=getattr(torch, name))

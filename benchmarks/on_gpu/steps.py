@@ -282,7 +282,6 @@ def time_step(bench: Bench, policy: Any, run: Any, plan: Any, training_s: float)
     """
     from on_gpu.decoding import clocked
     from on_gpu.full_rows import decode_ends, full_engine
-    from on_gpu.small_model import autocast
     from rloo_kit.preflight.trial_steps import load_of, rows_of_a_pass
 
     rloo, prompt = run.rloo, run.data.max_prompt_length
@@ -290,7 +289,7 @@ def time_step(bench: Bench, policy: Any, run: Any, plan: Any, training_s: float)
     engine, steps_ms = full_engine(policy, run, plan.rows), []
     for share in (1,) if bench.rehearsed else (0, 0.5, 1):
         memory.settle(bench.cuda)
-        with clocked(bench, engine) as clock, autocast(policy.model.device):
+        with clocked(bench, engine) as clock, engine.autocast():
             decode_ends(engine, plan.rows, prompt + int(share * (length - tail)) + tail, tail)
         steps_ms.append(clock.token_ms(1 if bench.rehearsed else WARM))
     completions = rloo.per_device_train_batch_size * rloo.gradient_accumulation_steps
