@@ -1,4 +1,5 @@
-"""Packs what a machine with CUDA torch but no network lacks: the kit's other packages, and the kit itself.
+"""Packs what a machine with CUDA torch but no network lacks: the kit's other packages, the kit itself, and the embedded
+model.
 
     make gpu-bundle                        writes .gpu-bundle/, for Python 3.12 and CUDA 13.0
     make gpu-bundle HAVE=packages.txt      without what that machine has (its `pip list --format=freeze`), and only that
@@ -190,6 +191,15 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+def pack_model(target: Path) -> None:
+    """Write the embedded model, from the kit's cache or built into it (a minute), as an archive of such a cache."""
+    from rloo_kit.models.embedded import build
+
+    folder = build("thinking")
+    with tarfile.open(target, "w:gz") as tar:
+        tar.add(folder, folder.name)
+
+
 USE = r"""# Source this file: it unpacks the packages and puts them on PYTHONPATH, after the checkout that you are in,
 # and rloo-kit on PATH. Outside a checkout it unpacks the kit and goes there. BUNDLE_ROOT: where to unpack.
 _use_bundle() {
@@ -200,6 +210,9 @@ _use_bundle() {
   if [ "${PWD#"$root"/kit-}" != "$PWD" ] || [ ! -f pyproject.toml ] || [ ! -d rloo_kit ]; then
     kit=$(_unpack_bundle "$here/kit.tar.gz" "$root") && cd "$kit" || return 1
     revision=${revision%-dirty} # the packed kit is the commit
+  fi
+  if [ -f "$here/cache.tar.gz" ]; then
+    RLOO_KIT_CACHE=$(_unpack_bundle "$here/cache.tar.gz" "$root") && export RLOO_KIT_CACHE || return 1
   fi
   export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false UNSLOTH_DISABLE_STATISTICS=1
   export PYTHONPATH=$kit:$site RLOO_KIT_REVISION=$revision PATH=$root/bin:${PATH#"$root/bin:"}
@@ -238,8 +251,8 @@ _use_bundle
 """
 
 
-def write_bundle(dest: Path, have: Versions | None, python: str, cuda: str) -> None:
-    """Write site.tar.xz, kit.tar.gz, REVISION and use.sh, and print the packages and the size."""
+def write_bundle(dest: Path, have: Versions | None, python: str, cuda: str, model: bool = True) -> None:
+    """Write site.tar.xz, kit.tar.gz, cache.tar.gz (`model`), REVISION and use.sh; print the packages and the size."""
     revision, target = git("rev-parse", "HEAD"), target_environment(python)
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "rloo_kit", "rewards", "configs", "benchmarks")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -252,10 +265,13 @@ def write_bundle(dest: Path, have: Versions | None, python: str, cuda: str) -> N
         sizes = pack_site(wheels.values(), cuda, dest / "site.tar.xz")
     git("archive", "--format=tar.gz", f"--output={dest.resolve() / 'kit.tar.gz'}", "HEAD")
     (dest / "REVISION").write_text(revision + ("-dirty" if changed else "") + "\n", encoding="utf-8")
+    (dest / "cache.tar.gz").unlink(missing_ok=True)
+    if model:
+        pack_model(dest / "cache.tar.gz")
     left_out = ["torch", *(IMPORTED_AS.get(name, name) for name in USUAL if name not in wheels)]
     use = USE.replace("@PYTHON@", python).replace("@LEFT_OUT@", " ".join(left_out))
     (dest / "use.sh").write_text(use, encoding="utf-8")
-    mib = sum((dest / name).stat().st_size for name in ("site.tar.xz", "kit.tar.gz")) / MIB
+    mib = sum(path.stat().st_size for path in dest.glob("*.tar.*")) / MIB
     print(f"{len(wheels)} packages: {' '.join(wheels)}")
     print(f"{dest}: {mib:.1f} MiB, {sum(sizes.values()) / MIB:.0f} MiB unpacked. There: source {dest.name}/use.sh")
     if mib > LIMIT_MIB:
@@ -268,6 +284,7 @@ if __name__ == "__main__":
     parser.add_argument("--have", type=Path, help="packages of that machine; default: torch's own, usual large ones")
     parser.add_argument("--python", default="3.12", help="its Python version, default 3.12")
     parser.add_argument("--cuda", default="130", help="CUDA version of its torch, default 130 (13.0): for bitsandbytes")
+    parser.add_argument("--no-model", action="store_true", help="without the embedded model, built there at first use")
     given = parser.parse_args()
     there = read_versions(given.have.read_text(encoding="utf-8")) if given.have else None
-    write_bundle(given.dest, there, given.python, given.cuda)
+    write_bundle(given.dest, there, given.python, given.cuda, model=not given.no_model)

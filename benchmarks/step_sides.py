@@ -94,12 +94,10 @@ class Side:
         def roll_out(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
             with side._timed("rollout"):
                 if side.canned:
-                    canned = [list(ids) for ids in side.canned_completions]
-                    return (canned, None) if side.name == "grpo" else canned  # TRL's GRPO has log-probabilities, too
+                    return [list(ids) for ids in side.canned_completions]
                 with impose_lengths(side.trainer, prompt_ids, side.targets, end_id):
                     completion_ids = generate(prompt_ids, *arguments, **keywords)
-            ids = completion_ids[0] if isinstance(completion_ids, tuple) else completion_ids
-            side.completion_lengths = [len(row) for row in ids]
+            side.completion_lengths = [len(row) for row in completion_ids]
             return completion_ids
 
         def rewards(*arguments: Any, **keywords: Any) -> Any:
@@ -142,7 +140,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
     """The trainer of one side around a model.
 
     Args:
-        name: "stock", "grpo" (TRL's, patched by Unsloth or not) or the kit's "fast", "balanced" or "low".
+        name: "stock" (TRL's, patched by Unsloth or not) or the kit's "fast", "balanced" or "low".
         peft_config: None if the model has its adapter. options: more arguments of the config.
     """
     import trl
@@ -150,9 +148,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
     from transformers.trainer_callback import PrinterCallback
 
     config_class, trainer_class = trl.RLOOConfig, trl.RLOOTrainer
-    if name == "grpo":
-        config_class, trainer_class = trl.GRPOConfig, trl.GRPOTrainer
-    elif name != "stock":
+    if name != "stock":
         from rloo_kit.loop.options import RLOOConfig
         from rloo_kit.loop.trainer import RLOOTrainer
 
@@ -182,8 +178,8 @@ def trainer_arguments(workload: Workload) -> dict[str, Any]:
     return {
         "output_dir": _OUTPUTS.name, "use_cpu": True, "bf16": False, "max_steps": 1,
         "learning_rate": LEARNING_RATE, "max_grad_norm": 1e9,
-        "per_device_train_batch_size": workload.micro_batch,
-        "gradient_accumulation_steps": workload.completions // workload.micro_batch,
+        "per_device_train_batch_size": workload.num_generations,
+        "gradient_accumulation_steps": workload.groups,
         "num_generations": workload.num_generations,
         "max_completion_length": workload.longest or step_workload.LONGEST,
         "gradient_checkpointing": workload.checkpointing, "beta": workload.beta, "temperature": 1.0, "seed": 0,

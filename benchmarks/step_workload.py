@@ -28,12 +28,11 @@ LORA = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One step.
+    """One step: a micro-batch is one group, on both sides.
 
     Attributes:
         num_generations: K. tied: every completion of half of the groups gets the same reward.
         longest: tokens of the longest completion; None for LONGEST.
-        rows: completions of a micro-batch; None for one group, so that a step is 16 / K micro-batches on both sides.
     """
 
     num_generations: int = 4
@@ -43,16 +42,10 @@ class Workload:
     tied: bool = False
     completions: int = COMPLETIONS
     longest: int | None = None
-    rows: int | None = None
 
     @property
     def groups(self) -> int:
         return self.completions // self.num_generations
-
-    @property
-    def micro_batch(self) -> int:
-        """Completions of a micro-batch."""
-        return self.rows or self.num_generations
 
     @property
     def label(self) -> str:

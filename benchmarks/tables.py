@@ -2,11 +2,12 @@
 
     python benchmarks/tables.py                       # all of them
     make gpu-report                                   # the same
-    python benchmarks/tables.py --from DIR            # copies or unpacks the parts of a GPU from DIR there first
+    python benchmarks/tables.py --from DIR            # copies a GPU's files from DIR there first
 
 A page marks a table with two comments that name it, and a test compares it with the results. A GPU's figures are those
-of `results/gpu/part1.jsonl`, `part2.jsonl` and `part3.jsonl` (`first_hour.py`); without a file they read "not
-measured", and a rehearsal's files are refused. A ratio compares two figures of one part, so of one GPU.
+of `results/gpu/NAME/call0.jsonl` to `call2.jsonl` (`first_hour.py`), and the first GPU's those of `part0.jsonl` and
+`part1.jsonl` in `results/gpu`, some of whose checks are gone. What no file has reads "not measured"; a rehearsal's
+files are refused.
 """
 
 import argparse
@@ -14,26 +15,25 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import sys
-import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import reporting
+from first_hour import folder_of
 from on_gpu.checks import BACKENDS, Part, read_part
-from on_gpu.expected import EXPECTED, find
-from on_gpu.listing import list_checks
 from reporting import ROOT, step_value, table
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.plan.parts import GIB
 from rloo_kit.plan.planner import find_machine, read_workload
-from rloo_kit.plan.speed import GPUS, find_gpu, run_time, sampling_s, step_completions, token_step_s, training_s
+from rloo_kit.plan.speed import GPUS, find_gpu, sampling_s, step_completions, token_step_s, training_s
 
 GPU_RESULTS = reporting.RESULTS / "gpu"
 CORRECTIONS = ROOT / "rloo_kit" / "plan" / "corrections.json"
@@ -42,7 +42,10 @@ PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "plan")),
          ROOT / "README.md")  # fmt: skip
 GPUS_GB = (8, 12, 16, 24)
 MISSING = "not measured"
-Parts = Mapping[int, Part]
+# Checks that compare something, in the first hour of either form
+CORRECT = (
+    r"knows_the_machine|loads_4bit|scores_\w+|trains|resumes|keeps_the_ratio|merges|reads_what_was_merged|runs_the_\w+"
+)
 
 
 # ----------------------------------------------------------------------------------------------- measured on a CPU
@@ -149,99 +152,128 @@ def gpus_table(_: Any = None) -> list[str]:
 # ---------------------------------------------------------------------------------------------- measured on a GPU
 
 
-def read_parts(folder: Path) -> dict[int, Part]:
-    """The parts that were measured, by number; part 0 has single checks of all parts, for those without a file."""
-    found = {number: read_part(folder / f"part{number}.jsonl") for number in (0, 1, 2, 3)}
-    parts = {number: part for number, part in found.items() if part is not None and not part.header.get("rehearsed")}
-    if single := parts.pop(0, None):
-        for name, check in single.checks.items():
-            number = list_checks()[name].part
-            if found.get(number) is None:
-                parts.setdefault(number, Part(single.header, {}, single.notes)).checks[name] = check
-    return dict(sorted(parts.items()))
+def read_gpus(folder: Path) -> list[Part]:
+    """What each GPU measured, all of its files together; the newest first."""
+    gpus = []
+    for home in (folder, *sorted(path for path in folder.glob("*") if path.is_dir())):
+        files = [
+            read_part(path) for path in sorted(home.glob("part[0-3].jsonl" if home == folder else "call[0-2].jsonl"))
+        ]
+        found = [part for part in files if part is not None and not part.header.get("rehearsed")]
+        if found:
+            found.sort(key=lambda part: float(part.header["time"]))
+            gpu = Part(found[-1].header, {}, [note for part in found for note in part.notes])
+            for part in found:
+                known = {name: one for name, one in part.checks.items() if one.values or name not in gpu.checks}
+                gpu.checks.update(known)
+            gpus.append(gpu)
+    return sorted(gpus, key=lambda gpu: str(gpu.header["measured"]), reverse=True)
 
 
-def gpu_line(parts: Parts) -> list[str]:
-    """Which GPU and versions the figures are from."""
-    if not parts:
-        return ["Not measured: no GPU was at hand."]
+def name_of(gpu: Part) -> str:
+    return str(gpu.header["machine"]["gpu"])
+
+
+def gpu_line(gpus: list[Part]) -> list[str]:
+    """Which GPUs and versions the figures are from."""
     lines = []
-    for number, part in sorted(parts.items()):
-        versions = part.header["versions"]
+    for gpu in gpus:
+        versions = gpu.header["versions"]
         names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "trl", "unsloth") if versions.get(name))
-        lines.append(
-            f"Part {number}: {part.header['machine']['gpu']}, {part.header['measured']}, revision "
-            f"`{part.header['revision'][:7]}`; {names}."
-        )
-        lines += [f"{note}." for note in part.notes]
-    return lines
+        lines.append(f"{name_of(gpu)}, {gpu.header['measured']}, revision `{gpu.header['revision'][:7]}`; {names}.")
+        lines += [f"{note}." for note in gpu.notes]
+    return lines or ["Not measured: no GPU was at hand."]
 
 
-def decoding_table(parts: Parts) -> list[str]:
-    """Decoding: milliseconds a step and tokens a second, by rows."""
-    from on_gpu.figures import ROWS
+def decoding_table(gpus: list[Part]) -> list[str]:
+    """Decoding: milliseconds a step and tokens a second, by engine and rows."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for gpu in gpus:
+        for engine, backend, key in (
+            ("Unsloth's `generate`", "unsloth", "generate"), ("`native` under Unsloth", "unsloth", "native"),
+            ("`native`, transformers", "transformers", "native"),
+        ):  # fmt: skip
+            for count in (1, 4, 8, 16, 32, 128):
+                if (cell := decoding_cell(gpu, backend, key, count)) is not None:
+                    found.setdefault((name_of(gpu), engine), {})[count] = cell
+    counts = sorted({count for cells in found.values() for count in cells})
+    if not any("native" in engine for _, engine in found):
+        found["", "`native` in CUDA graphs"] = dict.fromkeys(counts, MISSING)
+    rows = [[*both, *(cells.get(count, "") for count in counts)] for both, cells in found.items()]
+    return table(["GPU", "engine", *(f"{count} rows" for count in counts)], rows)
 
-    rows = []
-    for backend, name in (("unsloth", "Unsloth's `generate`"), ("transformers", "`native`, transformers")):
-        cells = []
-        for count in ROWS:
-            found = parts[2].value(f"{backend}/decodes", f"rows {count}") if 2 in parts else None
-            if found is None:
-                cells.append(MISSING)
-            elif not found.get("ms_per_step"):
-                cells.append("does not fit")
-            else:
-                cells.append(f"{found['ms_per_step']:.1f} ms, {found['tokens_per_s']} tokens/s")
-        rows.append([name, *cells])
-    return table(["engine", *(f"{count} rows" for count in ROWS)], rows)
+
+def decoding_cell(gpu: Part, backend: str, engine: str, rows: int) -> str | None:
+    """Milliseconds of a token and tokens a second; None if it was not measured."""
+    found = gpu.value(f"{backend}/decodes_natively", f"rows {rows}", engine)
+    if found is None and engine == "generate":  # the first GPU's
+        found = gpu.value("unsloth/decodes", f"rows {rows}")
+    if not found or not found.keys() & {"ms", "ms_per_step", "fits"}:
+        return None
+    ms = found.get("ms", found.get("ms_per_step"))
+    return f"{ms:.1f} ms, {found['tokens_per_s']} tokens/s" if ms else "does not fit"
 
 
-def claim_of(parts: Parts, gpu_gb: int) -> dict[str, Any] | None:
-    """The figures of a shipped config, and the backend that ran it; None if it did not train."""
-    for backend in BACKENDS:
-        found = parts[3].checks.get(f"{backend}/trains_on_{gpu_gb}gb") if 3 in parts else None
-        if found is not None and "rollout_gib" in found.values:
-            return found.values | {"backend": backend, "after": found.after}
+def claim_of(gpus: list[Part], gpu_gb: int) -> dict[str, Any] | None:
+    """The figures of a shipped config, the backend that ran it and its GPU; None if it did not train."""
+    for gpu in gpus:
+        for backend in BACKENDS:
+            found = gpu.checks.get(f"{backend}/trains_on_{gpu_gb}gb")
+            if found is not None and "rollout_gib" in found.values:
+                more = {"backend": backend, "after": found.after, "gpu": name_of(gpu)}
+                return found.values | more | {"measured": gpu.header["measured"]}
     return None
 
 
-def short_table(parts: Parts) -> list[str]:
-    """For the README: a line each for correctness, speed and memory."""
-    rows = []
-    for backend, name in (("unsloth", "Unsloth"), ("transformers", "transformers")):
-        names = [one for one, check in list_checks().items() if check.part == 1 and check.backend == backend]
-        known = [parts[1].checks[one].state for one in names if one in parts[1].checks] if 1 in parts else []
+def short_table(gpus: list[Part]) -> list[str]:
+    """A line each for correctness, speed and memory, a column each for a GPU."""
+
+    def correctness(gpu: Part, backend: str) -> str:
+        known = [check.state for name, check in gpu.checks.items() if re.fullmatch(f"{backend}/({CORRECT})", name)]
         known = [state for state in known if state not in ("not run", "skipped")]
-        passed = f"{known.count('passed')} of {len(known)} checks passed" if known else MISSING
-        rows.append([f"Qwen3-0.6B through {name}: loads, scores, trains, resumes, merges", passed])
-    for one in EXPECTED:
-        if "8 rows" in one.what and "128" not in one.what:
-            value = find(parts[one.part], one.check, *one.keys) if one.part in parts else None
-            rows.append([one.what, MISSING if value is None else f"{value:.0f} ms"])
-    part = parts.get(2, Part({}, {}, []))
-    for what, stock, ours in (
-        ("TRL under Unsloth", "unsloth/stock", "unsloth"), ("GRPO of Unsloth", "unsloth/grpo", "unsloth"),
-        ("TRL, transformers", "transformers/stock", "transformers"),
-    ):  # fmt: skip
-        theirs = part.value(f"{stock}_trains_4k", "training_s")
-        mine = part.value(f"{ours}/trains_4k", "fast", "training_s")
-        ratio = f"{theirs / mine:.2f}x" if theirs and mine else MISSING
-        rows.append([f"Qwen3-4B: training part, 4k, vs. {what}", ratio])
-    for gpu_gb in GPUS_GB:
-        found = claim_of(parts, gpu_gb)
-        text = MISSING
-        if found is not None:
-            peak = max(found["rollout_gib"], found["training_gib"])
-            text = f"trains, {'at most ' if found['after'] else ''}{peak:.1f} GiB"
-            text += f", {found['step_s']:.0f} s a step at most" if "step_s" in found else ""
-        rows.append([f"Qwen3-4B in 4-bit on {gpu_gb} GB, simulated by a cap", text])
-    return table(["on a GPU", "found"], rows)
+        return f"{known.count('passed')} of {len(known)} checks passed" if known else ""
+
+    def step(gpu: Part) -> str:
+        sides = ("ours, native", "ours, generate", "TRL")
+        times = [gpu.value("unsloth/takes_a_step_of_1k", side, "best_s") for side in sides]
+        shown = [f"{name} {one:.1f} s" for name, one in zip(("native", "generate", "TRL"), times, strict=True) if one]
+        ours = [one for one in times[:2] if one]
+        return ", ".join(shown) + (f" ({times[2] / min(ours):.2f}x)" if times[2] and ours else "")
+
+    def evening(gpu: Part) -> str:
+        steps = gpu.value("unsloth/takes_an_evening_s_steps", "steps")
+        peak = gpu.value("unsloth/takes_an_evening_s_steps", "peak_gib")
+        return f"{steps[-1]['step_time']:.0f} s a step, {peak:.1f} GiB" if steps else ""
+
+    def claim(gpu: Part, gpu_gb: int) -> str:
+        found = claim_of([gpu], gpu_gb)
+        if found is None:
+            return ""
+        peak = max(found["rollout_gib"], found["training_gib"])
+        text = f"trains, {'at most ' if found['after'] else ''}{peak:.1f} GiB"
+        return text + (f", {found['step_s']:.0f} s a step at most" if "step_s" in found else "")
+
+    lines: list[tuple[str, Callable[[Part], str]]] = [
+        ("Unsloth: loads, scores, trains, resumes, merges (0.6B)", lambda gpu: correctness(gpu, "unsloth")),
+        ("the same, transformers", lambda gpu: correctness(gpu, "transformers")),
+        (
+            "a token of 8 rows, 4B in 4-bit, Unsloth's `generate`",
+            lambda gpu: decoding_cell(gpu, "unsloth", "generate", 8) or "",
+        ),
+        ("the same, `native` in CUDA graphs", lambda gpu: decoding_cell(gpu, "unsloth", "native", 8) or ""),
+        ("a step of 16 completions up to 1k, 4B, under Unsloth", step),
+        *((f"4B on {gb} GB, by a cap, full length", lambda gpu, gb=gb: claim(gpu, gb)) for gb in GPUS_GB),
+        ("`evening_12gb`, by a cap of 12 GB", evening),
+    ]
+    rows = [[what, *(find(gpu) or MISSING for gpu in gpus or [Part({}, {}, [])])] for what, find in lines]
+    return table(["on a GPU", *([name_of(gpu) for gpu in gpus] or ["found"])], rows)
 
 
-def list_speeds(parts: Parts) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Every speed that was measured, and what the plan computes for the same rows and lengths on the same GPU."""
-    for number, part in parts.items():
-        machine = part.header["machine"]
+def list_speeds(gpus: list[Part]) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Speeds that were measured, and what the plan computes for the same rows and lengths on the same GPU. Left out:
+    the H100's steps of 0.6B, sampled by a native engine that had no CUDA graphs."""
+    for measured_on in gpus:
+        machine = measured_on.header["machine"]
         gpu = find_gpu(machine["gpu"], machine.get("gpu_gib", 0))
         if gpu is None:
             continue
@@ -253,13 +285,15 @@ def list_speeds(parts: Parts) -> Iterator[tuple[str, list[float], list[float]]]:
             """Milliseconds of a token after so many in the cache."""
             return 1e3 * token_step_s(replace(work, prompt_tokens=0, completion_tokens=2 * tokens), rows, gpu)
 
-        found = part.checks["unsloth/decodes"].values if "unsloth/decodes" in part.checks else {}
+        found = measured_on.value("unsloth/decodes") or {}
         if times := {
-            int(name.split()[1]): one["ms_per_step"] for name, one in found.items() if name.startswith("rows")
+            int(name.split()[1]): one["ms_per_step"]
+            for name, one in found.items()
+            if isinstance(one, dict) and "ms_per_step" in one
         }:
             yield "4B: ms a token, 8, 32, 128 rows", [*times.values()], [at(1024, rows) for rows in times]
-        for gpu_gb in GPUS_GB if number == 3 else ():
-            claim = claim_of(parts, gpu_gb)
+        for gpu_gb in GPUS_GB:
+            claim = claim_of([measured_on], gpu_gb)
             if claim is None or "decode_ms" not in claim:
                 continue
             run, rows = load_config(CONFIGS / f"qwen3_4b_thinking_{gpu_gb}gb.yaml"), claim["rows"]
@@ -270,19 +304,13 @@ def list_speeds(parts: Parts) -> Iterator[tuple[str, list[float], list[float]]]:
             parts_s = [sampling_s(work, count, rows, rows, gpu), training_s(work, count * work.row_tokens, gpu)]
             measured = [claim[name] for name in ("rollout_s", "gradient_s", "step_s")]
             yield f"{gpu_gb} GB: rollout, training, step, s", measured, [*parts_s, sum(parts_s)]
-        checks = [part.checks.get(f"transformers/{name}") for name in ("resumes", "keeps_the_ratio")]
-        if steps := [row["step_time"] for check in checks if check for row in check.values.get("steps", ())]:
-            words = "rloo.thinking_budget=null", "rloo.max_completion_length=64", "data.max_prompt_length=128"
-            run = load_config(CONFIGS / "qwen3_0_6b.yaml", *words, "rloo.answer_budget=null")
-            step = run_time(run, read_workload(run, here, engine="native"), step_completions(run), gpu)
-            yield "0.6B, `native`: step, s", steps, [step.seconds] * len(steps)
 
 
-def speeds_table(parts: Parts) -> list[str]:
+def speeds_table(gpus: list[Part]) -> list[str]:
     """For the page of the plan: speeds as measured, and as computed before and after the constants were corrected."""
     before = json.loads((GPU_RESULTS / "plan_before.json").read_text(encoding="utf-8"))["computed"]
     rows = []
-    for what, *both in list_speeds(parts):
+    for what, *both in list_speeds(gpus):
         measured, computed = (
             ", ".join(f"{one:.3g}" for one in sorted(set(figures), key=figures.index)) for figures in both
         )
@@ -291,43 +319,25 @@ def speeds_table(parts: Parts) -> list[str]:
     return table(["H100", "measured", "plan before", "plan", "over measured"], rows)
 
 
-def plan_table(parts: Parts) -> list[str]:
-    """For the page of the memory plan: measured over computed, and the corrections that follow."""
-    rows = []
-    for gpu_gb in GPUS_GB:
-        found = claim_of(parts, gpu_gb)
-        cells = [MISSING] * 2
-        if found is not None:
-            most = "at most " if found["after"] else ""
-            cells = [f"{most}{found[name]:.2f} / {computed:.2f} = {found[name] / computed:.2f}"
-                     for name, computed in found["computed"].items()]  # fmt: skip
-        rows.append([f"`qwen3_4b_thinking_{gpu_gb}gb.yaml`", *cells])
-    known = json.loads(CORRECTIONS.read_text(encoding="utf-8"))
-    factors = ", ".join(f"{name} {value:g}" for name, value in known["factors"].items())
-    source = f"From {known['source']}: {factors}." if known["source"] else "No correction yet: nothing was measured."
-    return [*table(["config", "rollout, GiB measured / computed", "training"], rows), "", source]
-
-
 # ------------------------------------------------------------------------------------- corrections and headers
 
 
-def corrections(parts: Parts) -> dict[str, Any]:
+def corrections(gpus: list[Part]) -> dict[str, Any]:
     """The largest ratio of measured to computed peaks over all configs, by backend and part; never below 1, because a
     plan that is too high costs rows, and one that is too low costs the run. Left out: a config that ran after an
     interrupted check, whose memory counts in its peaks."""
     factors: dict[str, float] = {}
-    for gpu_gb in GPUS_GB:
-        found = claim_of(parts, gpu_gb)
-        for name in ("rollout", "training") if found and not found["after"] else ():
+    sources: list[str] = []
+    for found in filter(None, (claim_of([gpu], gpu_gb) for gpu in gpus for gpu_gb in GPUS_GB)):
+        for name in () if found["after"] else ("rollout", "training"):
             ratio = found[f"{name}_gib"] / found["computed"][f"{name}_gib"]
             key = f"{found['backend']} {name}"
             factors[key] = max(factors.get(key, 1.0), math.ceil(100 * ratio) / 100)
-    header = parts[3].header if factors else {}
-    source = f"{header['machine']['gpu']}, {header['measured']}" if factors else ""
-    return {"source": source, "factors": factors}
+            sources.append(f"{found['gpu']}, {found['measured']}")
+    return {"source": "; ".join(dict.fromkeys(sources)), "factors": factors}
 
 
-def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | None, gpu: str) -> str:
+def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | None) -> str:
     """A config's text with the plan's figures and, if it was measured, a line with the measurement."""
     plan = plan_vram(run, gpu_gb * 1e9 / 2**30)
     state = "computed" if found else "computed, not measured"
@@ -344,71 +354,64 @@ def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | N
         lasts = f"; {found['step_s']:.0f} s a step" if "step_s" in found else ""
         line = (
             f"# Measured: {'at most ' if found['after'] else ''}{found['rollout_gib']:.1f} and "
-            f"{found['training_gib']:.1f} GiB without CUDA's context, on an {gpu} capped to {gpu_gb:g} GB{lasts}.\n"
+            f"{found['training_gib']:.1f} GiB without CUDA's context, on an {found['gpu']} capped to {gpu_gb:g} GB"
+            f"{lasts}.\n"
         )
         text = re.sub(r"(#          Another GPU\?.*\n)", lambda match: match.group(1) + line, text)
     return text
 
 
-def write_headers(parts: Parts) -> None:
+def write_headers(gpus: list[Part]) -> None:
     """Every config for a GPU: the plan's figures, and what was measured."""
     for path in sorted(CONFIGS.glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         if (needs := re.search(r"one NVIDIA GPU with (\d+) GB", text)) is None:
             continue
         named = re.search(r"thinking_(\d+)gb$", path.stem)
-        found = claim_of(parts, int(named[1])) if named else None
-        gpu = parts[3].header["machine"]["gpu"] if 3 in parts else ""
-        new = with_header(text, load_config(path), float(needs[1]), found, gpu)
+        found = claim_of(gpus, int(named[1])) if named else None
+        new = with_header(text, load_config(path), float(needs[1]), found)
         if new != text:
             path.write_text(new, encoding="utf-8")
             print(f"{path.relative_to(ROOT)}: header written")
 
 
-def collect(source: Path, target: Path = GPU_RESULTS) -> None:
-    """Copy the parts of a folder, or unpack its archives, to where the report reads them.
+def collect(source: Path, results: Path = GPU_RESULTS) -> None:
+    """Copy the calls of a folder to where the report reads them, by the name of their GPU.
 
     Raises:
-        SystemExit: the folder has no parts, or a rehearsal's.
+        SystemExit: the folder has no calls, or a rehearsal's.
     """
-    archives, lines = (sorted(source.glob(f"part[0123].{ending}")) for ending in ("tar.gz", "jsonl"))
-    if not archives and not lines:
-        raise SystemExit(f"{source} has no part1.jsonl, part2.jsonl or part3.jsonl, nor their archives")
-    texts = {path.name: path.read_text(encoding="utf-8") for path in lines}
-    for archive in archives:
-        name = archive.name.replace(".tar.gz", ".jsonl")
-        with tarfile.open(archive) as file:
-            member = file.extractfile(name)
-            assert member is not None
-            texts.setdefault(name, member.read().decode())
-    for name, text in texts.items():
-        if json.loads(text.splitlines()[0]).get("rehearsed"):
-            raise SystemExit(f"{source / name} is a rehearsal's: nothing in it was measured")
-    target.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (target / name).write_text(text, encoding="utf-8")
-        print(f"{target / name}: copied")
+    lines = sorted(source.glob("call[012].jsonl"))
+    if not lines:
+        raise SystemExit(f"{source} has no call1.jsonl, call2.jsonl or call0.jsonl")
+    for path in lines:
+        header = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+        if header.get("rehearsed"):
+            raise SystemExit(f"{path} is a rehearsal's: nothing in it was measured")
+        target = results / folder_of(header["machine"]["gpu"]).name / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        print(f"{target}: copied")
 
 
 def main() -> int:
     """Collect, and write everything that follows."""
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", type=Path, help="folder of a part's JSON lines or archives")
+    parser.add_argument("--from", dest="source", type=Path, help="folder of a GPU's call1.jsonl and call2.jsonl")
     options = parser.parse_args()
-    if options.source is not None and options.source.resolve() != GPU_RESULTS:
+    if options.source is not None and not options.source.resolve().is_relative_to(GPU_RESULTS):
         collect(options.source.resolve())
-    parts = read_parts(GPU_RESULTS)
-    CORRECTIONS.write_text(json.dumps(corrections(parts), indent=2) + "\n", encoding="utf-8")
-    write_headers(parts)
+    gpus = read_gpus(GPU_RESULTS)
+    CORRECTIONS.write_text(json.dumps(corrections(gpus), indent=2) + "\n", encoding="utf-8")
+    write_headers(gpus)
     reporting.write_tables(TABLES, PAGES)
-    print(f"parts that were measured: {', '.join(map(str, parts)) or 'none'}")
+    print(f"GPUs that were measured: {', '.join(map(name_of, gpus)) or 'none'}")
     return 0
 
 
 GPU_TABLES = {
-    "gpu-line": gpu_line, "gpu-short": short_table, "gpu-decoding": decoding_table, "gpu-plan": plan_table,
-    "gpu-speeds": speeds_table,
+    "gpu-line": gpu_line, "gpu-short": short_table, "gpu-decoding": decoding_table, "gpu-speeds": speeds_table,
 }  # fmt: skip
 TABLES: reporting.Tables = {
     "step": (step_table, "rloo_step.json"),
@@ -416,7 +419,7 @@ TABLES: reporting.Tables = {
     "step-times": (times_table, ""),
     "step-hours": (hours_table, ""),
     "step-gpus": (gpus_table, ""),
-} | {name: ((lambda folder, make=make: make(read_parts(folder))), "gpu") for name, make in GPU_TABLES.items()}
+} | {name: ((lambda folder, make=make: make(read_gpus(folder))), "gpu") for name, make in GPU_TABLES.items()}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Shared by the checks of one worker: their list, the backend, random checkpoints, runs, loaded policies, figures.
+"""Shared by the checks of one process: the backend, random checkpoints, runs, loaded policies, figures.
 
-A check is a function of a `Bench` with a budget of seconds; `check` puts it on the list, once for each backend. Nothing
-imports torch before a worker runs.
+A check is a function of a `Bench` with a budget of seconds. Nothing imports torch before a worker runs.
 
 Weights are random, in their true shapes: a step costs the same as on trained ones, and nothing is downloaded. In the
 0.6B model, the row of the end token is set so that completions end after 12 to 24 tokens or so and rewards differ. In a
@@ -14,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import reporting
 
 from on_gpu import checks, memory
-from on_gpu.checks import BACKENDS, Check
+from on_gpu.checks import Check
 
 RUN = """\
 run: {{output_dir: {outputs}, sample_every_steps: 0, progress_every_s: 0}}
@@ -43,24 +42,6 @@ MAX_TOKENS = 8448  # completions of 8k and their prompts; Unsloth's training for
 USUAL_LENGTH, TINY_USUAL_LENGTH = 12, 6  # tokens after which a random 0.6B ends on average
 
 
-CHECKS: dict[str, Check] = {}  # by name, in order; `listing.list_checks` has all of them
-
-
-def check(
-    part: int, budget_s: int, backends: Iterable[str] = BACKENDS, *, either: bool = False, **more: Any
-) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Add a function to the list; `either`: it runs once, through Unsloth, else through transformers."""
-
-    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        for backend in backends:
-            name = f"{backend}/{function.__name__}"
-            stand_in = either and backend != "unsloth"
-            CHECKS[name] = Check(name, part, budget_s, function, stand_in=stand_in, **more)
-        return function
-
-    return register
-
-
 class Skipped(Exception):
     """A check that does not apply on this machine; the text says why."""
 
@@ -70,14 +51,13 @@ class Bench:
 
     Args:
         backend: "unsloth" or "transformers", whose libraries are loaded. scratch: folder for checkpoints and for
-            files that one worker leaves for the next. lines: file of the part's lines. rehearsed: tiny, on the CPU.
+            files that one process leaves for another. lines: file of the results. rehearsed: tiny, on the CPU.
     """
 
     def __init__(self, backend: str, scratch: Path, lines: Path, rehearsed: bool) -> None:
         self.backend, self.scratch, self.lines, self.rehearsed = backend, scratch, lines, rehearsed
         self.check: Check | None = None
         self.ends = math.inf  # deadline of the running check, on time.monotonic
-        self.trained: Path | None = None  # the adapter of the run that was resumed
         self._shared: dict[Any, Any] = {}
 
     @property
@@ -98,7 +78,7 @@ class Bench:
         return self.ends - time.monotonic()
 
     def report(self, **values: Any) -> None:
-        """Write figures to the part's lines at once."""
+        """Write figures to the results at once."""
         name = self.check.name if self.check else ""
         checks.append(self.lines, "figure", check=name, values=values)
         print(f"{name}: {json.dumps(values)}", flush=True)
@@ -106,14 +86,20 @@ class Bench:
     # ------------------------------------------------------------------------------------------------- models and runs
 
     def checkpoint(self, size: str) -> Path:
-        """The folder of the random "0.6b" or "4b"; the tiny one in a rehearsal."""
+        """The folder of the random "0.6b" or "4b", the tiny one in a rehearsal; another process may still make it."""
+        folder = self.checkpoint_folder(size)
+        while not folder.is_dir():
+            time.sleep(0.2)
+        return folder
+
+    def checkpoint_folder(self, size: str) -> Path:
         return self.scratch / f"qwen3-{'tiny' if self.rehearsed else size}-random"
 
     def make_run(self, size: str, *overrides: str, four_bit: bool = True, name: str = "") -> Any:
         """A short run on the checkpoint of that size (or `name`), in the folder `name` of the scratch."""
         from rloo_kit import load_config
 
-        file = self.scratch / f"run-{self.backend}.yaml"
+        file = self.scratch / f"run-{self.backend}-{os.getpid()}.yaml"
         text = RUN.format(
             outputs=json.dumps(str(self.scratch / f"outputs-{self.backend}")),
             name=json.dumps(name or str(self.checkpoint(size))),
@@ -160,11 +146,8 @@ class Bench:
             _interpreter().keep_on_cpu()
 
 
-def start(backend: str, rehearsed: bool, grpo: bool = False) -> None:
+def start(backend: str, rehearsed: bool) -> None:
     """Import the libraries in order: Unsloth first if it is the backend, before torch.
-
-    Args:
-        grpo: a check needs Unsloth's GRPO trainer, which the interpreter's harness otherwise leaves out.
 
     Raises:
         rloo_kit.errors.RlooKitError, ImportError: the backend cannot be used here.
@@ -176,8 +159,6 @@ def start(backend: str, rehearsed: bool, grpo: bool = False) -> None:
         if rehearsed:
             os.environ["UNSLOTH_GRPO_PREFIX_GROUPER"] = "0"  # shared prompts have no backward pass on the CPU
             _interpreter().import_unsloth(cache)
-            if grpo:
-                _write_grpo_trainer()
     import rloo_kit
     from rloo_kit._stack import load_stack
 
@@ -189,17 +170,6 @@ def _interpreter() -> Any:
     return reporting.load_file("tests/with_unsloth/interpreter.py")
 
 
-def _write_grpo_trainer() -> None:
-    """Unsloth's own GRPO trainer; under UNSLOTH_ALLOW_CPU=1 Unsloth leaves TRL's trainers alone."""
-    from unsloth.models import rl
-
-    os.environ["UNSLOTH_ALLOW_CPU"] = "0"
-    try:
-        rl._patch_trl_rl_trainers("grpo_trainer")
-    finally:
-        os.environ["UNSLOTH_ALLOW_CPU"] = "1"
-
-
 # --------------------------------------------------------------------------------------------------- random checkpoints
 
 
@@ -208,7 +178,7 @@ def make_checkpoint(bench: Bench, size: str) -> Path:
     would contain."""
     from rloo_kit.plan.shapes import EMBEDDED, PUBLISHED
 
-    folder = bench.checkpoint(size)
+    folder = bench.checkpoint_folder(size)
     if folder.is_dir():
         return folder
     made = Path(tempfile.mkdtemp(dir=bench.scratch))  # an interrupted process leaves nothing that looks finished

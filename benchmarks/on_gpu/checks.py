@@ -1,9 +1,11 @@
-"""What a check is, and the lines of JSON in which a part of the first hour reports its results.
+"""What a check is, their list, and the lines of JSON in which the first hour reports its results.
 
-A line is one of: header (machine, versions, revision), begin, figure, end (a check and its state), note, closed.
+A line is one of: header (machine, versions, revision), ready (a process has loaded its libraries), begin, figure, end
+(a check and its state), note, closed.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any
 
 BACKENDS = ("unsloth", "transformers")
 STATES = ("passed", "failed", "out of memory", "over budget", "skipped", "not run")
-PARTS = {1: "smoke and correctness", 2: "figures", 3: "the shipped configs on small GPUs", 0: "not in the hour"}
+CALLS = {1: "what a quarter of an hour answers", 2: "small GPUs, simulated by a cap", 0: "run by name only"}
 
 
 @dataclass(frozen=True)
@@ -20,18 +22,22 @@ class Check:
     """One check of one backend.
 
     Attributes:
-        name: "BACKEND/FUNCTION". part: 1 to 3; 0 for one that runs only by name.
-        budget_s: after this it is interrupted. needs: the function that must have passed with this backend.
-        stand_in: runs only if the other backend's worker cannot.
+        name: "BACKEND/FUNCTION". call: 1 or 2; 0 for one that runs only by name.
+        budget_s: after this it is interrupted. needs: the check that must have passed.
+        lane: lanes run side by side, before all else; "" for a check that nothing may disturb.
+        environment: variables of its process, which is then its own; None removes one.
+        imports: whether its process loads the backend's libraries.
         not_rehearsed: why it does not run on the CPU.
     """
 
     name: str
-    part: int
+    call: int
     budget_s: int
     run: Callable[[Any], None]
     needs: str = ""
-    stand_in: bool = False
+    lane: str = ""
+    environment: tuple[tuple[str, str | None], ...] = ()
+    imports: bool = True
     not_rehearsed: str = ""
 
     @property
@@ -39,19 +45,49 @@ class Check:
         return self.name.partition("/")[0]
 
     @property
+    def process(self) -> str:
+        """The name of its process, which it may share with others."""
+        return " ".join([self.backend, self.lane, *(f"{name}={value}" for name, value in self.environment)]).strip()
+
+    @property
     def what(self) -> str:
         """The first paragraph of the function's docstring."""
         return " ".join((self.run.__doc__ or "").partition("\n\n")[0].split())
+
+
+CHECKS: dict[str, Check] = {}  # by name, in order; complete once the modules that have some are imported
+
+
+def check(call: int, budget_s: int, *backends: str, **more: Any) -> Callable[[Callable[[Any], None]], Any]:
+    """Add a function to the list, once for each backend (by default Unsloth)."""
+
+    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        for backend in backends or ("unsloth",):
+            name = f"{backend}/{function.__name__}"
+            CHECKS[name] = Check(name, call, budget_s, function, **more)
+        return function
+
+    return register
+
+
+def list_checks() -> dict[str, Check]:
+    """All checks by name, in order."""
+    from on_gpu import command_line, decoding, small_model, steps  # noqa: F401
+
+    return CHECKS
 
 
 # ------------------------------------------------------------------------------------------------------- the lines
 
 
 def append(path: Path, kind: str, **values: Any) -> None:
-    """Append a line and flush it to disk, because the machine may disappear at any time."""
-    line = {"kind": kind, "time": round(time.time(), 2)} | values
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    """Append a line by one write: several processes do, and the machine may disappear at any time."""
+    line = json.dumps({"kind": kind, "time": round(time.time(), 2)} | values) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
 
 
 @dataclass
@@ -70,7 +106,7 @@ class Found:
 
 @dataclass
 class Part:
-    """A part's lines, read back."""
+    """The lines of one call, read back."""
 
     header: dict[str, Any]
     checks: dict[str, Found]
@@ -85,7 +121,7 @@ class Part:
 
 
 def read_part(path: Path) -> Part | None:
-    """The part in a file of lines; None without a file. A line that was cut off is left out."""
+    """What a file of lines contains; None without a file. A line that was cut off is left out."""
     if not path.is_file():
         return None
     part, before = Part({}, {}, []), ""
@@ -101,7 +137,7 @@ def read_part(path: Path) -> Part | None:
             part.notes.append(line["text"])
         elif kind in ("begin", "figure", "end"):
             if kind == "begin" or name not in part.checks:  # a check that ran again has only its new figures
-                part.checks[name] = Found("interrupted", "its worker ended", after=before)
+                part.checks[name] = Found("interrupted", "its process ended", after=before)
             found = part.checks[name]
             if kind == "figure":
                 merge(found.values, line["values"])

@@ -6,22 +6,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from on_gpu import memory
+from on_gpu.decoding import make_engine
 from rloo_kit.loop.memory_watch import MemoryPeak
-from rloo_kit.loop.options import mixed_precision
 from rloo_kit.preflight.trial_steps import load_of, take_steps
-from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import Limits
-
-
-def measure_rollout(policy: Any, run: Any, rows: int, tokens: int, decoded: int) -> MemoryPeak:
-    """Decode the last `decoded` of `tokens` tokens of `rows` rows by the run's engine, in the trainer's precision."""
-    engine, precision = full_engine(policy, run, rows), mixed_precision(run)
-    dtype = torch.bfloat16 if precision["bf16"] else torch.float16
-    memory.settle(torch.cuda)
-    with MemoryPeak() as peak, torch.autocast(policy.model.device.type, dtype, enabled=any(precision.values())):
-        decode_ends(engine, rows, tokens, decoded)
-    return peak
 
 
 def measure_steps(policy: Any, run: Any, rows: int, decoded: int) -> tuple[MemoryPeak, MemoryPeak]:
@@ -49,22 +37,7 @@ def measure_steps(policy: Any, run: Any, rows: int, decoded: int) -> tuple[Memor
 
 def full_engine(policy: Any, run: Any, rows: int) -> Any:
     """The run's local engine with its prefill replaced by a full cache, and without halving rows."""
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    engine: Any = build_engine(
-        policy.model,
-        run.rollout.engine,
-        backend=policy.backend,
-        temperature=run.rloo.temperature,
-        end_ids=[vocabulary + 1],  # never drawn: every row reaches its end
-        pad_id=policy.tokenizer.pad_token_id,
-        rows=rows,
-        say=lambda line: None,
-    )
-
-    def refuse(tried: int, _left: int) -> None:
-        raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
-
-    engine._halve = refuse
+    engine = make_engine(policy, run.rollout.engine, rows, run.rloo.temperature)
     if engine.name == "native":
         engine._fill = _fill_slots
     elif engine.name == "generate":

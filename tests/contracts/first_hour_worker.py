@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from on_gpu import bench as benches
-from on_gpu import worker
+from on_gpu import checks, worker
 from on_gpu.checks import BACKENDS, Check
 
 UNUSABLE = "RLOO_KIT_TEST_UNSLOTH"  # set: its start raises
@@ -72,19 +72,29 @@ def is_long(bench: Any) -> None:
     raise AssertionError("it was begun")
 
 
-def stands_in(bench: Any) -> None:
+def meets_another(bench: Any) -> None:
+    """Two lanes wait for each other."""
+    mine, other = (bench.scratch / f"met-{name}" for name in sorted(BACKENDS, key=lambda name: name != bench.backend))
+    mine.touch()
+    while not other.exists():
+        time.sleep(0.05)
     bench.report(a=1)
+
+
+def sees_variables(bench: Any) -> None:
+    bench.report(found={name: os.environ.get(name) for name in ("ON", "TORCH_CUDNN_SDPA_DEPRIORITIZED")})
 
 
 BUDGETS: dict[Callable[[Any], None], int] = {
     passes: 9, does_not_apply: 9, fails: 9, runs_out: 9, depends: 9, follows: 9, dies: 9, loses_the_driver: 9,
-    stands_in: 9, overruns: 1, hangs: 1, is_long: 999,
+    meets_another: 9, sees_variables: 9, overruns: 1, hangs: 1, is_long: 999,
 }  # fmt: skip
 NEEDS = {depends: "fails", follows: "passes"}
+VARIABLES = (("ON", "1"), ("TORCH_CUDNN_SDPA_DEPRIORITIZED", None))
 CHECKS = {
     f"{backend}/{run.__name__}": Check(
-        f"{backend}/{run.__name__}", 1, budget, run, needs=NEEDS.get(run, ""),
-        stand_in=run is stands_in and backend == "transformers",
+        f"{backend}/{run.__name__}", 1, budget, run, needs=f"{backend}/{NEEDS[run]}" if run in NEEDS else "",
+        lane=f"meets {backend}" if run is meets_another else "", environment=VARIABLES if run is sees_variables else (),
     )
     for backend in BACKENDS for run, budget in BUDGETS.items()
 }  # fmt: skip
@@ -97,7 +107,7 @@ def start(backend: str, *_: Any) -> None:
 
 
 if __name__ == "__main__":
-    benches.start, benches.make_checkpoint = start, lambda *_: None
+    benches.start = start
     benches.Bench.release = lambda *_: None  # without torch
-    worker.list_checks = lambda: CHECKS
+    worker.list_checks = checks.list_checks = lambda: CHECKS
     sys.exit(worker.main())

@@ -14,10 +14,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import rloo_kit
+from rloo_kit.models.embedded import RECIPES, RECORD
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_bundle.py"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+MODEL = f"thinking-compact-0-r{RECIPES['thinking']}"  # its folder in the cache
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 ROOTS = [*map(Requirement, [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"], "pytest"])]
 ALL = "\n".join(found.name for found in ROOTS)  # a machine that has these needs no download
@@ -34,13 +36,15 @@ def revision() -> str:
     return done.stdout.strip()
 
 
-def build(dest: Path, have: str, python: str = PYTHON) -> str:
-    """Run the script with that list of packages. Returns what it printed."""
+def build(dest: Path, have: str, python: str = PYTHON, cache: Path | None = None) -> str:
+    """Run the script with that list of packages. `cache`: the kit's, with the model. Returns what it printed."""
     dest.parent.mkdir(parents=True, exist_ok=True)
     packages = dest.with_name("have.txt")
     packages.write_text(have, encoding="utf-8")
     command = [sys.executable, SCRIPT, "--dest", dest, "--have", packages, "--python", python]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=dest.parent, timeout=300)
+    command += ["--no-model"] * (cache is None)
+    env = os.environ | {"RLOO_KIT_CACHE": str(cache)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=dest.parent, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -55,11 +59,14 @@ def source(folder: Path, dest: Path, commands: str = "true") -> subprocess.Compl
 
 @pytest.mark.slow
 def test_use_sh_finds_or_unpacks_the_kit(revision: str, tmp_path: Path) -> None:
-    """An archive has no .git, so results of such a machine had no revision; one without the link has no rewards; and
-    without an installation there was no rloo-kit to run."""
-    dest = tmp_path / "made" / "bundle"
-    assert build(dest, ALL).startswith("0 packages")
+    """An archive has no .git, so results of such a machine had no revision; one without the link has no rewards;
+    without an installation there was no rloo-kit to run; and each lane of the first hour built the embedded model."""
+    dest, model = tmp_path / "made" / "bundle", tmp_path / "cache" / MODEL
+    model.mkdir(parents=True)
+    (model / RECORD).write_text("{}", encoding="utf-8")
+    assert build(dest, ALL, cache=model.parent).startswith("0 packages")
     show = "command -v rloo-kit; rloo-kit --version; echo $RLOO_KIT_REVISION; pwd; echo $PYTHONPATH"
+    show += f"; test -f $RLOO_KIT_CACHE/{MODEL}/{RECORD}"
     show += "; test -L rloo_kit/rewards; ls rloo_kit/rewards"
     done = source(tmp_path, dest, f"source {dest}/use.sh; {show}")
     assert done.returncode == 0, done.stdout + done.stderr

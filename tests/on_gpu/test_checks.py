@@ -1,7 +1,6 @@
-"""The checks of `benchmarks/first_hour.py` that assert something, a test each: `make test-gpu`.
+"""The checks of `benchmarks/first_hour.py`, a test each: `make test-gpu`.
 
-One run of that command does them all: correctness (part 1), the claim (part 3), and what of part 0 compares something.
-Figures (part 2) are no tests; the code is rehearsed on the CPU by `make test-unsloth` and `make test-slow`.
+One run of that command does them all; the code is rehearsed on the CPU by `make test-unsloth`.
 """
 
 import importlib
@@ -17,11 +16,8 @@ sys.path.append(str(FOLDER))  # last: its rewards.py is not the package
 
 checks = importlib.import_module("on_gpu.checks")
 
-CHECKS = importlib.import_module("on_gpu.listing").list_checks()
-MORE = ("leaves_gradients", "gradients_against_float32", "embedded_learns", "trains_on_8gb_fp16", "trains_on_24gb_fp16")
-NAMES = [name for name, check in CHECKS.items() if check.part in (1, 3) or check.run.__name__ in MORE]
-MINUTES = 45
-LEFT_OUT = "Unsloth is left out: "
+CHECKS = checks.list_checks()
+SECONDS = 2700
 
 pytestmark = pytest.mark.gpu
 
@@ -36,23 +32,18 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip(f"no CUDA GPU: {gpus.reason}")
     chosen = [item.callspec.params["name"] for item in request.session.items if "found" in item.fixturenames]
     out = tmp_path_factory.mktemp("gpu")
-    command = [sys.executable, str(FOLDER / "first_hour.py"), "--out", str(out), "--minutes", str(MINUTES), "--only"]
+    command = [sys.executable, str(FOLDER / "first_hour.py"), "--out", str(out), "--seconds", str(SECONDS), "--only"]
     subprocess.run([*command, *chosen], check=False)
-    files = list(out.glob("part*.jsonl"))
-    assert files, "benchmarks/first_hour.py ended before its first line"
+    part = checks.read_part(out / "call0.jsonl")
+    assert part is not None, "benchmarks/first_hour.py ended before its first line"
     print(f"lines and log: {out}", flush=True)
-    return checks.read_part(files[0])
+    return part
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_check(name: str, found: Any) -> None:
     """A check that fails fails its test: the report is read by people, this is read by machines."""
-    if name not in found.checks:  # it was not begun
-        reasons = [note for note in found.notes if note.startswith(LEFT_OUT)] if name.startswith("unsloth/") else []
-        if CHECKS[name].stand_in and name.replace("transformers/", "unsloth/") in found.checks:
-            reasons.append("Unsloth took its part")
-        assert reasons, f"not run: {'; '.join(found.notes)}"
-        pytest.skip(reasons[0])
+    assert name in found.checks, f"not run: {'; '.join(found.notes)}"
     check = found.checks[name]
     if check.state == "skipped":
         pytest.skip(check.reason)
