@@ -112,12 +112,12 @@ def _times() -> list[list[str]]:
         for size, _, path in sorted(found):
             gpu = next(gpu for gpu in GPUS if gpu.memory_gb == size)
             cells = [f"`{path.name}`", f"{gpu.name}, {size} GB", f"{load_config(path).rloo.max_completion_length:,}"]
-            for engine in ("generate", "vllm"):
+            for engine in ("native", "generate", "vllm"):
                 plan = plan_vram(load_config(path, f"rollout.engine={engine}"), size * 1e9 / GIB)
                 if not plan.fits or plan.step is None:
-                    cells += ["does not fit", *[""] * (3 if engine == "generate" else 1)]
+                    cells += ["does not fit", *[""] * (3 if engine == "native" else 1)]
                     continue
-                if engine == "generate":
+                if engine == "native":
                     cells += [str(plan.rows), f"{plan.rollout_gib:.1f}, {plan.training_gib:.1f}"]
                 cells += [f"{plan.step.seconds:.0f}", f"{plan.step.hours:.1f}"]
             rows.append(cells)
@@ -126,21 +126,24 @@ def _times() -> list[list[str]]:
 
 def times_table(_: Any = None) -> list[str]:
     """Each config on its GPU: rows at once, memory, seconds a step, hours; with what `make setup` installs, and hours
-    with vLLM. Left out: one that differs by its data."""
-    rows = [[config, gpu.partition(",")[0], *cells, with_vllm] for config, gpu, *cells, _, with_vllm in _times()]
-    rows = [row for row in rows if "gym" not in row[0]]
-    return table(["config", "GPU", "tokens", "rows", "GiB", "s a step", "h", "h, vLLM"], rows)
+    with the other engines. Left out: one that differs by its data."""
+    rows = [
+        [config, gpu.partition(",")[0], *cells, by_generate, with_vllm]
+        for config, gpu, *cells, _, by_generate, _, with_vllm in _times()
+        if "gym" not in config
+    ]
+    return table(["config", "GPU", "tokens", "rows", "GiB", "s a step", "h", "h, `generate`", "h, vLLM"], rows)
 
 
 def hours_table(_: Any = None) -> list[str]:
     """Steps, lengths and hours of the evenings and of Qwen3-4B-Thinking's long runs, for the README."""
     rows = []
-    for config, gpu, tokens, _, _, _, hours, _, with_vllm in _times():
+    for config, gpu, tokens, _, _, _, hours, _, by_generate, _, with_vllm in _times():
         if "thinking_" in config or "evening" in config:
             steps = load_config(CONFIGS / config.strip("`")).rloo.max_steps
-            rows.append([gpu, config, tokens, str(steps), hours, with_vllm])
+            rows.append([gpu, config, tokens, str(steps), hours, by_generate, with_vllm])
     rows.sort(key=lambda row: "evening" not in row[1])
-    return table(["GPU", "config", "tokens, at most", "steps", "hours", "with vLLM"], rows)
+    return table(["GPU", "config", "tokens, at most", "steps", "hours", "by `generate`", "with vLLM"], rows)
 
 
 def gpus_table(_: Any = None) -> list[str]:
