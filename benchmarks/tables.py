@@ -309,6 +309,19 @@ def list_speeds(gpus: list[Part]) -> Iterator[tuple[str, list[float], list[float
             yield f"{gpu_gb} GB: rollout, training, step, s", measured, [*parts_s, sum(parts_s)]
 
 
+def token_table(found: Any) -> list[str]:
+    """Seconds of a rollout by engine and decoder, over the kit's own decoder, and operations of a token step."""
+    names = {"DirectDecoder": "kit's decoder", "ModuleDecoder": "through the modules"}
+    rows = []
+    for case in found["cases"]:
+        for side, one in case["sides"].items():
+            spread = f"{one['ratio']:.2f}x ({one['ratio_low']:.2f} to {one['ratio_high']:.2f})"
+            what = f"{case['model']}, {case['weights']}, {case['rows']} rows"
+            operations = str(case["operations"].get(side, ""))
+            rows.append([what, names.get(side, "`generate`"), f"{one['seconds']:.2f} s", spread, operations])
+    return table(["model", "side", "rollout", "over the kit's decoder", "operations a token"], rows)
+
+
 def speeds_table(gpus: list[Part]) -> list[str]:
     """For the page of the plan: speeds as measured, and as computed before and after the constants were corrected."""
     before = json.loads((GPU_RESULTS / "plan_before.json").read_text(encoding="utf-8"))["computed"]
@@ -417,6 +430,7 @@ GPU_TABLES = {
     "gpu-line": gpu_line, "gpu-short": short_table, "gpu-decoding": decoding_table, "gpu-speeds": speeds_table,
 }  # fmt: skip
 TABLES: reporting.Tables = {
+    "token": (token_table, "decoding.json"),
     "step": (step_table, "rloo_step.json"),
     "shorter": (shorter_table, "shorter_thinking.json"),
     "step-times": (times_table, ""),

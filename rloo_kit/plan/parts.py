@@ -23,7 +23,7 @@ CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries; witho
 BLOCK, NESTED_BLOCK = 64, 256  # weights per 8-bit absmax, and those per 32-bit absmax (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantisations, and an offset
 CACHE_BLOCK = 64  # tokens by which the KV cache grows: short rollouts take little, long ones copy often but cheaply
-JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers with the adapter added, which the native loop decodes with
+MERGED_LIMIT_BYTES = 2**26  # largest float32 layers that the native engine copies with the adapter merged
 GRAPH_CACHE_BLOCK = 16  # the same under CUDA graphs, where it has its full length at once
 NATIVE_GRAPHS_GIB = 0.1  # of the native engine's graphs and their libraries' work space; assumed, not measured
 FLOAT = 4
@@ -257,9 +257,8 @@ def head_bytes(work: Workload) -> int:
 
 def decoder_bytes(work: Workload) -> tuple[int, int, str]:
     """What the native engine's decoder keeps in a rollout, in training, and what it is."""
-    if not work.four_bit and work.weight_bytes == work.compute_bytes == FLOAT:
-        size = body_bytes(work)
-        return (size if size <= JOINED_LIMIT_BYTES else 0), 0, "a copy of float32 layers up to 1 GiB"
+    if not work.four_bit and work.weight_bytes == FLOAT and (size := body_bytes(work)) <= MERGED_LIMIT_BYTES:
+        return size, 0, "a copy of the layers with the adapter merged"
     together = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # joined, so with scales in float32
     joined = sum(
         len(layers) * rows * columns

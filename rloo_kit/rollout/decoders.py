@@ -136,11 +136,7 @@ class ModuleDecoder:
             for number, (first, count) in enumerate(slots):
                 length = len(prompts[number])
                 keys, values = states.keys[number, :, :length], states.values[number, :, :length]  # (G, P, D)
-                cache.insert(layer, first, count, self.arrange(keys), values)
-
-    def arrange(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys in the decoder's order of dimensions, (G, P, D)."""
-        return keys
+                cache.insert(layer, first, count, keys, values)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Feed `tokens` (R,) at `positions` (R,) after the cache's `begin`; returns logits (R, V)."""

@@ -1,4 +1,4 @@
-"""Decoders that walk a model's layers themselves: few operations a token, and always the same, as a CUDA graph needs.
+"""A decoder that walks a model's layers itself: few operations a token, and always the same, as a CUDA graph needs.
 
 Shapes: R live rows, M model, I MLP, H query heads, G key-value heads, D head size, B prompts of P tokens, V vocabulary.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from rloo_kit.plan.parts import JOINED_LIMIT_BYTES, NESTED_BLOCK
+from rloo_kit.plan.parts import MERGED_LIMIT_BYTES, NESTED_BLOCK
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
@@ -19,70 +19,7 @@ SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "emb
 
 
 class NotPlainError(Exception):
-    """The model has a part that these decoders do not support; the message names it."""
-
-
-class LayerDecoder(ModuleDecoder):
-    """What walks the layers has in common: the sizes, the embedding, the head.
-
-    Raises NotPlainError for a model with other parts.
-    """
-
-    replayable = True
-    copies_layers = True  # float32 layers of at most 1 GiB
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        config = self.model.config
-        backbone = self.model.get_decoder()
-        _check(self.model, backbone, self.copies_layers)
-        attention = backbone.layers[0].self_attn
-        self.head_size = attention.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._scale = attention.scaling
-        self._embedding = self.model.get_input_embeddings().weight  # (V, M)
-        self.dtype = self._embedding.dtype
-        self._head, self._rotary = self.model.get_output_embeddings(), backbone.rotary_emb
-        self._last = _norm_of(backbone.norm, self.dtype)
-        self._length = 0  # of the table of angles
-        self._layers = [self._read(layer) for layer in backbone.layers]
-
-    def prepare(self, length: int) -> None:
-        if length > self._length:
-            self._length = max(64, 2 * length)
-            self._rotate()
-
-    def _read(self, layer: Any) -> Any:
-        """The layer's weights."""
-        raise NotImplementedError
-
-    def _rotate(self) -> None:
-        """Make the table of angles for `_length` positions."""
-        raise NotImplementedError
-
-    def _head_norm(self, attention: Any) -> tuple[torch.Tensor, float] | None:
-        """Weight (H + G, D) and epsilon of the queries' and keys' norms; None without."""
-        if getattr(attention, "q_norm", None) is None:
-            return None
-        (query, eps), (key, _) = _norm_of(attention.q_norm, self.dtype), _norm_of(attention.k_norm, self.dtype)
-        return torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1))), eps
-
-    def _attend(
-        self, number: int, states: torch.Tensor, values: torch.Tensor, cache: SlotCache, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention of layer `number`, (R, H D), to rotated queries and keys (R, H + G, D) and values (R, G, D)."""
-        rows = states.size(0)
-        keys, values = cache.write(number, states[:, self.heads :], values)
-        queries = states[:, : self.heads].reshape(rows, self.kv_heads, -1, self.head_size)  # a group's heads as rows
-        found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
-        return found.reshape(rows, -1)
-
-    def _mask(self, cache: SlotCache) -> torch.Tensor | None:
-        """What is added to a step's attention scores, (R, 1, 1, L)."""
-        if cache.is_even:
-            return None
-        zeros = torch.zeros(cache.mask.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(~cache.mask, -torch.inf)
+    """The model has a part that the decoder does not support; the message names it."""
 
 
 class _Weights(NamedTuple):
@@ -97,14 +34,37 @@ class _Weights(NamedTuple):
     head_norm: tuple[torch.Tensor, float] | None  # (H + G, D)
 
 
-class DirectDecoder(LayerDecoder):
+class DirectDecoder(ModuleDecoder):
     """Walks the layers with the modules' own weights, 16-bit, float32 or bitsandbytes' 4-bit ones.
 
-    The projections of one input are one product, their adapters another, cast to the model's dtype for the rollout.
-    It prefills by itself, so Unsloth's modules serve as well as transformers'.
+    The projections of one input are one product, their adapters another, cast to the model's dtype for the rollout; a
+    small float32 model is copied with the adapter merged. It prefills by itself, so Unsloth's modules serve as well as
+    transformers'. Raises NotPlainError for a model with other parts.
     """
 
-    copies_layers = False
+    replayable = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        config, backbone = self.model.config, self.model.get_decoder()
+        _check(self.model, backbone)
+        attention = backbone.layers[0].self_attn
+        self.head_size = attention.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._scale = attention.scaling
+        self._embedding = self.model.get_input_embeddings().weight  # (V, M)
+        self.dtype = self._embedding.dtype
+        self._head, self._rotary = self.model.get_output_embeddings(), backbone.rotary_emb
+        self._last = _norm_of(backbone.norm, self.dtype)
+        self._length = 0  # of the table of angles
+        size = sum(weight.numel() * weight.itemsize for weight in backbone.layers.parameters())
+        self._merges = self.dtype == torch.float32 and size <= MERGED_LIMIT_BYTES
+        self._layers = [self._read(layer) for layer in backbone.layers]
+
+    def prepare(self, length: int) -> None:
+        if length > self._length:
+            self._length = max(64, 2 * length)
+            self._rotate()
 
     def prefill(self, prompts: list[list[int]], cache: SlotCache, slots: list[tuple[int, int]]) -> None:
         """As `ModuleDecoder.prefill`."""
@@ -158,6 +118,23 @@ class DirectDecoder(LayerDecoder):
             hidden = hidden + layer.down(functional.silu(gate) * up)
         return hidden
 
+    def _attend(
+        self, number: int, states: torch.Tensor, values: torch.Tensor, cache: SlotCache, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of layer `number`, (R, H D), to rotated queries and keys (R, H + G, D) and values (R, G, D)."""
+        rows = states.size(0)
+        keys, values = cache.write(number, states[:, self.heads :], values)
+        queries = states[:, : self.heads].reshape(rows, self.kv_heads, -1, self.head_size)  # a group's heads as rows
+        found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
+        return found.reshape(rows, -1)
+
+    def _mask(self, cache: SlotCache) -> torch.Tensor | None:
+        """What is added to a step's attention scores, (R, 1, 1, L)."""
+        if cache.is_even:
+            return None
+        zeros = torch.zeros(cache.mask.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~cache.mask, -torch.inf)
+
     @staticmethod
     def _normalise(states: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
         return functional.rms_norm(states, states.shape[-1:], *norm)
@@ -174,15 +151,23 @@ class DirectDecoder(LayerDecoder):
 
     def _read(self, layer: Any) -> _Weights:
         attention, mlp = layer.self_attn, layer.mlp
+        product = partial(Product, dtype=self.dtype, merges=self._merges)
         return _Weights(
-            qkv=Product((attention.q_proj, attention.k_proj, attention.v_proj), self.dtype),
-            out=Product((attention.o_proj,), self.dtype),
-            gate_up=Product((mlp.gate_proj, mlp.up_proj), self.dtype),
-            down=Product((mlp.down_proj,), self.dtype),
+            qkv=product((attention.q_proj, attention.k_proj, attention.v_proj)),
+            out=product((attention.o_proj,)),
+            gate_up=product((mlp.gate_proj, mlp.up_proj)),
+            down=product((mlp.down_proj,)),
             before_attention=_norm_of(layer.input_layernorm, self.dtype),
             before_mlp=_norm_of(layer.post_attention_layernorm, self.dtype),
             head_norm=self._head_norm(attention),
         )
+
+    def _head_norm(self, attention: Any) -> tuple[torch.Tensor, float] | None:
+        """Weight (H + G, D) and epsilon of the queries' and keys' norms; None without."""
+        if getattr(attention, "q_norm", None) is None:
+            return None
+        (query, eps), (key, _) = _norm_of(attention.q_norm, self.dtype), _norm_of(attention.k_norm, self.dtype)
+        return torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1))), eps
 
 
 class Product:
@@ -193,7 +178,7 @@ class Product:
     bits. The adapters' first matrices are stacked, their second ones, scaled, are one block-diagonal matrix.
     """
 
-    def __init__(self, modules: Sequence[Any], dtype: torch.dtype) -> None:
+    def __init__(self, modules: Sequence[Any], dtype: torch.dtype, merges: bool = False) -> None:
         bases = [module.base_layer if hasattr(module, "lora_A") else module for module in modules]
         kinds = {_form_of(base, dtype) for base in bases}
         biased = {base.bias is not None for base in bases}
@@ -206,7 +191,14 @@ class Product:
                 self.parts.append(_four_bit(part, dtype))
         self.first = self.second = None  # (in, r), (r, out)
         names = [_active(module) for module in modules]
-        if any(names):
+        if merges and kinds == {None} and len(biased) == 1:
+            weights = [base.weight for base in bases]
+            for number, (module, own) in enumerate(zip(modules, names, strict=True)):
+                for name in own:
+                    weights[number] = weights[number] + module.get_delta_weight(name)
+            bias = torch.cat([base.bias for base in bases]) if bases[0].bias is not None else None
+            self.parts = [partial(functional.linear, weight=torch.cat(weights), bias=bias)]
+        elif any(names):
             firsts = [module.lora_A[name].weight for module, own in zip(modules, names, strict=True) for name in own]
             self.first = torch.cat(firsts).to(dtype).t()
             blocks = [[firsts[0].new_zeros(base.out_features, 0)] for base in bases]
@@ -289,91 +281,7 @@ def _active(module: Any) -> list[str]:
     return names
 
 
-class _Layer(NamedTuple):
-    """Weights of one layer of `FusedDecoder`, transposed for (R, in) @ (in, out)."""
-
-    qkv: torch.Tensor  # (M, (H + 2 G) D)
-    head_norm: torch.Tensor | None  # (H + G, D)
-    head_eps: float
-    out: torch.Tensor  # (H D, M)
-    gate_up: torch.Tensor  # (M, 2 I)
-    down: torch.Tensor  # (I, M)
-    eps: tuple[float, float]  # of the norms before attention and before the MLP
-
-
-class FusedDecoder(LayerDecoder):
-    """Prefills like `ModuleDecoder`, decodes with its own copy of the weights: fewer kernel launches for few rows.
-
-    In the copy, the adapter is merged, projections are fused (q, k and v; gate and up), and norm weights are multiplied
-    into the projection after them. Rotation is one complex product, so each head's dimensions are stored in pairs.
-    Raises NotPlainError for 4-bit and 16-bit weights (a merged copy would be rounded), biases, and copies above 1 GiB.
-    """
-
-    copies_layers = True
-
-    def arrange(self, keys: torch.Tensor) -> torch.Tensor:
-        """transformers' keys with each head's dimensions in pairs."""
-        return keys[..., self._pairs]
-
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """As `ModuleDecoder.decode`."""
-        self.prepare(cache.length)
-        angles = self._angles[positions][:, None]  # (R, 1, D / 2)
-        mask, rows, both = self._mask(cache), tokens.size(0), self.heads + self.kv_heads
-        hidden = functional.embedding(tokens, self._embedding)  # (R, M)
-        for number, layer in enumerate(self._layers):
-            states = _normalise(hidden, layer.eps[0]) @ layer.qkv
-            states = states.view(rows, both + self.kv_heads, self.head_size)
-            turned = states[:, :both]  # queries and keys, (R, H + G, D)
-            if layer.head_norm is not None:
-                turned = _normalise(turned, layer.head_eps) * layer.head_norm
-            pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))  # (R, H + G, D / 2)
-            turned = torch.view_as_real(pairs * angles).flatten(-2)
-            found = self._attend(number, turned, states[:, both:], cache, mask)
-            hidden = torch.addmm(hidden, found, layer.out)
-            gate, up = (_normalise(hidden, layer.eps[1]) @ layer.gate_up).chunk(2, dim=-1)
-            hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
-        norm, eps = self._last
-        return functional.linear(_normalise(hidden, eps) * norm, self._head.weight, self._head.bias)
-
-    def _rotate(self) -> None:
-        """(length, D / 2) complex numbers that rotate pairs of dimensions."""
-        places = torch.arange(self._length, device=self.device)[None]
-        cosine, sine = (part[0] for part in self._rotary(self._embedding[:1], places))  # (length, D)
-        half = self.head_size // 2
-        if cosine.size(-1) != self.head_size or not torch.equal(cosine[:, :half], cosine[:, half:]):
-            raise NotPlainError("rotates only a part of each head, or not in halves")
-        self._angles = torch.complex(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
-
-    def _read(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        before_attention, eps = _norm_of(layer.input_layernorm, self.dtype)
-        before_mlp, mlp_eps = _norm_of(layer.post_attention_layernorm, self.dtype)
-        query, key, value = map(_linear, (attention.q_proj, attention.k_proj, attention.v_proj))
-        head_norm, head_eps = None, 0.0
-        if (found := self._head_norm(attention)) is not None:
-            head_norm, head_eps = found[0][:, self._pairs], found[1]
-        out, gate, up, down = map(_linear, (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        return _Layer(
-            qkv=(torch.cat([self._pair_rows(query), self._pair_rows(key), value]) * before_attention).t().contiguous(),
-            head_norm=head_norm,
-            head_eps=head_eps,
-            out=out.t().contiguous(),
-            gate_up=(torch.cat((gate, up)) * before_mlp).t().contiguous(),
-            down=down.t().contiguous(),
-            eps=(eps, mlp_eps),
-        )
-
-    @property
-    def _pairs(self) -> torch.Tensor:
-        return torch.arange(self.head_size, device=self.device).view(2, -1).t().flatten()
-
-    def _pair_rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """A projection's output rows, (heads * D, ...), with each head's dimensions in pairs."""
-        return weight.unflatten(0, (-1, self.head_size))[:, self._pairs].flatten(0, 1)
-
-
-def _check(model: Any, backbone: Any, copies: bool) -> None:
+def _check(model: Any, backbone: Any) -> None:
     config = model.config
     needed = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
     for layer, (part, names) in product(backbone.layers, needed.items()):
@@ -388,19 +296,6 @@ def _check(model: Any, backbone: Any, copies: bool) -> None:
         raise NotPlainError("has an embedding or a head that is not plain")
     if tables[0].weight.dtype != tables[1].weight.dtype or len({one.device for one in model.parameters()}) > 1:
         raise NotPlainError("has an embedding and a head of different kinds, or several devices")
-    if not copies:
-        return
-    if tables[0].weight.dtype != torch.float32:
-        raise NotPlainError("is not in float32")
-    size = sum(parameter.numel() for parameter in backbone.layers.parameters()) * 4
-    if size > JOINED_LIMIT_BYTES:
-        raise NotPlainError(f"has {size / 2**30:.1f} GiB of weights to copy")
-
-
-def _normalise(states: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scale the last dimension to a root mean square of 1."""
-    length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-    return states * length.square_().mul_(1 / states.size(-1)).add_(eps).rsqrt_()
 
 
 def _norm_of(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
@@ -408,14 +303,3 @@ def _norm_of(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     if not hasattr(module, "variance_epsilon"):
         raise NotPlainError("has norms of another kind")
     return module.weight.to(dtype), module.variance_epsilon
-
-
-def _linear(module: Any) -> torch.Tensor:
-    """Weight (out, in), with the active adapters added in a copy."""
-    base = module.base_layer if hasattr(module, "lora_A") else module
-    if type(base) is not torch.nn.Linear or base.weight.dtype != torch.float32 or base.bias is not None:
-        raise NotPlainError("has projections that are not plain float32 without biases")
-    weight = base.weight
-    for name in _active(module):
-        weight = weight + module.get_delta_weight(name).to(torch.float32)
-    return weight

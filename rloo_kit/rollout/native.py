@@ -12,7 +12,7 @@ same code.
 import math
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +24,7 @@ from rloo_kit.models.policy import is_coarse
 from rloo_kit.plan.parts import GRAPH_CACHE_BLOCK
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.graphs import GraphEngine, TokenSteps
-from rloo_kit.rollout.layers import DirectDecoder, FusedDecoder, NotPlainError
+from rloo_kit.rollout.layers import DirectDecoder, NotPlainError
 from rloo_kit.rollout.types import Call, CompletionState, Sampling
 from rloo_kit.system.memory import is_out_of_memory
 
@@ -159,18 +159,15 @@ def make_decoder(model: Any, choice: type[ModuleDecoder] | None = None) -> Modul
     """The decoder for a causal language model, plain or with an adapter, in evaluation mode.
 
     Args:
-        choice: the class that an earlier call chose for the same model. None: the first whose logits for a few tokens
-            are those of the model's own forward.
+        choice: the class that an earlier call chose for the same model. None: `DirectDecoder`, if its logits for a few
+            tokens are those of the model's own forward.
     """
     is_mixed = torch.is_autocast_enabled(model.device.type) and model.get_input_embeddings().weight.itemsize == 4
-    for kind in () if is_mixed else (FusedDecoder, DirectDecoder):
-        if choice in (None, kind):
-            try:
-                decoder = kind(model)
-                if choice is kind or _agrees(decoder):
-                    return decoder
-            except (NotPlainError, AttributeError):  # another kind of layer, or of cache
-                continue
+    if choice is not ModuleDecoder and not is_mixed:
+        with suppress(NotPlainError, AttributeError):  # another kind of layer
+            decoder = DirectDecoder(model)
+            if choice is DirectDecoder or _agrees(decoder):
+                return decoder
     return ModuleDecoder(model)
 
 

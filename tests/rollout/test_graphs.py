@@ -63,7 +63,7 @@ SHAPES = {
     }),
 }  # fmt: skip
 KINDS = {  # dtype of the model, 4-bit weights, the decoder that is chosen
-    "float32": (torch.float32, False, "FusedDecoder"),
+    "float32": (torch.float32, False, "DirectDecoder"),
     "bf16": (torch.bfloat16, False, "DirectDecoder"),
     "nf4": (torch.bfloat16, True, "DirectDecoder"),
     "nf4, float32": (torch.float32, True, "DirectDecoder"),

@@ -50,8 +50,8 @@ def decoder_of(model: Any) -> str:
 
 
 VARIANTS = {  # config of the model, whether it has an adapter, the decoder that is chosen for it
-    "adapter": ({}, True, "FusedDecoder"),
-    "no adapter, tied head": ({"tie_word_embeddings": True}, False, "FusedDecoder"),
+    "adapter": ({}, True, "DirectDecoder"),
+    "no adapter, tied head": ({"tie_word_embeddings": True}, False, "DirectDecoder"),
     "biases": ({"attention_bias": True}, True, "DirectDecoder"),
     "another activation": ({"hidden_act": "gelu"}, True, "ModuleDecoder"),
     "one key for all heads": ({"hidden_act": "gelu", "num_key_value_heads": 1}, True, "ModuleDecoder"),
@@ -86,7 +86,7 @@ def test_sampler_logps_are_those_of_scoring(make_model, name):
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     found = engine_for(model, name, 0.7, rows=5).sample(prompts, Limits(12))
     assert len({len(ids) for ids in found.completion_ids}) > 3
-    check_logps(model, prompts, found, 0.7)
+    check_logps(model, prompts, found, 0.7, tolerance=2e-5)  # logits of 20: the scores are off by 6e-6 themselves
 
 
 @pytest.mark.parametrize(("case", "engine"), [*((case, "native") for case in FILTERS), ("all", "generate")])
@@ -238,14 +238,14 @@ def test_memory_that_runs_out_while_rows_are_let_in(make_model, monkeypatch):
     """The rows whose prompts did not fit are neither live nor waiting at that moment; they were forgotten."""
     model = make_model(ends=2.0)
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(20)).completion_ids
-    backbone, forward = model.get_base_model().model, model.get_base_model().model.forward
+    prefill = layers.DirectDecoder.prefill
 
-    def failing(*args: Any, **named: Any) -> Any:
-        if named["input_ids"].size(0) > 2:
+    def failing(self: Any, prompts: list[list[int]], *more: Any) -> Any:
+        if len(prompts) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(*args, **named)
+        return prefill(self, prompts, *more)
 
-    monkeypatch.setattr(backbone, "forward", failing)
+    monkeypatch.setattr(layers.DirectDecoder, "prefill", failing)
     said: list[str] = []
     assert engine_for(model, "native", 0.0, say=said.append).sample(PROMPTS, Limits(20)).completion_ids == wanted
     assert len(said) == 1 and "with 6 completions at once; 6 continue" in said[0]
@@ -286,7 +286,7 @@ def test_masked_memory_is_finite():
 def test_nothing_of_a_rollout_stays_alive(make_model, monkeypatch):
     """The cache and the decoder's copy of the weights are as large as the model; training needs the room."""
     made: list[weakref.ref[Any]] = []
-    for kind in (decoders.SlotCache, layers.LayerDecoder):
+    for kind in (decoders.SlotCache, layers.DirectDecoder):
 
         def begin(self: Any, *args: Any, plain: Any = kind.__init__, **named: Any) -> None:
             made.append(weakref.ref(self))
