@@ -18,7 +18,7 @@ from typing import Any
 
 from reporting import RESULTS, ROOT, header, settle, write
 
-ROWS, TOKENS, ROUNDS, FIRST = 8, 12, 5, 33
+ROWS, TOKENS, ROUNDS, FIRST = 8, 8, 5, 33
 NEVER = 10**7
 LORA = {"r": 16, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
