@@ -99,7 +99,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to compute
-        self._gradient_at = 0.0  # when this step's gradient was begun
+        self._gradient_at: float | None = None  # when the gradient of this step's last rollout was begun
         self._drawn: Any = None  # the sampler of the training prompts
         self.add_callback(_LoopCallback(self))
         use_text_progress(self)
@@ -131,6 +131,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         passes = self.args.steps_per_generation
         place = self._step % (passes * self.num_iterations)
         if place == 0 or self._window is None:  # None: resumed inside a window
+            self._count_gradient()  # of a rollout before, in the same step
             self._window = self.rloo.roll_out(self.model, generation_batch, leave_open=True)
             self._order = self._shuffle_rows(len(generation_batch))
         micro = place % passes
@@ -140,6 +141,14 @@ class RLOOTrainer(trl.RLOOTrainer):
             return {}
         rows, self._due, self._gradient_at = sorted(self._due), [], time.monotonic()
         return {"rollout": self._window, "rows": rows, "micro_steps": len(rows) / size}
+
+    def _count_gradient(self) -> None:
+        """Count the seconds since a gradient was begun."""
+        if self._gradient_at is not None:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # it is still running
+            self.rloo.recorder.seconds["gradient"] += time.monotonic() - self._gradient_at
+            self._gradient_at = None
 
     def _shuffle_rows(self, rows: int) -> list[int]:
         """The order in which off-policy steps take the rows: random, by whole groups if they fit a step."""
@@ -291,9 +300,7 @@ class _LoopCallback(TrainerCallback):
         self.trainer._close_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the update is still running
-        self.trainer.rloo.recorder.seconds["gradient"] += time.monotonic() - self.trainer._gradient_at
+        self.trainer._count_gradient()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self._move_on(is_over=self.trainer.accelerator.gradient_state.end_of_dataloader)

@@ -253,9 +253,13 @@ def keep_values(config: Any, stock: type, values: dict[str, Any]) -> None:
 def packed_keywords(model: Any) -> Any:
     """`function(laid, layout)`, which returns the keywords for a packed row, if the model has Unsloth's layers; None
     for any other model. `Scorer` checks that the layers accept them."""
-    if not type(model.base_model).forward.__module__.startswith("unsloth."):
-        return None
-    return _module("unsloth").packed_keywords
+    return _module("unsloth").packed_keywords if has_unsloths_layers(model) else None
+
+
+def has_unsloths_layers(model: Any) -> bool:
+    """Whether Unsloth's forward has replaced that of the model's layers."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base.base_model).forward.__module__.startswith("unsloth.")
 
 
 def is_coarse(model: Any) -> bool:

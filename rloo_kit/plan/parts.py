@@ -107,8 +107,9 @@ class Workload:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether the kit's own CUDA graphs sample."""
-        return self.engine == "native" and self.on_cuda
+        """Whether the kit's own CUDA graphs sample: not other layers, nor float32 weights in mixed precision."""
+        is_walked = self.shape.has_kernels and self.weight_bytes == self.compute_bytes
+        return self.engine == "native" and self.on_cuda and is_walked
 
     @property
     def pass_tokens(self) -> int:

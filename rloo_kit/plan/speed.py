@@ -167,9 +167,9 @@ def token_step_s(work: Workload, rows: int, gpu: GpuSpeed, padded: bool = False)
     arithmetic = 2 * shape.num_weights * rows / (gpu.tflops * 1e12)
     fixed_s = TOKEN_S + (ROW_S * shape.num_layers * rows if work.engine == "generate" else 0.0)
     # CUDA graphs: of vLLM, and of Unsloth for Llama and Qwen3 (Qwen2 has biases).
-    has_graphs = work.fused and shape.has_kernels and not shape.qkv_bias
+    has_graphs = work.engine != "native" and work.fused and shape.has_kernels and not shape.qkv_bias
     host = 0.0
-    if work.engine == "native":
+    if work.has_graphs:
         fixed_s += GRAPH_LAYER_S * shape.num_layers
     elif work.enforce_eager if work.engine == "vllm" else not has_graphs:
         host = LAUNCHES_PER_LAYER * shape.num_layers * LAUNCH_S

@@ -176,10 +176,16 @@ def time_tokens(run: RunConfig, policy: Policy, data: Data, rewards: list[Any], 
         for one in engines:
             tell(f"{TIMED} tokens of {rows} completions by {one.name}")
             one.sampling = replace(one.sampling, end_ids=(NO_END,))
-            with trainer.accelerator.autocast():
-                times = time_step(one, probe.batch, 1, run), time_step(one, probe.batch, rows, run)
+            try:
+                with trainer.accelerator.autocast():
+                    times = time_step(one, probe.batch, 1, run), time_step(one, probe.batch, rows, run)
+            except Exception as error:  # of a model's own code; what samples the run has worked in the probe
+                tell(f"{one.name} could not be timed: {shorten(str(error))}")
+                continue
             if one is engine or one.rows is None or one.rows >= rows:  # fewer: memory ran out
                 found[one.name] = times
+        if not found:
+            return probe
         name = min(found, key=lambda name: found[name][1])
         if len(found) > 1:
             both = " and ".join(f"{1e3 * found[name][1]:.1f} ms by {name}" for name in sorted(found, reverse=True))

@@ -50,12 +50,12 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted == "auto":
         if own is None and find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
-        if model in _measured:
-            return _measured[model]
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         if own is not None:
             return "generate", f"the model's own generate ({own}) is called"
         obstacle = _native_obstacle(model, backend)
+        if not obstacle and model in _measured:
+            return _measured[model]
         name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
         return name, f"{reason}{why_not}"
     if wanted == "native" and (why := _native_obstacle(model, backend)):
@@ -88,6 +88,8 @@ def _find_own_generate(model: Any) -> str | None:
 def _native_obstacle(model: Any, backend: str) -> str | None:
     """Why the native engine cannot sample from this model; None if it can."""
     config = model.config.get_text_config()
+    if any(one.is_prompt_learning for one in getattr(model, "peft_config", {}).values()):
+        return "its adapter adds virtual tokens"
     windows = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
     if windows or find_other_layers(model):
         return f"{config.model_type} has layers that do not attend to all tokens"

@@ -17,7 +17,6 @@ import torch
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.draw import draw
 from rloo_kit.rollout.types import CompletionState, Engine, Sampling
-from rloo_kit.system.memory import is_out_of_memory
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of a graph; then multiples of 64
 LENGTH_BLOCK = 256  # tokens of a graph; from 2,048 on an eighth to a quarter of the length
@@ -159,9 +158,8 @@ class TokenSteps:
             try:
                 self.replays[key] = self._checked(capture(step, self._pool), step, rows)
             except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
                 self.engine.uses_graphs = False
+                self.replays = dict.fromkeys(self.replays)
                 self.engine.sampling.say(
                     f"rollout: no CUDA graph of a token step ({str(error).splitlines()[0]}); the steps are launched "
                     "from Python, several times slower"

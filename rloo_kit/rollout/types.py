@@ -45,6 +45,13 @@ class Limits:
     thinking_total: int | None = None
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest completion of one turn."""
+        if self.thinking_budget is None:
+            return self.max_completion_length
+        return min(self.max_completion_length, self.thinking_budget + len(self.close_ids) + self.answer_limit)
+
+    @property
     def answer_limit(self) -> int:
         """Maximum number of tokens after the close, at least 1; only with a thinking budget."""
         if self.answer_budget is not None:

@@ -63,6 +63,13 @@ def test_each_part_of_a_step_has_its_time(engine, start, clock):
     assert result.metrics[-1]["seconds"] == 2 * (SAMPLING + REWARD + GRADIENT)
 
 
+def test_the_gradients_of_two_rollouts_in_a_step_are_counted(start, clock):
+    """Half of the gradient's time was "the rest" of such a step."""
+    words = ("rloo.max_steps=2", "rloo.gradient_accumulation_steps=2", "rloo.steps_per_generation=1")
+    rows = start(*words, rewards=[clock.reward]).metrics
+    assert totals(rows) == [4 * SAMPLING, 4 * REWARD, 4 * GRADIENT, 0.0]
+
+
 @pytest.mark.parametrize("logging_steps", [1, 2])
 def test_a_rollout_for_two_steps_is_counted_once(logging_steps, start, clock):
     """The mean over rollouts, times the steps, was twice the time that a run had taken."""

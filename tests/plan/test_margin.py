@@ -144,6 +144,8 @@ def test_what_a_token_takes() -> None:
     assert 1.2 < token_ms("RTX 3060", 32, short, padded=True) / token_ms("RTX 3060", 32, short) < 2
     for name in ("RTX 3060", "RTX 4070", "RTX 4090"):
         assert token_ms(name, 8, engine="native") < 0.55 * token_ms(name, 8), "graphs, fused products, no copies"
+    mixed = {"engine": "native", "four_bit": False, "weight_bytes": 4, "compute_bytes": 2}
+    assert token_ms("H100", 1, **mixed) > eager, "float32 weights in mixed precision go through the modules"
 
 
 def test_evaluations_are_part_of_the_hours() -> None:

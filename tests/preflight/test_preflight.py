@@ -193,6 +193,22 @@ def test_the_faster_engine_is_taken(prepare, monkeypatch, capsys, faster):
         assert {name for name, _ in timed[4:]} == {"generate"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [RuntimeError("generate is broken"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_an_engine_that_cannot_be_timed_is_left_out(prepare, monkeypatch, error):
+    """The run samples with the other one; the whole preflight was lost to a traceback."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(probe, "on_gpu", lambda policy: True)
+    run, policy, data, rewards = prepare(DEMO, "rloo.max_steps=1", "rollout.rows=16")
+    monkeypatch.setattr(GenerateEngine, "_finish", fail)
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert found.go and found.measures.step_s > 0
+    assert resolve_engine("auto", policy.backend, policy.model)[0] == "native"
+
+
 def test_hours_read_like_hours():
     """A run of hours, of minutes, of seconds."""
     found = [dict(Measures(step_s=2.0, steps=9, hours=hours).lines())["speed"] for hours in (2.671, 0.2, 0.01)]

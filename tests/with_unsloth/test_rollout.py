@@ -60,6 +60,25 @@ def test_a_budget_and_its_log_probabilities(load: Any, monkeypatch: pytest.Monke
             assert ids[-1] == TURN_END
 
 
+def test_float32_weights_in_mixed_precision_and_broken_ones(load: Any) -> None:
+    """The choice of the engine is made outside of autocast and a rollout in it: it fell back to a step through
+    Unsloth's modules, and died inside their attention. So did the first rollout of weights with a NaN."""
+    import torch
+
+    from rloo_kit import generate_completions
+    from rloo_kit.errors import BackendError
+
+    policy = load("rloo.bf16=true", moved=True)
+    assert policy.precision == "bf16" and policy.model.get_input_embeddings().weight.dtype == torch.float32
+    greedy = {"max_completion_length": 5, "temperature": 0.0}
+    both = [generate_completions(policy, ["ab", "abc"], engine=engine, **greedy) for engine in ("native", "generate")]
+    assert [one.ids for one in both[0]] == [one.ids for one in both[1]]
+    with torch.no_grad():
+        policy.model.get_base_model().model.norm.weight.fill_(torch.nan)
+    with pytest.raises(BackendError, match="logits contain a NaN"):
+        generate_completions(policy, ["ab"], engine="native", **greedy)
+
+
 def test_a_prompt_that_is_too_long_is_refused(load: Any) -> None:
     """Unsloth has tables for `model.max_seq_length` tokens; beyond it an error about the shapes of tensors came from
     inside its attention, after the rollout had begun."""
