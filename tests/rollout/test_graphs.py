@@ -309,6 +309,16 @@ def test_without_a_capture_the_rollout_goes_on(make_model, monkeypatch, error):
     assert engine.counts["captures"] == 1 and not engine.counts["replays"]
 
 
+def test_a_graph_that_draws_something_else_is_not_used(make_model, monkeypatch):
+    """A capture may miss a kernel without an error; the rollout would be noise."""
+    model, said = make_model("nf4, float32"), []
+    wanted = engine_for(model, temperature=0.0).sample(PROMPTS, Limits(9)).completion_ids
+    monkeypatch.setattr(graphs, "capture", lambda function, pool: lambda: None)
+    engine = in_graphs(engine_for(model, temperature=0.0, say=said.append))
+    assert engine.sample(PROMPTS, Limits(9)).completion_ids == wanted
+    assert len(said) == 1 and "draws other tokens" in said[0] and not engine.uses_graphs
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_reads_nothing_back_and_stays_where_it_is(make_model, kind):
     """A step with other tokens, positions and random numbers touches the same memory with the same operations, and runs
