@@ -8,7 +8,6 @@ those of one token step. Then SmolLM2's shape and the embedded model's in float3
 """
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from reporting import RESULTS, ROOT, header, settle, write
+from reporting import header, settle, target_of, write
 
 ROWS, TOKENS, ROUNDS, FIRST = 8, 8, 5, 33
 NEVER = 10**7
@@ -149,10 +148,7 @@ def main() -> None:
         found.append({"model": shape, "weights": kind, "rows": rows, "operations": operations, "sides": result})
         print(found[-1], flush=True)
     shape = {"tokens": TOKENS, "prompts": f"{FIRST} to {FIRST + 7} tokens, all different"}
-    target = RESULTS / "decoding.json"
-    if "--out" in sys.argv:
-        target = ROOT / sys.argv[sys.argv.index("--out") + 1]
-    write({**header("benchmarks/decoding.py"), **shape, "cases": found}, target)
+    write({**header("benchmarks/decoding.py"), **shape, "cases": found}, target_of("decoding.json"))
 
 
 if __name__ == "__main__":

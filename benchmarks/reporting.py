@@ -68,6 +68,11 @@ def load_file(path: str) -> Any:
     return sys.modules[name]
 
 
+def target_of(name: str) -> Path:
+    """Where the results go: the file after `--out`, from the root folder, or `name` in the results."""
+    return ROOT / sys.argv[sys.argv.index("--out") + 1] if "--out" in sys.argv else RESULTS / name
+
+
 def write(result: dict[str, Any], target: Path, quiet: bool = False) -> None:
     """Write a results file, and print its path unless quiet."""
     target.parent.mkdir(parents=True, exist_ok=True)

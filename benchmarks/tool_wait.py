@@ -8,14 +8,13 @@ tools, sample the next turns.
 """
 
 import random
-import sys
 import time
 from concurrent.futures import wait
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-from reporting import RESULTS, ROOT, header, settle, write
+from reporting import ROOT, header, settle, target_of, write
 
 PAIRS, PROMPTS, COPIES, TURNS = 5, 8, 8, 3
 DELAYS = {  # seconds of a call, by row and turn
@@ -80,10 +79,7 @@ def main() -> None:
         })  # fmt: skip
         print(rows[-1], flush=True)
     shape = {"completions": len(prompts), "turns": TURNS, "pairs": PAIRS}
-    target = RESULTS / "tool_wait.json"
-    if "--out" in sys.argv:
-        target = ROOT / sys.argv[sys.argv.index("--out") + 1]
-    write({**header("benchmarks/tool_wait.py"), **shape, "rows": rows}, target)
+    write({**header("benchmarks/tool_wait.py"), **shape, "rows": rows}, target_of("tool_wait.json"))
 
 
 if __name__ == "__main__":

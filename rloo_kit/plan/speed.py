@@ -166,12 +166,12 @@ def token_step_s(work: Workload, rows: int, gpu: GpuSpeed, padded: bool = False)
     memory = token_step_bytes(work, rows, gpu, padded) / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9)
     arithmetic = 2 * shape.num_weights * rows / (gpu.tflops * 1e12)
     fixed_s = TOKEN_S + (ROW_S * shape.num_layers * rows if work.engine == "generate" else 0.0)
-    # CUDA graphs: of vLLM, and of Unsloth for Llama and Qwen3 (Qwen2 has biases).
-    has_graphs = work.engine != "native" and work.fused and shape.has_kernels and not shape.qkv_bias
+    # Unsloth has CUDA graphs for Llama and Qwen3 (Qwen2 has biases).
+    by_unsloths = work.engine == "generate" and work.fused and shape.has_kernels and not shape.qkv_bias
     host = 0.0
     if work.has_graphs:
         fixed_s += GRAPH_LAYER_S * shape.num_layers
-    elif work.enforce_eager if work.engine == "vllm" else not has_graphs:
+    elif work.enforce_eager if work.engine == "vllm" else not by_unsloths:
         host = LAUNCHES_PER_LAYER * shape.num_layers * LAUNCH_S
     return max(memory, arithmetic, host) + fixed_s
 

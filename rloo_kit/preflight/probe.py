@@ -32,7 +32,7 @@ from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.completions import measure_calls
-from rloo_kit.rollout.engine import prefer_engine, resolve_engine
+from rloo_kit.rollout.engine import prefer_engine
 from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.types import FOREIGN, Engine, Limits, split_turns
@@ -189,8 +189,9 @@ def time_tokens(run: RunConfig, policy: Policy, data: Data, rewards: list[Any], 
         name = min(found, key=lambda name: found[name][1])
         if len(found) > 1:
             both = " and ".join(f"{1e3 * found[name][1]:.1f} ms by {name}" for name in sorted(found, reverse=True))
-            prefer_engine(policy.model, name, f"a token step of {rows} rows took {both} in the preflight")
-            tell(f"rollout.engine: {name}, {resolve_engine('auto', policy.backend, policy.model)[1]}")
+            reason = f"a token step of {rows} rows took {both} in the preflight"
+            prefer_engine(policy.model, name, reason)
+            tell(f"rollout.engine: {name}, {reason}")
         return replace(probe, rows=rows, token_s=found[name], pads=name == "generate")
 
 

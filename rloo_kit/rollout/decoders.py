@@ -1,4 +1,4 @@
-"""One decoding step of all live rows, by the model's modules or fused, and the cache of their keys and values.
+"""One decoding step of all live rows through the model's modules, and the cache of their keys and values.
 
 Live rows occupy the first slots: a row that ends is overwritten by the last live one, a new row goes after them.
 

@@ -83,7 +83,7 @@ class DirectDecoder(ModuleDecoder):
                 cache.insert(number, first, count, keys[row, :, :length], values[row, :, :length])
             keys, values = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (keys, values))
             found = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
-            return found.transpose(1, 2).reshape(len(ids.flatten()), -1)
+            return found.transpose(1, 2).reshape(ids.numel(), -1)
 
         self._walk(ids.flatten(), places, attend)
 

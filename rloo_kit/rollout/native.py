@@ -3,7 +3,7 @@
 - A group's prompt is prefilled once and its keys and values are copied to the group's rows.
 - The cache holds live rows only: a row that ends is overwritten, a waiting one takes its place.
 - When memory runs out, the number of rows is halved and every row continues from its tokens so far.
-- On a GPU a token is a CUDA graph (`graphs.TokenSteps`), if a decoder of `layers` supports the model.
+- On a GPU a token is a CUDA graph (`graphs.TokenSteps`), if `layers.DirectDecoder` supports the model.
 
 A prompt is prefilled without its last token, which goes through the first decoding step, so all logits come from the
 same code.
