@@ -46,6 +46,10 @@ class JudgeServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if body["model"] not in server.models:
+                    return self.send(404, json.dumps({"error": f"model {body['model']} not found"}))
+                if server.refused_key:
+                    return self.send(401, "no")
                 with server._lock:
                     number = len(server.requests)
                     server.requests.append(body)

@@ -29,7 +29,7 @@ from rloo_kit.plan.parts import own_bytes
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
 from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
-from rloo_kit.rewarding.judge import BASE, NO_COLUMN, JudgeReward
+from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.verifiers import NEEDS_MATH_VERIFY, RewardModel
@@ -89,6 +89,7 @@ def find_reward_faults(
         if reward_funcs is None:
             with catching("rewards", faults):
                 reward = _build(run, tokenizer, index, key)
+                _check_judge(f"{key}.params", reward, run, row)
         try:
             if reward is not None and made and row is not None:
                 where = f"{key}.name '{name}'" if reward_funcs is None else f"{key} '{name}'"
@@ -152,10 +153,7 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
         raise ConfigError(f"{found}: rloo-kit reward-model trains one and prints its path")
     if tokenizer is None and ":" not in entry.name:
         return check_reward_name(key, entry.name)
-    reward = build_reward(run, tokenizer, entry, key)
-    if isinstance(reward, JudgeReward) and (fault := reward.find_fault()):
-        raise RewardError(f"{key}.params: {fault}")
-    return reward
+    return build_reward(run, tokenizer, entry, key)
 
 
 def _check_row_rewards(run: RunConfig, side: Any) -> None:
@@ -171,16 +169,35 @@ def _check_row_rewards(run: RunConfig, side: Any) -> None:
 
 
 def _find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Problem]:
-    """Problems of `eval.judge`: its endpoint, its column of references."""
+    """Problems of `eval.judge`: its column of references, its endpoint and template. `row`: held-out, None: unknown."""
     faults: list[Problem] = []
     with catching("judge", faults):
         if run.eval.judge is not None:
             judge, against = build_judge(run), run.eval.judge.against
-            if fault := judge.find_fault():
-                raise RewardError(f"eval.judge.params: {fault}")
             if row is not None and against != BASE and against not in row:
                 raise ConfigError(NO_COLUMN.format(against, ", ".join(row)))
+            _check_judge("eval.judge.params", judge, run, row)
     return faults
+
+
+def _check_judge(key: str, judge: Any, run: RunConfig, row: dict[str, Any] | None) -> None:
+    """Raise RewardError if `judge` is one that cannot be asked about a row of the data."""
+    if isinstance(judge, Judge):
+        asked = row and row | {name: values[0] for name, values in _columns_of(run, row, [""], [[]]).items()}
+        task = "Say hello." if row is None else task_text(row["prompt"], row)
+        if fault := judge.find_fault(asked, task):
+            raise RewardError(f"{key}: {fault}")
+
+
+def _columns_of(run: RunConfig, row: dict[str, Any], texts: list[str], ids: list[list[int]]) -> dict[str, list[Any]]:
+    """What rewards get of made-up completions of a row, besides the convention's arguments."""
+    columns: dict[str, list[Any]] = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
+    if run.rloo.thinking_budget is not None or run.rloo.thinking_budget_total is not None:
+        columns["thinking_forced"] = [False] * len(texts)
+    if run.rloo.has_tools:
+        columns["completion_mask"] = [[1] * len(one) for one in ids]
+        columns["turns"] = [[{"role": "assistant", "content": text}] for text in texts]
+    return columns
 
 
 def _try_reward(
@@ -196,12 +213,7 @@ def _try_reward(
         parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
         texts += [gap.join(parts) for gap in GAPS]
     ids = [one.ids for one in [*made, *made][: len(texts)]]
-    columns = {column: [value] * len(texts) for column, value in row.items() if column != "prompt"}
-    if run.rloo.thinking_budget is not None or run.rloo.thinking_budget_total is not None:
-        columns["thinking_forced"] = [False] * len(texts)
-    if run.rloo.has_tools:
-        columns["completion_mask"] = [[1] * len(one) for one in ids]
-        columns["turns"] = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = _columns_of(run, row, texts, ids)
     try:
         scored = guard(reward, columns).score(
             prompts=[row["prompt"]] * len(texts),
@@ -295,7 +307,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
     loaded = tokenizer is not None
     with catching("row", faults):
         tokenizer = tokenizer or find_tokenizer(run)
-    row, thinking = None, True
+    row, held_out, thinking = None, None, True
     if tokenizer is not None:
         with catching("row", faults):
             family, thinking = family_of(run, tokenizer)
@@ -305,11 +317,12 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
     if tokenizer is not None and (loaded or not needs_stack(run)):
         plain = {"rloo": run.rloo.model_copy(update={"tools": [], "environment": None})} if unusable else {}
         with catching("data", faults):
-            train = prepare_data(run.model_copy(update=plain), tokenizer).train
-            row = None if unusable else train.row(0)
+            prepared = prepare_data(run.model_copy(update=plain), tokenizer)
+            train, test = prepared.train, prepared.test
+            row, held_out = (None, None) if unusable else (train.row(0), test.row(0) if test.rows else None)
             run.check_prompts(len(train.rows))
             _check_row_rewards(run, train)
-    faults += find_reward_faults(run, tokenizer, thinking, row) + _find_judge_faults(run, row)
+    faults += find_reward_faults(run, tokenizer, thinking, row) + _find_judge_faults(run, held_out)
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     if not unusable and (toolbox := open_toolbox(run)) is not None and toolbox.owns_reward:
         names.append(str(toolbox.environment))

@@ -24,6 +24,7 @@ TAKEN_COLUMNS = (
     "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "thinking_forced", "completion_mask", "turns", "environments",
 )  # fmt: skip
+USER_MESSAGE = "user_message"  # stub
 QUESTION = "question"  # the user's last message; `prompt` is the rendered template
 IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
 

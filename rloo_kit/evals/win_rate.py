@@ -10,6 +10,7 @@ from rloo_kit.results.intervals import Measured, paired_difference
 from rloo_kit.rewarding.guard import run_async
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
 from rloo_kit.rewarding.registry import build_judge
+from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say
 
 
@@ -48,6 +49,16 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
         win_rate = Measured(value, low, high, len(known), values)
         measured.measures["win_rate"], measured.judge_agreement = win_rate, sum(agreed) / len(agreed)
     measured.judge = f"against {'the base' if against == BASE else against}, by {judge.model}"
+    measured.judge_digest = judge.identity
+
+
+def renew_win_rate(run: RunConfig, dataset: Any, measured: Evaluation) -> bool:
+    """Measure the win rate of the evaluation before training anew, from the answers that it keeps, if `eval.judge` is
+    another judge now. Returns whether it is."""
+    if run.eval.judge is None or measured.judge_digest == build_judge(run).identity:
+        return False
+    measure_win_rate(run, dataset.select(range(measured.num_prompts)), measured, None)
+    return True
 
 
 async def _compare_all(
@@ -58,12 +69,14 @@ async def _compare_all(
     own = _answers(measured)
 
     async def compare(key: Any, row: dict[str, Any]) -> tuple[float, bool] | RewardError | None:
-        answer, other = own.get(key), others.get(key) if base is not None else str(row[against])
+        answer, other = own.get(key), others.get(key)
+        if base is None:
+            other = "" if has_no_answer(row[against]) else str(row[against])
         if answer is None or other is None:
             return None
         if answer == other:
             return 0.5, True
-        if not answer or not other:  # thinking that was never closed
+        if not answer or not other:  # thinking that was never closed, a row without a reference
             return float(bool(answer)), True
         try:
             return await judge.compare(task_text(row["prompt"], row), [answer, other], row)

@@ -78,7 +78,8 @@ class Evaluation:
             that never close their thinking (THINKING).
             "win_rate": the share of comparisons that `judge` decided for the policy, a tie counted half.
         judged_by: the run's reward that judged the answers, or EXACT; None without an accuracy.
-        judge: against whom, and who compared; "" without. judge_agreement: share of answers on which both orders agree.
+        judge: against whom, and who compared; "" without. judge_digest: of its url, rubric, template and options.
+        judge_agreement: share of answers on which both orders agree.
         pass_at_k: k -> probability that one of k completions is right.
         closed_share: completions that contain `</think>`; None for a model that does not think.
         forced_share: completions whose thinking the budget closed; None without one.
@@ -107,6 +108,7 @@ class Evaluation:
     measures: dict[str, Measured] = field(default_factory=dict)
     judged_by: str | None = None
     judge: str = ""
+    judge_digest: str = ""
     judge_agreement: Share | None = None
     pass_at_k: dict[int, Share] = field(default_factory=dict)
     thinking_budget: Number | None = None
@@ -321,7 +323,10 @@ def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
     settings = {"temperature": "temperature", "max_completion_length": "completion limit"}
     settings |= {"thinking_budget": "thinking budget"}
     pairs = [(word, getattr(before, name), getattr(after, name)) for name, word in settings.items()]
-    judges = [f"judge {before.judge} and {after.judge}"] if "" != before.judge != after.judge != "" else []
+    judges = []
+    if before.judge and after.judge and (before.judge, before.judge_digest) != (after.judge, after.judge_digest):
+        how = " (another url, rubric, template or options)" if before.judge == after.judge else ""
+        judges = [f"judge {before.judge} and {after.judge}{how}"]
     numbers = [(word, *("none" if one is None else f"{one:g}" for one in both)) for word, *both in pairs]
     return [f"{word} {old} and {new}" for word, old, new in numbers if old != new] + judges
 

@@ -8,40 +8,56 @@ import hashlib
 import json
 import os
 import random
+import re
 import sqlite3
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations, groupby
+from itertools import accumulate, combinations, groupby
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
-from jinja2 import Environment, StrictUndefined, TemplateError
+from jinja2 import Environment, StrictUndefined
 
-from rloo_kit.errors import RewardError, describe_error, excerpt, printable
+from rloo_kit.data.sources import QUESTION, USER_MESSAGE
+from rloo_kit.errors import RewardError, describe_error, excerpt, hide, printable
+from rloo_kit.rewarding.guard import run_async
+from rloo_kit.rewarding.replies import (
+    contains,
+    count_tokens,
+    find_verdict,
+    read_better,
+    read_ranking,
+    read_reply,
+    read_score,
+)
 from rloo_kit.rewarding.verifiers import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
-from rloo_kit.rewards.text import THINK_END
-from rloo_kit.system.environment import is_exposed, is_sendable
+from rloo_kit.system.console import chat_messages
+from rloo_kit.system.environment import is_exposed, is_loopback, is_sendable
 from rloo_kit.system.processes import say
 from rloo_kit.system.user_code import digest_texts
 
-CACHE = "judge.sqlite"  # in `run.output_dir`: the runs of a project share replies
+CACHE = "judge.sqlite"  # in `run.output_dir`: the runs of a project share verdicts
 KEY = "OPENAI_API_KEY"
-RETRIES = 4  # of a request, after pauses that double
+RETRIES = 4  # of a request, after pauses that double; a reply that cannot be read is asked again once
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-CHECK_TIMEOUT_S = 10.0
-MODES = ("score", "rank")
+CONNECT_TIMEOUT_S = 10.0
+MODES = ("score", "rank")  # of the reward
+VERDICTS = {"score": "score", "rank": "ranking", "compare": "better"}  # by mode: the name of the verdict in the reply
 BASE = "base"  # what `eval.judge.against` names, or a column
 NO_COLUMN = "eval.judge.against is {}, and the prompts have the columns {}: name one of them, or " + BASE
 RUBRIC = "A good answer does what the task asks: it is correct, complete, clear and no longer than it needs to be."
+MADE_UP = ("I do not know. (4711)", "It depends on the case. (4712)")  # answers for the check before a run
 
-_Value = TypeVar("_Value")
 _JITTER = random.Random()  # the module's own numbers are the run's
+_TAGS = ("task", "reference", "answer")  # of the kit's templates
+_INVISIBLE = "\\s/\u200b-\u200f\u2060\ufeff"
 
 
 @dataclass
@@ -80,6 +96,7 @@ class Judge:
     folder: Path = field(default=Path("outputs"), repr=False)
     run: str = field(default="", repr=False)
     mode: str = field(default="compare", repr=False)
+    scale: Sequence[float] = field(default=(1, 10), repr=False)
 
     def __post_init__(self) -> None:
         check_int("concurrency", self.concurrency, 1)
@@ -89,7 +106,7 @@ class Judge:
         if set("@?#") & set(self.url):  # not printed: it may contain a password or a key
             raise ValueError("url has more than a host, a port and a path; an API key is read from key_env")
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError(f"url is {excerpt(self.url)}; it takes http://host:port/v1")
         if self.key_env is not None and not str(self.key_env).isidentifier():  # not printed: it may be the key itself
             raise ValueError(f"key_env takes the name of an environment variable, such as {KEY}")
@@ -99,144 +116,236 @@ class Judge:
             )
         if not is_sendable(self._key):
             raise ValueError(f"{self.key_env or KEY} has a line break or another character that no key has")
-        try:
-            self._render(task="", answer="", answers=["", ""], low=0, high=1, row=defaultdict(str))
-        except (TemplateError, OSError, UnicodeError) as error:
-            raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
+        hide([self._key])
         if self.template is not None:  # an edited one is noticed at --resume, see `read_sources`
-            text = Path(self.template).read_text(encoding="utf-8")
-            self.source_digests = {f"template {Path(self.template).name}": digest_texts([text])}
-        self.url, self.counts, self._gives_up = self.url.rstrip("/"), defaultdict[str, float](float), False
+            self.source_digests = {f"template {Path(self.template).name}": digest_texts([self._template])}
+        self.url = self.url.rstrip("/").removesuffix("/chat/completions")
+        self.counts, self._gives_up, self._base = defaultdict[str, float](float), False, self.url
+        self._made_up()
 
     @cached_property
-    def _template(self) -> Any:
+    def _template(self) -> str:
         file = self.template or Path(__file__).with_name("prompts") / f"{self.mode}.jinja"
-        text = Path(file).read_text(encoding="utf-8")
-        return Environment(undefined=StrictUndefined, trim_blocks=True).from_string(text)
-
-    def _render(self, **values: Any) -> str:
-        return str(self._template.render(rubric=self.rubric, **values))
-
-    @cached_property
-    def _slots(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(self.concurrency)
+        try:
+            return Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
 
     @cached_property
-    def _http(self) -> httpx.AsyncClient:
-        if self._key and is_exposed(self.url):
-            say(f"{self.key_env or KEY} and the answers go to {self.url} unencrypted; https hides them")
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.request_timeout_s), headers=self._headers)
+    def identity(self) -> str:
+        """A digest of what its verdicts depend on: a budget, a cached verdict and a win rate are of one identity."""
+        known = [self.url, self.model, self.mode, self.rubric, self._template, self.options, self.scale]
+        return digest_texts([json.dumps(known, sort_keys=True, default=str)])
+
+    def _render(self, task: str, row: dict[str, Any], answers: Sequence[str]) -> str:
+        """The request. In the answers, tags of the template are made harmless: none closes its own place."""
+        names = {*_TAGS, *re.findall(r"<\s*/?\s*([A-Za-z][\w-]*)", self._template)}
+        tag = re.compile(rf"<(?=[{_INVISIBLE}]*(?:{'|'.join(map(re.escape, names))})\b)", re.IGNORECASE)
+        shown: dict[str, Any] = {"answers": [tag.sub("&lt;", answer) for answer in answers]}
+        if self.mode == "score":
+            shown = {"answer": shown["answers"][0], "low": self.scale[0], "high": self.scale[1]}
+        template = Environment(undefined=StrictUndefined, trim_blocks=True).from_string(self._template)
+        return str(template.render(rubric=self.rubric, task=task, row=row, **shown))
+
+    def _made_up(self, task: str = "", row: dict[str, Any] | None = None) -> tuple[str, Sequence[str]]:
+        """A request about made-up answers, and these; ValueError if the template fails or does not show them."""
+        answers = MADE_UP[: 1 if self.mode == "score" else 2]
+        try:
+            text = self._render(task, defaultdict(str) if row is None else row, answers)
+        except Exception as error:  # a template is a program
+            raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
+        if not all(answer.lower() in text.lower() for answer in answers):
+            name = "{{ answer }}" if len(answers) == 1 else "each of {{ answers }}"
+            raise ValueError(f"template is {self.template}, which does not show the answer: write {name} into it")
+        return text, answers
+
+    def _of_loop(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore, dict[str, Any]]:
+        """The client, the slots and the requests under way, which belong to the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self.__dict__.get("_held", (None,))[0] is not loop:
+            if self._key and is_exposed(self.url):
+                say(f"{self.key_env or KEY} and the answers go to {self.url} unencrypted; https hides them")
+            timeout = httpx.Timeout(self.request_timeout_s, connect=min(CONNECT_TIMEOUT_S, self.request_timeout_s))
+            try:
+                client = httpx.AsyncClient(timeout=timeout, **self._options)
+            except (ImportError, ValueError) as error:
+                fix = "pip install 'httpx[socks]', unset it, or name the host in NO_PROXY"
+                raise RewardError(f"the proxy that the environment names cannot be used ({error}): {fix}") from None
+            self._held = loop, client, asyncio.Semaphore(self.concurrency), dict[str, Any]()
+        return self._held[1:]
+
+    @property
+    def _has_version(self) -> bool:
+        return re.search(r"/v\d", urlsplit(self._base).path) is not None
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Of an HTTP client: no proxy stands in front of this machine, whatever the environment says."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return {"headers": headers, "trust_env": not is_loopback(self.url)}
 
     @property
     def _key(self) -> str:
         return os.environ.get(self.key_env or KEY, "")
 
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
-
     @cached_property
     def _calls(self) -> sqlite3.Connection:
-        """One row a call; `reply` is empty if it had none that could be read."""
+        """One row a call; `reply` has the verdict, or is empty if there was none."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = sqlite3.connect(self.folder / CACHE, timeout=LONGEST_PAUSE_S, isolation_level=None)
+        path, options = self.folder / CACHE, {"timeout": LONGEST_PAUSE_S, "isolation_level": None}
+        found = sqlite3.connect(path, check_same_thread=False, **options)  # type: ignore[call-overload]
         found.execute("PRAGMA synchronous = OFF")  # a killed process loses nothing, a power cut may
         found.execute("CREATE TABLE IF NOT EXISTS calls (run TEXT, request TEXT, reply TEXT, tokens INTEGER)")
         found.execute("CREATE INDEX IF NOT EXISTS by_request ON calls (request)")
         return found
 
-    def find_fault(self) -> str:
-        """Why the endpoint cannot be used, in words; "" if it can, or does not list its models."""
+    def find_fault(self, row: dict[str, Any] | None = None, task: str = "Say hello.") -> str:
+        """Why the judge cannot be used, in words; "" if it can. Asks it once, for a verdict on made-up answers to
+        `task`, in its own template with the columns of `row`."""
+        self.counts, self._gives_up = defaultdict(float), False
         try:
-            found = httpx.get(f"{self.url}/models", headers=self._headers, timeout=CHECK_TIMEOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return f"there is no answer from {self.url}, start the judge or set url: {describe_error(error)}"
-        if found.status_code in (401, 403):
-            return f"{self.url} refuses the API key (HTTP {found.status_code}): set {self.key_env or KEY} in .env"
-        try:
-            served = [str(one["id"]) for one in found.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            return ""
-        return "" if self.model in served else f"{self.url} serves {', '.join(served)}, not {self.model}"
+            run_async(self.ask(*self._made_up(task, row), is_check=True))
+        except (ValueError, RewardError) as error:
+            return f"{error}{self._list_models()}"
+        if self.max_tokens is not None and not self.counts["tokens"]:
+            return f"max_tokens is {self.max_tokens:,}, and {self.url} does not report tokens (usage): set max_calls"
+        return ""
 
-    async def ask(self, text: str, read: Callable[[str], _Value]) -> _Value:
-        """What `read` makes of the reply to `text`; if it raises ValueError, the judge is asked again.
+    def _list_models(self) -> str:
+        """What the endpoint serves, for an error; "" if it has the model, or lists none."""
+        with suppress(httpx.HTTPError, ImportError, ValueError, KeyError, TypeError):
+            found = httpx.get(f"{self._base}/models", timeout=CONNECT_TIMEOUT_S, **self._options).json()["data"]
+            names = [str(one["id"]) for one in found]
+            return "" if self.model in names else f"; {self.url} serves {', '.join(names)}, not {self.model}"
+        return ""
+
+    async def ask(self, text: str, answers: Sequence[str], *, is_check: bool = False) -> Any:
+        """The verdict of the judge on `answers` that `text` shows, see `_read`. Equal requests are one call.
+
+        Args:
+            is_check: ask whatever is cached and spent, and do not try again if nobody answers.
 
         Raises:
-            RewardError: no usable reply after all retries, a refused request, or the budget is used up.
+            RewardError: no verdict after all retries, a refused request, or the budget is used up.
         """
         request = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0.0}
         request = {name: value for name, value in (request | self.options).items() if value is not None}
-        known = hashlib.sha256(json.dumps([self.url, request], sort_keys=True).encode()).hexdigest()
-        async with self._slots:
-            found = self._calls.execute(
-                "SELECT reply FROM calls WHERE request = ? AND reply != ''", (known,)
-            ).fetchone()
-            if found:
-                self.counts["cached"] += 1
-                return read(found[0])
-            try:
-                for tries in range(RETRIES + 1):
-                    pause_s = FIRST_PAUSE_S * 2.0**tries * _JITTER.uniform(0.8, 1.2)
-                    try:
-                        return await self._call(request, known, read)
-                    except TimeoutError:  # also of a server that sends a byte now and then
-                        problem = f"no whole reply in {self.request_timeout_s:g} s"
-                    except httpx.HTTPError as error:
-                        problem = describe_error(error)
-                        if isinstance(error, httpx.HTTPStatusError):
-                            wanted = error.response.headers.get("Retry-After", "")
-                            pause_s = max(pause_s, float(wanted)) if wanted.isdecimal() else pause_s
-                    except ValueError as error:
-                        problem, pause_s = f"its reply cannot be used: {error}", 0.0
-                    if self._gives_up or tries == RETRIES:
-                        break
-                    self.counts["retries"] += 1
-                    await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
-                self._gives_up |= pause_s > 0  # it is down: the rest of this batch is asked once
-                raise RewardError(f"no verdict from {self.model} at {self.url}: {problem}")
-            except RewardError:
-                self.counts["failed"] += 1
-                raise
+        known = hashlib.sha256(json.dumps([self.identity, self._key, request], sort_keys=True).encode()).hexdigest()
+        asked = self._of_loop()[2]
+        if known in asked:
+            self.counts["cached"] += 1
+        else:
+            asked[known] = asyncio.ensure_future(self._ask(request, known, answers, is_check))
+            asked[known].add_done_callback(lambda _: asked.pop(known))
+        return await asked[known]
 
-    async def _call(self, request: dict[str, Any], known: str, read: Callable[[str], _Value]) -> _Value:
+    async def _ask(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
+        try:
+            async with self._of_loop()[1]:
+                query = "SELECT reply FROM calls WHERE request = ? AND reply != ''"
+                if not is_check and (found := self._calls.execute(query, (known,)).fetchone()):
+                    self.counts["cached"] += 1
+                    return self._read(json.loads(found[0]), len(answers))
+                return await self._try(request, known, answers, is_check)
+        except (RewardError, sqlite3.Error) as error:
+            self.counts["failed"] += 1
+            if isinstance(error, RewardError):
+                raise
+            found = f"{self.folder / CACHE} cannot be used ({error})"
+            raise RewardError(f"{found}: delete it, or make room on its disk") from None
+
+    async def _try(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
+        unread, problem = False, ""
+        for tries in range(RETRIES + 1):
+            pause_s, is_over = FIRST_PAUSE_S * 2.0**tries * _JITTER.uniform(0.8, 1.2), is_check or self._gives_up
+            try:
+                return await self._call(request, known, answers, is_check)
+            except TimeoutError:  # also of a server that sends a byte now and then
+                problem = f"no whole reply in {self.request_timeout_s:g} s (request_timeout_s)"
+            except httpx.HTTPStatusError as error:
+                problem, wanted = describe_error(error), error.response.headers.get("Retry-After", "")
+                pause_s = max(pause_s, float(wanted)) if re.fullmatch(r"\d+(\.\d+)?", wanted) else pause_s
+                is_over = self._gives_up
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"no answer, start the judge or set url: {describe_error(error)}"
+            except ValueError as error:
+                problem, pause_s, is_over, unread = f"its reply cannot be used: {error}", 0.0, unread, True
+                request = request | ({"temperature": 0.0} if "temperature" in request else {})
+            if is_over or tries == RETRIES:
+                break
+            self.counts["retries"] += 1
+            await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
+        self._gives_up |= pause_s > 0  # it is down: the rest of this batch is asked once
+        raise RewardError(f"no verdict from {self.model} at {self.url}: {problem}")
+
+    async def _call(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
         """One call; raises httpx.HTTPError, TimeoutError or ValueError if it may be repeated, else RewardError."""
+        first = self.run
+        with suppress(OSError), open(self.folder / self.run / "config.yaml", errors="replace") as config:
+            first = config.readline()  # with the run's id; a run that starts over has another
+        spender = digest_texts([first, self.identity])
         for name, sum_of, limit in (("calls", "1", self.max_calls), ("tokens", "tokens", self.max_tokens)):
-            if limit is not None:
-                found = self._calls.execute(f"SELECT sum({sum_of}) FROM calls WHERE run = ?", (self.run,)).fetchone()
-                if (used := found[0] or 0) >= limit:
+            if limit is not None and not is_check:
+                spent = self._calls.execute(f"SELECT sum({sum_of}) FROM calls WHERE run = ?", (spender,)).fetchone()
+                if (used := spent[0] or 0) >= limit:
                     raise RewardError(f"the judge's budget is used up: {used:,} {name}, and max_{name} is {limit:,}")
-        row = self._calls.execute("INSERT INTO calls VALUES (?, ?, '', 0)", (self.run, known)).lastrowid
+        row = self._calls.execute("INSERT INTO calls VALUES (?, ?, '', 0)", (spender, known)).lastrowid
         self.counts["calls"] += 1
         started = time.monotonic()
         try:
-            posted = self._http.post(f"{self.url}/chat/completions", json=request)
-            response = await asyncio.wait_for(posted, self.request_timeout_s)
+            response = await asyncio.wait_for(self._post(request), self.request_timeout_s)
         finally:
             self.counts["seconds"] += time.monotonic() - started
-        body = response.text.replace(self._key, "***") if self._key else response.text
-        shown = f"HTTP {response.status_code}: {printable(body, 300)}"
-        if response.status_code in (408, 409, 429) or response.status_code >= 500:
+        status, shown = response.status_code, f"HTTP {response.status_code}: {printable(response.text, 300)}"
+        if status in (408, 409, 429) or status >= 500:
             raise httpx.HTTPStatusError(shown, request=response.request, response=response)
+        if response.has_redirect_location:
+            target = str(response.request.url.join(response.headers["Location"])).removesuffix("/chat/completions")
+            raise RewardError(f"{self.url} redirects to another address (HTTP {status}): set url to {target}")
+        if status in (401, 403):
+            raise RewardError(f"{self.url} refuses the API key: set {self.key_env or KEY} in .env ({shown})")
         if not response.is_success:
-            raise RewardError(f"{self.url} refuses the request: {shown}")
+            fix = ", does url end in /v1?" if status in (404, 405) and not self._has_version else ""
+            raise RewardError(f"{self.url} refuses the request{fix}: {shown}")
         try:
-            found = json.loads(body)
-            reply, tokens = found["choices"][0]["message"]["content"], (found.get("usage") or {}).get("total_tokens")
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise ValueError(f"it is no chat completion: {shown}") from None
-        self.counts["tokens"] += tokens or 0
-        self._calls.execute("UPDATE calls SET tokens = ? WHERE rowid = ?", (tokens or 0, row))
-        value = read(str(reply))
-        self._calls.execute("UPDATE calls SET reply = ? WHERE rowid = ?", (reply, row))
-        return value
+            body = response.json()
+            choice = body["choices"][0]
+            choice["message"].get, choice.get
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            found = f"no chat completion: {shown}"
+            raise httpx.HTTPStatusError(found, request=response.request, response=response) from None
+        tokens = count_tokens(body)
+        self.counts["tokens"] += tokens
+        self._calls.execute("UPDATE calls SET tokens = ? WHERE rowid = ?", (tokens, row))
+        name, size = VERDICTS[self.mode], len(answers)
+        found = find_verdict(read_reply(choice, request), name)
+        verdict = self._read(found, size)
+        if any(contains(answer, name, verdict, lambda one: self._read(one, size)) for answer in answers):
+            raise ValueError(f"{name} is {excerpt(found)}, which an answer contains: the judge may quote it")
+        self._calls.execute("UPDATE calls SET reply = ? WHERE rowid = ?", (json.dumps(found), row))
+        return verdict
+
+    async def _post(self, request: dict[str, Any]) -> httpx.Response:
+        """The response; at first also from the address with /v1, if `url` has no version and is not found."""
+        client, found = self._of_loop()[0], (200, 404, 405)
+        response = await client.post(f"{self._base}/chat/completions", json=request)
+        is_unknown = response.status_code in found and "choices" not in response.text
+        if is_unknown and self._base == self.url and not self._has_version:
+            other = await client.post(f"{self.url}/v1/chat/completions", json=request)
+            if other.status_code not in found[1:]:
+                self._base, response = f"{self.url}/v1", other
+        return response
+
+    def _read(self, value: Any, size: int) -> Any:
+        """The verdict on so many answers; raises ValueError for a value that is none."""
+        if self.mode == "score":
+            return read_score(value, *self.scale)
+        return read_ranking(value, size) if self.mode == "rank" else read_better(value)
 
     async def compare(self, task: str, answers: Sequence[str], row: dict[str, Any]) -> tuple[float, bool]:
         """How much better the first of two answers is, the mean of both orders (each is 1.0, 0.0, or 0.5 for a tie),
         and whether they agree."""
-        asked = [
-            self.ask(self._render(task=task, answers=two, row=row), _read_better) for two in (answers, answers[::-1])
-        ]
+        asked = [self.ask(self._render(task, row, two), two) for two in (answers, answers[::-1])]
         first, second = await asyncio.gather(*asked)
         return (first + 1.0 - second) / 2, first == 1.0 - second
 
@@ -278,18 +387,20 @@ class JudgeReward(AnswerReader, Judge):
         answers = self._answers(completions, completion_ids, columns.get("completion_mask"))
         size, is_score = len(answers), self.mode == "score"
         lists = {name: one for name, one in columns.items() if isinstance(one, list) and len(one) == size}
-        rows = [{name: one[i] for name, one in lists.items()} for i in range(size)]
+        rows = [{"prompt": prompts[i], **{name: one[i] for name, one in lists.items()}} for i in range(size)]
         same = groupby(range(size), key=lambda i: i if is_score else str(prompts[i]))
         groups = [list(members) for _, members in same]
         self._gives_up, self.counts = False, defaultdict(float)
         judge = self._score if is_score else self._rank
 
         async def judged(group: list[int]) -> tuple[list[Any], float | None]:
-            task, row = task_text(prompts[group[0]], rows[group[0]]), rows[group[0]]
+            row = rows[group[0]]
             try:
-                return await judge(task, [answers[i] for i in group], row)
-            except RewardError as error:
-                return [error] * len(group), None
+                known = row if self.decode is not None else {}  # outside a run, a column `question` may be anything
+                return await judge(task_text(prompts[group[0]], known), [answers[i] for i in group], row)
+            except Exception as error:  # also of a template, on this row
+                failure = error if isinstance(error, RewardError) else RewardError(describe_error(error))
+                return [failure] * len(group), None
 
         found = await asyncio.gather(*map(judged, groups))
         self._log(log_metric, [agreement for _, agreement in found if agreement is not None])
@@ -297,27 +408,29 @@ class JudgeReward(AnswerReader, Judge):
 
     async def _score(self, task: str, answers: list[str], row: dict[str, Any]) -> tuple[list[float], None]:
         low, high = self.scale
-        if not answers[0]:
-            return [0.0], None
-        text = self._render(task=task, answer=answers[0], low=low, high=high, row=row)
-        return [await self.ask(text, lambda reply: (_read_score(reply, low, high) - low) / (high - low))], None
+        score = await self.ask(self._render(task, row, answers), answers) if answers[0] else low
+        return [(score - low) / (high - low)], None
 
     async def _rank(self, task: str, answers: list[str], row: dict[str, Any]) -> tuple[list[Any], float | None]:
-        """The mean ranks, and the share of pairs that both orders rank alike."""
-        shown = [i for i, answer in enumerate(answers) if answer]
+        """The mean ranks, which equal answers share, and the share of pairs of others that both orders rank alike."""
+        if len(answers) == 1:
+            return [None], None
+        copies = Counter(filter(None, answers))
+        shown = list(copies)
         random.Random("\0".join(answers)).shuffle(shown)
-        if len(shown) < 2:
-            return [None] if len(answers) == 1 else [float(bool(answer)) for answer in answers], None
         places = []
         for order in (shown, shown[::-1]):
-            text = self._render(task=task, answers=[answers[i] for i in order], row=row)
-            ranking = await self.ask(text, lambda reply: _read_ranking(reply, len(shown)))
-            places.append({order[number - 1]: place for place, number in enumerate(ranking)})
+            ranking = range(1, len(order) + 1)
+            if len(order) > 1:
+                ranking = await self.ask(self._render(task, row, order), order)
+            best_first = [order[number - 1] for number in ranking]
+            ends = accumulate(copies[answer] for answer in best_first)  # each takes as many places as it has copies
+            places.append({one: end - (copies[one] + 1) / 2 for one, end in zip(best_first, ends, strict=True)})
         first, second = places
         worst = 2 * (len(answers) - 1)
-        pairs = [(first[i] < first[j]) == (second[i] < second[j]) for i, j in combinations(shown, 2)]
-        ranks = [1.0 - (first[i] + second[i]) / worst if i in first else 0.0 for i in range(len(answers))]
-        return ranks, sum(pairs) / len(pairs)
+        pairs = [(first[one] < first[two]) == (second[one] < second[two]) for one, two in combinations(shown, 2)]
+        ranks = [1.0 - (first[answer] + second[answer]) / worst if answer else 0.0 for answer in answers]
+        return ranks, sum(pairs) / len(pairs) if pairs else None
 
     def _log(self, log_metric: Callable[[str, float], None], agreements: list[float]) -> None:
         found: dict[str, float] = {
@@ -334,47 +447,12 @@ class JudgeReward(AnswerReader, Judge):
 
 
 def task_text(prompt: Any, row: dict[str, Any]) -> str:
-    """What the user asked, for a judge: the column `question` of a rendered prompt, else the messages."""
+    """What the user asked, for a judge: a prompt's messages, of one that is rendered as ChatML without the system's; of
+    another one the row's `user_message` or `question`, else the text itself."""
+    messages = chat_messages(prompt) if isinstance(prompt, str) else [(one["role"], one["content"]) for one in prompt]
     if isinstance(prompt, str):
-        return str(row.get("question") or prompt)
-    texts = [str(message["content"]) for message in prompt]
-    return texts[0] if len(texts) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-
-
-def find_value(reply: str, name: str) -> Any:
-    """The value of `name` in the last JSON object of a reply that has it; raises ValueError without one.
-
-    >>> find_value('<think>{"score": 1}</think>Good. {"score": 7}', "score")
-    7
-    """
-    text, decoder = reply.rpartition(THINK_END)[2], json.JSONDecoder()
-    for start in (place for place in reversed(range(len(text))) if text[place] == "{"):
-        try:
-            found = decoder.raw_decode(text, start)[0]
-        except (ValueError, RecursionError):
-            continue
-        if name in found:
-            return found[name]
-    raise ValueError(f"it does not end with JSON that has {name!r}: {excerpt(text[-200:], 200)}")
-
-
-def _read_score(reply: str, low: float, high: float) -> float:
-    score = find_value(reply, "score")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
-        raise ValueError(f"the score is {excerpt(score)}, and the scale is {low:g} to {high:g}")
-    return float(score)
-
-
-def _read_ranking(reply: str, size: int) -> list[int]:
-    ranking = find_value(reply, "ranking")
-    if not isinstance(ranking, list) or sorted(map(str, ranking)) != sorted(str(one + 1) for one in range(size)):
-        raise ValueError(f"the ranking is {excerpt(ranking)}, and not each of 1 to {size} once")
-    return [int(number) for number in ranking]
-
-
-def _read_better(reply: str) -> float:
-    """1.0 if the first answer is better, 0.0 if the second is, 0.5 if neither."""
-    better = str(find_value(reply, "better"))
-    if better not in ("0", "1", "2"):
-        raise ValueError(f"better is {excerpt(better)}, and not 1, 2 or 0")
-    return {"0": 0.5, "1": 1.0, "2": 0.0}[better]
+        messages = [one for one in messages if one[0] != "system"]
+    texts = [str(text).strip() for _, text in messages]
+    if len(texts) > 1:
+        return "\n".join(f"{role}: {text}" for (role, _), text in zip(messages, texts, strict=True))
+    return texts[0] if texts else str(row.get(USER_MESSAGE) or row.get(QUESTION) or prompt)

@@ -123,7 +123,7 @@ def build_judge(run: RunConfig) -> Judge:
     """The judge of `eval.judge`; raises ConfigError like `build_rewards`."""
     assert run.eval.judge is not None
     entry = RewardSection(name="judge", params=run.eval.judge.params)
-    takes = [name for name in inspect.signature(Judge).parameters if name not in (*BOUND_ONLY, "mode")]
+    takes = [name for name in inspect.signature(Judge).parameters if name not in (*BOUND_ONLY, "mode", "scale")]
     _check_params("eval.judge", entry, takes)
     return _construct(run, "eval.judge", entry.name, _judges(run) | entry.params)
 

@@ -176,16 +176,21 @@ def _is_in_kernel() -> bool:
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
+def chat_messages(prompt: str) -> list[tuple[str, str]]:
+    """Role and text of each message of a rendered ChatML prompt; none of another one."""
+    return [(role, text.strip()) for role, text in _MESSAGE.findall(prompt)]
+
+
 def plain_prompt(prompt: str) -> str:
     """The readable text of a rendered ChatML prompt; any other prompt unchanged.
 
     >>> plain_prompt("<|im_start|>user\\n12+30=<|im_end|>\\n<|im_start|>assistant\\n<think>\\n")
     '12+30='
     """
-    messages = _MESSAGE.findall(prompt)
+    messages = chat_messages(prompt)
     if [role for role, _ in messages] == ["user"]:
-        return str(messages[0][1]).strip()
-    return "\n".join(f"{role}: {text.strip()}" for role, text in messages) or prompt.strip()
+        return messages[0][1]
+    return "\n".join(f"{role}: {text}" for role, text in messages) or prompt.strip()
 
 
 def hide_secrets(text: str) -> str:

@@ -386,6 +386,20 @@ def is_sendable(key: str) -> bool:
     return key.isascii() and key.isprintable() and key == key.strip()
 
 
+def is_loopback(url: str) -> bool:
+    """Whether `url` is of this machine, for which no proxy is asked.
+
+    >>> [is_loopback(f"http://{host}:8000") for host in ("localhost", "127.0.0.2", "[::1]", "0.0.0.0", "10.0.0.7")]
+    [True, True, True, True, False]
+    """
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
+
+
 def is_exposed(url: str) -> bool:
     """Whether others on the network could read requests to `url`: plain http to an address that is not private.
 

@@ -11,7 +11,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.evals.win_rate import measure_win_rate
+from rloo_kit.evals.win_rate import measure_win_rate, renew_win_rate
 from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
 from rloo_kit.results.verdict import TrainResult, judge_run
@@ -113,6 +113,47 @@ def test_other_judges_are_not_compared(server: JudgeServer, tmp_path: Path) -> N
     sides = measure(make_run(tmp_path, server.url), ["fair"] * 4, ["good"] * 4)
     other = measure(make_run(tmp_path, server.url, against="summary"), ["fair"] * 4, ["good"] * 4, summary=["poor"] * 4)
     assert "judge" in compare(sides[1], other[1]).made_differently[0]
+
+
+@pytest.mark.parametrize(
+    "change", [{"rubric": "Longer."}, {"options": {"seed": 1}}, {"template": "mine.jinja"}, {"url": None}], ids=str
+)
+def test_another_rubric_template_or_address_is_another_judge(
+    server: JudgeServer, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Guards against 'learnt' from 0 % by one rubric and 100 % by the next: the verdict does not compare them, and a
+    resumed run measures the first one's answers by the new judge."""
+    (tmp_path / "mine.jinja").write_text("{% for one in answers %}<answer>\n{{ one }}\n</answer>\n{% endfor %}Better?")
+    change = {name: str(tmp_path / value) if name == "template" else value for name, value in change.items()}
+    change |= {"url": server.url.replace("127.0.0.1", "localhost")} if "url" in change else {}
+    rows = {"prompt": [f"prompt {i}" for i in range(40)], "summary": ["fair"] * 40}
+    run, dataset = make_run(tmp_path, server.url, "summary"), datasets.Dataset.from_dict(rows)
+    before, after = measure(run, ["poor"] * 40, ["good"] * 40, summary=rows["summary"])
+    assert not compare(before, after).made_differently
+    other = make_run(tmp_path, **{"url": server.url, "against": "summary", **change})
+    measure_win_rate(other, dataset, after, before)
+    result = TrainResult(tmp_path, tmp_path / "adapter", 1, [], 1.0)
+    (found,) = compare(before, after).made_differently
+    assert "judge" in found and "rubric" in found
+    verdict = judge_run(other, result, before, after)
+    assert verdict.kind == "no evidence" and "rubric" in verdict.sentence
+    asked = len(server.requests)
+    assert renew_win_rate(other, dataset, before) and len(server.requests) > asked
+    assert not renew_win_rate(other, dataset, before)
+    assert judge_run(other, result, before, after).kind == "learnt"
+
+
+@pytest.mark.parametrize("missing", [None, "", float("nan")], ids=str)
+def test_a_reference_that_is_not_there_loses_without_a_call(server: JudgeServer, tmp_path: Path, missing: Any) -> None:
+    """Guards against an opponent called 'None'; a reference of 0 is one."""
+    run = make_run(tmp_path, server.url, against="summary")
+    rows = {"prompt": ["prompt 0", "prompt 1"], "summary": [missing, missing]}
+    measured = make_evaluation("before", ["poor", ""])
+    measure_win_rate(run, datasets.Dataset.from_dict(rows), measured, None)
+    assert measured.measures["win_rate"].per_prompt == [1.0, 0.5] and not server.requests
+    rows = {"prompt": ["prompt 0"], "summary": [0]}
+    measure_win_rate(run, datasets.Dataset.from_dict(rows), make_evaluation("before", ["poor"]), None)
+    assert "\n0\n" in server.requests[0]["messages"][0]["content"]
 
 
 def test_a_judge_that_fails_is_a_warning_and_no_loss(

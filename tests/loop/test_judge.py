@@ -96,3 +96,39 @@ def test_a_judge_that_is_missing_is_found_before_the_model_loads(
     server.stop()
     (found,) = errors()
     assert server.url in found and name in found
+
+
+@pytest.mark.parametrize("where", ["reward", "eval"])
+def test_a_template_that_does_not_fit_the_rows_is_found_before_the_model_loads(
+    write_config: Any, server: JudgeServer, where: str, tmp_path: Path
+) -> None:
+    """Guards against a misspelt column that makes every reward None in the first rollout; columns that only a run has
+    are no fault."""
+    answers = '<answer>\n{{ answer }}\n</answer> "score"'
+    if where == "eval":
+        answers = "{% for one in answers %}<answer>\n{{ one }}\n</answer>\n{% endfor %}"
+
+    def errors(text: str, *overrides: str) -> list[str]:
+        (tmp_path / "t.jinja").write_text(f"{{{{ task }}}} {text} {answers}")
+        given = {"params": {"url": server.url, "model": MODEL, "template": str(tmp_path / "t.jinja")}}
+        reward = {"rewards": [{"name": "judge_reward", **given}]}
+        run = kit.load_config(
+            write_config(), *overrides, **(reward if where == "reward" else {"eval": {"judge": given}})
+        )
+        return [str(one) for one in find_faults(run) if one.level == "error"]
+
+    for text in ("", "{{ row.answer }}", "{{ row.question }}", "{{ row.prompt }}"):
+        assert not errors(text), text
+    assert not errors("{{ row.thinking_forced }}", "rloo.thinking_budget=4")
+    asked = len(server.requests)
+    for text in (
+        "{{ row.contxt }}",
+        "{{ anwser }}",
+        "{{ row['x'] }}",
+        "{{ row.answer.nothing }}",
+        "{% if %}",
+        "{{ 1 / 0 }}",
+    ):
+        (found,) = errors(text)
+        assert "params" in found and "t.jinja" in found, text
+    assert len(server.requests) == asked

@@ -1,0 +1,261 @@
+"""Endpoints that judges stand behind: what people write into `url`, what servers answer, and what the environment puts
+between. Each works, or is refused by one sentence with the fix before a model loads."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.rewarding import judge as module
+from rloo_kit.rewarding.guard import guard
+from rloo_kit.rewarding.judge import JudgeReward
+from rloo_kit.system.versions import is_importable
+
+Answer = Callable[[str, str], tuple[int, dict[str, str], Any]]
+
+
+class Endpoint:
+    """A server whose replies `answer(method, path)` makes: status, headers, and a text or a value for JSON."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.seen: list[str] = []
+        self.keys: list[str | None] = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version, wbufsize = "HTTP/1.1", -1
+
+            def _reply(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                endpoint.seen.append(f"{self.command} {self.path}")
+                endpoint.keys.append(self.headers.get("Authorization"))
+                status, headers, body = answer(self.command, self.path)
+                data = (body if isinstance(body, str) else json.dumps(body)).encode()
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+                self.wfile.flush()
+
+            do_GET = do_POST = do_CONNECT = _reply
+
+            def log_message(self, *_: Any) -> None:
+                """Tests have enough to read."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+def chat(content: Any = '{"score": 7}', **more: Any) -> tuple[int, dict[str, str], Any]:
+    message = {"role": "assistant", "content": content} | more.pop("message", {})
+    body = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"total_tokens": 10}}
+    return 200, {}, body | more
+
+
+def under(prefix: str, reply: Any = None, missing: Any = (404, {}, "404 page not found")) -> Answer:
+    """Serves chat completions and the model `m` below `prefix`, and nothing elsewhere."""
+
+    def answer(method: str, path: str) -> Any:
+        if path == f"{prefix}/models":
+            return 200, {}, {"object": "list", "data": [{"id": "m"}]}
+        return (reply or chat()) if path == f"{prefix}/chat/completions" else missing
+
+    return answer
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], Endpoint]]:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", module.KEY):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0005)
+    made: list[Endpoint] = []
+
+    def start(answer: Answer) -> Endpoint:
+        made.append(Endpoint(answer))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.server.shutdown()
+        one.server.server_close()
+
+
+def judge(url: str, folder: Path, **params: Any) -> JudgeReward:
+    return JudgeReward(**{"url": url, "model": "m", "thinking": False, "folder": folder, "run": "r"} | params)
+
+
+def works(reward: JudgeReward, value: float = 6 / 9) -> bool:
+    """Whether the check finds nothing and the reward is the judge's."""
+    assert reward.find_fault() == ""
+    found = guard(reward).score(prompts=["Say something."], completions=["A good answer."], completion_ids=[[1]])
+    assert found.values == [pytest.approx(value)], found.failures
+    return True
+
+
+@pytest.mark.parametrize("end", ["/v1", "/v1/", "", "/", "/v1/chat/completions", "/v1/chat/completions/"])
+def test_a_url_with_and_without_its_version(serve: Any, tmp_path: Path, end: str) -> None:
+    """Guards against 404 in every sample for an address as Ollama, vLLM and llama.cpp print it, or as documentation has
+    it with the whole path."""
+    endpoint = serve(under("/v1"))
+    assert works(judge(endpoint.url + end, tmp_path))
+
+
+@pytest.mark.parametrize("end", ["/api", "/openai/"])
+def test_a_url_below_a_path(serve: Any, tmp_path: Path, end: str) -> None:
+    """Guards against an address that is completed at the wrong place: a gateway serves below a path of its own."""
+    assert works(judge(serve(under(f"{end.rstrip('/')}/v1")).url + end, tmp_path))
+    assert works(judge(serve(under(end.rstrip("/"))).url + end, tmp_path / "bare"))
+
+
+def test_a_server_that_answers_unknown_addresses_with_200(serve: Any, tmp_path: Path) -> None:
+    """Guards against LM Studio's 'unexpected endpoint', which comes with status 200, and a front page in HTML."""
+    for number, page in enumerate([{"error": "Unexpected endpoint or method."}, "<html>Welcome</html>"]):
+        assert works(judge(serve(under("/v1", missing=(200, {}, page))).url, tmp_path / str(number)))
+
+
+def test_an_address_of_nothing_is_one_sentence(serve: Any, tmp_path: Path) -> None:
+    """Guards against a path that no server has, found in the first rollout."""
+    found = judge(f"{serve(under('/v1')).url}/api/generate", tmp_path).find_fault()
+    assert "HTTP 404" in found and "/v1" in found and "\n" not in found
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_redirect_names_the_address_to_set(serve: Any, tmp_path: Path, status: int, absolute: bool) -> None:
+    """Guards against a gateway that sends /v1 to /api/v1: followed by some methods and statuses only, and with the key
+    to wherever it points. The sentence has the url to write."""
+    inner = under("/api/v1")
+    endpoint = serve(
+        lambda method, path: (
+            (status, {"Location": (endpoint.url if absolute else "") + "/api" + path}, "")
+            if path.startswith("/v1")
+            else inner(method, path)
+        )
+    )
+    found = judge(f"{endpoint.url}/v1", tmp_path).find_fault()
+    assert f"set url to {endpoint.url}/api/v1" in found
+    assert works(judge(f"{endpoint.url}/api/v1", tmp_path))
+
+
+def test_models_that_are_listed_otherwise_or_not_at_all(serve: Any, tmp_path: Path) -> None:
+    """Guards against a check of the list in place of a request: gateways serve aliases, and some list nothing."""
+    lists = [(200, {}, {"data": [{"id": "org/m-2026"}]}), (404, {}, ""), (200, {}, []), (200, {}, "html")]
+    for number, listed in enumerate(lists):
+        endpoint = serve(lambda method, path, listed=listed: chat() if method == "POST" else listed)
+        assert works(judge(f"{endpoint.url}/v1", tmp_path / str(number)))
+
+
+def test_a_model_that_is_not_served_is_named_with_those_that_are(serve: Any, tmp_path: Path) -> None:
+    """Guards against a misspelt model that is found after the weights have loaded."""
+    refusal = 404, {}, {"error": {"message": "The model `x` does not exist."}}
+    found = judge(f"{serve(under('/v1', refusal)).url}/v1", tmp_path, model="x").find_fault()
+    assert "does not exist" in found and "serves m, not x" in found
+
+
+def test_a_key_that_is_refused_is_named(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a key of another service."""
+    monkeypatch.setenv("MY_KEY", "sk-test-0123456789")
+    for status in (401, 403):
+        endpoint = serve(under("/v1", (status, {}, {"error": "bad key sk-test-0123456789"})))
+        found = judge(f"{endpoint.url}/v1", tmp_path, key_env="MY_KEY").find_fault()
+        assert "MY_KEY" in found and ".env" in found and "0123456789" not in found
+        assert endpoint.keys[0] == "Bearer sk-test-0123456789"
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "ALL_PROXY", "http_proxy"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_proxy_stands_in_front_of_this_machine(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, host: str
+) -> None:
+    """Guards against a company's proxy that is asked for a judge on this machine, which it cannot reach."""
+    proxy = serve(lambda method, path: (502, {}, "no such host"))
+    monkeypatch.setenv(name, proxy.url)
+    endpoint = serve(under("/v1"))
+    assert works(judge(f"{endpoint.url.replace('127.0.0.1', host)}/v1", tmp_path)) and not proxy.seen
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "socks5h://127.0.0.1:1", "gopher://127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_one_sentence(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    """Guards against an ImportError of httpx in every sample; a judge on this machine needs no proxy at all."""
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    if proxy.startswith("socks") and is_importable("socksio"):
+        pytest.skip("socksio is installed here, so httpx can use a SOCKS proxy")
+    found = judge("http://judge.example:9/v1", tmp_path).find_fault()
+    assert "proxy" in found and "httpx[socks]" in found and "NO_PROXY" in found
+    assert works(judge(f"{serve(under('/v1')).url}/v1", tmp_path))
+
+
+def test_a_proxy_is_used_for_other_machines(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a judge that only a proxy can reach."""
+    proxy = serve(lambda method, path: chat())
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    assert works(judge("http://judge.example/v1", tmp_path))
+    assert proxy.seen[0] == "POST http://judge.example/v1/chat/completions"
+
+
+PARTS = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]}, {"type": "text", "text": '{"score": 7}'}]
+KINDS = {
+    "content in parts": chat(PARTS),
+    "reasoning in its own field": chat(message={"reasoning_content": 'Perhaps {"score": 2}.'}),
+    "nothing but reasoning": chat(None, message={"reasoning": 'It is good. {"score": 7}'}),
+    "no usage": chat(usage=None),
+    "odd usage": chat(usage=["10"]),
+    "usage in texts": chat(usage={"total_tokens": "10"}),
+    "no finish_reason": (200, {}, {"choices": [{"message": {"content": '{"score": 7}'}}]}),
+    "further choices": (200, {}, {"choices": [chat()[2]["choices"][0], {"message": {"content": '{"score": 1}'}}]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replies_of_other_servers(serve: Any, tmp_path: Path, kind: str) -> None:
+    """Guards against a dialect that costs samples."""
+    assert works(judge(f"{serve(under('/v1', KINDS[kind])).url}/v1", tmp_path))
+
+
+@pytest.mark.parametrize("usage", [None, {"total_tokens": "10"}, {}], ids=str)
+def test_a_budget_of_tokens_needs_a_count_of_them(serve: Any, tmp_path: Path, usage: Any) -> None:
+    """Guards against max_tokens that never ends anything, because the server does not report them."""
+    found = judge(f"{serve(under('/v1', chat(usage=usage))).url}/v1", tmp_path, max_tokens=1000).find_fault()
+    assert "max_tokens is 1,000" in found and "max_calls" in found
+
+
+def test_a_limit_that_every_verdict_exceeds(serve: Any, tmp_path: Path) -> None:
+    """Guards against a reasoning judge whose limit of tokens ends before its verdict, in every sample of a night."""
+    cut = {"choices": [{"message": {"content": None, "reasoning_content": "Let me"}, "finish_reason": "length"}]}
+    reward = judge(f"{serve(under('/v1', (200, {}, cut))).url}/v1", tmp_path, options={"max_tokens": 20})
+    assert "raise options.max_tokens, which is 20" in reward.find_fault()
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Retry-After": "0.01"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}], ids=str
+)
+def test_too_many_requests_are_asked_again(serve: Any, tmp_path: Path, headers: dict[str, str]) -> None:
+    """Guards against a run that is refused because the service is busy at that moment, whatever it says of when."""
+    replies = iter([(429, headers, "slow down")] * 3)
+    endpoint = serve(lambda method, path: next(replies, chat()))
+    assert works(judge(f"{endpoint.url}/v1", tmp_path)) and len(endpoint.seen) == 5
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1", "https://127.0.0.1:1/v1"])
+def test_nobody_there_is_one_sentence_at_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against minutes of retries before a run that cannot start."""
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 1e6)
+    found = judge(url, tmp_path).find_fault()
+    assert url in found and "start the judge" in found and "\n" not in found
+
+
+@pytest.mark.parametrize("url", ["http://host:99999/v1", "ftp://host/v1", "host/v1", "http:///v1"])
+def test_an_address_that_is_none_is_refused_when_it_is_read(tmp_path: Path, url: str) -> None:
+    """Guards against an error of the HTTP library in place of the key's name."""
+    with pytest.raises(ValueError, match="url|port|Port"):
+        judge(url, tmp_path)
