@@ -14,8 +14,11 @@ FACTS = re.compile(r", (\w+), who .*?, (\w+) an old (\w+) at the (\w+),")
 
 
 def grade(task: str, answer: str) -> float:
-    """0 to 1: the share of the facts that the answer keeps, less 0.05 for each word beyond ten."""
-    facts, words = FACTS.search(task).groups(), re.findall(r"\w+", answer)
+    """0 to 1: the share of the facts that the answer keeps, less 0.05 for each word beyond ten; 0 for other tasks."""
+    found, words = FACTS.search(task), re.findall(r"\w+", answer)
+    if found is None:
+        return 0.0
+    facts = found.groups()
     return max(0.0, sum(fact in words for fact in facts) / len(facts) - 0.05 * max(0, len(words) - 10))
 
 

@@ -70,7 +70,10 @@ def test_a_real_judge_scores_and_is_asked_once(url: str, tmp_path: Path) -> None
     params: dict[str, Any] = {"url": url, "model": NAME, "folder": tmp_path, "think_end_id": 7, "thinking": False}
     params |= {"rubric": "A good answer says who did what.", "concurrency": 1}
     reward = JudgeReward(**params, options=form(score={"enum": list(range(1, 11))}))
-    assert reward.find_fault() == "" and "gpt" in JudgeReward(**params | {"model": "gpt"}).find_fault()
+    assert reward.find_fault() == "" and "its reply cannot be used" in JudgeReward(**params).find_fault()
+    # It serves under any name.
+    for other in ({"model": "gpt"}, {"url": url.removesuffix("/v1")}, {"url": f"{url}/chat/completions"}):
+        assert JudgeReward(**params | other, options=form(score={"enum": list(range(1, 11))})).find_fault() == ""
     metrics: dict[str, float] = {}
     answers = [good for _, good, _ in STORIES]
     batch = {"prompts": [story for story, _, _ in STORIES], "completions": answers, "completion_ids": [[1]] * 3}
