@@ -53,7 +53,7 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
 
 
 def renew_win_rate(run: RunConfig, dataset: Any, measured: Evaluation) -> bool:
-    """Measure the win rate of the evaluation before training anew, from the answers that it keeps, if `eval.judge` is
+    """Measure the win rate of the evaluation before training again, from the answers that it keeps, if `eval.judge` is
     another judge now. Returns whether it is."""
     if run.eval.judge is None or measured.judge_digest == build_judge(run).identity:
         return False

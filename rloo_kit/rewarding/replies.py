@@ -113,8 +113,7 @@ def _outermost(level: list[Any], name: str, reply: str) -> Any:
 
 
 def contains(answer: str, name: str, verdict: Any, read: Callable[[Any], Any]) -> bool:
-    """Whether an answer contains the verdict, written as JSON: a judge that quotes it cannot be told from one that
-    means it."""
+    """Whether an answer contains the verdict, written as JSON, so that the judge may only quote it."""
     plain = _as_json(re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), answer))
     for found in re.finditer(rf'"\s*{name}\s*"\s*:\s*', plain, re.I):
         with suppress(ValueError, RecursionError):

@@ -112,7 +112,7 @@ def test_a_reply_that_ends_elsewhere_names_the_cause() -> None:
     ids=str,
 )
 def test_tokens_are_counted_where_they_are_reported(usage: Any, tokens: int) -> None:
-    """Guards against a judgement that is lost to an odd field beside it."""
+    """Guards against a judgement that is lost to an odd field next to it."""
     assert count_tokens({"usage": usage}) == tokens
 
 
