@@ -12,10 +12,6 @@ LONGEST_ERROR = 2000  # characters of a caught error's text
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def hide(values: Any) -> None:
-    """stub"""
-
-
 def excerpt(value: Any, longest: int = 120) -> str:
     """`repr(value)` for a message, cut at `longest` characters; names the type if repr fails.
 
