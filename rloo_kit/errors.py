@@ -3,13 +3,55 @@
 A message states what was found, the limit, and the key or command that fixes it.
 """
 
+import html
+import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 LONGEST_LINE, MOST_LINES = 1000, 100
 LONGEST_ERROR = 2000  # characters of a caught error's text
 # What moves a terminal's cursor, reverses its text or cannot be written at all.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_hidden: set[str] = set()
+_pattern: re.Pattern[str] | None = None  # of the hidden values, in each spelling
+
+
+def hide(values: Iterable[str]) -> None:
+    """From now on `mask` replaces these secret values, and so does whatever cuts or prints a text here."""
+    global _pattern
+    _hidden.update(filter(None, values))
+    spelled = ["".join(map(_spell, re.sub(r"\\+", r"\\", one))) for one in sorted(_hidden, key=len, reverse=True)]
+    _pattern = re.compile("|".join(spelled)) if spelled else None
+
+
+def _spell(character: str) -> str:
+    """A pattern of a secret's character: as it is, or as JSON, Python, an address (%2F, %252F) or HTML has it, behind
+    any number of backslashes, since a text may be quoted several times; a run of backslashes is one character."""
+    if character == "\\":
+        return r"(?:(?:\\{1,99}+(?i:u005c|x5c)|%(?:25){0,9}5[cC]|&#92;){1,99}+|\\{1,99}+)"
+    octets, code = character.encode("utf-8", "surrogateescape"), ord(character)
+    written = {
+        json.dumps(character)[1:-1],
+        ascii(character)[1:-1],
+        f"u{code:04x}",
+        html.escape(character),
+        f"&#{code};",
+    }
+    written |= {"".join(f"{mark}{octet:02x}" for octet in octets) for mark in ("%", "\\x")}
+    written |= {character.replace(" ", "+"), character.encode("utf-8", "replace").decode()}
+    others = "|".join(re.escape(one.lstrip("\\")) for one in sorted(written - {character}))
+    others = others.replace(r"\\", r"\\{0,99}+").replace("%", "%(?:25){0,9}")
+    return rf"\\{{0,99}}+(?:(?i:{others})|{re.escape(character)})"
+
+
+def mask(value: Any) -> Any:
+    """`value`, a text or a list or mapping with texts, with `***` for each hidden value; keys and numbers stay."""
+    if _pattern is None or not isinstance(value, str | dict | list | tuple):
+        return value
+    if isinstance(value, dict):
+        return {key: mask(one) for key, one in value.items()}
+    return _pattern.sub("***", value) if isinstance(value, str) else [mask(one) for one in value]
 
 
 def excerpt(value: Any, longest: int = 120) -> str:
@@ -19,7 +61,7 @@ def excerpt(value: Any, longest: int = 120) -> str:
     ("'aaaaaaaaaaaaaaaa...", 'a value of type int')
     """
     try:
-        text = repr(value)
+        text = mask(repr(value))
     except Exception:  # an object's repr is a program that may raise anything; 10**5000 and a list in itself have none
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
@@ -31,6 +73,7 @@ def shorten(text: str, longest: int = 2000, tail: int = 0) -> str:
     >>> shorten("found, the limit and the fix", 28), shorten("found, the limit and the fix", 27, tail=3)
     ('found, the limit and the fix', 'fou ... (28 characters) fix')
     """
+    text = mask(text)  # before the cut, which would leave half a secret
     if len(text) <= longest:
         return text
     end = f" ... ({len(text):,} characters) {text[len(text) - tail :]}".rstrip()
@@ -55,7 +98,7 @@ class RlooKitError(Exception):
     """Root of the kit's errors. The text may contain user input, so it is cut and escaped before printing."""
 
     def __str__(self) -> str:
-        lines = super().__str__().split("\n")
+        lines = mask(super().__str__()).split("\n")
         left_out = [f"... and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
         text = "\n".join([*(shorten(line, LONGEST_LINE, tail=250) for line in lines[:MOST_LINES]), *left_out])
         return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)

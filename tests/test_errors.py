@@ -1,6 +1,25 @@
 """The text of the kit's errors: short, and printable whatever a user gave."""
 
-from rloo_kit.errors import LONGEST_LINE, MOST_LINES, ConfigError, RewardError, RunNotFoundError, excerpt
+import html
+import json
+from collections.abc import Iterator
+from urllib.parse import quote, quote_plus, urlencode
+
+import pytest
+
+from rloo_kit import errors
+from rloo_kit.errors import (
+    LONGEST_LINE,
+    MOST_LINES,
+    ConfigError,
+    RewardError,
+    RunNotFoundError,
+    describe_error,
+    excerpt,
+    hide,
+    mask,
+    shorten,
+)
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
@@ -26,3 +45,97 @@ def test_an_excerpt_has_no_repr_to_fail() -> None:
         deep = [deep]
     assert excerpt(10**5000) == "a value of type int" and excerpt(deep) == "a value of type list"
     assert excerpt("x" * 500, 20) == "'" + "x" * 16 + "..."
+
+
+@pytest.fixture
+def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test hides is not hidden in later ones."""
+    monkeypatch.setattr(errors, "_hidden", set())
+    monkeypatch.setattr(errors, "_pattern", None)
+    yield
+
+
+KEYS = (
+    "sk-Canary/4711+abc",
+    "a\"b'c\\d\\\\e",
+    "two\nlines\tand 50%",
+    "p%40ss%2Fw",
+    "\\/\\/",
+    "gr\u00fc\u00dfe-\U0001f600",
+    "&<key>;=?",
+)
+SPELLINGS = {
+    "as it is": str, "repr": lambda key: repr(key)[1:-1], "ascii": lambda key: ascii(key)[1:-1],
+    "JSON": lambda key: json.dumps(key)[1:-1], "JSON of PHP": lambda key: json.dumps(key)[1:-1].replace("/", "\\/"),
+    "JSON in JSON": lambda key: json.dumps(json.dumps(key)[1:-1])[1:-1],
+    "JSON in repr in repr": lambda key: repr(repr(json.dumps(key)))[4:-4],
+    "code points": lambda key: "".join(f"\\u{ord(c):04X}" if ord(c) < 2**16 else json.dumps(c)[1:-1] for c in key),
+    "bytes": lambda key: repr(key.encode())[2:-1], "address": lambda key: quote(key, safe=""), "path": quote,
+    "query": quote_plus, "form": lambda key: urlencode({"": key})[1:],
+    "address in address": lambda key: quote(quote(key, safe=""), safe=""),
+    "small hex": lambda key: "".join(f"%{octet:02x}" for octet in key.encode()), "HTML": html.escape,
+    "HTML numbers": lambda key: "".join(f"&#{ord(one)};" for one in key),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_hidden")
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_a_secret_is_masked_in_every_spelling(how: str) -> None:
+    """A server echoed a key as JSON writes it (abc\\/def), an HTTP library percent-encoded it in an address: a search
+    for the value itself found neither."""
+    hide(KEYS)
+    for key in KEYS:
+        written = SPELLINGS[how](key)
+        for text in (written, f"key={written}&page=2", f'{{"key": "{written}"}}', f"{written} and {written}"):
+            assert mask(text) == text.replace(written, "***"), (key, text)
+        for error in (ConfigError(f"401: {written}"), RewardError(f"a\nb: {written}\nc")):
+            assert str(error).count("***") == 1 and describe_error(error).count("***") == 1
+    hide(["sk-\udce9-of-latin-1"])  # a variable's bytes that are no UTF-8; ? is what the kit prints for them
+    assert [mask(f"sk-{one}-of-latin-1") for one in ("\udce9", "\\udce9", "?", "%E9", "\\xe9", "!")] == [
+        *["***"] * 5,
+        "sk-!-of-latin-1",
+    ]
+    assert mask("/4711+abc is half a key, and sk-canary/4711+abc another one") == (
+        "/4711+abc is half a key, and sk-canary/4711+abc another one"
+    )
+
+
+@pytest.mark.usefixtures("nothing_hidden")
+def test_no_cut_leaves_half_a_secret() -> None:
+    """A limit of 500 characters cut an error within the key, and what was left no longer looked like it."""
+    key = KEYS[0]
+    hide([key])
+    for length in range(40, 140):
+        found = (
+            excerpt("x" * (length - 30) + key + "y" * 99, length),
+            shorten("x" * (length - 30) + key + "y" * 99, length),
+        )
+        lines = "\n".join(
+            ["x" * (LONGEST_LINE - length) + key + "y" * 999, "x" * 999 + key + "y" * (250 - length % 40)]
+        )
+        for text in (*found, str(RewardError(lines)), describe_error(OSError(lines))):
+            assert not any(key[at : at + 4] in text for at in range(len(key) - 3)), text
+
+
+@pytest.mark.usefixtures("nothing_hidden")
+def test_of_secrets_that_begin_alike_the_longer_is_masked_whole() -> None:
+    """With the shorter one first, the rest of the longer one stayed: ***-production."""
+    hide(["sk-abc", "sk-abc-production"])
+    hide(["sk-abc-prod", ""])
+    assert mask("sk-abc, sk-abc-production; sk-abc-prod: sk-abcd") == "***, ***; ***: ***d"
+
+
+def test_without_a_secret_nothing_is_masked() -> None:
+    """An empty value, of a variable that is not set, would match everywhere."""
+    if errors._pattern is None:
+        hide([""])
+        assert errors._pattern is None and mask("text") == "text"
+
+
+@pytest.mark.usefixtures("nothing_hidden")
+@pytest.mark.parametrize("text", ["\\" * 300_000, "%25" * 100_000, '\\\\"' * 100_000, "+ " * 150_000, "%5c%" * 75_000])
+def test_a_text_made_to_be_slow_is_masked_in_time(text: str) -> None:
+    """A pattern that tries each way to read a run of backslashes takes minutes for a result that a tool found in the
+    web; these take a tenth of a second."""
+    hide(["\\a\\", "%%%%x", '\\"\\"\\"x', "   x", "\\x5c\\x5c!"])
+    assert mask(text) == text

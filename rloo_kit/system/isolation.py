@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import psutil
 
-from rloo_kit.errors import DataError, RewardError, RlooKitError, WholeBatchError, shorten
+from rloo_kit.errors import DataError, RewardError, RlooKitError, WholeBatchError, hide, mask, shorten
 from rloo_kit.system.gpu import GIB
 
 END_TIMEOUT_S = 15.0
@@ -115,6 +115,7 @@ GRACE_S = 5.0  # for a process that has closed its pipe to leave an exit code
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_GROWTH_GIB = 4.0  # a process that grows by more after its first call leaks and is replaced
 RUN_MARK, WORKER_MARK = "RLOO_KIT_WORKERS", "RLOO_KIT_WORKER"  # of this process; of one worker
+HIDDEN = "RLOO_KIT_HIDDEN"  # names of the variables whose values no reply shows
 WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 # fmt: off
@@ -140,10 +141,11 @@ class LateError(WholeBatchError):
 def worker_environment(further: Iterable[str] = ()) -> dict[str, str]:
     """The variables of this process that a worker gets: an allow-list, so that it sees none of the secrets in `.env`.
 
-    Listed ones are passed if they do not look like a secret, those named in `further` whatever their value."""
+    Listed ones are passed if they do not look like a secret, those named in `further` whatever their value: no reply
+    shows it."""
     listed = {name for name in os.environ if name in PASSED_NAMES or name.startswith(PASSED_BEGINNINGS)}
-    passed = {name for name in listed if not SECRET.search(name)} | set(further)
-    return {name: value for name, value in os.environ.items() if name in passed}
+    passed = {name for name in listed if not SECRET.search(name)} | (named := set(further))
+    return {name: value for name, value in os.environ.items() if name in passed} | {HIDDEN: ",".join(sorted(named))}
 
 
 class Worker:
@@ -333,12 +335,15 @@ def serve() -> None:
     os.set_inheritable(connection.fileno(), False)
     with suppress(OSError):  # if memory runs out, Linux kills this process and its children before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    for name in os.environ.get(HIDDEN, "").split(","):
+        value, least = os.environ.get(name, ""), 4 if SECRET.search(name) else 8  # a dummy such as 1 is no secret
+        hide(one for one in map(str.strip, (value, *value.splitlines())) if len(one) >= least)
     with suppress(EOFError):
         while True:
             request = connection.recv_bytes()
             try:
                 function, args = pickle.loads(request)
-                reply = json.dumps([None, function(*args)]).encode()
+                reply = json.dumps([None, mask(function(*args))]).encode()
                 if len(reply) > MAX_REPLY_BYTES:
                     found = f"its rewards and what it logs have {len(reply):,} bytes"
                     raise WholeBatchError(f"{found}; the limit is {MAX_REPLY_BYTES:,}: log less (log_extra)")

@@ -1,19 +1,38 @@
 """Tools in their process: what a fault costs the model, and what its user sees."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data import tools
 from rloo_kit.data.tools import Result, Toolbox, open_toolbox
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, RewardError
+from rloo_kit.rewarding.worker import end_workers
 
 FILE = Path(__file__).parent / "faulty_tools.py"
+LEAKING = Path(__file__).parent / "leaking_tools.py"
 
 
-def make_run(*tools: str, **keys: Any) -> RunConfig:
-    rloo = {"tools": [f"{FILE}:{name}" for name in tools], "max_steps": 1, "tool_timeout_s": 1.0} | keys
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Toolboxes are kept for equal settings; tests of other files count this process's workers."""
+    yield
+    end_workers()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No toolbox of another test, whose processes have other variables."""
+    tools._open.cache_clear()
+    yield
+    tools._open.cache_clear()
+
+
+def make_run(*tools: str, file: Path = FILE, **keys: Any) -> RunConfig:
+    rloo = {"tools": [f"{file}:{name}" for name in tools], "max_steps": 1, "tool_timeout_s": 1.0} | keys
     return RunConfig.model_validate({
         "model": {"name": "embedded/thinking"}, "data": {"source": "embedded/addition"}, "rloo": rloo,
         "rewards": [{"name": "answer_reward"}],
@@ -97,3 +116,85 @@ def test_tools_that_cannot_be_offered(keys, words):
     """The key and what is wrong, before a model is loaded."""
     with pytest.raises(ConfigError, match=f"rloo.tools.*{words}"):
         open_toolbox(make_run(**keys))
+
+
+KEY = "sk-Canary/4711+a\"b'c\\d 50%\ne"
+WAYS = ("as it is", "json", "php", "repr", "json in repr", "codes", "bytes", "quote", "quote twice", "small hex")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_tool_never_shows_a_key_that_it_was_given(monkeypatch):
+    """A tool raised an error with the address that it had called, key included, as HTTP libraries write it: the model
+    read it, and rollouts/, before.json, after.json, the report and the log had it. In any spelling, in results too, in
+    each process, and in the one that replaces a process after a hang."""
+    monkeypatch.setenv("MY_API_KEY", KEY)
+    names = ("fails", "shows", "returns", "is_no_text", "hangs")
+    toolbox = toolbox_of(*names, file=LEAKING, tool_env=["MY_API_KEY"], tool_processes=2)
+
+    def call(number, name, **arguments):
+        (found,) = toolbox.call(number, [(name, arguments)]).result()
+        shown = found.content + found.detail
+        assert "***" in shown and not any(part in shown for part in ("4711", "50%", "b'c", "c\\d")), shown
+        return found.content
+
+    toolbox.reset([0, 1], [{}, {}])
+    for number in (0, 1):
+        for by in WAYS:
+            whole = '{"key": "***"}' if by == "json in repr" else "401 for https://host/?q=1&key=***&page=2"
+            assert whole in call(number, "shows", by=by) and whole in call(number, "fails", by=by)
+        assert call(number, "returns", depth=2) == '[[{"code": 401, "key": "***"}, 1, "<***>"], 1, "<***>"]'
+        assert call(number, "is_no_text", length=30).startswith("error: is_no_text returned {'xxx")
+    (late,) = toolbox.call(0, [("hangs", {})]).result()
+    assert late.kind == "failed" and "took longer" in late.content
+    assert "key=***&page=2" in call(0, "fails", by="quote")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_limit_that_falls_into_a_key_leaves_none_of_it(monkeypatch):
+    """The kit cuts an error at 500 and at 1,000 characters, a result at 100,000: half a key is no longer found."""
+    monkeypatch.setenv("MY_API_KEY", key := "sk-Canary/4711+abc")
+    toolbox = toolbox_of("fails", "shows", file=LEAKING, tool_env=["MY_API_KEY"])
+    toolbox.reset([0], [{}])
+    for at in (*range(390, 480, 3), *range(870, 980, 3), *range(99_920, 99_990, 3)):
+        for found in toolbox.call(0, [("fails", {"by": str(at)}), ("shows", {"by": str(at)})]).result():
+            shown = found.content + found.detail
+            assert not any(key[place : place + 4] in shown for place in range(len(key) - 3)), (at, shown[-200:])
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_environment_never_shows_a_key_that_it_was_given(monkeypatch):
+    """Its observation becomes part of the prompt, its messages and attributes of rollouts/ and of the rewards' columns.
+    Numbers stay numbers, names stay names."""
+    monkeypatch.setenv("MY_API_KEY", KEY)
+    toolbox = toolbox_of(environment=f"{LEAKING}:Leaky", tool_env=["MY_API_KEY"])
+    good, bad = toolbox.reset([0, 1], [{}, {"fail": 1}])
+    assert good.content == " Ask https://host/?key=***." and bad.detail.startswith(
+        "reset: ConnectionError: no host ***"
+    )
+    assert toolbox.call(0, [("look", {})]).result()[0].content == "from https://host/?key=***"
+    assert toolbox.ask(0, "respond", []).result() == [{"role": "user", "content": "use ***", "number": 0}]
+    with pytest.raises(RewardError, match=r"no reward from https://host/\?key=\*\*\*"):
+        toolbox.ask(0, "get_reward", []).result()
+    (seen, _) = toolbox.environments()
+    assert (seen.url, seen.one, seen.parts) == ("https://host/?key=***", 1, [{"key": "***", KEY: 1.0}])
+
+
+@pytest.mark.usefixtures("fresh")
+def test_only_what_is_worth_hiding_is_hidden(monkeypatch):
+    """With a dummy key of a server that wants none, half of all texts would be stars; of keys that begin alike the
+    longer one goes whole; libraries strip a key, and print single lines of a certificate."""
+    values = {
+        "DUMMY_KEY": "1", "LOCAL_TOKEN": "EMPTY", "LEVEL": "debug", "SERVER_URL": "https://host/", "A_KEY": "sk-abcdef",
+        "B_KEY": "sk-abcdef-ghi", "PADDED_KEY": "  sk-padded\n", "MY_API_KEY": "-----BEGIN-----\nqwertz\n-----END-----",
+    }  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    toolbox = toolbox_of("echo", file=LEAKING, tool_env=[*values, "MISSING_KEY"])
+    toolbox.reset([0], [{}])
+    for text, shown in (
+        ("1 + 11 = 12", "1 + 11 = 12"), ("debug: key EMPTY", "debug: key ***"), ("at https://host/v1", "at ***v1"),
+        ("sk-abcdef-ghi, sk-abcdef-jkl", "***, ***-jkl"), ("Bearer sk-padded.", "Bearer ***."),
+        (values["MY_API_KEY"], "***"), ("bad line 'qwertz'", "bad line '***'"),
+        ('{"n": 1, "t": "sk-abcdef"}', '{"n": 1, "t": "***"}'),
+    ):  # fmt: skip
+        assert toolbox.call(0, [("echo", {"text": text})]).result() == [Result(shown)]

@@ -111,6 +111,24 @@ def test_a_worker_sees_no_secret_that_was_not_asked_for(monkeypatch: pytest.Monk
     worker.close()
 
 
+def test_a_reward_never_shows_a_key_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An own reward raised an error with the address that it had called, key included: it was in the log, in
+    status.json and, through log_extra, in rollouts/. What comes back is masked, whatever the process is asked for."""
+    monkeypatch.setenv("MY_API_KEY", key := "sk-Canary/4711+abc")
+    reward = WorkerReward(f"{HERE.parent / 'data' / 'leaking_tools.py'}:rate", timeout_s=60.0, env=["MY_API_KEY"])
+    seen: list[Any] = []
+    logs = {"log_metric": lambda *args: seen.append(args), "log_extra": lambda *args: seen.append(args)}
+    found = guard(reward).score(**BATCH, **logs)
+    assert seen == [("reply", ["from ***", {"key": "***", "n": 1}]), ("judge/n", 1.0)]
+    assert found.values == [1.0, None] and "it returned '***'" in found.failures[0]
+    for completion in ("fails", "a text"):
+        found = guard(reward).score(**BATCH | {"completions": [completion] * 2}, **logs)
+        assert found.failed == [True, True] and "***" in found.failures[0] and "Canary" not in str(found), key
+    reward.worker.close()
+    with pytest.raises(WholeBatchError, match="KeyError: 'MY_API_KEY'"):
+        WorkerReward(f"{HERE.parent / 'data' / 'leaking_tools.py'}:rate", timeout_s=60.0).load()
+
+
 class Unreadable:
     """It can be pickled, and raises where it is read."""
 
