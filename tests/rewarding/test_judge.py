@@ -430,3 +430,35 @@ def test_a_template_is_rendered_with_a_row_before_the_run(make: Make, server: Ju
         file.write_text(text)
         with pytest.raises(ValueError, match="answer"):
             make(template=str(file), mode=mode)
+
+
+@pytest.mark.parametrize("key", ["score", "1", "choices", '"'])
+def test_a_key_is_hidden_in_what_is_shown_and_not_in_what_is_read(
+    make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Guards against a dummy key of a local server that occurs in its replies: masked there, no verdict could be read,
+    or another one."""
+    monkeypatch.setenv("JUDGE_KEY", key)
+    found, _ = score(make(key_env="JUDGE_KEY"), ["good", "fair"])
+    assert found.values == [1.0, 0.5]
+    assert score(make(key_env="JUDGE_KEY"), ["good", "fair"])[0].values == [1.0, 0.5]  # from the cache
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        lambda key: key,
+        lambda key: key.replace("/", "\\/"),
+        lambda key: key.replace("/", "\\u002f"),
+        lambda key: key.replace("/", "%2F"),
+    ],
+)
+def test_a_key_is_hidden_in_every_spelling(
+    make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, echo: Callable[[str], str]
+) -> None:
+    """Guards against a key that a server writes with JSON's escapes, or as an address."""
+    key = "sk-Canary/4711"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    server.verdict = lambda request: f"The key is {echo(key)}."  # type: ignore[method-assign]
+    found, _ = score(make(key_env="JUDGE_KEY"), ["good"])
+    assert found.failed == [True] and "***" in found.failures[0] and "Canary" not in found.failures[0]
