@@ -1,8 +1,8 @@
 """Pass rates of training prompts: selects those that the initial policy solves sometimes, and measures whether RLOO has
 a signal.
 
-Pass rates at or outside `rollout.min_pass_rate` and `rollout.max_pass_rate` are skipped. Rates are cached, and the
-selection is stored in the run's folder for a resume.
+Pass rates at or outside `rollout.min_pass_rate` and `rollout.max_pass_rate` are skipped. The selection is stored in the
+run's folder for a resume.
 """
 
 import hashlib
@@ -12,33 +12,26 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-import rloo_kit
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.data.load import Data
-from rloo_kit.errors import ConfigError, DataError, SetupError
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals.evaluate import AnswerJudge, by_prompt, digest_prompts, make_held_out_rewards, open_tools
 from rloo_kit.health.series import EQUAL_REWARDS, at_ceiling
-from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.intervals import Measured, wilson
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.types import Progress
-from rloo_kit.runs.files import append_rows, is_count, read_object, read_rows
+from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.folder import RunDir
-from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import is_distributed, say
 
-FOLDER = "difficulty"  # of `cache_folder()`
 SELECTION = "prompts.json"
-BATCHES_AT_ONCE = 4  # between two cache writes, because an engine that refills its rows benefits from long lists
+BATCHES_AT_ONCE = 4  # in one call: an engine that refills its rows benefits from long lists
 ENOUGH = 0.2  # share of prompts with a signal; below it most of a rollout is wasted
-SAMPLED_VALUES = 256  # of each tensor, for the fingerprint
-
-TOOLS = ("tools", "environment", "max_turns", "max_tool_calls", "tool_result_tokens")  # keys that rates depend on
 Asked = tuple[str, Any, str]  # a prompt, its right answer, and the row that an environment starts from, as text
 
 
@@ -83,9 +76,9 @@ def _read_selection(run_dir: RunDir) -> dict[str, Any] | None:
 
 def measure_pass_rates(
     run: RunConfig, policy: Policy, prompts: list[str], answers: list[Any], samples: int, rows: Any = None
-) -> tuple[list[float], int]:
-    """The share of right ones among `samples` completions of each rendered prompt, cached or measured, and how many
-    were cached. `rows`: of the dataset, one per prompt, for an environment."""
+) -> list[float]:
+    """The share of right ones among `samples` completions of each rendered prompt; equal prompts are measured once.
+    `rows`: of the dataset, one per prompt, for an environment."""
     tools, starts = open_tools(run, policy), list[dict[str, Any]]()
     if tools is not None and tools.toolbox.environment is not None:
         starts = list(rows)
@@ -93,83 +86,16 @@ def measure_pass_rates(
     asked: list[Asked] = list(zip(prompts, answers, texts, strict=True))
     judge = AnswerJudge(run, policy.tokenizer, answers)
     try:
-        judged_by = judge.reward if judge.gym_reward is None else (judge.reward, judge.gym_reward)
-        adapter = run.model.adapter and str(run.model.adapter)
-        conditions: dict[str, Any] = {"model": run.model.name, "adapter": adapter, "samples": samples}
-        conditions |= {"weights": fingerprint(policy.model), **_sampling_of(run), "judge": repr(judged_by)}
-        conditions |= {"kit": rloo_kit.__version__}
-        if tools is not None:
-            conditions |= {"tools": [dict(run.rloo)[name] for name in TOOLS], "sources": tools.toolbox.sources}
-        cache = PassRateCache(conditions)
-        pairs = list(dict.fromkeys(asked))
-        todo = share([pair for pair in pairs if cache.get(*pair) is None])  # each machine has its own cache
+        todo = list(dict.fromkeys(asked))
         own = [todo[place] for place in share_of(todo)]
-        _measure(run, policy, judge, cache, own, samples, dict(zip(texts, starts, strict=False)))
-        cache.take(gather_lists([(*one, cache.get(*one)) for one in own]))
+        measured = gather_lists(_measure(run, policy, judge, own, samples, dict(zip(texts, starts, strict=False))))
         judge.unscored = sum(gather_objects(judge.unscored))
     finally:
         judge.close()
     if judge.unscored:
         say(f"difficulty: {judge.unscored} completions could not be judged; they count as wrong")
-    rights = share([cache.get(*one) or 0 for one in asked])
-    return [right / samples for right in rights], len(pairs) - len(todo)
-
-
-class PassRateCache:
-    """The pass rates in the file `path`, measured under `conditions`: everything they depend on except prompt and
-    answer, as JSON values."""
-
-    def __init__(self, conditions: dict[str, Any]) -> None:
-        self.conditions = conditions
-        text = json.dumps(conditions, sort_keys=True)
-        self.path = cache_folder() / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
-        entries = [(row.get("prompt"), row.get("right")) for row in read_rows(self.path)]
-        self._right = {key: right for key, right in entries if isinstance(key, str) and is_count(right)}
-
-    @staticmethod
-    def key(prompt: str, answer: Any, start: str = "") -> str:
-        """The key of a prompt, its right answer and what an environment starts from."""
-        return hashlib.sha256("\0".join([prompt, str(answer), *([start] if start else [])]).encode()).hexdigest()[:32]
-
-    def get(self, prompt: str, answer: Any, start: str = "") -> int | None:
-        """How many completions of the prompt were right; None if it was not measured."""
-        return self._right.get(self.key(prompt, answer, start))
-
-    def add(self, measured: list[tuple[str, Any, str, int]]) -> None:
-        """Store what was asked and the numbers of right completions; SetupError if the file cannot be written."""
-        found = self.take(measured)
-        rows: list[dict[str, Any]] = [{"prompt": key, "right": right} for key, right in found.items()]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            append_rows(self.path, rows if self.path.exists() else [{"conditions": self.conditions}, *rows])
-        except OSError as error:
-            raise SetupError(
-                f"pass rates cannot be written to {self.path}: {error.strerror or error}. Set {CACHE_VARIABLE} to a "
-                "writable folder, or rollout.difficulty_samples=0"
-            ) from error
-
-    def take(self, measured: list[tuple[str, Any, str, int]]) -> dict[str, int]:
-        """Like `add`, without writing the file, which another process has done; returns the numbers by key."""
-        found = {self.key(*asked): right for *asked, right in measured}
-        self._right |= found
-        return found
-
-
-def fingerprint(model: Any) -> str:
-    """A digest of the weights: 256 values of each tensor, with its name, shape and type. An adapter that is still the
-    identity is excluded, because its random half depends on the seed."""
-    skipped = "lora_" if is_identity(model) else None
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if skipped is not None and skipped in name:
-            continue
-        name = name.replace(".base_layer", "").removeprefix("base_model.model.")
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        if not parameter.is_meta:
-            values = parameter.detach().reshape(-1)
-            step = max(1, values.numel() // SAMPLED_VALUES)
-            digest.update(values[::step].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    rights = dict(zip(todo, measured, strict=True))
+    return [rights[one] / samples for one in asked]
 
 
 def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
@@ -186,7 +112,7 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
         raise ConfigError(f"{found}: name it in data.answer_column, {off}")
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
     texts, gold = [prompts[row] for row in judged], [answers[row] for row in judged]
-    rates, cached = measure_pass_rates(run, policy, texts, gold, samples, dataset.select(judged))
+    rates = measure_pass_rates(run, policy, texts, gold, samples, dataset.select(judged))
     skipped = {row for row, rate in zip(judged, rates, strict=True) if not low < rate < high}
     kept = [row for row in range(len(prompts)) if row not in skipped]
     hard, easy = (sum(rate <= low for rate in rates), sum(rate >= high for rate in rates))
@@ -201,15 +127,16 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
             f"{found}: {len(kept)} are left, and a rollout takes {needed}. Use other prompts (data.source), raise "
             f"rollout.difficulty_samples or rloo.max_completion_length, widen the two rates, {off} to train on all"
         )
-    say(f"difficulty: {found} ({cached} from the cache): {len(kept)} are trained on")
+    say(f"difficulty: {found}: {len(kept)} are trained on")
     mean = sum(rates) / len(rates)
     return {"prompts": len(rates), "too_hard": hard, "too_easy": easy, "mean_pass_rate": mean, "kept": kept}
 
 
 def _measure(
-    run: RunConfig, policy: Policy, judge: AnswerJudge, cache: PassRateCache, todo: list[Asked], samples: int, rows: Any
-) -> None:
-    """Sample and judge `todo`, and add it to the cache chunk by chunk. `rows`: for an environment, by text."""
+    run: RunConfig, policy: Policy, judge: AnswerJudge, todo: list[Asked], samples: int, rows: Any
+) -> list[int]:
+    """The number of right ones among `samples` completions of each of `todo`. `rows`: for an environment, by text."""
+    measured = list[int]()
     prompts_at_once = max(1, BATCHES_AT_ONCE * (run.rollout.rows or run.eval.batch_size) // samples)
     printed_at = time.monotonic()
     each = " by each process" if is_distributed() else ""
@@ -227,8 +154,8 @@ def _measure(
         texts, judge.gold, starts = map(list, zip(*chunk, strict=True))
         completions = _sample(run, policy, texts, samples, seed, [rows.get(one, {}) for one in starts], report)
         verdicts = judge.judge(completions) or []
-        rights = [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
-        cache.add([(*pair, right) for pair, right in zip(chunk, rights, strict=True)])
+        measured += [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
+    return measured
 
 
 def _sample(
@@ -307,7 +234,7 @@ def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int 
         if not rows:
             return None
         chosen, gold = data.train.select(rows), [answers[row] for row in rows]
-        return Signal(measure_pass_rates(run, policy, list(chosen["prompt"]), gold, samples, chosen)[0], samples)
+        return Signal(measure_pass_rates(run, policy, list(chosen["prompt"]), gold, samples, chosen), samples)
     rewards, built = make_held_out_rewards(run, policy.tokenizer)
     if rewards is None:
         return None

@@ -1,5 +1,4 @@
-"""The difficulty cache: pass rates measured once and kept on disk, the prompts selected by them, and whether RLOO has a
-signal."""
+"""Pass rates of training prompts, the prompts selected by them, and whether RLOO has a signal."""
 
 import json
 from collections.abc import Callable
@@ -9,22 +8,12 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
 
-from rloo_kit import load_config
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals import difficulty
-from rloo_kit.evals.difficulty import (
-    PassRateCache,
-    Signal,
-    fingerprint,
-    measure_pass_rates,
-    measure_signal,
-    select_prompts,
-)
+from rloo_kit.evals.difficulty import Signal, measure_signal, select_prompts
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
@@ -32,13 +21,6 @@ from rloo_kit.runs.rollouts import read_rollouts
 from tests.rollout.models import make_policy
 
 THINK_END, TURN_END, SEVEN, EIGHT = 260, 258, 22, 23
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache for the test alone."""
-    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "difficulty"
 
 
 @pytest.fixture
@@ -95,28 +77,23 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 RIGHT = {"0": 0, "1": 1, "2": 2, "3": 4, "4": 3, "5": 4}  # of 4 completions; the other prompts are never solved
 
 
-def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, cache, capsys):
-    """If half of the groups have no learning signal, half of the run's time is wasted. What was measured is not
-    measured again."""
+def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, capsys):
+    """If half of the groups have no learning signal, half of the run's time is wasted."""
     dataset = make_dataset(["7"] * 7)
     chosen = select_prompts(make_run(), policy, dataset, folder)
     assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 4)]
     assert chosen.column_names == dataset.column_names
     line = capsys.readouterr().out
-    assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
+    assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once"
     assert "of 7 training prompts, 2 have a pass rate of at most 0" in line and "2 of at least 1" in line
-    assert "4 completions each (0 from the cache): 3 are trained on" in line
+    assert "4 completions each: 3 are trained on" in line
     narrower = select_prompts(make_run(min_pass_rate=0.25, max_pass_rate=0.75), policy, dataset, folder)
     assert narrower["prompt"] == [dataset[2]["prompt"]], "both ends are skipped"
     off = make_run(difficulty_samples=0)
     assert select_prompts(off, policy, dataset, folder) is dataset
-    del sampled[:]  # measuring 1,000 prompts with a 4B model can take longer than the run itself
-    more = make_dataset(["7"] * 9)
-    select_prompts(make_run(), policy, more, folder)
-    assert sampled == [[more[row]["prompt"] for row in (7, 8)]]
-    (file,) = cache.iterdir()
-    conditions = json.loads(file.read_text().splitlines()[0])["conditions"]
-    assert conditions["model"] == "my-model" and conditions["temperature"] == 1.0 and conditions["samples"] == 4
+    del sampled[:]
+    select_prompts(make_run(), policy, make_dataset(["7"] * 3).select([0, 1, 1, 0, 2]), folder)
+    assert [len(prompts) for prompts in sampled] == [3], "equal prompts are measured once"
 
 
 def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
@@ -126,49 +103,6 @@ def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
     assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 3, 4)]
     assert sampled == [[dataset[row]["prompt"] for row in (0, 2, 4)]]
     assert "of 3 training prompts with an answer, 1 have" in capsys.readouterr().out
-
-
-def test_an_interrupted_measuring_goes_on(policy, folder, sampled, cache, monkeypatch):
-    """Ctrl-C in the ninth of ten minutes, or a crash in the middle of a line, must cost one chunk and no more."""
-    whole = difficulty.generate_completions
-
-    def cut(policy: Any, prompts: list[str], **options: Any) -> Any:
-        if len(sampled) == 1:
-            raise KeyboardInterrupt
-        return whole(policy, prompts, **options)
-
-    monkeypatch.setattr(difficulty, "generate_completions", cut)
-    dataset = make_dataset(["7"] * 9)
-    with pytest.raises(KeyboardInterrupt):
-        select_prompts(make_run(), policy, dataset, folder)
-    assert not (folder / "prompts.json").exists()
-    (file,) = cache.iterdir()
-    file.write_text(file.read_text()[:-20])  # the last line is half there
-    monkeypatch.setattr(difficulty, "generate_completions", whole)
-    chosen = select_prompts(make_run(), policy, dataset, folder)
-    assert [len(prompts) for prompts in sampled] == [4, 4, 2], "the fourth prompt's line was cut off"
-    assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 4)]
-    again = PassRateCache(json.loads(file.read_text().splitlines()[0])["conditions"])
-    assert [again.get(row["prompt"], "7") for row in dataset] == [0, 1, 2, 4, 3, 4, 0, 0, 0]
-
-
-def test_other_conditions_are_measured_once_more(policy, sampled, tmp_path):
-    """A pass rate for another model, limit, judge or right answer does not apply."""
-    file = tmp_path / "run.yaml"
-    file.write_text(make_run().to_yaml())
-
-    def cached(*overrides: str, gold: str = "7") -> int:
-        run, dataset = load_config(file, *overrides), make_dataset([gold] * 3)
-        return measure_pass_rates(run, policy, dataset["prompt"][:], [gold] * 3, run.rollout.difficulty_samples)[1]
-
-    assert cached() == 0 and cached("run.seed=5", "rloo.beta=0.5") == 3
-    for change in ("rloo.temperature=0.7", "rloo.max_completion_length=3", "rollout.difficulty_samples=2",
-                   "model.name=other", "rewards=[{name: answer_reward, params: {find: last_number}}]"):  # fmt: skip
-        assert cached(change) == 0, change
-    assert cached(gold="8") == 0
-    with torch.no_grad():
-        policy.model.model.layers[1].mlp.up_proj.weight += 0.01
-    assert cached() == 0
 
 
 def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
@@ -204,23 +138,6 @@ def test_without_answers_nothing_can_be_measured(policy, folder):
     dataset = make_dataset(["7"] * 3).remove_columns("answer")
     with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
         select_prompts(make_run(), policy, dataset, folder)
-
-
-def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_model):
-    """An adapter that is still the identity has a random half that differs with each seed, but the policy is the
-    same."""
-
-    def adapted(seed: int) -> Any:
-        torch.manual_seed(seed)
-        return get_peft_model(make_tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-
-    plain = fingerprint(make_tiny_model())
-    assert fingerprint(make_tiny_model()) == plain != fingerprint(make_tiny_model(seed=1))
-    assert fingerprint(adapted(1)) == fingerprint(adapted(2)) == plain
-    trained = adapted(1)
-    with torch.no_grad():
-        trained.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight[0, 0] = 0.5
-    assert fingerprint(trained) != plain
 
 
 @pytest.mark.slow

@@ -524,13 +524,9 @@ def test_an_episode_is_judged_by_its_last_turn_and_its_own_environment(episodes,
     assert "tools" not in replace(measured, tools={}).to_dict()
 
 
-def test_pass_rates_of_episodes_are_kept_by_what_starts_them(episodes, monkeypatch, tmp_path):
+def test_pass_rates_of_episodes_are_by_what_starts_them(episodes):
     """All rows of an environment may have one prompt and one answer; measured once, the first row's rate was all
     rows'."""
-    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     run, policy, dataset = episodes([["</think>7"], ["</think>7"], ["</think>7"], ["</think>8"], ["</think>8"], [""]])
-    asked = run, policy, dataset["prompt"][:], dataset["answer"][:], 2
-    assert measure_pass_rates(*asked, dataset) == ([1.0, 0.5, 0.0], 0)
-    assert measure_pass_rates(*asked, dataset) == ([1.0, 0.5, 0.0], 3)
-    run.rloo.max_turns = 3
-    assert measure_pass_rates(*asked, dataset)[1] == 0
+    found = measure_pass_rates(run, policy, dataset["prompt"][:], dataset["answer"][:], 2, dataset)
+    assert found == [1.0, 0.5, 0.0]

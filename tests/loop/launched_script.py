@@ -80,9 +80,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     run = kit.load_config(settings["config"], *settings["overrides"])
     policy = kit.load_policy(run)
     prompts = [f"add {number}" for number in range(7)]
-    rates, cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7, 2)
-    again, all_cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7, 2)
-    return {"asked": asked, "rates": rates, "again": again, "cached": [cached, all_cached]}
+    rates = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7, 2)
+    return {"asked": asked, "rates": rates}
 
 
 def main(settings: dict[str, Any]) -> None:
