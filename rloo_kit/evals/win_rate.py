@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import ConfigError, RewardError
+from rloo_kit.errors import ConfigError, RewardError, describe_error
 from rloo_kit.results.evaluation import Evaluation, number_repeats
 from rloo_kit.results.intervals import Measured, paired_difference
 from rloo_kit.rewarding.guard import run_async
@@ -37,7 +37,7 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
     else:
         found = run_async(_compare_all(judge, dataset, measured, base if against == BASE else None, against))
         values = [one[0] if isinstance(one, tuple) else None for one in found]
-        agreed = [one[1] for one in found if isinstance(one, tuple)]
+        agreed = [one[1] for one in found if isinstance(one, tuple) and one[1] is not None]
         problems = [str(one) for one in found if isinstance(one, RewardError)]
         if problems:
             say(f"WARNING: eval.judge: {len(problems)} of {size} answers were not compared. {problems[0]}")
@@ -47,41 +47,42 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
         lead = paired_difference([0.5] * len(known), known)  # the interval is above one half where that of the lead is
         value, low, high = (min(max(0.5 + (end or 0.0), 0.0), 1.0) for end in lead.ends)
         win_rate = Measured(value, low, high, len(known), values)
-        measured.measures["win_rate"], measured.judge_agreement = win_rate, sum(agreed) / len(agreed)
+        measured.measures["win_rate"] = win_rate
+        measured.judge_agreement = sum(agreed) / len(agreed) if agreed else None
     measured.judge = f"against {'the base' if against == BASE else against}, by {judge.model}"
     measured.judge_digest = judge.identity
 
 
 def renew_win_rate(run: RunConfig, dataset: Any, measured: Evaluation) -> bool:
     """Measure the win rate of the evaluation before training again, from the answers that it keeps, if `eval.judge` is
-    another judge now. Returns whether it is."""
+    another judge now. Returns whether that was done."""
     if run.eval.judge is None or measured.judge_digest == build_judge(run).identity:
         return False
     measure_win_rate(run, dataset.select(range(measured.num_prompts)), measured, None)
-    return True
+    return measured.judge_digest == build_judge(run).identity
 
 
 async def _compare_all(
     judge: Judge, dataset: Any, measured: Evaluation, base: Evaluation | None, against: str
-) -> list[tuple[float, bool] | RewardError | None]:
-    """How each answer compares, and whether both orders agree; None where one of the two was not kept."""
+) -> list[tuple[float, bool | None] | RewardError | None]:
+    """How each answer compares, and whether both orders agree (None: not asked); None where one was not kept."""
     others = {} if base is None else _answers(base)
     own = _answers(measured)
 
-    async def compare(key: Any, row: dict[str, Any]) -> tuple[float, bool] | RewardError | None:
+    async def compare(key: Any, row: dict[str, Any]) -> tuple[float, bool | None] | RewardError | None:
         answer, other = own.get(key), others.get(key)
         if base is None:
             other = "" if has_no_answer(row[against]) else str(row[against])
         if answer is None or other is None:
             return None
         if answer == other:
-            return 0.5, True
+            return 0.5, None
         if not answer or not other:  # thinking that was never closed, a row without a reference
-            return float(bool(answer)), True
+            return float(bool(answer)), None
         try:
             return await judge.compare(task_text(row["prompt"], row), [answer, other], row)
-        except RewardError as error:
-            return error
+        except Exception as error:  # also of a template, on this row
+            return error if isinstance(error, RewardError) else RewardError(describe_error(error))
 
     return await asyncio.gather(*map(compare, number_repeats(dataset["prompt"]), dataset))
 

@@ -14,15 +14,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, groupby
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, TemplateError, meta
 
 from rloo_kit.data.sources import QUESTION, USER_MESSAGE
 from rloo_kit.errors import RewardError, describe_error, excerpt, hide, printable
@@ -30,6 +31,7 @@ from rloo_kit.rewarding.guard import run_async
 from rloo_kit.rewarding.replies import (
     contains,
     count_tokens,
+    find_key,
     find_verdict,
     read_better,
     read_ranking,
@@ -53,11 +55,23 @@ VERDICTS = {"score": "score", "rank": "ranking", "compare": "better"}  # by mode
 BASE = "base"  # what `eval.judge.against` names, or a column
 NO_COLUMN = "eval.judge.against is {}, and the prompts have the columns {}: name one of them, or " + BASE
 RUBRIC = "A good answer does what the task asks: it is correct, complete, clear and no longer than it needs to be."
-MADE_UP = ("I do not know. (4711)", "It depends on the case. (4712)")  # answers for the check before a run
+MADE_UP = ("About 4711", "About 4712")  # answers for the check before a run
+REFUSES = "refuses the request"
+SENT = ("model", "messages", "stream", "n")  # fields of a request that are no options
 
 _JITTER = random.Random()  # the module's own numbers are the run's
 _TAGS = ("task", "reference", "answer")  # of the kit's templates
-_INVISIBLE = "\\s/\u200b-\u200f\u2060\ufeff"
+_INVISIBLE = "\\s/\xad\u200b-\u200f\u2060-\u2064\ufeff"
+
+
+class _Templates(Environment):
+    """Templates in which a column of a row comes before a dict's method of that name, such as items."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
+
+
+_TEMPLATES = _Templates(undefined=StrictUndefined, trim_blocks=True)
 
 
 @dataclass
@@ -103,6 +117,12 @@ class Judge:
         check_int("max_calls", self.max_calls, 1, none_allowed=True)
         check_int("max_tokens", self.max_tokens, 1, none_allowed=True)
         check_positive("request_timeout_s", self.request_timeout_s)
+        self.options = self.options or {}
+        if reserved := [name for name in SENT if name in self.options]:
+            raise ValueError(f"options has {reserved[0]}, which the judge sets itself; template is the request's text")
+        for name in ("model", "rubric"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name).strip():
+                raise ValueError(f"{name} is {excerpt(getattr(self, name))}; it is a text")
         if set("@?#") & set(self.url):  # not printed: it may contain a password or a key
             raise ValueError("url has more than a host, a port and a path; an API key is read from key_env")
         parts = urlsplit(self.url)
@@ -121,7 +141,14 @@ class Judge:
             self.source_digests = {f"template {Path(self.template).name}": digest_texts([self._template])}
         self.url = self.url.rstrip("/").removesuffix("/chat/completions")
         self.counts, self._gives_up, self._base = defaultdict[str, float](float), False, self.url
-        self._made_up()
+        known = ["answer", "low", "high"] if self.mode == "score" else ["answers"]
+        try:
+            named = meta.find_undeclared_variables(_TEMPLATES.parse(self._template))
+        except TemplateError as error:
+            raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
+        if known[0] not in named or named - {"task", "rubric", "row", *known}:
+            found = f"template is {self.template} and names {', '.join(sorted(named))}; it has to name {known[0]}"
+            raise ValueError(f"{found}, and may name task, rubric, row, {', '.join(known)}")
 
     @cached_property
     def _template(self) -> str:
@@ -138,20 +165,22 @@ class Judge:
         return digest_texts([json.dumps(known, sort_keys=True, default=str)])
 
     def _render(self, task: str, row: dict[str, Any], answers: Sequence[str]) -> str:
-        """The request. In the answers, tags of the template are made harmless: none closes its own place."""
-        names = {*_TAGS, *re.findall(r"<\s*/?\s*([A-Za-z][\w-]*)", self._template)}
-        tag = re.compile(rf"<(?=[{_INVISIBLE}]*(?:{'|'.join(map(re.escape, names))})\b)", re.IGNORECASE)
-        shown: dict[str, Any] = {"answers": [tag.sub("&lt;", answer) for answer in answers]}
+        """The request. In the answers, tags of the template and the verdict's key are made harmless: none closes its
+        own place, or has a verdict that a judge could quote."""
+        names = "|".join(map(re.escape, {*_TAGS, *re.findall(r"<\s*/?\s*([^\W\d_][\w:.-]*)", self._template)}))
+        tag = re.compile(rf"<(?=[{_INVISIBLE}]*(?:{names})(?![^\W\d_]))", re.IGNORECASE)
+        key = find_key(VERDICTS[self.mode])
+        shown: dict[str, Any] = {"answers": [key.sub(r"&quot;\1&quot;", tag.sub("&lt;", one)) for one in answers]}
         if self.mode == "score":
             shown = {"answer": shown["answers"][0], "low": self.scale[0], "high": self.scale[1]}
-        template = Environment(undefined=StrictUndefined, trim_blocks=True).from_string(self._template)
+        template = _TEMPLATES.from_string(self._template)
         return str(template.render(rubric=self.rubric, task=task, row=row, **shown))
 
-    def _made_up(self, task: str = "", row: dict[str, Any] | None = None) -> tuple[str, Sequence[str]]:
+    def _made_up(self, task: str, row: dict[str, Any]) -> tuple[str, Sequence[str]]:
         """A request about made-up answers, and these; ValueError if the template fails or does not show them."""
         answers = MADE_UP[: 1 if self.mode == "score" else 2]
         try:
-            text = self._render(task, defaultdict(str) if row is None else row, answers)
+            text = self._render(task, row, answers)
         except Exception as error:  # a template is a program
             raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
         if not all(answer.lower() in text.lower() for answer in answers):
@@ -168,9 +197,10 @@ class Judge:
             timeout = httpx.Timeout(self.request_timeout_s, connect=min(CONNECT_TIMEOUT_S, self.request_timeout_s))
             try:
                 client = httpx.AsyncClient(timeout=timeout, **self._options)
-            except (ImportError, ValueError) as error:
-                fix = "pip install 'httpx[socks]', unset it, or name the host in NO_PROXY"
-                raise RewardError(f"the proxy that the environment names cannot be used ({error}): {fix}") from None
+            except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
+                found = f"the environment's proxy or certificates cannot be used ({describe_error(error)})"
+                fix = "pip install 'httpx[socks]', or correct ALL_PROXY, HTTP_PROXY, NO_PROXY, SSL_CERT_FILE"
+                raise RewardError(f"{found}: {fix}") from None
             self._held = loop, client, asyncio.Semaphore(self.concurrency), dict[str, Any]()
         return self._held[1:]
 
@@ -201,23 +231,28 @@ class Judge:
 
     def find_fault(self, row: dict[str, Any] | None = None, task: str = "Say hello.") -> str:
         """Why the judge cannot be used, in words; "" if it can. Asks it once, for a verdict on made-up answers to
-        `task`, in its own template with the columns of `row`."""
-        self.counts, self._gives_up = defaultdict(float), False
+        `task`, in its own template with the columns of `row`; without a row in the kit's."""
+        judge = self if row is not None or self.template is None else replace(self, template=None)
+        judge.counts, judge._gives_up = defaultdict(float), False
         try:
-            run_async(self.ask(*self._made_up(task, row), is_check=True))
-        except (ValueError, RewardError) as error:
-            return f"{error}{self._list_models()}"
-        if self.max_tokens is not None and not self.counts["tokens"]:
+            run_async(judge.ask(*judge._made_up(task, row or {}), is_check=True))
+        except Exception as error:
+            known = isinstance(error, ValueError | RewardError)
+            return (str(error) if known else describe_error(error)) + self._explain(error)
+        if self.max_tokens is not None and not judge.counts["tokens"]:
             return f"max_tokens is {self.max_tokens:,}, and {self.url} does not report tokens (usage): set max_calls"
         return ""
 
-    def _list_models(self) -> str:
-        """What the endpoint serves, for an error; "" if it has the model, or lists none."""
-        with suppress(httpx.HTTPError, ImportError, ValueError, KeyError, TypeError):
-            found = httpx.get(f"{self._base}/models", timeout=CONNECT_TIMEOUT_S, **self._options).json()["data"]
-            names = [str(one["id"]) for one in found]
-            return "" if self.model in names else f"; {self.url} serves {', '.join(names)}, not {self.model}"
-        return ""
+    def _explain(self, error: Exception) -> str:
+        """What else may be the cause: a model that is not served, a proxy."""
+        host, found = urlsplit(self.url).hostname or "", ""
+        with suppress(Exception):
+            served = httpx.get(f"{self._base}/models", timeout=CONNECT_TIMEOUT_S, **self._options).json()["data"]
+            names = [str(one["id"]) for one in served]
+            if REFUSES in str(error) and self.model not in names:
+                found = f"; {self.url} serves {', '.join(names)}, not {self.model}"
+        is_proxied = urlsplit(self.url).scheme in getproxies() and not is_loopback(self.url) and not proxy_bypass(host)
+        return found + (f"; a proxy stands between (HTTP_PROXY): NO_PROXY={host} leaves it out" if is_proxied else "")
 
     async def ask(self, text: str, answers: Sequence[str], *, is_check: bool = False) -> Any:
         """The verdict of the judge on `answers` that `text` shows, see `_read`. Equal requests are one call.
@@ -237,7 +272,7 @@ class Judge:
         else:
             asked[known] = asyncio.ensure_future(self._ask(request, known, answers, is_check))
             asked[known].add_done_callback(lambda _: asked.pop(known))
-        return await asked[known]
+        return await asyncio.shield(asked[known])
 
     async def _ask(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
         try:
@@ -251,11 +286,11 @@ class Judge:
             self.counts["failed"] += 1
             if isinstance(error, RewardError):
                 raise
-            found = f"{self.folder / CACHE} cannot be used ({error})"
-            raise RewardError(f"{found}: delete it, or make room on its disk") from None
+            fix = "another process holds it" if "locked" in str(error) else "delete it, or make room on its disk"
+            raise RewardError(f"{self.folder / CACHE} cannot be used ({error}): {fix}") from None
 
     async def _try(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
-        unread, problem = False, ""
+        unread, is_busy, problem = False, False, ""
         for tries in range(RETRIES + 1):
             pause_s, is_over = FIRST_PAUSE_S * 2.0**tries * _JITTER.uniform(0.8, 1.2), is_check or self._gives_up
             try:
@@ -265,7 +300,7 @@ class Judge:
             except httpx.HTTPStatusError as error:
                 problem, wanted = describe_error(error), error.response.headers.get("Retry-After", "")
                 pause_s = max(pause_s, float(wanted)) if re.fullmatch(r"\d+(\.\d+)?", wanted) else pause_s
-                is_over = self._gives_up
+                is_over, is_busy = self._gives_up, error.response.status_code == 429
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"no answer, start the judge or set url: {describe_error(error)}"
             except ValueError as error:
@@ -275,7 +310,7 @@ class Judge:
                 break
             self.counts["retries"] += 1
             await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
-        self._gives_up |= pause_s > 0  # it is down: the rest of this batch is asked once
+        self._gives_up |= pause_s > 0 and not is_busy  # it is down: the rest of this batch is asked once
         raise RewardError(f"no verdict from {self.model} at {self.url}: {problem}")
 
     async def _call(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
@@ -283,7 +318,7 @@ class Judge:
         first = self.run
         with suppress(OSError), open(self.folder / self.run / "config.yaml", errors="replace") as config:
             first = config.readline()  # with the run's id; a run that starts over has another
-        spender = digest_texts([first, self.identity])
+        spender = "" if is_check else digest_texts([first, self.identity])
         for name, sum_of, limit in (("calls", "1", self.max_calls), ("tokens", "tokens", self.max_tokens)):
             if limit is not None and not is_check:
                 spent = self._calls.execute(f"SELECT sum({sum_of}) FROM calls WHERE run = ?", (spender,)).fetchone()
@@ -306,7 +341,7 @@ class Judge:
             raise RewardError(f"{self.url} refuses the API key: set {self.key_env or KEY} in .env ({shown})")
         if not response.is_success:
             fix = ", does url end in /v1?" if status in (404, 405) and not self._has_version else ""
-            raise RewardError(f"{self.url} refuses the request{fix}: {shown}")
+            raise RewardError(f"{self.url} {REFUSES}{fix}: {shown}")
         try:
             body = response.json()
             choice = body["choices"][0]
@@ -320,8 +355,9 @@ class Judge:
         name, size = VERDICTS[self.mode], len(answers)
         found = find_verdict(read_reply(choice, request), name)
         verdict = self._read(found, size)
-        if any(contains(answer, name, verdict, lambda one: self._read(one, size)) for answer in answers):
-            raise ValueError(f"{name} is {excerpt(found)}, which an answer contains: the judge may quote it")
+        is_high = self.mode == "score" and verdict > sum(self.scale) / 2
+        if is_high and contains(answers[0], name, verdict, lambda one: self._read(one, size)):
+            raise ValueError(f"{name} is {excerpt(found)}, which the answer contains: the judge may quote it")
         self._calls.execute("UPDATE calls SET reply = ? WHERE rowid = ?", (json.dumps(found), row))
         return verdict
 
@@ -367,7 +403,8 @@ class JudgeReward(AnswerReader, Judge):
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
-        if len(self.scale) != 2 or not self.scale[0] < self.scale[1]:
+        numbers = [one for one in self.scale if isinstance(one, int | float)]
+        if len(self.scale) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
             raise ValueError(f"scale is {self.scale!r}; it takes the lowest and the highest score, such as [1, 10]")
         super().__post_init__()
 

@@ -7,23 +7,24 @@ counts, and never a verdict that one of the answers contains.
 import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from rloo_kit.errors import excerpt
 
-CUT = ("length", "max_tokens", "model_length", "content_filter")  # values of `finish_reason`, by several servers
+CUT = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")  # `finish_reason` of several servers
 _LIMITS = ("max_tokens", "max_completion_tokens")  # keys of a request
-_TAG = r"(?:think|thinking|thought|reasoning|reflection)"
-_OPENED, _CLOSED = (
-    re.compile(rf"^[ \t]*[<\[]{_TAG}\b[^>\]]*[>\]]", re.I | re.M),
-    re.compile(rf"[<\[]/{_TAG}[>\]]", re.I),
-)
-_SPECIAL, _AROUND = re.compile(r"<\|\w+\|>|</s>"), " \t\r\n`*."  # tokens of a server's template; a fence, bold text
+_TAG = r"(?:think|thinking|thoughts?|reasoning|reflection|analysis|scratchpad)"
+_OPENED = re.compile(rf"(?:^|[.!?:])[ \t]*(?:<{_TAG}\b[^>]*>|\[THINK\]|<\|channel\|>analysis)", re.I | re.M)
+_CLOSED = re.compile(rf"</{_TAG}>|\[/THINK\]|<\|channel\|>final", re.I)
+_LAST = re.compile(
+    rf"(?:<[|｜][^<>]{{1,30}}[|｜]>|</(?!{_TAG}>)[\w:.-]{{1,30}}>|<end_of_turn>)\Z", re.I
+)  # a token, a tag
+_AROUND = re.compile(r'[^\w{}\[\]"<>]*')  # a fence, bold text, a full stop
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')  # or a backslash that JSON does not have, as in LaTeX
 _LAST_COMMA = re.compile(r",(\s*[}\]])")
 _WITHIN = re.compile(r'(?:"\s*:|[\[{]|[}\]"]\s*,)\s*\Z')  # before a part of a larger object, which is broken
-_NUMBER = re.compile(r"([+-]?\d+(?:[.,]\d+)?)(?:\s*(?:/|out of)\s*(\d+))?", re.I)
+_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+|,\d{1,2})?)(?:\s*(?:/|out of|of)\s*(\d+))?", re.I)
+_TIES = ("tie", "neither", "both", "equal", "none")
 
 
 def read_reply(choice: dict[str, Any], request: dict[str, Any]) -> str:
@@ -33,9 +34,9 @@ def read_reply(choice: dict[str, Any], request: dict[str, Any]) -> str:
         ValueError: a refusal, or an end by `finish_reason`, with the limit in `request`.
     """
     message, reason = choice["message"], choice.get("finish_reason")
-    if reason in CUT:
+    if str(reason).lower() in CUT:
         limits = [f"{name}, which is {request[name]}" for name in _LIMITS if request.get(name)] or ["max_tokens"]
-        fix = "" if reason == "content_filter" else f": raise options.{limits[0]}"
+        fix = "" if reason in CUT[3:] else f": raise options.{limits[0]}"
         raise ValueError(f"it was cut (finish_reason {reason}){fix}")
     texts = (_join(message.get(name)) for name in ("content", "reasoning_content", "reasoning"))
     if text := next(filter(str.strip, texts), ""):
@@ -47,7 +48,8 @@ def read_reply(choice: dict[str, Any], request: dict[str, Any]) -> str:
 def _join(content: Any) -> str:
     """The text of a message, also of one in parts."""
     parts = content if isinstance(content, list) else [{"text": content}]
-    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+    parts = [part for part in parts if isinstance(part, dict) and part.get("type", "text") in ("text", "output_text")]
+    return "".join(str(part.get("text") or "") for part in parts)
 
 
 def count_tokens(body: Any) -> int:
@@ -71,7 +73,10 @@ def find_verdict(reply: str, name: str) -> Any:
     Raises:
         ValueError: the reply does not end with such an object, has it in its thinking, or gives `name` twice.
     """
-    text = _as_json(_SPECIAL.sub("", reply).rstrip(_AROUND))
+    text, before = reply, ""
+    while text != before:
+        before, text = text, _LAST.sub("", text[: len(text) - len(_AROUND.match(text[::-1])[0])])  # type: ignore[index]
+    text = _LAST_COMMA.sub(r"\1", _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text))
     for start in (opened.start() for opened in re.finditer(r"[{\[]", text)):
         try:
             value, end = _DECODER.raw_decode(text, start)
@@ -82,42 +87,47 @@ def find_verdict(reply: str, name: str) -> Any:
         if end == len(text):
             thinking = [opened.end() for opened in _OPENED.finditer(text, 0, start)]
             is_open = thinking and not _CLOSED.search(text, thinking[-1], start)
-            return _outermost([] if is_open or _WITHIN.search(text, 0, start) else [value], name, reply)
-    return _outermost([], name, reply)
-
-
-def _as_json(text: str) -> str:
-    return _LAST_COMMA.sub(r"\1", _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text))
+            return _value_of(name, None if is_open or _WITHIN.search(text, 0, start) else value, reply)
+    return _value_of(name, None, reply)
 
 
 def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object, its names in lower case. One that has a name twice may contain a quotation that closed its text."""
-    found = {name.strip().lower(): value for name, value in pairs}
+    found = {name.lower(): value for name, value in pairs}
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice")
     return found
 
 
-_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_as_dict)
+_DECODER = json.JSONDecoder(strict=False, parse_int=float, object_pairs_hook=_as_dict)
 
 
-def _outermost(level: list[Any], name: str, reply: str) -> Any:
-    """The value of `name` in the outermost objects that have it, if it is one; else raises ValueError."""
-    while level:
-        level = [one for part in level for one in (part if isinstance(part, list) else [part])]
-        found = [part[name] for part in level if isinstance(part, dict) and name in part]
-        if found and all(one == found[0] for one in found):
-            return found[0]
-        level = [] if found else [one for part in level if isinstance(part, dict) for one in part.values()]
-    raise ValueError(f"it does not end with JSON that has {name!r} once: {excerpt(reply[-200:], 200)}")
+def _value_of(name: str, value: Any, reply: str) -> Any:
+    """The value of `name` in an object, also one that is alone in a list or an object; else raises ValueError."""
+    while not (isinstance(value, dict) and name in value):
+        if not isinstance(value, dict | list) or len(value) != 1:
+            raise ValueError(f"it does not end with JSON that has {name!r}: {excerpt(reply[-200:], 200)}")
+        value = value[0] if isinstance(value, list) else next(iter(value.values()))
+    return value[name]
+
+
+def find_key(name: str) -> "re.Pattern[str]":
+    """Finds `name` as a key of JSON, also with escapes in it."""
+    letters = "".join(rf"(?:{one}|\\u00(?:{ord(one):02x}|{ord(one.upper()):02x}))" for one in name)
+    return re.compile(rf'"({letters})"(?=\s*:)', re.IGNORECASE)
 
 
 def contains(answer: str, name: str, verdict: Any, read: Callable[[Any], Any]) -> bool:
-    """Whether an answer contains the verdict, written as JSON, so that the judge may only quote it."""
-    plain = _as_json(re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), answer))
-    for found in re.finditer(rf'"\s*{name}\s*"\s*:\s*', plain, re.I):
-        with suppress(ValueError, RecursionError):
-            if read(_DECODER.raw_decode(plain, found.end())[0]) == verdict:
+    """Whether an answer contains the verdict, written as JSON, or begins to write one, so that the judge may only quote
+    it."""
+    for found in find_key(name).finditer(answer):
+        start = answer.index(":", found.end()) + 1
+        start += len(answer[start:]) - len(answer[start:].lstrip())
+        try:
+            if read(_DECODER.raw_decode(answer, start)[0]) == verdict:
+                return True
+        except (ValueError, RecursionError):
+            if answer[start : start + 1] in ("", '"', "[", "{"):
                 return True
     return False
 
@@ -132,7 +142,7 @@ def read_score(value: Any, low: float, high: float) -> float:
 
 def read_ranking(value: Any, size: int) -> list[int]:
     """The numbers of so many answers, the best first. Raises ValueError if one is missing."""
-    ranking = [_as_number(one) for one in value] if isinstance(value, list) else []
+    ranking = [_choice(one) for one in value] if isinstance(value, list) else []
     if sorted(one or 0 for one in ranking) != [one + 1 for one in range(size)]:
         raise ValueError(f"the ranking is {excerpt(value)}, and not each of 1 to {size} once")
     return [int(one or 0) for one in ranking]
@@ -140,14 +150,20 @@ def read_ranking(value: Any, size: int) -> list[int]:
 
 def read_better(value: Any) -> float:
     """1.0 if the first answer is better, 0.0 if the second is, 0.5 if neither. Raises ValueError for anything else."""
-    better = {0.0: 0.5, 1.0: 1.0, 2.0: 0.0}.get(-1.0 if (number := _as_number(value)) is None else number)
-    if better is None:
+    choice = 0.0 if isinstance(value, str) and value.strip().lower() in _TIES else _choice(value)
+    if choice not in (0.0, 1.0, 2.0):
         raise ValueError(f"better is {excerpt(value)}, and not 1, 2 or 0")
-    return better
+    return {0.0: 0.5, 1.0: 1.0, 2.0: 0.0}[choice]
 
 
-def _as_number(value: Any, of: float | None = None) -> float | None:
+def _as_number(value: Any, of: float) -> float | None:
     """A number, or a text that is one, alone or of `of`; else None."""
     if isinstance(value, str) and (found := _NUMBER.fullmatch(value.strip())):
         return float(found[1].replace(",", ".")) if found[2] is None or float(found[2]) == of else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _choice(value: Any) -> float | None:
+    """The number of an answer, also in a text such as Answer 2; else None."""
+    numbers = re.findall(r"\d+", value) if isinstance(value, str) else []
+    return float(numbers[0]) if len(numbers) == 1 else _as_number(value, 0)
