@@ -284,12 +284,13 @@ def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = Fa
     run, words = read_config(file, overrides), overrides or []
     check_folder(run, overwrite)
     refuse_worked_faults(run)
+    policy, data = prepare(run)
+    from rloo_kit.loop.sft import check_demonstrations, next_command, train_and_report
+
+    worked = check_demonstrations(run, policy, data)
     with open_folder(run, overwrite) as run_dir:
         run_dir.resume_command = shlex.join(["rloo-kit", "sft", str(file), *words, "--overwrite"])
-        policy, data = prepare(run)
-        from rloo_kit.loop.sft import fine_tune_and_report, next_command
-
-        result = fine_tune_and_report(run, policy, data, run_dir)
+        result = train_and_report(run, policy, data, worked, run_dir)
     say(f"next: {next_command(run, words, result)}")
     say_activation()
     if result.stopped:

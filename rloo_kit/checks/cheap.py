@@ -32,7 +32,7 @@ from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.signature import weighted_sum
-from rloo_kit.rewarding.verifiers import NEEDS_MATH_VERIFY, RewardModel
+from rloo_kit.rewarding.verifiers import NEEDS_MATH_VERIFY, RewardModel, find_model_fault
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.gpu import GIB
@@ -146,11 +146,8 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
         raise RlooKitError(f"{key}.name: {NEEDS_MATH_VERIFY}")
     if entry.name == GYM_REWARD:
         require_library(f"{key}.name: {GYM_REWARD}")
-    model = str(entry.params.get("model"))
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if entry.name == "reward_model" and is_path and not Path(model).expanduser().is_dir():
-        found = f"{key}.params.model is {model}, and there is no such folder"
-        raise ConfigError(f"{found}: rloo-kit reward-model trains one and prints its path")
+    if entry.name == "reward_model" and (fault := find_model_fault(str(entry.params.get("model")))):
+        raise ConfigError(f"{key}.params.model: {fault}")
     if tokenizer is None and ":" not in entry.name:
         return check_reward_name(key, entry.name)
     return build_reward(run, tokenizer, entry, key)
@@ -205,6 +202,8 @@ def _try_reward(
 ) -> list[float | None] | None:
     """A reward's values of all completions; None if it was not called, or, with a fault, cannot score all of them."""
     inner = getattr(reward, "reward", reward)
+    if isinstance(inner, RewardModel) and (fault := find_model_fault(inner.model)):
+        faults.append(Problem("rewards", f"{name}: {fault}"))
     is_left_out = isinstance(inner, RewardModel | EnvironmentReward) or hasattr(inner, "forward")
     if is_left_out or not callable(inner) or is_async(inner):
         return None  # it would load weights, it scores what has been played, or only a trainer can await it

@@ -19,6 +19,7 @@ DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package
 SMOLLM2 = ("smollm2/instruct", "smollm2/thinking", "smollm2/tools")
+RECORD = "embedded.json"  # in the folder of a built-in model: what was built; its presence marks it as complete
 KEPT_FAMILIES = "task_families"  # in the run's folder: copies of the user's family files
 
 # By the last part of a name, before there is a tokenizer: models that always think, and hybrid ones that think by

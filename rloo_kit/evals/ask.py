@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.config.model_names import RECORD
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.evals.evaluate import last_turn, open_tools
-from rloo_kit.models.embedded import RECORD
 from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
 from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rollout.completions import generate_completions

@@ -36,7 +36,7 @@ from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_differe
 from rloo_kit.rewarding.verifiers import TEXT_ENDS, RewardModel, TextForm
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
-from rloo_kit.runs.folder import RunDir, open_folder
+from rloo_kit.runs.folder import RunDir, check_folder, open_folder
 from rloo_kit.system import environment
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.processes import count_processes, say
@@ -87,35 +87,35 @@ def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardMode
     """Train a reward model on the pairs of `run.reward_model`, and measure it on those held out.
 
     Everything is written to outputs/NAME-reward-model. Ctrl-C does not raise: what is trained so far is saved and
-    measured. `overwrite` deletes what an earlier training left in that folder.
+    measured. `overwrite` deletes what an earlier training left in that folder, once nothing is left to refuse.
 
     Raises:
         ConfigError: no section, several processes, or an adapter to start from. DataError: the pairs cannot be used.
         RunExistsError: the folder has an earlier training, and `overwrite` is not set.
         NonFiniteError: the loss became NaN or infinite; nothing is saved.
     """
-    run = run.model_copy(deep=True)
+    named, run = run, run.model_copy(deep=True)
     if (section := run.reward_model) is None:
         wanted = "name the pairs, in the columns prompt, chosen and rejected: reward_model.source=preferences.jsonl"
         raise ConfigError(f"the run has no section reward_model; {wanted}")
     if (count := count_processes()) > 1:
         raise ConfigError(f"a reward model is trained in one process, and there are {count}: start it without launcher")
-    with open_folder(run, overwrite, FOLDER) as run_dir:
-        shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-        (run_dir / "result.json").unlink(missing_ok=True)
-        if section.model is not None:
-            own = {"name": section.model, "adapter": None, "family": "auto", "enable_thinking": None}
-            run.model = run.model.model_copy(update=own)
-        source = find_source(run)
-        if source.adapter is not None:
-            raise ConfigError(
-                f"a reward model starts from whole weights, and {source.adapter} is an adapter: merge it with "
-                "rloo-kit export RUN, and set reward_model.model to the folder"
-            )
-        tokenizer = _load(AutoTokenizer, source.base)
-        pairs, held_out = load_pairs(run, section, tokenizer)
-        say(f"reward model: {len(pairs)} pairs to train on, {len(held_out)} held out")
-        result = _train(run, section, load_base(run, source, section.lora), tokenizer, pairs, run_dir)
+    check_folder(run, overwrite, FOLDER)
+    if section.model is not None:
+        own = {"name": section.model, "adapter": None, "family": "auto", "enable_thinking": None}
+        run.model = run.model.model_copy(update=own)
+    source = find_source(run)
+    if source.adapter is not None:
+        raise ConfigError(
+            f"a reward model starts from whole weights, and {source.adapter} is an adapter: merge it with "
+            "rloo-kit export RUN, and set reward_model.model to the folder"
+        )
+    tokenizer = _load(AutoTokenizer, source.base)
+    pairs, held_out = load_pairs(run, section, tokenizer)
+    say(f"reward model: {len(pairs)} pairs to train on, {len(held_out)} held out")
+    model = load_base(run, source, section.lora)
+    with open_folder(named, overwrite, FOLDER) as run_dir:
+        result = _train(run, section, model, tokenizer, pairs, run_dir)
         reward = RewardModel(str(result.folder), batch_size=2 * section.per_device_train_batch_size)
         measure_pairs(held_out, reward, result)
         write_json(run_dir / "result.json", asdict(result) | {"folder": FOLDER})
@@ -262,6 +262,8 @@ def _train(
     writer, interrupts = MetricsWriter(run_dir), Interrupts("what is trained so far")
     for callback in (writer, _ProgressLine(writer, run.run.progress_every_s), interrupts):
         trainer.add_callback(callback)
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    (run_dir / "result.json").unlink(missing_ok=True)
     with interrupts:
         trainer.train()
     state, target, staged = trainer.state, run_dir / FOLDER, run_dir / UNFINISHED / FOLDER

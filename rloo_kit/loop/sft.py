@@ -6,7 +6,7 @@ needs Triton, and the scorer's is the same on every machine.
 
 import shlex
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -66,23 +66,14 @@ class SftResult:
     stopped: str | None
 
 
-def fine_tune(
-    run: RunConfig,
-    policy: Policy,
-    data: Data,
-    rows: Any = None,
-    *,
-    overwrite: bool = False,
-    run_dir: RunDir | None = None,
-) -> SftResult:
+def fine_tune(run: RunConfig, policy: Policy, data: Data, rows: Any = None, *, overwrite: bool = False) -> SftResult:
     """Train `policy` in place on the demonstrations of `run.sft`; everything is written to outputs/NAME-sft.
 
     Args:
         run: reads `sft`, `data`, `model`, `run`, and the optimizer in `rloo`.
         policy: from `load_policy`. data: from `load_data`; rows with one of its held-out prompts are left out.
         rows: demonstrations in Python instead of `sft.source`, with the column names of `sft`.
-        overwrite: delete what an earlier supervised training left in that folder.
-        run_dir: the folder, if already open (`open_folder`).
+        overwrite: delete what an earlier supervised training left in that folder, once nothing is left to refuse.
 
     Returns:
         `SftResult`. Ctrl-C does not raise: the current weights are saved, and `stopped` is "interrupted".
@@ -93,6 +84,13 @@ def fine_tune(
         RunExistsError: the folder has an earlier training, and `overwrite` is not set.
         NonFiniteError: the loss became NaN or infinite; nothing is saved.
     """
+    worked = check_demonstrations(run, policy, data, rows)
+    with open_folder(run, overwrite) as run_dir:
+        return _train(run, policy, worked, run_dir)
+
+
+def check_demonstrations(run: RunConfig, policy: Policy, data: Data, rows: Any = None) -> Demonstrations:
+    """The demonstrations; raises whatever `fine_tune` raises before it trains."""
     policy.refuse_trained("this training would not begin at the start", "RLOO", "SFT")
     if count_processes() > 1:
         raise ConfigError(
@@ -107,12 +105,10 @@ def fine_tune(
             f"WARNING: sft: the embedding's rows of {THINK_START} and {THINK_END} are equal, that is untrained, and an "
             "adapter does not train them: set them from trained tokens first, or set model.lora=null"
         )
-    opened = run_dir or open_folder(run, overwrite)
-    with opened if run_dir is None else nullcontext():
-        return _train(run, policy, worked, opened)
+    return worked
 
 
-def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: RunDir) -> SftResult:
+def train_and_report(run: RunConfig, policy: Policy, data: Data, worked: Demonstrations, run_dir: RunDir) -> SftResult:
     """Held-out accuracy before and after supervised training, and the signal that RLOO would have.
 
     Printed, and written to before.json and after.json. Raises as `fine_tune`."""
@@ -121,7 +117,7 @@ def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: Ru
         before = evaluate(run, policy, data.test, label="before")
         run_dir.write_json("before.json", before.to_dict())
         say(before)
-    result = fine_tune(run, policy, data, run_dir=run_dir)
+    result = _train(run, policy, worked, run_dir)
     if result.stopped:
         return result
     if before is not None:

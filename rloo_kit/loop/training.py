@@ -14,6 +14,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
 from rloo_kit.data.tools import open_toolbox
+from rloo_kit.data.verifiers_env import read_versions
 from rloo_kit.errors import ConfigError, HealthError, NoSignalError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
@@ -41,6 +42,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
+from rloo_kit.rewarding.verifiers import RewardModel
 from rloo_kit.rewarding.worker import end_workers, read_sources, refuse_edited
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.runs.files import read_object
@@ -78,26 +80,22 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
 
 
 def check_inputs(run: RunConfig, run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
-    """Record what a run's configuration only names (its rows, the sources of its rewards and tools, its base), and
+    """Record what a run's configuration only names (rows, sources of rewards and tools, weights, versions), and
     compare it with what a resumed run has; once for each open folder. Raises ConfigError, with a list, if they have
     changed.
 
     Changes that `run_dir` accepts, or that come before anything is trained, are recorded, and what was measured before
     them is deleted."""
     if not run_dir.inputs:
-        toolbox = open_toolbox(run)
-        sources = {} if toolbox is None else {f"tools in {file}": one for file, one in toolbox.sources.items()}
-        run_dir.inputs = share_from_main(
-            lambda: _compare_inputs(run_dir, sources | _read_inputs(policy, data, reward_funcs))
-        )
+        run_dir.inputs = share_from_main(lambda: _compare_inputs(run_dir, _inputs_of(run, policy, data, reward_funcs)))
 
 
 def _compare_inputs(run_dir: RunDir, found: dict[str, str]) -> str:
     began = read_object(run_dir / INPUTS) if run_dir.resumed else {}
     changed = [
-        f"{name} ({began[name]} then, {found[name]} now)" if name.startswith("number of") else name
+        f"{name} ({began.get(name)} then, {found.get(name)} now)" if name.startswith(("number ", "version ")) else name
         for name in (began | found if began else ())
-        if began.get(name) != found.get(name) and not (name.startswith("weights of") and name not in began)
+        if began.get(name) != found.get(name) and (name in began or not name.startswith(("weights of", "version of")))
     ]
     if changed:
         text, trained = ", ".join(changed), run_dir.resumes_from
@@ -116,16 +114,17 @@ def _compare_inputs(run_dir: RunDir, found: dict[str, str]) -> str:
     return digest_texts(map(str, sorted(found.items())))
 
 
-def _read_inputs(policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
-    """Digests and counts by their names in words."""
-    found: dict[str, str] = {}
+def _inputs_of(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
+    """Digests, counts and versions by their names in words."""
+    toolbox, found = open_toolbox(run), read_versions(run.rloo.environment or "") | policy.weights
+    found |= {f"tools in {file}": one for file, one in toolbox.sources.items()} if toolbox else {}
     for side, table in (("training", data.train), ("held-out", data.test)):
         found[f"number of {side} prompts"] = str(len(table))
         for name in table.column_names:
             values = (json.dumps(value, sort_keys=True, default=str) for value in table[name][:])
             found[f"column {name} of the {side} prompts"] = digest_texts(values)
     found["rewards"] = ", ".join(one if isinstance(one, str) else reward_name(one) for one in reward_funcs)
-    return found | read_sources(reward_funcs) | policy.weights
+    return found | read_sources(RewardModel(one) if isinstance(one, str) else one for one in reward_funcs)
 
 
 class _Training:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaF
 
 from rloo_kit.config.model_names import (
     DEFAULT_FAMILY,
+    RECORD,
     SMOLLM2,
     find_family_file,
     is_family_file,
@@ -43,8 +44,6 @@ from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models.cold_start import ColdStart, find_plan, train
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.think_tags import THINK_END, THINK_START
-
-RECORD = "embedded.json"  # what was built; its presence marks the folder as complete
 
 
 def build_once(target: Path, fill: Callable[[Path], None]) -> Path:

@@ -1,22 +1,20 @@
 """Find a run's model and adapter, check that they match, and set the tokenizer's padding."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards, try_to_load_from_cache
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import follow_umask
-from rloo_kit.models.embedded import RECORD
+from rloo_kit.plan.shapes import digest_weights
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
 from rloo_kit.runs.folder import BASE, INPUTS
@@ -28,7 +26,6 @@ PAD_TOKENS = (
 )  # fmt: skip
 # Model types, by their beginnings, that overflow in float16: Unsloth's list (unsloth_zoo/model_lists.py, 2026.10.9).
 FLOAT16_OVERFLOWS = ("gemma3", "gemma4", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_moe")
-BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
 SHARD_BYTES = 2**31
 _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
 
@@ -84,30 +81,8 @@ def find_source(run: RunConfig) -> ModelSource:
 
 def digest_source(source: ModelSource) -> dict[str, str]:
     """Digests of the weights of a base and of the adapter to continue; without those that cannot be found."""
-    found = {BASE: _digest_weights(source.base)}
-    if source.adapter is not None:
-        found["weights of the adapter to continue"] = _digest_weights(source.adapter)
-    return {name: digest for name, digest in found.items() if digest}
-
-
-def _digest_weights(model: str) -> str:
-    """A digest of the files of weights in a folder, or of a hub id in the hub's cache: their sizes, and up to
-    `SAMPLES` blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
-    folder = Path(model).expanduser()
-    with suppress(ValueError):  # not a hub id
-        if not folder.is_dir() and isinstance(found := try_to_load_from_cache(model, MODEL_CONFIG), str):
-            folder = Path(found).parent
-    if (folder / RECORD).is_file():
-        return folder.name
-    digest, files = hashlib.sha256(), sorted(folder.glob("*model*.safetensors")) or sorted(folder.glob("*model*.bin"))
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with open(file, "rb") as opened:
-            for place in range(0, size, max(BLOCK, size // SAMPLES)):
-                opened.seek(place)
-                digest.update(opened.read(BLOCK))
-    return digest.hexdigest()[:16] if files else ""
+    models = {BASE: source.base, "weights of the adapter to continue": source.adapter}
+    return {name: digest for name, one in models.items() if one and (digest := digest_weights(one))}
 
 
 def _from_name(name: str, adapter: str | None) -> ModelSource:
@@ -157,7 +132,7 @@ def check_base(source: ModelSource) -> None:
     adapter = Path(str(source.adapter)).expanduser()
     recorded = _recorded_base(adapter)
     at = adapter / TRAINED if (adapter / TRAINED).is_file() else adapter.parent.parent / INPUTS  # a checkpoint's run
-    record, now = read_object(at), _digest_weights(source.base)
+    record, now = read_object(at), digest_weights(source.base)
     trained_on = record.get("base") or record.get(BASE)
     if trained_on and trained_on == now:
         return

@@ -3,6 +3,7 @@
 Source of the tables: the models' own `config.json`; the 2507 models share the shapes of Qwen3.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.model_names import SMOLLM2
+from rloo_kit.config.model_names import RECORD, SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.runs.files import read_json
@@ -19,6 +20,7 @@ from rloo_kit.system.environment import huggingface_home
 
 HAS_KERNELS = ("qwen3", "qwen2", "llama", "mistral")  # Unsloth's own kernels; it compiles the others
 SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5")  # the same MLP; attention differs by norms, biases, gates, delta nets
+BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
 QWEN3_ROWS, QWEN3_5_ROWS, LLAMA3_ROWS = 151936, 248320, 128256
 BNB_ENDING = "-bnb-4bit"
 DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit
@@ -288,3 +290,21 @@ def find_in_cache(name: str) -> Path | None:
     files = [path for path in folder.glob("snapshots/*/config.json") if path.is_file()]
     files.sort(key=lambda path: (path.parent.name == commit, path.stat().st_mtime))
     return files[-1] if files else None
+
+
+def digest_weights(model: str) -> str:
+    """A digest of the files of weights in a folder, or of a hub id in the hub's cache: their sizes, and up to
+    `SAMPLES` blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
+    folder, cached = Path(os.path.expanduser(model)), find_in_cache(model)
+    folder = cached.parent if cached and not folder.is_dir() else folder
+    if (folder / RECORD).is_file():
+        return folder.name
+    digest, files = hashlib.sha256(), sorted(folder.glob("*model*.safetensors")) or sorted(folder.glob("*model*.bin"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with open(file, "rb") as opened:
+            for place in range(0, size, max(BLOCK, size // SAMPLES)):
+                opened.seek(place)
+                digest.update(opened.read(BLOCK))
+    return digest.hexdigest()[:16] if files else ""

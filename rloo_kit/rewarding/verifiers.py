@@ -6,20 +6,24 @@ time limit.
 
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rloo_kit._stack import load_stack
 from rloo_kit.data.answers import GYM_REWARD
 from rloo_kit.data.gym import GYM_COLUMN, INSTALL, load_library, score
-from rloo_kit.errors import BackendError, RewardError, RlooKitError, WholeBatchError
+from rloo_kit.errors import RewardError, RlooKitError, WholeBatchError, describe_error, excerpt
+from rloo_kit.plan.shapes import digest_weights, find_in_cache
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, cut_turns, refuse_assumed
+from rloo_kit.runs.files import read_object
 from rloo_kit.system.isolation import Worker
 from rloo_kit.system.processes import say
 
@@ -27,6 +31,7 @@ NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit
 WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
 START_TIMEOUT_S = 120.0  # to start the worker and load math-verify, or reasoning-gym
 
+TRAINS = "rloo-kit reward-model trains one and prints its folder"
 TEXT_ENDS = "reward_text_ends"  # key of a checkpoint's config: texts without a chat template have an end token
 _OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")  # by the chat template, at the end of a prompt
 _FORMULA = re.compile(r"(?<!\\)\$[^$]+\$|\\[(\[]")
@@ -225,6 +230,27 @@ class TextForm:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def find_model_fault(model: str) -> str:
+    """Why a folder, or a hub id in the cache, is no reward model, and what to do; "" if its files do not say so."""
+    folder = Path(os.path.expanduser(model))
+    is_folder, names = folder.is_dir(), " ".join(one.name for one in folder.glob("*"))
+    if (file := folder / "config.json" if is_folder else find_in_cache(model)) is None:
+        return f"{model}: there is no such folder; {TRAINS}" if re.match(r"[./~]|.*/.*/", model) else ""
+    config, inner, head = read_object(file), folder / "reward_model", "ForSequenceClassification"
+    labels, made = config.get("id2label"), str(config.get("architectures") or head)
+    outputs = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # two are not stored
+    faults = {
+        "is an adapter: merge it, PEFT's merge_and_unload()": not config and "adapter_config.json" in names,
+        f"has no config.json; the reward model in it is {inner}": not config and inner.is_dir(),
+        "has no config.json that can be read": not config,
+        f"has the head of {made}; a reward model has that of a ...{head}": head not in made,
+        f"has {outputs} outputs; a reward model has one (num_labels=1)": outputs != 1,
+        "has no tokenizer; add its own": is_folder and not re.search(r"token|vocab|tekken|\.(model|spm)\b", names),
+        "has no model.safetensors": is_folder and not re.search(r"\b(model\.safetensors|pytorch_model\.bin)", names),
+    }
+    return next((f"{model} {found}; {TRAINS}" for found, is_wrong in faults.items() if is_wrong), "")
+
+
 class RewardModel(AnswerReader):
     """A trained reward model: a sequence-classification checkpoint with one output, loaded on first use.
 
@@ -261,8 +287,8 @@ class RewardModel(AnswerReader):
         check_int("max_length", max_length, 1, none_allowed=True)
         if not isinstance(model, str) or not model:
             raise ValueError(f"model is {model!r}; it must be the id or folder of a sequence-classification checkpoint")
-        self.model, self.batch_size, self.max_length = model, batch_size, max_length
-        self.device, self.dtype = device, dtype
+        self.model, self.batch_size, self.max_length = os.path.expanduser(model), batch_size, max_length
+        self.device, self.dtype, self._failure = device, dtype, ""
         super().__init__(think_end_id, thinking, decode)
 
     def __repr__(self) -> str:
@@ -270,23 +296,29 @@ class RewardModel(AnswerReader):
 
     @cached_property
     def loaded(self) -> tuple[Any, TextForm]:
-        """The model, in evaluation mode, and the form of its texts; raises BackendError if it cannot be loaded or has
-        several outputs."""
-        stack = load_stack()
-        try:
-            tokenizer = stack.transformers.AutoTokenizer.from_pretrained(self.model)
-            model = stack.transformers.AutoModelForSequenceClassification.from_pretrained(self.model, dtype=self.dtype)
-        except (OSError, ValueError) as error:
-            raise BackendError(f"the reward model '{self.model}' cannot be loaded: {error}") from error
-        if model.config.num_labels != 1:
-            raise BackendError(
-                f"'{self.model}' has {model.config.num_labels} outputs; a reward model has one (num_labels=1)"
-            )
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token that is not padding
-        device = self.device or ("cuda" if stack.torch.cuda.is_available() else "cpu")
-        return model.to(device).eval(), TextForm(tokenizer, getattr(model.config, TEXT_ENDS, False))
+        """The model, in evaluation mode, and the form of its texts; raises WholeBatchError, but tries it only once."""
+        if not (fault := self._failure or find_model_fault(self.model)):
+            stack, more = load_stack(), {"dtype": self.dtype, "output_loading_info": True}
+            try:
+                tokenizer = stack.transformers.AutoTokenizer.from_pretrained(self.model)
+                model, info = stack.transformers.AutoModelForSequenceClassification.from_pretrained(self.model, **more)
+                fault = info["missing_keys"] and f"{self.model} lacks {excerpt(info['missing_keys'])}; {TRAINS}"
+                if not (fault := find_model_fault(self.model) or fault):  # of a hub id, which is in the cache now
+                    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+                    model.config.pad_token_id = tokenizer.pad_token_id  # it scores the last token that is not padding
+                    device = self.device or ("cuda" if stack.torch.cuda.is_available() else "cpu")
+                    return model.to(device).eval(), TextForm(tokenizer, getattr(model.config, TEXT_ENDS, False))
+            except Exception as error:  # of any library
+                fault = f"the reward model {self.model} cannot be loaded: {describe_error(error)}"
+            self._failure = fault
+        raise WholeBatchError(fault)
+
+    @cached_property
+    def source_digests(self) -> dict[str, str]:
+        """The digest of its weights, an input of the run; a hub id is loaded first if it is not in the cache."""
+        digest, fault = digest_weights(self.model), self._failure or find_model_fault(self.model)
+        digest = digest or (digest_weights(self.model) if not fault and self.loaded else "")
+        return {f"weights of the reward model {self.model}": digest} if digest else {}
 
     def __call__(
         self,
@@ -300,7 +332,7 @@ class RewardModel(AnswerReader):
         """The scores of a batch; `get_rewards(prompts, completions)`, as published recipes have it, is the same call.
 
         Raises:
-            ValueError: the model thinks, and there are no completion_ids. BackendError: as `loaded`.
+            ValueError: the model thinks, and there are no completion_ids. WholeBatchError: as `loaded`.
         """
         (model, form), answers = self.loaded, list(completions)
         if self.thinking:

@@ -50,8 +50,8 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
 
 def _read_source(reward: Any) -> dict[str, str]:
     """What identifies the source of an unwrapped reward, by file or function."""
-    if digests := getattr(reward, "__dict__", {}).get("source_digests"):  # a `WorkerReward`'s
-        return digests
+    if inspect.getattr_static(reward, "source_digests", None):  # a `WorkerReward`'s, a `RewardModel`'s
+        return reward.source_digests | _read_file(type(reward))
     made = reward if inspect.isroutine(reward) else type(reward)
     if inspect.ismethod(reward) and not inspect.isclass(reward.__self__):
         made = type(reward.__self__)

@@ -1,5 +1,6 @@
 """Faults that cost a user an hour: files, columns, rewards, folders. Each is found before a model is loaded."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,14 @@ def reward(body: str, name: str = "own") -> Callable[[Path], object]:
     return write("my_rewards.py", f"def {name}(completions, **columns):\n{body}")
 
 
+def checkpoint(config: dict[str, object], name: str = "config.json") -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        (folder / "rm").mkdir()
+        (folder / "rm" / name).write_text(json.dumps(config))
+
+    return make
+
+
 def tools(text: str) -> Callable[[Path], object]:
     return write("my_tools.py", text)
 
@@ -57,6 +66,7 @@ UNTAUGHT = ("model.name=embedded/untaught", "rloo.tool_result_tokens=20")
 TOOL = (*UNTAUGHT, "rloo.tools=['my_tools.py:add']")
 IN_WORLD = (*UNTAUGHT, "rloo.environment='my_tools.py:World'", "rewards=[{name: 'my_tools.py:left'}]")
 NO_GPU = ("No GPU", "4.02B parameters", "rloo-kit plan", "configs/arithmetic_thinking.yaml")
+RM = ("rewards=[{name: reward_model, params: {model: rm}}]",)
 OWN = ("rewards=[{name: 'my_rewards:own'}]",)
 FAULTS = (
     Faulty("a key that does not exist", ("rloo.lerning_rate=1e-4",), ("rloo.lerning_rate", "rloo.learning_rate")),
@@ -103,6 +113,15 @@ FAULTS = (
     Faulty("a reward model that is not trained yet",
            ("rewards=[{name: reward_model, params: {model: outputs/run-reward-model/reward_model}}]",),
            ("rewards.0.params.model", "no such folder", "rloo-kit reward-model")),
+    Faulty("a reward model with two outputs", RM, ("rewards.0.params.model", "2 outputs", "rloo-kit reward-model"),
+           checkpoint({"architectures": ["Qwen3ForSequenceClassification"]})),
+    Faulty("a chat model in place of a reward model", RM,
+           ("rewards.0.params.model", "Qwen3ForCausalLM", "rloo-kit reward-model"),
+           checkpoint({"architectures": ["Qwen3ForCausalLM"]})),
+    Faulty("a reward model's adapter alone", RM, ("rewards.0.params.model", "adapter", "merge_and_unload"),
+           checkpoint({"peft_type": "LORA"}, "adapter_config.json")),
+    Faulty("a folder in place of the reward model in it", RM, ("rewards.0.params.model", "rm/reward_model"),
+           lambda folder: (folder / "rm" / "reward_model").mkdir(parents=True)),
     Faulty("a judge that does not answer",
            ("rewards=[{name: judge_reward, params: {url: 'http://127.0.0.1:9/v1', model: any}}]",),
            ("rewards.0.params", "http://127.0.0.1:9/v1")),

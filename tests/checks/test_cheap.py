@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.checks.cheap import FolderUse, PreflightError, find_faults, refuse_faults
+from rloo_kit.checks.cheap import FolderUse, PreflightError, find_faults, find_reward_faults, refuse_faults
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.problems import Problem
@@ -50,6 +50,27 @@ def test_a_sound_run_has_none(place: Path) -> None:
 def test_a_sound_run_with_tools_has_none(place: Path, keys: tuple[str, ...], text: str) -> None:
     """Rewards get what they will get of an episode; that they earn the same in an environment is no fault."""
     assert faults_of(place, Faulty("tools", keys, (), tools(text))) == []
+
+
+def test_a_reward_model_is_looked_at_without_the_policys_tokenizer(place: Path) -> None:
+    """A policy from the hub has no tokenizer yet at the first start, and is downloaded before the rewards are built."""
+    two = next(one for one in FAULTS if one.name == "a reward model with two outputs")
+    run = load_config(prepare(place, two), *two.overrides)
+    (found,) = find_reward_faults(run, None, True, None)
+    assert found.key == "rewards.0.params.model" and "2 outputs" in str(found)
+
+
+def test_a_reward_model_that_was_made_in_python_is_looked_at_too(place: Path) -> None:
+    """`kit.train(run, policy, data, [RewardModel(...)])`: the run's configuration does not name it."""
+    from rloo_kit.checks.cheap import find_tokenizer
+    from rloo_kit.rewarding.guard import NamedReward
+    from rloo_kit.rewarding.verifiers import RewardModel
+
+    two = next(one for one in FAULTS if one.name == "a reward model with two outputs")
+    run = load_config(prepare(place, two))
+    for made in (RewardModel("rm"), NamedReward(RewardModel("./rm"), "quality", 1.0)):
+        faults = find_reward_faults(run, find_tokenizer(run), True, {"prompt": "1+1=", "answer": "2"}, [made])
+        assert ["2 outputs" in str(one) for one in faults] == [True]
 
 
 def test_faulty_tools_hide_no_other_fault(place: Path) -> None:

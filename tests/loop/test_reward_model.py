@@ -1,7 +1,9 @@
 """A reward model from preferences: one form of text in training and use, its measures, and runs that use it."""
 
+import functools
 import json
 import random
+import shutil
 import signal
 
 import pytest
@@ -14,12 +16,14 @@ from typer.testing import CliRunner
 from rloo_kit import load_config, read_rollouts, train_reward_model
 from rloo_kit.cli import app
 from rloo_kit.data.chat import render_prompt, resolve_family
-from rloo_kit.errors import ConfigError, DataError, NonFiniteError, RunExistsError
+from rloo_kit.errors import ConfigError, DataError, NonFiniteError, RlooKitError, RunExistsError
 from rloo_kit.loop import reward_model
 from rloo_kit.loop.reward_model import Pair, RewardModelResult, load_base, load_pairs, measure_pairs, merge
 from rloo_kit.models.source import find_source
 from rloo_kit.results.intervals import clustered
+from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.verifiers import RewardModel, TextForm
+from rloo_kit.runs.folder import open_folder
 from tests.conftest import make_tiny_tokenizer
 from tests.loop.conftest import lines, status
 
@@ -287,6 +291,112 @@ def test_refusals_before_anything_is_written(load, write_config, monkeypatch):
     with pytest.raises(RunExistsError, match="no reward model's training"):
         train_reward_model(run, overwrite=True)
     assert not (other.folder / "reward_model").exists()
+
+
+@pytest.fixture
+def earlier(load):
+    """The folder of an earlier training that took a night, and what is in it."""
+    run_dir = open_folder(load(), method="reward_model")
+    with run_dir:
+        (run_dir / "reward_model").mkdir()
+        for name in ("reward_model/model.safetensors", "result.json", "metrics.jsonl"):
+            (run_dir / name).write_text("a night")
+        run_dir.set_status("finished", step=9)
+    return run_dir.folder
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+MISTAKES = {
+    "a missing file": ("reward_model.source=missing.jsonl",),
+    "a wrong column": ("reward_model.chosen_column=better",),
+    "a wrong prompt column": ("reward_model.prompt_column=question",),
+    "too few prompts": ("reward_model.test_size=40",),
+    "pairs that are too long": ("reward_model.max_length=2",),
+    "an adapter as base": ("reward_model.model={adapter}",),
+    "a missing base": ("reward_model.model=/nowhere/model",),
+    "a folder that is no base": ("reward_model.model={empty}",),
+    "a base whose weights cannot be read": ("reward_model.model={broken}",),
+    "4-bit weights without an adapter": ("model.load_in_4bit=true", "reward_model.lora=null"),
+    "targets that the base does not have": ("reward_model.lora={{target_modules: [q_prj]}}",),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_refused_deletes_nothing(load, earlier, mistake, tiny_folder, tmp_path):
+    """A night's reward model was deleted for a misspelt column, which was read afterwards."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    record = {"base_model_name_or_path": str(tiny_folder), "peft_type": "LORA"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record))
+    shutil.copytree(tiny_folder, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    places = {name: tmp_path / name for name in ("empty", "adapter", "broken")}
+    run, before = load(*(word.format(**places) for word in MISTAKES[mistake])), content(earlier)
+    with pytest.raises(Exception) as caught:  # of a library, for weights that cannot be read
+        train_reward_model(run, overwrite=True)
+    assert isinstance(caught.value, RlooKitError) or mistake == "a base whose weights cannot be read"
+    assert content(earlier) == before
+
+
+def test_arguments_that_the_trainer_refuses_keep_the_weights(load, earlier, monkeypatch):
+    """transformers checks precision and optimizer when its arguments are made, in the open folder."""
+
+    def refuse(*args, **options):
+        raise ValueError("Your setup doesn't support bf16/gpu.")
+
+    monkeypatch.setattr(trl, "RewardConfig", refuse)
+    with pytest.raises(ValueError, match="bf16"):
+        train_reward_model(load(), overwrite=True)
+    assert (earlier / "reward_model" / "model.safetensors").read_text() == "a night"
+
+
+@pytest.mark.slow
+def test_an_earlier_reward_model_may_be_its_own_base(load):
+    """`reward_model.model` named the folder that `overwrite` deletes: its weights were gone before they were read."""
+    quick = ("reward_model.max_steps=1", "reward_model.lora=null")
+    first = train_reward_model(load(*quick))
+    again = train_reward_model(load(*quick, f"reward_model.model={first.folder}"), overwrite=True)
+    assert again.folder == first.folder and (again.folder / "model.safetensors").is_file()
+    assert load_config(again.folder.parent / "config.yaml").model.name != str(first.folder), "as the run has it"
+
+
+def guard_of(folder):
+    return guard(RewardModel(folder))
+
+
+def partial_of(folder):
+    return functools.partial(RewardModel(folder), answer=None)
+
+
+@pytest.mark.parametrize("make", [RewardModel, str, guard_of, partial_of], ids=lambda make: make.__name__)
+def test_a_resume_notices_another_reward_model(start, tiny_folder, tmp_path, make):
+    """The verdict compared the held-out reward of one reward model with that of another in its folder."""
+
+    def train_again(seed):
+        torch.manual_seed(seed)
+        AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1).save_pretrained(tmp_path / "rm")
+        AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "rm")
+
+    def go(steps, **options):
+        return start(f"rloo.max_steps={steps}", "rloo.save_steps=1", rewards=[make(str(tmp_path / "rm"))], **options)
+
+    train_again(0)
+    folder = go(1).folder
+    inputs = json.loads((folder / "inputs.json").read_text())
+    name = f"weights of the reward model {tmp_path / 'rm'}"
+    assert go(2, resume=True).steps == 2 and name in inputs
+    train_again(1)
+    with pytest.raises(ConfigError, match=f"Changed: {name}[.].*--accept-changes"):
+        go(3, resume=True)
+    (folder / "before.json").write_text("{}")
+    assert go(3, resume=True, accept_changes=True).steps == 3 and not (folder / "before.json").exists()
+    assert f"from step 2 on other inputs: {name}" in status(folder)["changed"]
+    train_again(2)
+    (folder / "inputs.json").write_text(json.dumps({key: one for key, one in inputs.items() if key != name}))
+    assert go(4, resume=True).steps == 4, "of an older version, which did not record it"
 
 
 def test_ctrl_c_saves_and_measures_what_is_trained_so_far(load, monkeypatch):

@@ -7,13 +7,16 @@ import signal
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import TrainerCallback
+from typer.testing import CliRunner
 
 from rloo_kit import fine_tune, load_config, load_data, load_policy, load_trained
+from rloo_kit.cli import app
 from rloo_kit.data.worked import Demonstrations, Example, load_worked
-from rloo_kit.errors import ConfigError, NonFiniteError, RunExistsError
+from rloo_kit.errors import ConfigError, NonFiniteError, RlooKitError, RunExistsError
 from rloo_kit.loop import sft
 from rloo_kit.loop.options import RLOOConfig, training_arguments
 from rloo_kit.loop.sft import build_trainer, next_command
@@ -189,7 +192,7 @@ def test_a_folder_like_a_runs(load, capsys):
     run, policy, data = load("run.evaluate=true")
     with open_folder(run, False) as run_dir:
         run_dir.write_json("before.json", Evaluation("before", 2, 1, 1.0, 6, seconds=736.0).to_dict())
-        result = fine_tune(run, policy, data, run_dir=run_dir)
+        result = sft._train(run, policy, sft.check_demonstrations(run, policy, data), run_dir)
     folder = result.folder
     assert folder == run.folder.parent / "tiny-sft" and result.stopped is None
     assert result.steps == 2 == len(result.metrics) and result.metrics[1]["loss"] < result.metrics[0]["loss"]
@@ -211,6 +214,35 @@ def test_a_folder_like_a_runs(load, capsys):
     with pytest.raises(ConfigError, match=r"2 steps of SFT.*kit.load_policy\(run\)"):  # it would be trained further
         fine_tune(run, policy, data, overwrite=True)
     assert fine_tune(run, load("run.evaluate=true")[1], data, overwrite=True).steps == 2
+
+
+@pytest.mark.parametrize("mistake", ["weights", "a column of Parquet", "a policy that is trained", "processes", "cli"])
+def test_what_is_refused_deletes_nothing(load, mistake, tmp_path, tiny_folder, write_config, monkeypatch):
+    """`rloo-kit sft --overwrite` deleted the earlier adapter, and then could not load the policy, or found no column of
+    demonstrations in a file that only the stack reads."""
+    run, policy, data = load()
+    with open_folder(run) as run_dir:
+        (run_dir / "adapter").mkdir()
+        (run_dir / "adapter" / "adapter_model.safetensors").write_text("a night")
+        run_dir.set_status("finished", step=9)
+    before = {path: path.read_bytes() for path in run_dir.folder.rglob("*") if path.is_file()}
+    rows = [{"prompt": f"sub {n}", "answer": str(n)} for n in range(8)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    words = [str(write_config()), *SFT, f"sft.source={tmp_path / 'rows.parquet'}"]
+    if mistake == "weights":
+        broken = shutil.copytree(tiny_folder, tmp_path / "broken")
+        (broken / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+        words += ["sft.completion_column=answer", f"model.name={broken}"]
+    if mistake in ("weights", "cli"):
+        done = CliRunner().invoke(app, ["sft", *words, "--overwrite"])
+        assert done.exit_code != 0 and (mistake == "weights" or "sft.completion_column" in done.stderr), done.output
+    else:
+        policy.trained["RLOO"] = int(mistake == "a policy that is trained")
+        if mistake == "processes":
+            monkeypatch.setattr(sft, "count_processes", lambda: 2)
+        with pytest.raises(RlooKitError):
+            fine_tune(load_config(*words), policy, data, overwrite=True)
+    assert {path: path.read_bytes() for path in run_dir.folder.rglob("*") if path.is_file()} == before
 
 
 def test_an_rloo_run_of_that_name_is_kept(load):

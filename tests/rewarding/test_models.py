@@ -1,7 +1,9 @@
 """math-verify in its process, and trained reward models."""
 
 import json
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from rloo_kit.errors import BackendError
-from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
+from rloo_kit.errors import WholeBatchError
+from rloo_kit.plan.shapes import digest_weights
+from rloo_kit.rewarding.guard import NamedReward, guard
+from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel, find_model_fault
+from rloo_kit.rewarding.worker import read_sources
 
 END = 151668
 HERE = Path(__file__).parent
@@ -227,12 +231,239 @@ def test_texts_beyond_the_limit_are_not_scored(checkpoint: Path) -> None:
     assert [score is None for score in scores] == [False, True, False]
 
 
-def test_a_checkpoint_with_another_head_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Guards against taking the first of two classes for a reward."""
-    folder = save_classifier(tmp_path / "two", tiny_tokenizer, num_labels=2)
-    with pytest.raises(BackendError, match="has 2 outputs; a reward model has one"):
-        RewardModel(str(folder))(prompts=["a"], completions=["b"])
-    with pytest.raises(BackendError, match="the reward model '.*nowhere' cannot be loaded"):
-        RewardModel(str(tmp_path / "nowhere"))(prompts=["a"], completions=["b"])
+def write_checkpoint(folder: Path, **changes: Any) -> Path:
+    """The files of a reward model, as far as they are looked at; a config of `changes`, without what is None in it."""
+    folder.mkdir(parents=True)
+    config = {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3", "id2label": {"0": "LABEL_0"}}
+    kept = {name: value for name, value in (config | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def shard(folder: Path, kind: str = "model.safetensors") -> None:
+    """Weights in two files."""
+    (folder / "model.safetensors").unlink()
+    stem, _, ending = kind.rpartition(".")
+    parts = [f"{stem}-0000{number}-of-00002.{ending}" for number in (1, 2)]
+    (folder / f"{kind}.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}))
+    for part in parts:
+        (folder / part).touch()
+
+
+def as_run(folder: Path) -> None:
+    """The checkpoint lies in the folder of the training that made it."""
+    inner = folder / "reward_model"
+    inner.mkdir()
+    for file in folder.glob("*.*"):
+        file.rename(inner / file.name)
+
+
+def as_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+TRAINS = "rloo-kit reward-model"
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None, tuple[str, ...]]] = {
+    "two labels, which transformers does not store": ({"id2label": None}, None, ("2 outputs", TRAINS)),
+    "two labels by number": ({"id2label": None, "num_labels": 2}, None, ("2 outputs", TRAINS)),
+    "three labels": ({"id2label": {"0": "a", "1": "b", "2": "c"}}, None, ("3 outputs", TRAINS)),
+    "three labels by number": ({"id2label": None, "num_labels": 3}, None, ("3 outputs", TRAINS)),
+    "two names and a number": ({"id2label": {"0": "a", "1": "b"}, "num_labels": 1}, None, ("2 outputs", TRAINS)),
+    "a causal head": ({"architectures": ["Qwen3ForCausalLM"], "id2label": None}, None, ("Qwen3ForCausalLM", TRAINS)),
+    "one label on a causal head": ({"architectures": ["Qwen3ForCausalLM"]}, None, ("Qwen3ForCausalLM", TRAINS)),
+    "a head for tokens": ({"architectures": ["BertForTokenClassification"]}, None, ("BertForTokenClassification",)),
+    "a head of its own code": ({"architectures": ["Qwen2ForRewardModel"]}, None, ("Qwen2ForRewardModel", TRAINS)),
+    "no architectures, two labels": ({"architectures": None, "id2label": None}, None, ("2 outputs",)),
+    "an adapter": ({}, as_adapter, ("adapter", "merge_and_unload", TRAINS)),
+    "the folder of a training": ({}, as_run, ("config.json", "/rm/reward_model")),
+    "no tokenizer": ({}, lambda folder: (folder / "tokenizer.json").unlink(), ("no tokenizer", "add")),
+    "no weights": ({}, lambda folder: (folder / "model.safetensors").unlink(), ("no model.safetensors", TRAINS)),
+    "no config.json": ({}, lambda folder: (folder / "config.json").unlink(), ("config.json", TRAINS)),
+    "half a config.json": ({}, lambda folder: (folder / "config.json").write_text('{"architec'), ("config.json",)),
+    "a config.json that is a list": ({}, lambda folder: (folder / "config.json").write_text("[1]"), ("config.json",)),
+    "nothing there": ({}, shutil.rmtree, ("no such folder", TRAINS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_reward_model_is_known_by_its_files(tmp_path: Path, case: str) -> None:
+    """A run evaluated, trained and evaluated again with a reward that could not be loaded, or, of a causal model, whose
+    head was random: what its files say was looked at after all of it."""
+    changes, change, words = REFUSED[case]
+    folder = write_checkpoint(tmp_path / "rm", **changes)
+    if change is not None:
+        change(folder)
+    found = find_model_fault(str(folder))
+    assert str(folder) in found and all(word in found for word in words)
+    with pytest.raises(WholeBatchError) as caught:
+        _ = RewardModel(str(folder)).loaded
+    assert str(caught.value) == found, "the same words for who skips the checks"
+
+
+def test_a_broken_value_in_a_config_is_no_crash(tmp_path: Path) -> None:
+    """Files of others hold anything; an error of Python instead of a sentence, in the checks before the model loads."""
+    for number, changes in enumerate(
+        ({"id2label": ["a"]}, {"id2label": {}}, {"num_labels": "1", "id2label": None}, {"architectures": "Qwen3"})
+    ):
+        assert str(tmp_path) in find_model_fault(str(write_checkpoint(tmp_path / str(number), **changes)))
+
+
+SOUND: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None]] = {
+    "one label": ({}, None),
+    "one label by number": ({"id2label": None, "num_labels": 1}, None),
+    "a name for the label": ({"id2label": {"0": "quality"}, "problem_type": "regression"}, None),
+    "no architectures": ({"architectures": None}, None),
+    "another family": ({"architectures": ["DebertaV2ForSequenceClassification"]}, None),
+    "several files": ({}, shard),
+    "several files of pickles": ({}, lambda folder: shard(folder, kind="pytorch_model.bin")),
+    "a pickle": ({}, lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
+    "a vocabulary in the old form": ({}, lambda folder: (folder / "tokenizer.json").rename(folder / "vocab.txt")),
+    "a tokenizer of SentencePiece": ({}, lambda folder: (folder / "tokenizer.json").rename(folder / "spiece.model")),
+    "whole weights with an adapter": ({}, lambda folder: (folder / "adapter_config.json").write_text("{}")),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_a_sound_reward_model_has_no_fault(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A false alarm keeps a run from starting, and there is no way around it; also through a link, from home, and by a
+    relative path."""
+    changes, change = SOUND[case]
+    folder = write_checkpoint(tmp_path / "rm", **changes)
+    if change is not None:
+        change(folder)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for written in (folder, tmp_path / "link", "~/rm", "rm", "./link"):
+        assert find_model_fault(str(written)) == ""
+
+
+def test_a_hub_id_is_read_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id that was never loaded cannot be known without the network; of one in the cache only config.json may be
+    there, and the rest is downloaded."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name, changes in (("me/one", {}), ("me/two", {"id2label": None}), ("me/chat", {"architectures": ["OPTModel"]})):
+        folder = write_checkpoint(tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "0a1b", **changes)
+        for file in ("tokenizer.json", "model.safetensors"):
+            (folder / file).unlink()
+    assert find_model_fault("me/one") == find_model_fault("me/never-seen") == ""
+    assert "me/two has 2 outputs" in find_model_fault("me/two") and "OPTModel" in find_model_fault("me/chat")
+
+
+def test_files_are_read_without_a_heavy_library(tmp_path: Path, run_fresh: Any) -> None:
+    """It is one of the checks before the stack loads: importing torch takes longer than all of them."""
+    folder = write_checkpoint(tmp_path / "rm", id2label=None)
+    code = (
+        f"from rloo_kit.rewarding.verifiers import find_model_fault\nprint(find_model_fault({str(folder)!r}))\n"
+        "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))\n"
+    )
+    done = run_fresh(code)
+    assert "2 outputs" in done.stdout and done.stdout.endswith("[]\n"), done.stdout + done.stderr
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each loading of weights, by its arguments."""
+    seen, load = list[Any](), AutoModelForSequenceClassification.from_pretrained
+
+    def counted(*args: Any, **options: Any) -> Any:
+        seen.append(args)
+        return load(*args, **options)
+
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", counted)
+    return seen
+
+
+BATCH: dict[str, Any] = {"prompts": ["a"] * 32, "completions": ["b"] * 32, "completion_ids": [[1]] * 32}
+
+
+@pytest.mark.parametrize("damage", ["weights", "a file of them", "tokenizer", "another size", "nothing"])
+def test_a_loading_that_fails_is_tried_once(
+    checkpoint: Path, tmp_path: Path, tiny_tokenizer: Any, loads: list[Any], damage: str
+) -> None:
+    """The guard scores each sample of a failed batch alone: 32 completions were 33 loadings of all weights, and the
+    next batch loaded again. What a library raises is of any kind."""
+    folder = shutil.copytree(checkpoint, tmp_path / "rm")
+    if damage == "weights":  # a pointer of git-lfs
+        (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    elif damage == "a file of them":
+        AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+        loads.clear()
+        max(folder.glob("model-*.safetensors")).unlink()
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    elif damage == "tokenizer":
+        (folder / "tokenizer.json").write_text("{")
+    elif damage == "another size":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    guarded = guard(RewardModel(str(folder), device="cpu"))
+    found, again = guarded.score(**BATCH), guarded.score(**BATCH)
+    assert len(loads) == (damage != "tokenizer")
+    assert all(found.failed) == all(again.failed) == (damage != "nothing")
+    assert found.failures == again.failures and len(found.failures) == (damage != "nothing")
+    assert damage == "nothing" or str(folder) in found.failures[0]
+
+
+def test_a_random_head_is_refused(checkpoint: Path, tmp_path: Path, tiny_model: Any) -> None:
+    """transformers makes up what a checkpoint lacks, with a warning among others: a config alone says one output, the
+    weights are a language model's, and every score is noise."""
+    folder = shutil.copytree(checkpoint, tmp_path / "rm")
+    config = json.loads((folder / "config.json").read_text())
+    tiny_model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    with pytest.raises(WholeBatchError, match=r"score\.weight.*rloo-kit reward-model"):
+        _ = RewardModel(str(folder), device="cpu").loaded
+
+
+def test_a_folder_at_home_is_loaded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~/rm` passed the check, and transformers took it for a hub id."""
+    shutil.copytree(checkpoint, tmp_path / "rm")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert None not in RewardModel("~/rm", device="cpu")(prompts=["a"], completions=["b"])
+
+
+def test_the_weights_of_a_reward_model_are_a_source_of_the_run(
+    checkpoint: Path, tmp_path: Path, tiny_tokenizer: Any, loads: list[Any]
+) -> None:
+    """A reward model that was trained again in its folder went on unnoticed, and the verdict compared two scales."""
+
+    class Halved(RewardModel):
+        """A user's, which has a source too."""
+
+    folder = shutil.copytree(checkpoint, tmp_path / "rm")
+    name = f"weights of the reward model {folder}"
+    reward = RewardModel(str(folder))
+    then = read_sources([NamedReward(guard(reward), "quality", 1.0)])
+    assert then.keys() == {name} and read_sources([RewardModel(str(folder))]) == then and not loads
+    assert read_sources([Halved(str(folder))]).keys() == {name, Path(__file__).name}
+    two = save_classifier(tmp_path / "two", tiny_tokenizer, num_labels=1)
+    assert read_sources([reward, RewardModel(str(two))]).keys() == {name, f"weights of the reward model {two}"}
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert read_sources([reward]) == then, "what it was made with; it may be loaded already"
+    assert read_sources([RewardModel(str(folder))]) != then
+    assert digest_weights(str(tmp_path)) == digest_weights("me/never-seen") == ""
+
+
+def test_a_hub_id_is_known_once_it_is_loaded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: list[Any]
+) -> None:
+    """On a machine with an empty cache there is nothing to compare before the download, and a resumed run would be
+    refused for weights that have not changed. One that cannot be loaded is an error before training, not a change."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    reward = RewardModel("me/rm")
+    with pytest.raises(WholeBatchError, match="me/rm"):
+        read_sources([reward])
+    assert read_sources([reward]) == {}, "it was tried, and an evaluation goes on without"
+    monkeypatch.setattr(RewardModel, "loaded", property(lambda self: shutil.copytree(checkpoint, cached)))
+    cached = tmp_path / "models--me--rm" / "snapshots" / "0a1b"
+    assert read_sources([RewardModel("me/rm")]).keys() == {"weights of the reward model me/rm"}
+
+
+def test_parameters_are_checked() -> None:
+    """Guards against an error in the first batch."""
     with pytest.raises(ValueError, match="batch_size is 0"):
-        RewardModel(str(folder), batch_size=0)
+        RewardModel("rm", batch_size=0)
