@@ -31,15 +31,9 @@ def _spell(character: str) -> str:
     if character == "\\":
         return r"(?:(?:\\{1,99}+(?i:u005c|x5c)|%(?:25){0,9}5[cC]|&#92;){1,99}+|\\{1,99}+)"
     octets, code = character.encode("utf-8", "surrogateescape"), ord(character)
-    written = {
-        json.dumps(character)[1:-1],
-        ascii(character)[1:-1],
-        f"u{code:04x}",
-        html.escape(character),
-        f"&#{code};",
-    }
+    written = {json.dumps(character)[1:-1], ascii(character)[1:-1], f"u{code:04x}", html.escape(character)}
     written |= {"".join(f"{mark}{octet:02x}" for octet in octets) for mark in ("%", "\\x")}
-    written |= {character.replace(" ", "+"), character.encode("utf-8", "replace").decode()}
+    written |= {f"&#{code};", character.replace(" ", "+"), character.encode("utf-8", "replace").decode()}
     others = "|".join(re.escape(one.lstrip("\\")) for one in sorted(written - {character}))
     others = others.replace(r"\\", r"\\{0,99}+").replace("%", "%(?:25){0,9}")
     return rf"\\{{0,99}}+(?:(?i:{others})|{re.escape(character)})"

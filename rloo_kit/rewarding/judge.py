@@ -143,7 +143,7 @@ class Judge:
         self.counts, self._gives_up, self._base = defaultdict[str, float](float), False, self.url
         known = ["answer", "low", "high"] if self.mode == "score" else ["answers"]
         try:
-            named = meta.find_undeclared_variables(_TEMPLATES.parse(self._template))
+            named = meta.find_undeclared_variables(_TEMPLATES.parse(self._template)) - _TEMPLATES.globals.keys()
         except TemplateError as error:
             raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
         if known[0] not in named or named - {"task", "rubric", "row", *known}:

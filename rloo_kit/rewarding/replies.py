@@ -68,7 +68,7 @@ def find_verdict(reply: str, name: str) -> Any:
     Line breaks and single backslashes in its texts, a comma behind its last item, and a fence around it are read.
 
     >>> find_verdict('The answer says {"score": 9}. {"score": 7, "parts": [{"score": 2}]}', "score")
-    7
+    7.0
 
     Raises:
         ValueError: the reply does not end with such an object, has it in its thinking, or gives `name` twice.
