@@ -156,6 +156,27 @@ def test_a_reference_that_is_not_there_loses_without_a_call(server: JudgeServer,
     assert "\n0\n" in server.requests[0]["messages"][0]["content"]
 
 
+def test_a_row_that_the_template_cannot_show_is_left_out(
+    server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a finished training that ends in a traceback, because one held-out row has an empty column."""
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ row.notes[:2] }}{% for one in answers %}<answer>\n{{ one }}\n</answer>\n{% endfor %}")
+    run = make_run(tmp_path, server.url, template=str(file))
+    _, after = measure(run, ["fair"] * 3, ["good"] * 3, notes=["abc", None, "def"])  # type: ignore[list-item]
+    assert after.measures["win_rate"].per_prompt == [1.0, None, 1.0]
+    assert "1 of 3 answers were not compared" in capsys.readouterr().out
+
+
+def test_the_agreement_is_of_what_was_asked(server: JudgeServer, tmp_path: Path) -> None:
+    """Guards against a judge that goes by position and looks consistent, because most answers are equal."""
+    server.verdict = lambda request: '{"better": 1}'  # type: ignore[method-assign]
+    _, after = measure(make_run(tmp_path, server.url), ["fair"] * 9 + ["poor"], ["fair"] * 8 + ["", "good"])
+    assert after.judge_agreement == 0.0 and after.measures["win_rate"].per_prompt == [0.5] * 8 + [0.0, 0.5]
+    _, same = measure(make_run(tmp_path, server.url), ["fair"] * 3, ["fair"] * 3)
+    assert same.judge_agreement is None and same.value("win_rate") == 0.5
+
+
 def test_a_judge_that_fails_is_a_warning_and_no_loss(
     server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
