@@ -35,6 +35,15 @@ THINKING_TEMPLATE = (
 )
 
 
+@pytest.fixture(autouse=True)
+def own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test hides is not hidden in the next one's messages."""
+    from rloo_kit import errors
+
+    monkeypatch.setattr(errors, "_hidden", set())
+    monkeypatch.setattr(errors, "_pattern", None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not os.environ.get("RLOO_KIT_LONG"):
         for item in items:
