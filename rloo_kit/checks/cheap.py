@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rloo_kit.config.model_names import SMOLLM2, smollm2_folder, split_model_name
+from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
 from rloo_kit.data.chat import (
@@ -19,7 +19,6 @@ from rloo_kit.data.chat import (
 )
 from rloo_kit.data.gym import require_library
 from rloo_kit.data.load import needs_stack, prepare_data
-from rloo_kit.data.tasks import find_family
 from rloo_kit.data.tool_turns import ToolFormat
 from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
@@ -334,17 +333,11 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
 
 
 def find_machine_faults(run: RunConfig) -> list[Problem]:
-    """The first part of `find_faults`: the folders of model and adapter, the task family of an embedded model, and
-    whether the model fits the machine."""
+    """The first part of `find_faults`: the folders of model and adapter, and whether the model fits the machine."""
     faults: list[Problem] = []
     name, adapter = run.model.name, run.model.adapter
     is_path = not run.model.is_embedded and (name.startswith((".", "/", "~")) or name.count("/") > 1)
     with catching("machine", faults):
-        if run.model.is_embedded:
-            try:
-                find_family(split_model_name(name)[1], run.source)
-            except ConfigError as error:
-                raise ConfigError(f"model.name is {name}: {error}") from None
         for key, folder in (("model.name", name if is_path else None), ("model.adapter", adapter)):
             if folder is not None and not Path(folder).expanduser().is_dir():
                 places = places_of(folder, key, run.source and run.source.parent)

@@ -218,7 +218,7 @@ def fit(model: str, file: Path, table: Table, gpu_gib: float | None = None) -> F
             f"prompt: at least {PROMPTS + 1}"
         )
     if model.startswith(EMBEDDED_PREFIX):
-        alphabet = find_family(split_model_name(model)[1], file).alphabet
+        alphabet = find_family(split_model_name(model)[1]).alphabet
         known = set(alphabet + string.whitespace)
         if (odd := next((row for row, text in enumerate(table.texts) if set(text) - known), None)) is not None:
             raise ConfigError(

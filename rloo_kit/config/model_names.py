@@ -1,7 +1,4 @@
-"""What the name of a model says: built-in models with their task families, and models that think.
-
-A user's family is named by the path of its file. The run's folder keeps a copy under the same file name.
-"""
+"""What the name of a model says: built-in models with their task families, and models that think."""
 
 import json
 import re
@@ -9,18 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import cache_folder
-from rloo_kit.system.input_files import find_input, is_file
 
 KINDS = ("thinking", "instruct", "untaught")  # untaught: a thinking model with random weights
-FAMILIES = ("addition", "subtraction", "sorting")  # in data/tasks.py
+FAMILIES = ("addition", "subtraction", "sorting", "checked_addition", "chain_sum")  # in data/tasks.py
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package
 SMOLLM2 = ("smollm2/instruct", "smollm2/thinking", "smollm2/tools")
 RECORD = "embedded.json"  # in the folder of a built-in model: what was built; its presence marks it as complete
-KEPT_FAMILIES = "task_families"  # in the run's folder: copies of the user's family files
 
 # By the last part of a name, before there is a tokenizer: models that always think, and hybrid ones that think by
 # default or only if asked to.
@@ -48,16 +42,11 @@ def smollm2_folder(name: str) -> Path:
     return cache_folder() / f"{name.replace('/', '-')}-r1"
 
 
-def is_family_file(family: str) -> bool:
-    """Whether a family is named by the path of a user's file."""
-    return family.endswith(".py")
-
-
 def find_embedded_problem(name: str) -> str | None:
-    """Why no embedded model has that name (prefix optional); None if one does. Files are not looked up.
+    """Why no embedded model has that name (prefix optional); None if one does.
 
     >>> find_embedded_problem("embedded/thinking@sortin")
-    "there is no task family 'sortin': take addition, subtraction, sorting, or the path of your own .py file"
+    "there is no task family 'sortin': take addition, subtraction, sorting, checked_addition, chain_sum"
     """
     kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     if kind not in KINDS:
@@ -71,30 +60,16 @@ def find_embedded_problem(name: str) -> str | None:
 
 
 def find_family_problem(family: str) -> str | None:
-    """Why no task family has that name; None if one does. Files are not looked up."""
-    if is_family_file(family) or family in FAMILIES:
+    """Why no task family has that name; None if one does."""
+    if family in FAMILIES:
         return None
-    return f"there is no task family '{family}': take {', '.join(FAMILIES)}, or the path of your own .py file"
-
-
-def find_family_file(name: str, config_file: Path | None = None) -> Path:
-    """Absolute path of a user's family file: the run's copy if `config_file` is in a run's folder, else `find_input`,
-    last next to `config_file`. Raises ConfigError if there is none."""
-    if config_file is not None and config_file.name == "config.yaml":
-        kept = config_file.parent / KEPT_FAMILIES / Path(name).name
-        if is_file(kept):
-            return kept.resolve()
-    return find_input(name, "the task family", config_file and config_file.parent).resolve()
-
-
-def is_same_family(first: str, second: str, config_file: Path | None = None) -> bool:
-    """Whether two names mean the same family; True if a file is missing."""
-    if first == second or not (is_family_file(first) and is_family_file(second)):
-        return first == second
-    try:
-        return find_family_file(first, config_file) == find_family_file(second, config_file)
-    except ConfigError:  # the reader raises the error
-        return True
+    if family.endswith(".py"):
+        return (
+            f"'{family}' is a file, and task families are built in ({', '.join(FAMILIES)}): for a task of your own put "
+            "its rows into a file (data.source=rows.jsonl) and take any small model, such as "
+            "model.name=smollm2/instruct; see docs/embedded.md"
+        )
+    return f"there is no task family '{family}': take {', '.join(FAMILIES)}"
 
 
 def always_thinks(name: str) -> bool:

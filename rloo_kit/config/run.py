@@ -12,21 +12,14 @@ from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_
 from rloo_kit.config.checks import (
     CLOSE_TOKENS,
     FILE_KINDS,
+    GYM_PREFIX,
     VLLM_RANKS,
     find_option_problems,
     find_prompt_problem,
     find_temperature_problems,
     usual_batch,
 )
-from rloo_kit.config.model_names import (
-    EMBEDDED_PREFIX,
-    find_family_file,
-    find_family_problem,
-    is_family_file,
-    is_same_family,
-    split_model_name,
-    thinks_by_keys,
-)
+from rloo_kit.config.model_names import EMBEDDED_PREFIX, find_family_problem, split_model_name, thinks_by_keys
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_file
 from rloo_kit.config.schema import (
     FULL_LEARNING_RATE,
@@ -100,16 +93,6 @@ class RunConfig(Section):
     def reward_weights(self) -> dict[str, float]:
         """The weight of each reward, by the name it is logged under."""
         return {entry.name.rpartition(":")[2]: entry.weight for entry in self.rewards}
-
-    @property
-    def family_files(self) -> list[Path]:
-        """Files of the user's task families that the model and its prompts use; raises ConfigError if one is
-        missing."""
-        sources = [*self.data.all_sources, *([self.sft.source] if self.sft.source else [])]
-        names = [name.removeprefix(EMBEDDED_PREFIX) for name in sources if name.startswith(EMBEDDED_PREFIX)]
-        if self.model.is_embedded:
-            names.insert(0, split_model_name(self.model.name)[1])
-        return list(dict.fromkeys(find_family_file(name, self.source) for name in names if is_family_file(name)))
 
     def check(self) -> None:
         """Check across sections, which an assignment does not; raises ConfigError on contradictions."""
@@ -209,26 +192,22 @@ class RunConfig(Section):
         if not self.model.is_embedded or kind == "untaught":
             return []
         known = f"{EMBEDDED_PREFIX}{family}"
-
-        def may_fit(source: str) -> bool:  # a user's file or folder may contain such problems
-            if source.startswith(EMBEDDED_PREFIX):
-                return is_same_family(family, source.removeprefix(EMBEDDED_PREFIX), self._source)
-            is_own = source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
-            return is_own or is_family_file(family)
-
-        def builds(source: str) -> str:
-            task = source.removeprefix(EMBEDDED_PREFIX)
-            return f" ({EMBEDDED_PREFIX}thinking@{task})" if task != source and not find_family_problem(task) else ""
-
         said = "data.sources has" if self.data.sources else "data.source is"
         given = [("data.source", said, name) for name in self.data.all_sources]
         given += [("sft.source", "sft.source is", self.sft.source)] if self.sft.source else []
-        return [
-            f"model.name is {self.model.name}, which knows only {family}, but {said} {name}; set {key}={known}, a file "
-            f"or folder (./name) with such problems, or set another model.name{builds(name)}"
-            for key, said, name in given
-            if not may_fit(name)
-        ]
+        problems = []
+        for key, said, name in given:
+            task = name.removeprefix(EMBEDDED_PREFIX)
+            is_own = name.lower().endswith(FILE_KINDS) or name.startswith((".", "/", "~"))  # may have such problems
+            if task != name and (problem := find_family_problem(task)):
+                problems.append(f"{key} is {name}, but {problem}")
+            elif name not in (known, f"{GYM_PREFIX}{family}") and not is_own:
+                builds = f" ({EMBEDDED_PREFIX}thinking@{task})" if task != name else ""
+                problems.append(
+                    f"model.name is {self.model.name}, which knows only {family}, but {said} {name}; set {key}={known}"
+                    f", a file or folder (./name) with such problems, or set another model.name{builds}"
+                )
+        return problems
 
     def _find_length_problems(self) -> list[str]:
         prompt, limit = self.data.max_prompt_length, self.model.max_seq_length

@@ -306,7 +306,7 @@ def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[st
     if name == DEFAULT_FAMILY and not thinking:
         return name, tasks.IN_THE_HEAD
     try:
-        return name, find_family(name, run.source)
+        return name, find_family(name)
     except ConfigError as error:
         raise DataError(f"{part.key}: {error}") from None
 

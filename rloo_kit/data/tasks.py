@@ -1,23 +1,18 @@
 """Task families of the embedded model: prompts for RLOO and demonstrations for the cold start, behind `Family`.
 
-A family is one file with a generator (`draw`, `question`), demonstrations (`work`) and the habit that its cold start
-teaches. The kit's own are at the end; a user's is a .py file that defines `FAMILY`. A checksum of the problem's
-identity reserves half of all problems for the cold start, so a run never sees those.
+A family has a generator (`draw`, `question`), demonstrations (`work`) and the habit that its cold start
+teaches. A checksum of the problem's identity reserves half of all problems for the cold start, so a run never sees
+those.
 """
 
 import random
-import runpy
 import zlib
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from rloo_kit.config.model_names import DEFAULT_FAMILY, find_family_file, find_family_problem, is_family_file
-from rloo_kit.errors import ConfigError, DataError, RlooKitError, excerpt
-
-FRUITLESS_DRAWS = 4000  # draws in a row without a new problem of one half, after which it counts as exhausted
-SAMPLE = 50  # problems on which a user's family is checked
+from rloo_kit.config.model_names import DEFAULT_FAMILY, find_family_problem
+from rloo_kit.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -29,14 +24,9 @@ class Habit:
     slip: float = 0.0
     guess: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ConfigError(f"Habit({name}={excerpt(value)}): it takes a probability from 0 to 1")
-
 
 NO_HABIT = Habit()
-# Demonstrations to imitate, of mixed quality, so that the trained model is right only sometimes.
+# Of demonstrations for `sft`, of mixed quality, so that the trained model is right only sometimes.
 WORKED = Habit(skip=0.4, guess=0.5)
 
 
@@ -56,7 +46,7 @@ class Family(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:
-        """A problem, of any type; all randomness comes from `rng`. Both halves have to occur."""
+        """A problem, of any type; all randomness comes from `rng`."""
 
     @abstractmethod
     def question(self, problem: Any) -> str:
@@ -75,70 +65,16 @@ class Family(ABC):
         """An answer without thinking; each character is wrong with probability `wrong`."""
         return "".join(mistake(mark, rng) if rng.random() < wrong else mark for mark in self.answer(problem))
 
-    def demonstrate(self, problem: Any, rng: random.Random, thinking: bool) -> Any:
-        """A completion for `sft`, text or messages; two in five guess without work (`WORKED`)."""
-        return demonstration(self, problem, rng, WORKED, thinking)
-
     def identity(self, problem: Any) -> str:
         """Equal for problems that count as the same, and stable across processes; decides the problem's half."""
         return self.question(problem)
 
 
-def find_family(name: str, config_file: Path | None = None) -> Family:
-    """One of `FAMILIES` by its name, or the family in a file, `path/to/family.py` (see `find_family_file`). Raises
-    ConfigError if there is none, or the file defines none."""
-    if not is_family_file(name):
-        if problem := find_family_problem(name):
-            raise ConfigError(problem)
-        return globals()[name.upper()]
-    file = find_family_file(name, config_file)
-    try:
-        family = runpy.run_path(str(file), run_name=f"family_{file.stem}").get("FAMILY")
-        if not isinstance(family, Family):
-            raise ConfigError("it has no FAMILY that is a rloo_kit.data.tasks.Family; write FAMILY = MyFamily()")
-        _check_family(family)
-    except RlooKitError as error:
-        raise ConfigError(f"task family {file}: {error}") from None
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"task family {file}: {type(error).__name__}: {error}") from error
-    return family
-
-
-def _check_family(family: Family) -> None:
-    """Refuse what would fail in a later process, draw forever, or train a model on nonsense: characters without a row,
-    an answer that `work` does not reach."""
-    alphabet = getattr(family, "alphabet", None)
-    if not isinstance(alphabet, str) or not alphabet.isascii():
-        raise ConfigError("alphabet must be text with all ASCII characters that questions and answers use")
-    for name in ("steps", "max_rows"):
-        if type(value := getattr(family, name)) is not int or value < 1:
-            raise ConfigError(f"{name} is {excerpt(value)}; it takes a whole number from 1")
-    if not isinstance(family.habit, Habit):
-        raise ConfigError(f"habit is {excerpt(family.habit)}, not a rloo_kit.data.tasks.Habit")
-    rng = random.Random(0)
-    for _ in range(SAMPLE):
-        problem = family.draw(rng)
-        _check_text("question", question := family.question(problem), alphabet)
-        _check_text("identity", family.identity(problem))
-        worked = family.work(problem, rng, family.habit.slip)
-        if not isinstance(worked, tuple) or len(worked) != 2:
-            raise ConfigError(f"work() has to return two texts, the thinking and the answer, not {excerpt(worked)}")
-        for text in worked:
-            _check_text("work", text, alphabet)
-        _check_text("answer", answer := family.answer(problem), alphabet)
-        _check_text("guess", family.guess(problem, rng, 0.5), alphabet)
-        if not answer.strip() or family.work(problem, rng)[1] != answer:
-            found = f"{question!r}: without slips work() has to come to one answer"
-            raise ConfigError(f"{found}, not to {answer!r} and another")
-    for reserved in (True, False):
-        draw_problem(family, rng, reserved)
-
-
-def _check_text(method: str, text: Any, alphabet: str | None = None) -> None:
-    if not isinstance(text, str):
-        raise ConfigError(f"{method}() returns {excerpt(text)}, which is not text")
-    if unknown := [] if alphabet is None else sorted(set(text) - set(alphabet) - {"\n"}):
-        raise ConfigError(f"{text!r} is not made of alphabet's characters alone: add {unknown} to alphabet")
+def find_family(name: str) -> Family:
+    """One of `FAMILIES` by its name; raises ConfigError if there is none."""
+    if problem := find_family_problem(name):
+        raise ConfigError(problem)
+    return globals()[name.upper()]
 
 
 def is_reserved(family: Family, problem: Any) -> bool:
@@ -147,33 +83,24 @@ def is_reserved(family: Family, problem: Any) -> bool:
 
 
 def draw_problem(family: Family, rng: random.Random, reserved: bool) -> Any:
-    """A problem of the cold start's half, or of a run's. Raises DataError if the family draws none."""
-    for _ in range(FRUITLESS_DRAWS):
+    """A problem of the cold start's half, or of a run's."""
+    problem = family.draw(rng)
+    while is_reserved(family, problem) != reserved:
         problem = family.draw(rng)
-        if is_reserved(family, problem) == reserved:
-            return problem
-    raise DataError(
-        f"{FRUITLESS_DRAWS} draws gave no problem of {'the cold start' if reserved else 'a run'}'s half: draw() has to "
-        "give problems of both, which a checksum of identity() distinguishes"
-    )
+    return problem
 
 
 def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMILY) -> list[Any]:
-    """`num` different problems of a run's half. A larger `num` with the same seed starts with the same problems; the
-    folder of a user's file does not matter. Raises DataError if the family `name` has fewer."""
+    """`num` different problems of a run's half. A larger `num` with the same seed starts with the same problems.
+    Raises DataError if the family `name` has fewer."""
     if not 0 <= num <= family.max_rows:
         found = f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model"
         raise DataError(f"{found}: lower data.num_prompts")
-    rng = random.Random(f"{Path(name).stem}-{seed}")
+    rng = random.Random(f"{name}-{seed}")
     problems: dict[str, Any] = {}
-    fruitless = 0
-    while len(problems) < num and fruitless <= FRUITLESS_DRAWS:
-        problem, fruitless = family.draw(rng), fruitless + 1
-        if (identity := family.identity(problem)) not in problems and not is_reserved(family, problem):
-            problems[identity], fruitless = problem, 0
-    if len(problems) < num:
-        found = f"{num} {name} problems were asked for, and embedded/{name} has about {len(problems)}"
-        raise DataError(f"{found}: lower data.num_prompts")
+    while len(problems) < num:
+        problem = draw_problem(family, rng, reserved=False)
+        problems.setdefault(family.identity(problem), problem)
     return list(problems.values())
 
 
@@ -186,12 +113,12 @@ def make_rows(family: Family, num: int, seed: int = 0, name: str = DEFAULT_FAMIL
 def worked_rows(
     family: Family, num: int, seed: int = 0, thinking: bool = True, name: str = DEFAULT_FAMILY
 ) -> list[dict[str, str]]:
-    """`make_rows` with a `completion`, the family's demonstration."""
+    """`make_rows` with a `completion`, a demonstration with the habit `WORKED`."""
     rng = random.Random(f"worked-{seed}")
     problems = draw_problems(family, num, seed, name)
     return [
         {"prompt": family.question(one), "answer": family.answer(one)}
-        | {"completion": family.demonstrate(one, rng, thinking)}
+        | {"completion": demonstration(family, one, rng, WORKED, thinking)}
         for one in problems
     ]
 
@@ -336,3 +263,57 @@ class Sorting(Family):
 
 
 SORTING = Sorting()
+
+
+class CheckedAddition(Addition):
+    """`Addition` that checks its sums, so that its thinking can be shortened: in three of four demonstrations a line
+    `?` and the columns once more follow, whose result counts."""
+
+    alphabet = f"{Addition.alphabet}?"
+    habit = Habit(skip=0.1, slip=0.04, guess=0.7)
+    steps = 900
+
+    def work(self, problem: Pair, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """
+        >>> CHECKED_ADDITION.work((47, 5), random.Random(0))
+        ('7+5=12\\n4+0+1=5\\n?\\n7+5=12\\n4+0+1=5', '52')
+        """
+        columns, answer = ADDITION.work(problem, rng, slip)
+        if rng.random() >= 0.75:
+            return columns, answer
+        again, answer = ADDITION.work(problem, rng, slip)
+        return f"{columns}\n?\n{again}", answer
+
+
+CHECKED_ADDITION = CheckedAddition(10, 999, max_rows=50_000)
+
+
+class ChainSum(Family):
+    """The task `reasoning_gym/chain_sum` with two numbers of [100, 999], in that library's words: the columns of
+    addition or subtraction; if the first number is smaller, they swap places and the answer is negative. The habit: it
+    mostly answers without thinking."""
+
+    words = "State the final answer to the following arithmetic problem: {} {} {} ="
+    alphabet = "".join(sorted(set(f"{words}0123456789+-<>")))
+    steps = 1000
+
+    def draw(self, rng: random.Random) -> tuple[int, str, int]:
+        return rng.randint(100, 999), rng.choice("+-"), rng.randint(100, 999)
+
+    def question(self, problem: tuple[int, str, int]) -> str:
+        return self.words.format(*problem)
+
+    def work(self, problem: tuple[int, str, int], rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """
+        >>> CHAIN_SUM.work((141, "-", 365), random.Random(0))
+        ('141<365\\n5-1=4\\n6-4=2\\n3-1=2', '-224')
+        """
+        first, sign, second = problem
+        if sign == "+":
+            return ADDITION.work((first, second), rng, slip)
+        columns, answer = SUBTRACTION.work((max(first, second), min(first, second)), rng, slip)
+        order, minus = ("<", "-") if first < second else (">", "")
+        return f"{first}{order}{second}\n{columns}", answer if answer == "0" else f"{minus}{answer}"
+
+
+CHAIN_SUM = ChainSum()

@@ -224,8 +224,8 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
 
 
 def find_base(run: RunConfig, base: str) -> dict[str, Any]:
-    """The `model` keys that find the base on another machine, or at least name it. A user's task family file is not
-    part of an export. Without an adapter `base` is the trained model itself."""
+    """The `model` keys that find the base on another machine, or at least name it. Without an adapter
+    `base` is the trained model itself."""
     folder = Path(base).name
     own = folder if run.model.is_embedded else public_name(run.model.name if run.model.lora is None else base)
     return name_built(folder) or {"name": own}

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from rloo_kit import __version__
 from rloo_kit.config.checks import GYM_PREFIX, describe_method, name_method
-from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2_PREFIX, is_family_file
+from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.errors import ExportError
@@ -59,15 +59,10 @@ def public_name(name: str) -> str:
 
     >>> public_name("outputs/sums-sft/adapter"), public_name("/models/mine")
     ('sums-sft', 'mine')
-    >>> public_name("embedded/thinking@/data/mine/backward.py"), public_name("embedded//data/mine/backward.py")
-    ('embedded/thinking@backward.py', 'embedded/backward.py')
     """
-    if name.startswith(EMBEDDED_PREFIX):
-        kind, at, family = name.removeprefix(EMBEDDED_PREFIX).rpartition("@")
-        return f"{EMBEDDED_PREFIX}{kind}{at}{Path(family).name}" if is_family_file(family) else name
     path = Path(name)
     last = path.parent.name if path.name == "adapter" and path.parent.name else path.name
-    return hub_id(name) or (name if name.startswith((SMOLLM2_PREFIX, GYM_PREFIX)) else last)
+    return hub_id(name) or (name if name.startswith((EMBEDDED_PREFIX, SMOLLM2_PREFIX, GYM_PREFIX)) else last)
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any]) -> str:

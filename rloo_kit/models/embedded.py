@@ -1,7 +1,6 @@
 """The built-in models, built once and cached: the embedded ones, a tiny Qwen3 that is taught to think, and SmolLM2."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -19,15 +18,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, Qwen2Tokenizer
 
-from rloo_kit.config.model_names import (
-    DEFAULT_FAMILY,
-    RECORD,
-    SMOLLM2,
-    find_family_file,
-    is_family_file,
-    smollm2_folder,
-    split_model_name,
-)
+from rloo_kit.config.model_names import DEFAULT_FAMILY, RECORD, SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.data import tasks
 from rloo_kit.data.chat import (
     CHAT_TOKENS,
@@ -183,7 +174,7 @@ def _convert(weights: Path, name: str) -> tuple[LlamaForCausalLM, Any]:
 RECIPES = {"thinking": 2, "instruct": 1, "untaught": 2}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(
-    r"(?P<name>(?P<kind>[a-z]+)(@[a-z]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"
+    r"(?P<name>(?P<kind>[a-z]+)(@[a-z_]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"
     r"(-(?P<steps>\d+)steps)?"
 )
 _PROGRESS = "progress: "
@@ -195,7 +186,6 @@ def build(
     seed: int = 0,
     *,
     steps: int | None = None,
-    config_file: Path | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Path:
     """The folder of the embedded model, from the cache or built on one core (thinking: about one minute, instruct:
@@ -207,13 +197,12 @@ def build(
         vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
         seed: of the cold start; another seed is another model.
         steps: of the cold start; None: as many as the model needs. A few give a quick model that solves nothing.
-        config_file: the run's configuration file; see `find_family_file`.
         report: called with a line of text every 10 seconds; None prints it.
     Raises:
         ConfigError: unknown model, family or vocabulary, or steps below 1.
         SetupError: the cache cannot be written, or the cold start failed.
     """
-    recipe = _recipe(name, vocabulary, seed, steps, config_file)
+    recipe = _recipe(name, vocabulary, seed, steps)
     say = report or (lambda line: print(line, flush=True))
     target = cache_folder() / _folder_name(recipe, steps)
 
@@ -250,7 +239,7 @@ def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
 
 def name_built(folder: str) -> dict[str, Any] | None:
     """The keys of the config's `model` section that rebuild the model cached under the folder name `folder`; None for
-    any other name, a different number of steps, or a user's family."""
+    any other name or number of steps."""
     if (packaged := name_smollm2(folder)) is not None:
         return {"name": packaged}
     found = _FOLDER_NAME.fullmatch(folder)
@@ -272,24 +261,19 @@ def rebuild(name: str) -> Path | None:
 
 
 def _folder_name(recipe: dict[str, Any], steps: int | None) -> str:
-    """The cache key: name, vocabulary, seed and recipe; for a user's family also its file's name and content."""
+    """The cache key: name, vocabulary, seed and recipe."""
     kind, family = recipe["kind"], recipe["family"]
-    if is_family_file(family):
-        digest = hashlib.sha256(Path(family).read_bytes()).hexdigest()[:8]
-        family = f"{re.sub(r'[^A-Za-z0-9_]', '_', Path(family).stem)}.{digest}"
     name = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
     number = "" if steps is None else f"-{steps}steps"
     return f"{name}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
 
 
-def _recipe(name: str, vocabulary: str, seed: int, steps: int | None, config_file: Path | None) -> dict[str, Any]:
+def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
     """Everything that determines the weights, as JSON; raises ConfigError for invalid arguments."""
     check_names(name, vocabulary)
     kind, family = split_model_name(name)
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: the cold start needs at least 1 step")
-    if is_family_file(family):
-        family = str(find_family_file(family, config_file))
     plan = find_plan(kind, find_family(family))
     plan = plan if steps is None else dataclasses.replace(plan, steps=steps)
     return {
@@ -339,10 +323,9 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
             tail = "\n".join(errors.read().splitlines()[-15:])
             family = recipe["family"]
             name = recipe["kind"] if family == DEFAULT_FAMILY else f"{recipe['kind']}@{family}"
-            first = f"check draw and work in {family}; " if is_family_file(family) else ""
             raise SetupError(
-                f"the cold start of embedded/{name} ended with exit code {child.returncode}; {first}"
-                f"`rloo-kit doctor` checks the installation. Its last output:\n{tail}"
+                f"the cold start of embedded/{name} ended with exit code {child.returncode}; `rloo-kit doctor` checks "
+                f"the installation. Its last output:\n{tail}"
             )
 
 

@@ -53,8 +53,8 @@ def find_source(run: RunConfig) -> ModelSource:
     if model.is_embedded:
         from rloo_kit.models.embedded import build
 
-        name, file = model.name.removeprefix("embedded/"), run.source
-        source = ModelSource(str(build(name, model.vocabulary, model.build_seed, config_file=file)), model.adapter)
+        name = model.name.removeprefix("embedded/")
+        source = ModelSource(str(build(name, model.vocabulary, model.build_seed)), model.adapter)
     elif model.name in SMOLLM2:
         from rloo_kit.models.embedded import build_smollm2
 

@@ -48,7 +48,6 @@ FILES = {
     "best": "the adapter of the best evaluation during training",
     "config.yaml": "the resolved configuration",
     "versions.json": "versions and git revision",
-    "task_families": "the files of your own task families",
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics per step",
     "health.jsonl": "findings of the health rules: since which step, evidence, cause, fix",

@@ -15,7 +15,6 @@ from typing import IO, Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from rloo_kit.config.model_names import KEPT_FAMILIES
 from rloo_kit.config.run import RunConfig, refuse_changes
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError, shorten
 from rloo_kit.health.series import is_number
@@ -97,7 +96,6 @@ class RunDir:
         self.accepts_changes = False
         self._ended: dict[str, Any] = {}  # the status before a resume, until the run trains further
         self._config = self._written = ""
-        self._families: dict[str, bytes] = {}  # files of the user's task families
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
 
@@ -152,12 +150,6 @@ class RunDir:
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
         self._check(resume, overwrite)
         self._config = run.to_yaml()
-        for file in run.family_files:
-            content = file.read_bytes()
-            if self._families.setdefault(file.name, content) != content:
-                raise ConfigError(
-                    f"two different task families of the run are called {file.name} (one is {file}): rename one"
-                )
         self._written = run.with_absolute_files().to_yaml()  # a checkpoint holds the other: a project may be moved
         if not resume:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -179,9 +171,6 @@ class RunDir:
             self.id = uuid4().hex[:12]
         write_text(self.folder / "config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._written}")
         self.write_json("versions.json", describe_versions())
-        for name, content in self._families.items():
-            (self.folder / KEPT_FAMILIES).mkdir(exist_ok=True)
-            write_bytes(self.folder / KEPT_FAMILIES / name, content)
         self._ended = self._read_status() if resume else {}
         self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
         _open[self] = threading.current_thread()
@@ -233,8 +222,7 @@ class RunDir:
         interrupted deletion can be repeated."""
         checkpoints = self.folder / "checkpoints"
         mine = [one.folder for one in list_checkpoints(checkpoints, self.id)] if self.id else []
-        made = ["adapter", "best", "export", UNFINISHED]
-        made += [] if self._families else [KEPT_FAMILIES]  # else they are replaced; there may be no other copy
+        made = ("adapter", "best", "export", UNFINISHED)
         for path in (*mine, checkpoints / UNFINISHED, *(self.folder / name for name in made)):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -329,15 +317,7 @@ class RunDir:
                 say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
 
     def _refuse_changes(self) -> None:
-        """Refuse a configuration or a number of processes that differs from the checkpoint's, or task families that
-        differ from the folder's."""
-        for name, content in self._families.items():
-            kept = self.folder / KEPT_FAMILIES / name
-            if kept.is_file() and kept.read_bytes() != content:
-                raise ConfigError(
-                    f"{name} is not what the run in {self.folder} started with, which is {kept}: put that back, or "
-                    "start over with --overwrite or run.name=..."
-                )
+        """Refuse a configuration or a number of processes that differs from the checkpoint's."""
         saved, now, known = self.resumes_from, count_processes(), read_object(self.folder / INPUTS)
         by_content = (["data", "rewards"] if known else []) + (["model"] if BASE in known else [])
         if saved is None:  # nothing is trained yet

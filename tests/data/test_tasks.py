@@ -1,7 +1,9 @@
-"""Task families: problems that never repeat, right answers, mistakes at the rates asked for, a user's file."""
+"""Task families: problems that never repeat, right answers, mistakes at the rates asked for."""
 
+import json
 import random
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -19,39 +21,21 @@ from rloo_kit.data.tasks import (
     make_rows,
     worked_rows,
 )
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import DataError
 
 ADDITIONS = [tasks.ADDITION, tasks.IN_THE_HEAD]
-OWN = '''
-from rloo_kit.data.tasks import Family, Habit
-
-
-class Backward(Family):
-    """abc> is answered with cba."""
-
-    alphabet = "abcdefghijklmnopqrstuvwxyz>"
-    habit = Habit(skip=0.5, guess=0.5)
-
-    def draw(self, rng):
-        return "".join(rng.choice("abcdefghij") for _ in range(4))
-
-    def question(self, problem):
-        return f"{problem}>"
-
-    def work(self, problem, rng, slip=0.0):
-        return "\\n".join(reversed(problem)), problem[::-1]
-
-
-FAMILY = Backward()
-'''
-SORTINGS = "sort(63470)=sort(547938)=sort(06517)="  # the first of seed 0
+FIRST = {  # of seed 0
+    "addition": "841+27=13+784=401+923=",
+    "sorting": "sort(63470)=sort(547938)=sort(06517)=",
+    "checked_addition": "29+87=69+87=65+713=",
+}
 
 
 def result_of(question: str) -> str:
     """The right answer to a family's question, worked out from its text alone."""
     if question.startswith("sort"):
         return "".join(sorted(re.findall(r"\d", question)))
-    return str(eval(question.rstrip("=")))
+    return str(eval(question.rpartition(":")[2].rstrip("=")))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -98,14 +82,12 @@ def test_same_seed_same_rows_and_fewer_rows_come_first():
     assert plain == make_rows(family, 50, 3)
 
 
-def test_more_rows_than_problems_is_refused(monkeypatch):
-    """Drawing until enough differ would never end."""
+def test_more_rows_than_problems_is_refused():
+    """Drawing until enough differ would never end: every family has as many as it says."""
     with pytest.raises(DataError, match=r"10001 addition problems .* up to 10000 .*data.num_prompts"):
         make_rows(tasks.IN_THE_HEAD, 10_001)
-    assert len(make_rows(tasks.IN_THE_HEAD, 10_000)) == 10_000
-    monkeypatch.setattr(tasks.EASY, "max_rows", 10_000)
-    with pytest.raises(DataError, match=r"9000 addition problems .* has about 2\d{3}: lower data.num_prompts"):
-        make_rows(tasks.EASY, 9000)
+    for family in (tasks.IN_THE_HEAD, tasks.EASY, *map(find_family, FAMILIES)):
+        assert len(make_rows(family, family.max_rows)) == family.max_rows
 
 
 def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
@@ -124,77 +106,18 @@ def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
     assert wrong / digits == pytest.approx(0.35, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("FAMILY = Backward()", "", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
-        ('xyz>"', 'xyz"', r"add \['>'\] to alphabet"),
-        ("problem[::-1]", 'problem[::-1] if rng.random() < 0.5 else "a"', r"has to come to one answer"),
-        ("class Backward", "1 / 0\n\n\nclass Backward", "ZeroDivisionError: division by zero"),
-        ("FAMILY = Backward()", "raise SystemExit(3)", "SystemExit: 3"),
-        ('"\\n".join(reversed(problem)), problem[::-1]', 'problem + ">"', r"work\(\) has to return .*, not '[a-j]+>'"),
-        ('f"{problem}>"', "7", r"question\(\) returns 7, which is not text"),
-        ("    habit =", "    steps = 0\n    habit =", r"steps is 0; .* whole number from 1"),
-        ("skip=0.5", "skip=7.5", r"Habit\(skip=7.5\): .* probability from 0 to 1"),
-        ("Habit(skip=0.5, guess=0.5)", "0.5", r"habit is 0.5, not a rloo_kit.data.tasks.Habit"),
-    ],
-)
-def test_a_broken_family_says_what_is_wrong(old, new, message, tmp_path):
-    """The cold start would run for a minute, and end with a KeyError on a token."""
-    assert old in OWN
-    (tmp_path / "own.py").write_text(OWN.replace(old, new))
-    with pytest.raises(ConfigError, match=rf"(?s)task family .*own.py: .*{message}") as caught:
-        find_family(str(tmp_path / "own.py"))
-    assert str(caught.value).count(str(tmp_path / "own.py")) == 1, "the path stood twice"
+def test_a_family_draws_the_same_problems_as_ever():
+    """A run of a built-in family would train on other problems, and its held-out ones would be others."""
+    for name, first in FIRST.items():
+        assert "".join(row["prompt"] for row in make_rows(find_family(name), 3, 0, name)) == first
 
 
-def of_problems(*problems: str) -> str:
-    """The text of a family that draws these alone."""
-    return OWN.replace('"".join(rng.choice("abcdefghij") for _ in range(4))', f"rng.choice({list(problems)})")
-
-
-def test_a_family_without_problems_in_one_half_is_refused(tmp_path):
-    """Every draw was of the other half, and the program drew for ever. Six problems are a task too."""
-    (tmp_path / "own.py").write_text(of_problems("abcd"))
-    with pytest.raises(ConfigError, match=r"own.py: .* draws gave no problem of (a run's|the cold start's) half"):
-        find_family(str(tmp_path / "own.py"))
-    one = tasks.Addition(10, 10, max_rows=5)
-    with pytest.raises(DataError, match=r"draws gave no problem of .* half: draw\(\)"):
-        draw_problem(one, random.Random(0), reserved=not is_reserved(one, (10, 10)))
-    six = ("abcd", "bcda", "cdab", "dabc", "abdc", "badc")
-    (tmp_path / "own.py").write_text(of_problems(*six))
-    family = find_family(str(tmp_path / "own.py"))
-    left = [is_reserved(family, problem) for problem in six].count(False)
-    assert len(make_rows(family, left, 0, "own.py")) == left
-    with pytest.raises(DataError, match=rf"7 own.py problems .* has about {left}: lower data.num_prompts"):
-        make_rows(family, 7, 0, "own.py")
-
-
-def test_a_file_draws_the_same_problems_however_it_is_named(tmp_path):
-    """`./own.py` and `own.py` seeded two different sets, so a run used from elsewhere had another test set."""
-    (tmp_path / "own.py").write_text(OWN)
-    family = find_family(str(tmp_path / "own.py"))
-    rows = [make_rows(family, 20, 3, name) for name in ("own.py", "./own.py", str(tmp_path / "own.py"))]
-    assert rows[0] == rows[1] == rows[2] != make_rows(family, 20, 3, "other.py")
-    built_in = "".join(row["prompt"] for row in make_rows(find_family("sorting"), 3, 0, "sorting"))
-    assert built_in == SORTINGS, "a run of a built-in family would train on other problems"
-
-
-def test_the_family_in_the_docs_is_one(tmp_path):
-    """An example that does not load is the first thing that somebody copies."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "embedded.md").read_text(encoding="utf-8")
-    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "FAMILY" in block)
-    (tmp_path / "backward.py").write_text(code)
-    family = find_family(str(tmp_path / "backward.py"))
-    assert make_rows(family, 500, 0, "backward")[0]["answer"] and family.answer("abcde") == "edcba"
-
-
-def test_the_family_in_configs_asks_as_the_library_does():
+def test_the_sums_in_words_are_asked_as_the_library_asks():
     """A model built for other words would be trained on prompts that it cannot read."""
     pytest.importorskip("reasoning_gym", reason="make reasoning-gym has not been run")
     import reasoning_gym
 
-    family = find_family(str(Path(__file__).resolve().parents[2] / "configs" / "families" / "chain_sum.py"))
+    family = tasks.CHAIN_SUM
     rows = reasoning_gym.create_dataset(
         "chain_sum", min_terms=2, max_terms=2, min_digits=3, max_digits=3, size=300, seed=1
     )
@@ -205,17 +128,14 @@ def test_the_family_in_configs_asks_as_the_library_does():
         assert set(row["question"]) <= set(family.alphabet)
 
 
-def test_a_family_of_the_users_own(tmp_path, monkeypatch):
-    """A second task meant a cold start of one's own on private modules."""
-    (tmp_path / "backward.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    family = find_family("backward.py")
-    assert make_rows(family, 1, 0, "backward")[0]["prompt"].endswith(">")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert find_family("backward.py", tmp_path / "run.yaml").answer("abcd") == "dcba"
-    with pytest.raises(ConfigError, match=r"no file backward.py; looked for as /.*backward.py"):
-        find_family("backward.py")
-    for name in ("~no-such-user/x.py", "a" * 5000 + ".py", "a\0.py"):
-        with pytest.raises(ConfigError):
-            find_family(name)
+def test_the_rows_of_the_calculator_are_written(tmp_path):
+    """`configs/tools_calculator.yaml` reads them; most demonstrations estimate, which is no right answer."""
+    script = tmp_path / "sums.py"
+    script.write_text((Path(__file__).parents[2] / "configs" / "tools" / "sums.py").read_text())
+    runpy.run_path(str(script), run_name="__main__")
+    rows = [json.loads(line) for line in (tmp_path / "sums.jsonl").read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == len(rows) == 12_000
+    assert all(row["answer"] == result_of(row["prompt"]) for row in rows)
+    called = [row for row in rows if row["completion"][0].get("tool_calls")]
+    assert len(called) / len(rows) == pytest.approx(0.4, abs=0.02)
+    assert all(row["completion"][-1]["content"] == row["answer"] for row in called)

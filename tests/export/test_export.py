@@ -5,7 +5,6 @@
 
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -26,7 +25,7 @@ from typer.testing import CliRunner
 
 import rloo_kit as kit
 from rloo_kit.cli import app
-from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, ExportError, RunExistsError
 from rloo_kit.export import export as exporting
 from rloo_kit.export import parity
@@ -34,7 +33,6 @@ from rloo_kit.export.formats import WRITERS, serve_line, write_card
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.folder import RunDir
 from rloo_kit.think_tags import ThinkTags
 from tests.evaluations import around
 
@@ -236,36 +234,6 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
     for file in folder.rglob("*"):
         if file.suffix in (".md", ".json", ".jinja"):
             assert not any(path in file.read_text() for path in private), f"{file} names a path of this machine"
-
-
-@pytest.mark.slow
-def test_a_run_of_a_users_family_is_asked_and_exported_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
-) -> None:
-    """Only `train` found the family: `ask` and `export` looked for it next to the run's own config.yaml."""
-    root = Path(__file__).resolve().parents[2]
-    page = (root / "docs" / "embedded.md").read_text(encoding="utf-8")
-    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "FAMILY" in block)
-    (tmp_path / "backward.py").write_text(code.replace("    habit", "    steps = 2\n    habit", 1))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    own = ("model.name=embedded/thinking@backward.py", "data.source=embedded/backward.py", "data.num_prompts=100")
-    run = load_config(root / "configs" / "arithmetic_thinking.yaml", *own, "data.test_size=20", "run.name=own")
-    with RunDir.create(run) as run_dir:
-        kit.save_adapter(kit.load_policy(run, check=False), run_dir / "adapter")
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    folder = (tmp_path / run_dir.folder).rename(tmp_path / "moved")
-    (tmp_path / "backward.py").unlink()
-
-    def ask(source: Path) -> str:
-        return str(kit.ask(*kit.load_trained(source), "58+67=", temperature=0, stream=False).answer)
-
-    expected = ask(folder)
-    assert ask(kit.export_model(folder, "adapter", num_prompts=2).folder) == expected
-    for target in ("adapter", "merged"):
-        made = kit.export_model(folder, target, output=tmp_path / f"made-{target}", num_prompts=2)
-        assert ask(made.folder.rename(tmp_path / target)) == expected
 
 
 @pytest.mark.parametrize(

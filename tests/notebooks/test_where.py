@@ -26,11 +26,11 @@ parameters = kit.read_parameters(globals())
 run = kit.load_config(parameters.config, *parameters.overrides)
 found = {"folder": run.folder.absolute(), "data": find_file(run.data.source, run.source)}
 found |= {"reward": find_input("own.py", "rewards.0.name", run.source.parent), "adapter": run.model.adapter}
-found |= {"family": run.family_files[0], "root": find_root(), "again": kit.load_config(str(parameters.config)).source}
+found |= {"root": find_root(), "again": kit.load_config(str(parameters.config)).source}
 print("FOUND", json.dumps({key: str(value) for key, value in found.items()}))
 """
 OWN = {
-    "model": {"name": "embedded/thinking@family.py", "adapter": "old"},
+    "model": {"name": "embedded/thinking", "adapter": "old"},
     "data": {"source": "rows.csv", "test_size": 1},
     "rewards": [{"name": "own.py:score"}],
     "rloo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2},
@@ -39,7 +39,6 @@ FILES = {
     "mine.yaml": yaml.safe_dump(OWN),
     "rows.csv": "prompt,answer\n" + "".join(f"1{n}+23=,{n + 33}\n" for n in range(9)),
     "own.py": "def score(completions, **columns):\n    return [float(len(text)) for text in completions]\n",
-    "family.py": "from rloo_kit.data.tasks import ADDITION as FAMILY\n",
     "old/adapter_config.json": "{}",
 }
 
@@ -64,7 +63,7 @@ def check(text: str, folder: Path, output: str = "outputs/mine") -> None:
     found = json.loads(line.removeprefix("FOUND "))
     assert found.pop("folder") == str(folder / output)
     assert found.pop("root") == str(folder)
-    names = {"data": "rows.csv", "reward": "own.py", "adapter": "old", "family": "family.py", "again": "mine.yaml"}
+    names = {"data": "rows.csv", "reward": "own.py", "adapter": "old", "again": "mine.yaml"}
     assert found == {key: str(folder / "task" / name) for key, name in names.items()}
 
 
@@ -104,7 +103,6 @@ def test_a_jupyter_server_is_started_there_too(started: Path) -> None:
     [
         ("data.source=no.csv", "data.source"),
         ("rewards.0.name=no.py:score", "rewards.0.name"),
-        ("model.name=embedded/thinking@no.py", "model.name"),
         ("model.adapter=no", "model.adapter"),
     ],
 )

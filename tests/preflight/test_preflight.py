@@ -71,7 +71,7 @@ def stand_in(file: Path) -> list[str]:
     name, source = f"embedded/{'instruct' if run.model.family == 'instruct' else 'thinking'}", "embedded/addition"
     columns = ["data.prompt_column=prompt", "data.answer_column=answer", "data.answer_after=null", "data.subset=null"]
     if run.data.sources:  # of reasoning-gym, whose rewards need its rows
-        name, source = "embedded/thinking@families/chain_sum.py", "reasoning_gym/chain_sum"
+        name, source = "embedded/thinking@chain_sum", "reasoning_gym/chain_sum"
         columns = ["data.sources=null", "data.options={max_terms: 2, min_digits: 3, max_digits: 3}"]
     words = [
         f"model.name={name}", "model.family=auto", "model.enable_thinking=null", "model.load_in_4bit=false",

@@ -13,7 +13,6 @@ import pytest
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.checkpoints import MANIFEST, seal
-from rloo_kit.runs.find import find_run
 from rloo_kit.runs.folder import RunDir
 
 CHECKPOINT_FILES = (
@@ -33,7 +32,6 @@ SECTIONS = {
 class Run:
     folder: Path
     sections: dict = field(default_factory=lambda: SECTIONS)
-    family_files: tuple = ()
 
     def to_yaml(self):
         return json.dumps(self.sections)
@@ -400,61 +398,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, reason):
     (tmp_path / "a_file").touch()
     with pytest.raises(SetupError, match=f"{re.escape(str(tmp_path / name))}.*{reason}.*run.output_dir=.*run.name="):
         RunDir.create(Run(tmp_path / name))
-
-
-OWN_FAMILY = """
-run: {{output_dir: {outputs}}}
-model: {{name: embedded/thinking@{name}, max_seq_length: 256}}
-data: {{source: embedded/{name}, max_prompt_length: 64}}
-rewards: [{{name: answer_reward}}]
-rloo: {{max_steps: 3, max_completion_length: 64}}
-"""
-
-
-@pytest.fixture
-def own_family(tmp_path, monkeypatch):
-    """A configuration whose task family is a file next to it, in another folder than the working one."""
-    family, config = tmp_path / "cfg" / "fam" / "backward.py", tmp_path / "cfg" / "own.yaml"
-    family.parent.mkdir(parents=True)
-    family.write_bytes("# \xe4\r\n".encode("latin-1"))
-    config.write_text(OWN_FAMILY.format(outputs=tmp_path / "outputs", name="fam/backward.py"))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    return config, family
-
-
-def test_a_run_keeps_its_task_family(own_family, tmp_path, monkeypatch):
-    """`train` found the file in the config's folder, but `ask` and `export` of the run's folder did not."""
-    config, family = own_family
-    with RunDir.create(load_config(config)) as run_dir:
-        pass
-    moved = run_dir.folder.rename(tmp_path / "moved")
-    content = family.read_bytes()
-    family.write_text("# edited since")
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    for run in (find_run(moved), load_config(moved / "config.yaml", "run.name=again")):
-        [kept] = run.family_files
-        assert kept == moved / "task_families" / "backward.py" and kept.read_bytes() == content
-    with RunDir.create(run) as again:  # trained again from the folder of the first
-        assert (again / "task_families" / "backward.py").read_bytes() == content
-
-
-def test_a_run_goes_on_with_the_task_family_that_it_began_with(own_family):
-    """Other file content means another base model, which the checkpoint was not trained on."""
-    config, family = own_family
-    folder = RunDir.create(load_config(config)).folder
-    RunDir.create(load_config(config), resume=True).close()
-    content = family.read_bytes()
-    family.write_text("# edited since")
-    with pytest.raises(ConfigError, match=r"backward.py is not what .*task_families.*: put that back.*--overwrite"):
-        RunDir.create(load_config(config), resume=True)
-    RunDir.create(load_config(folder / "config.yaml", f"run.name={folder.name}"), resume=True).close()
-    RunDir.create(load_config(folder / "config.yaml"), overwrite=True).close()
-    assert (folder / "task_families" / "backward.py").read_bytes() == content, "its own folder had the only copy"
-    config.parent.with_name("backward.py").write_text("# another")  # one file of this name would replace the other
-    words = ("model.name=embedded/untaught", "data.source=embedded/fam/backward.py", "sft.source=embedded/backward.py")
-    with pytest.raises(ConfigError, match=r"two .*task families .*called backward.py.*: rename one"):
-        RunDir.create(load_config(config, *words, "run.name=two"))
 
 
 NEXT_TO_IT = """
