@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,8 @@ OTHER_FORM: dict[type, tuple[str, str]] = {
     str: ("string indices must be", "'str' object has no attr"),
     list: ("'list' object has no attr", "expected string or bytes"),
 }
-
-
 OF_MODULES = ("forward", "named_parameters")  # what a reward model has, which TRL calls itself
+PENDING: set[Future[Any]] = set()  # calls of async rewards that somebody waits for
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -135,8 +135,7 @@ class RewardsObject:
     """
 
     def __init__(self, scorer: Any) -> None:
-        self.scorer = scorer
-        self.__name__ = reward_name(scorer)
+        self.scorer, self.__name__ = scorer, reward_name(scorer)
         found = read_signature(scorer.get_rewards)
         self.by_name = not found.by_position and any(name in CONVENTION[1:] for name in found.names)
         if not self.by_name and not takes_two(scorer.get_rewards):
@@ -157,9 +156,7 @@ class NamedReward:
     """A reward of a run: TRL's calling convention, its log name, its weight in the sum."""
 
     def __init__(self, reward: Callable[..., Any], name: str, weight: float) -> None:
-        self.reward = reward
-        self.__name__ = name
-        self.weight = weight
+        self.reward, self.__name__, self.weight = reward, name, weight
 
     def __repr__(self) -> str:
         return f"{self.__name__} x{self.weight:g} = {self.reward!r}"
@@ -211,9 +208,7 @@ class GuardedReward:
     """
 
     def __init__(self, reward: Callable[..., Any]) -> None:
-        self.reward = reward
-        self.__name__ = reward_name(reward)
-        self.signature = read_signature(reward)
+        self.reward, self.__name__, self.signature = reward, reward_name(reward), read_signature(reward)
         self.weight: float = getattr(reward, "weight", 1.0)
         self.report: Callable[[str], Any] = lambda message: None
         self.form: str | None = None
@@ -249,8 +244,8 @@ class GuardedReward:
         if not own:
             return Scored([None] * size, [None] * size, [])
         some = _pick(batch, own)
-        if some.get("log_extra") is not None:
-            some["log_extra"] = _spread_log(some["log_extra"], own, size)
+        if (log := some.get("log_extra")) is not None:
+            some["log_extra"] = lambda column, values: log(column, _spread(values, own, size))
         found = await self._score_rows(some)
         return Scored(_spread(found.values, own, size), _spread(found.problems, own, size), found.failures)
 
@@ -271,7 +266,7 @@ class GuardedReward:
         size = batch_size(batch)
         outcome = await self._attempt(batch)
         raised = isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError)
-        if raised and size > 1:  # each sample alone
+        if raised and size > 1 and not is_relative(self):  # each sample alone
             read = [_read_outcome(await self._attempt(single), 1) for single in _singles(batch)]
             values, known = [None if problem else one[0] for one, problem in read], [problem for _, problem in read]
             return self._settle(values, known, batch)
@@ -288,6 +283,8 @@ class GuardedReward:
             result = self.reward(**{name: _copy(value) for name, value in self.signature.select(batch).items()})
             return await result if isinstance(self, GuardedAsyncReward) else result
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # what it awaited may have been cancelled
+            if isinstance(self, GuardedAsyncReward) and (task := asyncio.current_task()) and task.cancelling():
+                raise  # it was this call
             return error if isinstance(error, Exception) else RewardError(describe_error(error))
 
     def _settle(self, values: list[Any], known: list[str | None], batch: dict[str, Any]) -> Scored:
@@ -329,7 +326,10 @@ def is_relative(reward: Any) -> bool:
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The future of a coroutine of an async guard; also in a notebook, whose thread already runs a loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+    future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+    PENDING.add(future)
+    future.add_done_callback(PENDING.discard)
+    return future
 
 
 @functools.cache
@@ -393,10 +393,6 @@ def _spread(values: Sequence[Any], rows: list[int], size: int) -> list[Any]:
     """The values of some rows as a list of all, None elsewhere."""
     found = dict(zip(rows, values, strict=True))
     return [found.get(i) for i in range(size)]
-
-
-def _spread_log(log: Callable[..., Any], rows: list[int], size: int) -> Callable[..., Any]:
-    return lambda column, values: log(column, _spread(values, rows, size))
 
 
 def _copy(value: Any) -> Any:
