@@ -347,9 +347,9 @@ def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_other_form(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with texts as messages (of a rendered prompt the column `question`), and messages as text."""
-    changed = dict(batch)
-    for name, role, source in (("prompts", "user", "question"), ("completions", "assistant", "completions")):
+    """The batch with texts as messages (of a rendered prompt the user's), and messages as text."""
+    changed, asked = dict(batch), "user_message" if batch.get("user_message") else "question"
+    for name, role, source in (("prompts", "user", asked), ("completions", "assistant", "completions")):
         if batch.get(name):
             pairs = zip(batch[name], batch.get(source) or batch[name], strict=True)
             changed[name] = [
