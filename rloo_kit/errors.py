@@ -3,7 +3,6 @@
 A message states what was found, the limit, and the key or command that fixes it.
 """
 
-import html
 import json
 import re
 from collections.abc import Iterable
@@ -25,18 +24,17 @@ def hide(values: Iterable[str]) -> None:
     _pattern = re.compile("|".join(spelled)) if spelled else None
 
 
-def _spell(character: str) -> str:
-    """A pattern of a secret's character: as it is, or as JSON, Python, an address (%2F, %252F) or HTML has it, behind
-    any number of backslashes, since a text may be quoted several times; a run of backslashes is one character."""
-    if character == "\\":
-        return r"(?:(?:\\{1,99}+(?i:u005c|x5c)|%(?:25){0,9}5[cC]|&#92;){1,99}+|\\{1,99}+)"
-    octets, code = character.encode("utf-8", "surrogateescape"), ord(character)
-    written = {json.dumps(character)[1:-1], ascii(character)[1:-1], f"u{code:04x}", html.escape(character)}
-    written |= {"".join(f"{mark}{octet:02x}" for octet in octets) for mark in ("%", "\\x")}
-    written |= {f"&#{code};", character.replace(" ", "+"), character.encode("utf-8", "replace").decode()}
-    others = "|".join(re.escape(one.lstrip("\\")) for one in sorted(written - {character}))
+def _spell(letter: str) -> str:
+    """A pattern of a secret's character: as it is, or as JSON, Python or an address (%2F, %252F) has it, behind any
+    number of backslashes, since a text may be quoted several times; a run of backslashes is one character."""
+    if letter == "\\":
+        return r"(?:(?:\\{1,99}+(?i:u005c|x5c)|%(?:25){0,9}5[cC]){1,99}+|\\{1,99}+)"
+    quoted = {json.dumps(letter)[1:-1], ascii(letter)[1:-1], f"u{ord(letter):04x}", letter.replace(" ", "+")}
+    octets = letter.encode("utf-8", "surrogateescape")
+    quoted |= {"".join(f"{mark}{octet:02x}" for octet in octets) for mark in ("%", "\\x")}
+    others = "|".join(re.escape(one.lstrip("\\")) for one in sorted(quoted - {letter}))
     others = others.replace(r"\\", r"\\{0,99}+").replace("%", "%(?:25){0,9}")
-    return rf"\\{{0,99}}+(?:(?i:{others})|{re.escape(character)})"
+    return rf"\\{{0,99}}+(?:(?i:{others})|{re.escape(letter)})"
 
 
 def mask(value: Any) -> Any:

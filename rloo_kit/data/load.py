@@ -19,7 +19,6 @@ from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparabl
 from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
 from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
-    QUESTION,
     Columns,
     DataSource,
     arrow_column,
@@ -47,8 +46,8 @@ class Data:
 
     Attributes:
         train: datasets.Dataset with `prompt` (rendered text), `answer` (if the source has answers; None for a row
-            without one; see `decide_answers`), `question` (the user's last message), other columns. Of `prepare_data`:
-            a `Side`.
+            without one; see `decide_answers`), `question` (the user's last message; `user_message` if the source has a
+            column `question`), other columns. Of `prepare_data`: a `Side`.
         test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
@@ -581,8 +580,8 @@ def _datasets(*sides: Side) -> list[Any]:
     source = sides[0].source
     answers = {} if source.answers is None else {"answer": source.answers}
     columns: dict[str, Any] = {"prompt": sides[0].texts} | answers
-    if QUESTION not in source.other_names:
-        columns[QUESTION] = source.column(QUESTION)
+    if (added := source.added_name) not in source.other_names:
+        columns[added] = source.column(added)
     tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]
     concatenate = _stack.load_stack().datasets.concatenate_datasets
     return [concatenate([_take(table, side.rows) for table in tables], axis=1) for side in sides]

@@ -24,8 +24,8 @@ TAKEN_COLUMNS = (
     "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "thinking_forced", "completion_mask", "turns", "environments",
 )  # fmt: skip
-USER_MESSAGE = "user_message"  # stub
 QUESTION = "question"  # the user's last message; `prompt` is the rendered template
+USER_MESSAGE = "user_message"  # the same, where `question` is a column of the source's own
 IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
 
 
@@ -68,7 +68,7 @@ class DataSource:
     def row(self, row: int) -> dict[str, Any]:
         """One row: `prompt`, `answer` (if there is such a column), and the columns that are passed on to rewards."""
         found = {"prompt": self.prompts[row]} | ({} if self.answers is None else {"answer": self.answers[row]})
-        return found | {name: self.column(name)[row] for name in (QUESTION, *self.other_names)}
+        return found | {name: self.column(name)[row] for name in (self.added_name, *self.other_names)}
 
     @property
     def other_names(self) -> list[str]:
@@ -77,11 +77,16 @@ class DataSource:
             return []
         return list(self.others) if isinstance(self.others, dict) else list(self.others.column_names)
 
+    @property
+    def added_name(self) -> str:
+        """The column of the user's last message."""
+        return USER_MESSAGE if QUESTION in self.other_names else QUESTION
+
     def column(self, name: str) -> Any:
-        """The values of one of `other_names`, or of `question`, which every source has; None for each row of others."""
+        """The values of one of `other_names`, or the user's last messages, by each of their names; else None a row."""
         if name in self.other_names:
             return self.others[name]
-        return list(map(_last_question, self.prompts)) if name == QUESTION else [None] * len(self)
+        return list(map(_last_question, self.prompts)) if name in (QUESTION, USER_MESSAGE) else [None] * len(self)
 
     def select(self, rows: list[int]) -> "DataSource":
         """Some of the rows, in the given order."""

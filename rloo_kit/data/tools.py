@@ -362,14 +362,10 @@ class EnvironmentView:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of Python's protocols
             raise AttributeError(name)
-        return getattr(_namespace(self._toolbox.ask(self._number, "view", []).result()), name)
+        return getattr(SimpleNamespace(**self._toolbox.ask(self._number, "view", []).result()), name)
 
     def __reduce__(self) -> Any:
-        return _namespace, (self._toolbox.ask(self._number, "view", []).result(),)
-
-
-def _namespace(values: dict[str, Any]) -> SimpleNamespace:
-    return SimpleNamespace(**values)
+        return SimpleNamespace, (), self._toolbox.ask(self._number, "view", []).result()
 
 
 def read_library_rows(source: str, count: int | None, env: Sequence[str]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -27,6 +28,7 @@ from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.results.plots import tokens_per_second
 from rloo_kit.results.samples import list_steps, split_completion
+from rloo_kit.rewarding.guard import PENDING
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
@@ -34,6 +36,7 @@ from rloo_kit.system.gpu import read_energy
 from rloo_kit.system.problems import warn
 from rloo_kit.system.processes import ENDING, handle_signals, is_distributed, say
 
+SECONDS_FOR_REWARDS = 5.0  # that a step which is to be the last one waits for async rewards, such as a judge that hangs
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
 
 
@@ -203,7 +206,8 @@ class ProgressLine(TrainerCallback):
 
 
 class Interrupts(TrainerCallback):
-    """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the current step and save `saved`; a second one at once.
+    """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the current step and save `saved`; at once if a second one
+    comes, or if the step waits for async rewards longer than `SECONDS_FOR_REWARDS`.
 
     A context manager that handles the signals inside its block, in the main thread only. A signal to one of several
     processes stops all of them after the same step.
@@ -219,23 +223,38 @@ class Interrupts(TrainerCallback):
         self.between_steps = True
         self._came_at = 0.0
         self._signals = ExitStack()
+        self._over = threading.Event()
 
     def __enter__(self) -> "Interrupts":
         self._signals.enter_context(handle_signals(ENDING, self._handle))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for call in list(PENDING):  # nobody waits for it any more
+            call.cancel()
         self._signals.close()
 
     def _handle(self, number: signal.Signals) -> None:
         if self.requested:
             if is_distributed() and time.monotonic() - self._came_at < SECONDS_OF_ONE_SIGNAL:
                 return
+            self._over.set()  # no third one while the state is saved
             raise KeyboardInterrupt
         self.requested, self._came_at = True, time.monotonic()
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         with suppress(RuntimeError):  # the signal came in the middle of another print
             say(f"{name}: stopping after this step, with {self.saved}; a second one stops at once")
+        threading.Thread(target=self._watch, args=(number,), name="rloo-kit-interrupts", daemon=True).start()
+
+    def _watch(self, number: signal.Signals) -> None:
+        """Send the signal again once the step has waited for async rewards for `SECONDS_FOR_REWARDS`."""
+        checks = 0
+        while checks < 10 and not self._over.wait(SECONDS_FOR_REWARDS / 10):
+            checks = checks + 1 if PENDING else 0
+        if checks == 10:
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            say(f"no reward came in {SECONDS_FOR_REWARDS:g} s: stopping at once")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.between_steps = False

@@ -6,12 +6,14 @@ fingerprints the methods it replaces.
 
 import functools
 import os
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import trl
 from accelerate.utils import is_peft_model
@@ -101,6 +103,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self._due: list[int] = []  # rows whose gradient this step still has to compute
         self._gradient_at: float | None = None  # when the gradient of this step's last rollout was begun
         self._drawn: Any = None  # the sampler of the training prompts
+        self._step_ends: list[tuple[Callable[..., Any], Any]] = []  # what the last step left: a setter, its argument
         self.add_callback(_LoopCallback(self))
         use_text_progress(self)
         if self.accelerator.is_main_process:
@@ -259,6 +262,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         self.rloo.scorer.copy = policy.peft_config.get("ref")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        for set_back, state in self._step_ends:  # a resumed run draws what an unfinished step has drawn
+            set_back(state)
         write = functools.partial(super()._save_checkpoint, model, trial)
         save_checkpoint(self, Path(self._get_output_dir(trial)), write)
 
@@ -285,7 +290,7 @@ class _LoopCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
         trainer = self.trainer
         refuse_idle(trainer)
-        trainer._window, trainer._due = None, []  # in use when training was interrupted
+        trainer._window, trainer._due, trainer._step_ends = None, [], []  # in use when training was interrupted
         trainer.rloo.broken = None
         state.compute_steps(args, state.max_steps)  # the checkpoint's state has those of before
         if trainer._place is not None:
@@ -300,9 +305,12 @@ class _LoopCallback(TrainerCallback):
         self.trainer._close_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        self.trainer._count_gradient()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        self.trainer._count_gradient()  # not in `on_step_end`, where an evaluation may be interrupted
+        cuda, reservoir, found = torch.cuda, self.trainer.rloo.reservoir, self.trainer._step_ends
+        found[:] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
+        found += [(torch.set_rng_state, torch.get_rng_state())]
+        found += [(cuda.set_rng_state_all, cuda.get_rng_state_all())] if cuda.is_initialized() else []
+        found += [(reservoir.load_state_dict, reservoir.state_dict())] if reservoir else []
         self._move_on(is_over=self.trainer.accelerator.gradient_state.end_of_dataloader)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,8 @@ OTHER_FORM: dict[type, tuple[str, str]] = {
     str: ("string indices must be", "'str' object has no attr"),
     list: ("'list' object has no attr", "expected string or bytes"),
 }
-
-
 OF_MODULES = ("forward", "named_parameters")  # what a reward model has, which TRL calls itself
+PENDING: set[Future[Any]] = set()  # calls of async rewards that somebody waits for
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -249,8 +249,8 @@ class GuardedReward:
         if not own:
             return Scored([None] * size, [None] * size, [])
         some = _pick(batch, own)
-        if some.get("log_extra") is not None:
-            some["log_extra"] = _spread_log(some["log_extra"], own, size)
+        if (log := some.get("log_extra")) is not None:
+            some["log_extra"] = lambda column, values: log(column, _spread(values, own, size))
         found = await self._score_rows(some)
         return Scored(_spread(found.values, own, size), _spread(found.problems, own, size), found.failures)
 
@@ -271,7 +271,7 @@ class GuardedReward:
         size = batch_size(batch)
         outcome = await self._attempt(batch)
         raised = isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError)
-        if raised and size > 1:  # each sample alone
+        if raised and size > 1 and not is_relative(self):  # each sample alone
             read = [_read_outcome(await self._attempt(single), 1) for single in _singles(batch)]
             values, known = [None if problem else one[0] for one, problem in read], [problem for _, problem in read]
             return self._settle(values, known, batch)
@@ -288,6 +288,8 @@ class GuardedReward:
             result = self.reward(**{name: _copy(value) for name, value in self.signature.select(batch).items()})
             return await result if isinstance(self, GuardedAsyncReward) else result
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # what it awaited may have been cancelled
+            if isinstance(self, GuardedAsyncReward) and (task := asyncio.current_task()) and task.cancelling():
+                raise  # it was this call
             return error if isinstance(error, Exception) else RewardError(describe_error(error))
 
     def _settle(self, values: list[Any], known: list[str | None], batch: dict[str, Any]) -> Scored:
@@ -329,7 +331,10 @@ def is_relative(reward: Any) -> bool:
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The future of a coroutine of an async guard; also in a notebook, whose thread already runs a loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+    future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+    PENDING.add(future)
+    future.add_done_callback(PENDING.discard)
+    return future
 
 
 @functools.cache
@@ -347,9 +352,9 @@ def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_other_form(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with texts as messages (of a rendered prompt the column `question`), and messages as text."""
-    changed = dict(batch)
-    for name, role, source in (("prompts", "user", "question"), ("completions", "assistant", "completions")):
+    """The batch with texts as messages (of a rendered prompt the user's), and messages as text."""
+    changed, asked = dict(batch), "user_message" if batch.get("user_message") else "question"
+    for name, role, source in (("prompts", "user", asked), ("completions", "assistant", "completions")):
         if batch.get(name):
             pairs = zip(batch[name], batch.get(source) or batch[name], strict=True)
             changed[name] = [
@@ -393,10 +398,6 @@ def _spread(values: Sequence[Any], rows: list[int], size: int) -> list[Any]:
     """The values of some rows as a list of all, None elsewhere."""
     found = dict(zip(rows, values, strict=True))
     return [found.get(i) for i in range(size)]
-
-
-def _spread_log(log: Callable[..., Any], rows: list[int], size: int) -> Callable[..., Any]:
-    return lambda column, values: log(column, _spread(values, rows, size))
 
 
 def _copy(value: Any) -> Any:

@@ -339,8 +339,8 @@ class RewardModel(AnswerReader):
             if completion_ids is None:
                 raise ValueError("reward_model reads the answer after the thinking, for which it needs completion_ids")
             answers = self._answers(completions, completion_ids, completion_mask)
-        asked = question if question is not None and self.decode is not None else [None] * len(answers)
-        ids = [form.encode(*row) for row in zip(prompts, answers, asked, strict=True)]
+        asked = columns.get("user_message", question) if self.decode is not None else None
+        ids = [form.encode(*row) for row in zip(prompts, answers, asked or [None] * len(answers), strict=True)]
         unanswered = [i for i, answer in enumerate(answers) if self.thinking and not answer]
         longest = self.max_length or max(map(len, ids), default=0)
         fits = [i for i, row in enumerate(ids) if len(row) <= longest and i not in unanswered]

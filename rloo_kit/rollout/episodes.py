@@ -201,11 +201,11 @@ def add_observation(row: dict[str, Any], observation: str) -> Any:
         return prompt
     if not isinstance(prompt, str):
         return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
-    question = row.get("question") or ""
+    question = row.get("user_message") or row.get("question") or ""
     before, found, after = prompt.rpartition(question)
     if not question or not found:
         raise DataError(
-            "the environment's reset returned an observation, but the prompt does not contain the column question, "
+            "the environment's reset returned an observation, but the prompt does not contain the user's message, "
             "behind which it would go: give the observation in the prompt, and return None"
         )
     return before + question + observation + after

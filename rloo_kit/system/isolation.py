@@ -141,8 +141,7 @@ class LateError(WholeBatchError):
 def worker_environment(further: Iterable[str] = ()) -> dict[str, str]:
     """The variables of this process that a worker gets: an allow-list, so that it sees none of the secrets in `.env`.
 
-    Listed ones are passed if they do not look like a secret, those named in `further` whatever their value: no reply
-    shows it."""
+    Listed ones are passed if they do not look like a secret; those named in `further` are, but no reply shows them."""
     listed = {name for name in os.environ if name in PASSED_NAMES or name.startswith(PASSED_BEGINNINGS)}
     passed = {name for name in listed if not SECRET.search(name)} | (named := set(further))
     return {name: value for name, value in os.environ.items() if name in passed} | {HIDDEN: ",".join(sorted(named))}

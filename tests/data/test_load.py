@@ -10,8 +10,10 @@ import pytest
 from tokenizers import processors
 
 from rloo_kit.data.chat import prompt_identity
-from rloo_kit.data.load import Data, load_data
+from rloo_kit.data.load import Data, load_data, prepare_data
 from rloo_kit.errors import DataError
+from rloo_kit.rewarding.guard import guard
+from rloo_kit.rollout.episodes import add_observation
 from tests.data.conftest import BOTH, jsonl, plain, rendered
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
@@ -388,6 +390,63 @@ def test_the_file_s_own_names_and_the_question_reach_the_rewards(make_run, write
     sources = [{"source": str(path), "prompt_column": "problem"}, {"source": str(other)}]
     mixed = load_data(make_run(None, sources=sources), tiny_tokenizer).train
     assert mixed["question"][:] == ["a", "its own"] and "problem" not in mixed.column_names
+
+
+PASSAGE = "Normans came from Norway."
+ASKED = f"{PASSAGE}\n\nWhere from?"
+TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi!"}]
+TALK += [{"role": "user", "content": ASKED}]
+
+
+@pytest.mark.parametrize("prompt", [ASKED, TALK], ids=["text", "messages"])
+@pytest.mark.parametrize("kind", ["jsonl", "rows", "parquet"])
+def test_a_column_question_of_the_file_s_own_is_not_taken_for_the_user_s_message(
+    make_run, write, tiny_tokenizer, tmp_path, prompt, kind
+):
+    """SQuAD has a column `question` next to a prompt with passage and question: a judge, a reward that reads messages
+    and a reward model of another template got the question without its passage, an observation went behind it."""
+    rows = [{"prompt": prompt, "question": "Where from?", "answer": "Norway"}]
+    path = write("squad.jsonl", jsonl(*rows))
+    if kind == "parquet":
+        path = tmp_path / "squad.parquet"
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    run = make_run(path)
+    given = rows if kind == "rows" else None
+    (row,) = load_data(run, tiny_tokenizer, rows=given).train.to_list()
+    assert (row["question"], row["user_message"], row["answer"]) == ("Where from?", ASKED, "Norway")
+    assert prepare_data(run, tiny_tokenizer, given).train.row(0) == row, "cheap checks and rewards see the same row"
+    shown = add_observation(row, " (1 of 2)")
+    assert shown == row["prompt"].replace(ASKED, f"{ASKED} (1 of 2)") and PASSAGE in shown
+    seen = []
+
+    def reads_messages(prompts, completions, **columns):
+        seen.append([prompts[0][0]["content"], completions[0][0]["content"]])
+        return [1.0]
+
+    guard(reads_messages).score(**{name: [value] for name, value in row.items() if name != "prompt"},
+                                prompts=[row["prompt"]], completions=["From Norway."])  # fmt: skip
+    assert seen == [[ASKED, "From Norway."]]
+
+
+def test_only_sources_with_a_column_question_get_another_for_the_user_s_message(make_run, write, tiny_tokenizer):
+    """In a mix a column is there for all rows: those of a source without it have the user's message in both. Whatever
+    has no such column stays as it was, and a column `user_message` is its owner's."""
+    squad = write("squad.jsonl", jsonl({"prompt": ASKED, "question": "Where from?", "answer": "Norway"}))
+    sums = write("sums.jsonl", jsonl({"prompt": "1+1=", "answer": "2"}))
+    talks = write("talks.jsonl", jsonl({"question": TALK, "answer": "Norway"}))
+    named = {"source": str(talks), "prompt_column": "question"}
+    mixed = load_data(
+        make_run(None, sources=[{"source": str(squad)}, {"source": str(sums)}, named]), tiny_tokenizer
+    ).train
+    assert mixed["question"][:] == ["Where from?", "1+1=", ASKED] and mixed["user_message"][:] == [ASKED, "1+1=", ASKED]
+    plain = load_data(make_run(None, sources=[{"source": str(sums)}, named]), tiny_tokenizer).train
+    assert plain["question"][:] == ["1+1=", ASKED] and "user_message" not in plain.column_names
+    alone = load_data(make_run(sums), tiny_tokenizer).train
+    assert alone.column_names == ["prompt", "answer", "question"]
+    own = write("own.jsonl", jsonl({"prompt": "p", "question": "q", "user_message": "mine"}))
+    assert load_data(make_run(own), tiny_tokenizer).train["user_message"][:] == ["mine"]
+    data = load_data(make_run(squad, test_source=str(sums)), tiny_tokenizer)
+    assert data.train["user_message"][:] == [ASKED] and "user_message" not in data.test.column_names
 
 
 # rows without an answer: several tasks in one file

@@ -8,8 +8,11 @@ import json
 import math
 import re
 import sys
+import threading
+import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -19,9 +22,9 @@ import pytest
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from rewards import thinking_reward
+from rewards import RelativeLengthPenalty, thinking_reward
 from rloo_kit.errors import LONGEST_ERROR, RewardError
-from rloo_kit.rewarding.guard import guard, is_async, log_names
+from rloo_kit.rewarding.guard import PENDING, NamedReward, guard, is_async, log_names
 from rloo_kit.rewarding.signature import overflowing
 
 BATCH: dict[str, Any] = {
@@ -149,6 +152,57 @@ def test_a_sum_beyond_float32_is_named() -> None:
     found = overflowing(rows, [10.0, 1.0], ["a", "b"])
     assert [message.split(" is beyond")[0][-8:] for message in found] == [f"sample {i}" for i in (1, 2, 4, 5)]
     assert found[1].endswith(": a 3e+38 x 10")
+
+
+class Ranks:
+    """A reward by rank: of one completion alone there is none."""
+
+    is_relative = True
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+        lengths = [len(text["content"] if self.reads_messages else text.upper()) for [text] in zip(completions)]
+        return [None] if len(lengths) == 1 else [sorted(lengths).index(one) / len(lengths) for one in lengths]
+
+    reads_messages = False
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, functools.partial, lambda one: NamedReward(one, "ranks", 1.0)])
+def test_a_reward_that_compares_fails_as_a_whole(wrap: Any) -> None:
+    """It raised, was asked again for each sample alone, had nothing to compare there and returned None: a batch without
+    a reward, and no failure that anybody saw."""
+    good, bad = BATCH | {"completions": ["a", "abc", "ab"]}, BATCH | {"completions": ["a", 7, "ab"]}
+    guarded = guard(wrap(Ranks()))
+    assert guarded.score(**good).values == [0.0, 2 / 3, 1 / 3]
+    found = guarded.score(**bad)
+    assert found.values == [None] * 3 and found.failed == [True] * 3 and len(found.failures) == 1
+    assert "failed on samples 0 to 2: AttributeError: 'int' object has no attribute 'upper'" in found.failures[0]
+    assert guarded(**bad) == [math.inf] * 3
+
+
+def test_a_penalty_of_long_answers_fails_as_a_whole() -> None:
+    """The kit's own: ids of one sample that are none left each of the others alone in its group, with -0.5."""
+    ids = [[5] * 8 + [151668, 19], [5] * 16 + [151668, 19], [5] * 8 + [151668, 20]]
+    batch = {
+        "prompts": ["2+2="] * 3,
+        "completions": ["..</think>4", "...</think>4", "..</think>5"],
+        "answer": ["4"] * 3,
+    }
+    assert guard(RelativeLengthPenalty()).score(**batch, completion_ids=ids).failed == [False] * 3
+    found = guard(RelativeLengthPenalty()).score(**batch, completion_ids=[*ids[:2], object()])
+    assert found.values == [None] * 3 and found.failed == [True] * 3 and "samples 0 to 2" in found.failures[0]
+
+
+def test_a_reward_that_compares_gets_the_form_that_it_reads() -> None:
+    """Its failure is no verdict on the samples if it reads messages."""
+    reward = Ranks()
+    reward.reads_messages = True
+    rows = {"prompts": ["a", "a"], "completions": ["abc", "ab"], "completion_ids": [[1], [2]]}
+
+    def of_messages(completions: list[Any], **columns: Any) -> list[Any]:
+        return reward([one[0] for one in completions])
+
+    of_messages.is_relative = True  # type: ignore[attr-defined]
+    assert guard(of_messages).score(**rows).values == [0.5, 0.0]
 
 
 def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
@@ -379,6 +433,42 @@ def test_what_a_reward_awaits_may_be_cancelled() -> None:
 
     found = guard(cancelled).score(completions=["a", "b"])
     assert found.failed == [True, True] and "reward 'cancelled' failed" in found.failures[0]
+
+
+@pytest.mark.parametrize("how", ["an evaluation", "a trainer"])
+def test_a_call_that_nobody_waits_for_any_more_ends(how: str) -> None:
+    """An interrupt left it in its loop, and each sample was asked for alone, for minutes, at the judge's price."""
+    asked: list[list[str]] = []
+    ended: list[str] = []
+
+    async def hangs(completions: list[str]) -> list[float]:
+        asked.append(completions)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("client closed")
+        return [1.0 for _ in completions]
+
+    guarded = guard(hangs)
+
+    def wait() -> None:
+        with suppress(BaseException):
+            guarded.score(**BATCH) if how == "an evaluation" else asyncio.run(guarded(**BATCH))
+
+    assert not PENDING
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until = time.monotonic() + 30
+    while not asked and time.monotonic() < until:
+        time.sleep(0.01)
+    (call,) = PENDING
+    call.cancel()
+    waiting.join(30)
+    while not ended and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert not PENDING and not waiting.is_alive() and ended == ["client closed"] and len(asked) == 1
+    assert guard(judge).score(**BATCH).values == [4.0, None, 8.0] and not PENDING, "the next call is served"
 
 
 def test_async_rewards_share_one_loop() -> None:

@@ -224,6 +224,14 @@ def test_conversations_go_through_the_models_own_template(checkpoint: Path) -> N
     )
 
 
+def test_a_prompt_of_another_template_becomes_the_user_s_message(checkpoint: Path) -> None:
+    """A column `question` of the file's own stood in for it: a SQuAD prompt lost its passage."""
+    reward = RewardModel(str(checkpoint), device="cpu", decode=lambda ids: "")
+    wanted = reward(prompts=[[{"role": "user", "content": "Normans. Where from?"}]], completions=["Norway"])
+    row = {"prompts": ["[INST] Normans. Where from? [/INST]"], "completions": ["Norway"], "question": ["Where from?"]}
+    assert reward(**row, user_message=["Normans. Where from?"]) == wanted != reward(**row)
+
+
 def test_texts_beyond_the_limit_are_not_scored(checkpoint: Path) -> None:
     """Guards against silently scoring half of a completion."""
     reward = RewardModel(str(checkpoint), max_length=10, device="cpu")

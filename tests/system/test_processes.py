@@ -3,10 +3,13 @@
 Here every process is an environment variable; real ones, what they write and how they end are in loop/test_launch.py.
 """
 
+import asyncio
 import json
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -307,6 +310,65 @@ def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, messa
     code, text = processes.exit_code(codes)
     assert code == expected
     assert message in text and bool(text) == bool(message)
+
+
+def wait_for_a_reward(seconds):
+    """As a step that waits for an async reward."""
+    from rloo_kit.rewarding.guard import guard
+
+    async def late(completions):
+        await asyncio.sleep(seconds)
+        return [1.0]
+
+    return guard(late).score(completions=["a"]).values
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_step_that_waits_for_a_reward(monkeypatch, capsys, number):
+    """A judge that accepts a request and never replies held the step, and with it the process, for six minutes. What
+    comes in time is waited for; a signal before the step asks the judge works too."""
+    from rloo_kit.loop import callbacks
+    from rloo_kit.rewarding.guard import PENDING
+
+    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 0.5)
+    with callbacks.Interrupts() as interrupts:
+        os.kill(os.getpid(), number)
+        assert wait_for_a_reward(0.2) == wait_for_a_reward(0.2) == [1.0] and interrupts.requested
+        time.sleep(0.8)  # samples again, without a reward to wait for
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_a_reward(20.0)
+        (call,) = PENDING
+    assert call.cancelled() and not PENDING
+    assert "no reward came in 0.5 s: stopping at once" in capsys.readouterr().out
+
+
+def test_no_signal_comes_while_the_state_is_saved(monkeypatch):
+    """After a second Ctrl-C the reward is still due: a third one of the kit's own would cut the checkpoint off."""
+    from rloo_kit.loop import callbacks
+    from rloo_kit.rewarding.guard import PENDING
+
+    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 0.5)
+    with callbacks.Interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_a_reward(20.0)
+        assert PENDING
+        time.sleep(1.0)  # saves
+    assert not PENDING
+
+
+def test_without_a_signal_a_reward_may_take_its_time(monkeypatch):
+    """Guards against a run that ends because its judge is slow, and a thread that ends what comes after the run."""
+    from rloo_kit.loop import callbacks
+
+    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 0.2)
+    with callbacks.Interrupts():
+        assert wait_for_a_reward(0.8) == [1.0]
+    with callbacks.Interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert wait_for_a_reward(0.8) == [1.0]
+    assert not any(thread.name == "rloo-kit-interrupts" for thread in threading.enumerate())
 
 
 def test_one_ctrl_c_that_comes_twice_counts_once(be):
