@@ -459,7 +459,7 @@ def test_a_call_that_nobody_waits_for_any_more_ends(how: str) -> None:
     waiting = threading.Thread(target=wait)
     waiting.start()
     until = time.monotonic() + 30
-    while not asked and time.monotonic() < until:
+    while not (asked and PENDING) and time.monotonic() < until:
         time.sleep(0.01)
     (call,) = PENDING
     call.cancel()
