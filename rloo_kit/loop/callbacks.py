@@ -207,7 +207,7 @@ class ProgressLine(TrainerCallback):
 
 class Interrupts(TrainerCallback):
     """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the current step and save `saved`; at once if a second one
-    comes, or if the step waits for async rewards longer than `SECONDS_FOR_REWARDS`.
+    comes, or, in one process, if the step waits for async rewards longer than `SECONDS_FOR_REWARDS`.
 
     A context manager that handles the signals inside its block, in the main thread only. A signal to one of several
     processes stops all of them after the same step.
@@ -245,7 +245,8 @@ class Interrupts(TrainerCallback):
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         with suppress(RuntimeError):  # the signal came in the middle of another print
             say(f"{name}: stopping after this step, with {self.saved}; a second one stops at once")
-        threading.Thread(target=self._watch, args=(number,), name="rloo-kit-interrupts", daemon=True).start()
+        if not is_distributed():  # where it would end without a checkpoint
+            threading.Thread(target=self._watch, args=(number,), name="rloo-kit-interrupts", daemon=True).start()
 
     def _watch(self, number: signal.Signals) -> None:
         """Send the signal again once the step has waited for async rewards for `SECONDS_FOR_REWARDS`."""
