@@ -76,7 +76,7 @@ _TEMPLATES = _Templates(undefined=StrictUndefined, trim_blocks=True)
 
 @dataclass
 class Judge:
-    """A language model that answers questions about answers. `ask` and `compare` belong to one event loop.
+    """A language model that answers questions about answers.
 
     Args:
         url: of the endpoint, up to /v1. model: its name there.
@@ -164,16 +164,20 @@ class Judge:
         known = [self.url, self.model, self.mode, self.rubric, self._template, self.options, self.scale]
         return digest_texts([json.dumps(known, sort_keys=True, default=str)])
 
+    @cached_property
+    def _compiled(self) -> tuple[Any, Any, Any]:
+        """The template, and what finds its tags and the verdict's key in answers."""
+        names = "|".join(map(re.escape, {*_TAGS, *re.findall(r"<\s*/?\s*([^\W\d_][\w:.-]*)", self._template)}))
+        tag = re.compile(rf"<(?=[{_INVISIBLE}]*(?:{names})(?![^\W\d_]))", re.IGNORECASE)
+        return _TEMPLATES.from_string(self._template), tag, find_key(VERDICTS[self.mode])
+
     def _render(self, task: str, row: dict[str, Any], answers: Sequence[str]) -> str:
         """The request. In the answers, tags of the template and the verdict's key are made harmless: none closes its
         own place, or has a verdict that a judge could quote."""
-        names = "|".join(map(re.escape, {*_TAGS, *re.findall(r"<\s*/?\s*([^\W\d_][\w:.-]*)", self._template)}))
-        tag = re.compile(rf"<(?=[{_INVISIBLE}]*(?:{names})(?![^\W\d_]))", re.IGNORECASE)
-        key = find_key(VERDICTS[self.mode])
+        template, tag, key = self._compiled
         shown: dict[str, Any] = {"answers": [key.sub(r"&quot;\1&quot;", tag.sub("&lt;", one)) for one in answers]}
         if self.mode == "score":
             shown = {"answer": shown["answers"][0], "low": self.scale[0], "high": self.scale[1]}
-        template = _TEMPLATES.from_string(self._template)
         return str(template.render(rubric=self.rubric, task=task, row=row, **shown))
 
     def _made_up(self, task: str, row: dict[str, Any]) -> tuple[str, Sequence[str]]:

@@ -1,7 +1,7 @@
 """What a judge's reply says: the verdict that it ends with, or why it has none.
 
 An answer may contain a verdict of its own, and judges quote answers. So only the JSON object that closes the reply
-counts, and never a verdict that one of the answers contains.
+counts; `contains` says whether an answer has the verdict itself.
 """
 
 import json
@@ -16,9 +16,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens")  # keys of a request
 _TAG = r"(?:think|thinking|thoughts?|reasoning|reflection|analysis|scratchpad)"
 _OPENED = re.compile(rf"(?:^|[.!?:])[ \t]*(?:<{_TAG}\b[^>]*>|\[THINK\]|<\|channel\|>analysis)", re.I | re.M)
 _CLOSED = re.compile(rf"</{_TAG}>|\[/THINK\]|<\|channel\|>final", re.I)
-_LAST = re.compile(
-    rf"(?:<[|｜][^<>]{{1,30}}[|｜]>|</(?!{_TAG}>)[\w:.-]{{1,30}}>|<end_of_turn>)\Z", re.I
-)  # a token, a tag
+# A token of a chat template, or a closing tag.
+_LAST = re.compile(rf"(?:<[|｜][^<>]{{1,30}}[|｜]>|</(?!{_TAG}>)[\w:.-]{{1,30}}>|<end_of_turn>)\Z", re.I)
 _AROUND = re.compile(r'[^\w{}\[\]"<>]*')  # a fence, bold text, a full stop
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')  # or a backslash that JSON does not have, as in LaTeX
 _LAST_COMMA = re.compile(r",(\s*[}\]])")
@@ -33,8 +32,8 @@ def read_reply(choice: dict[str, Any], request: dict[str, Any]) -> str:
     Raises:
         ValueError: a refusal, or an end by `finish_reason`, with the limit in `request`.
     """
-    message, reason = choice["message"], choice.get("finish_reason")
-    if str(reason).lower() in CUT:
+    message, reason = choice["message"], str(choice.get("finish_reason")).lower()
+    if reason in CUT:
         limits = [f"{name}, which is {request[name]}" for name in _LIMITS if request.get(name)] or ["max_tokens"]
         fix = "" if reason in CUT[3:] else f": raise options.{limits[0]}"
         raise ValueError(f"it was cut (finish_reason {reason}){fix}")
