@@ -349,7 +349,7 @@ class Judge:
         try:
             body = response.json()
             choice = body["choices"][0]
-            choice["message"].get, choice.get
+            choice["message"].get, choice.get  # both are objects
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             found = f"no chat completion: {shown}"
             raise httpx.HTTPStatusError(found, request=response.request, response=response) from None

@@ -51,13 +51,12 @@ def _join(content: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts)
 
 
-def count_tokens(body: Any) -> int:
+def count_tokens(body: dict[str, Any]) -> int:
     """The tokens that a call has cost by its `usage`; 0 if that is missing, or has no number."""
-    usage = body.get("usage") if isinstance(body, dict) else None
-    counts = (
-        [usage.get(f"{name}_tokens") for name in ("total", "prompt", "completion")] if isinstance(usage, dict) else []
-    )
-    total, *parts = (one if isinstance(one, int) and one > 0 else 0 for one in counts or [0])
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    counts = [usage.get(f"{name}_tokens") for name in ("total", "prompt", "completion")]
+    total, *parts = (one if isinstance(one, int) and one > 0 else 0 for one in counts)
     return total or sum(parts)
 
 
