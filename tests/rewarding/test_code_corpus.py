@@ -45,7 +45,7 @@ def test_plain_python_tells_right_from_wrong(shares: list[float]) -> None:
 
 
 def test_the_reward_agrees_with_plain_python(shares: list[float]) -> None:
-    """Right answers are worth exactly 1.0 and wrong ones no more than the share that holds, or the task is not scored."""
+    """Right answers are worth exactly 1.0, wrong ones no more than the share that holds; or a task is not scored."""
     try:
         find_jail()
     except RewardError as error:
