@@ -136,7 +136,7 @@ def _lines(text: str) -> list[str]:
 
 def main() -> None:
     """Reads jobs, prints the share of each; every job runs in a fork."""
-    import numpy  # noqa: F401: once, before the forks
+    import numpy  # noqa: F401
     import pytest  # noqa: F401
 
     shares = []
