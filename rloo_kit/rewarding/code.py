@@ -34,7 +34,11 @@ NO_JAIL = (
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))  # of no virtual environment
 PACKAGES = ("numpy",)  # that code and tests may import if they are installed
 PLACE = "/packages"  # where the jail has these, and what runs in it
-BOOT = f"# the jail of `code_reward`\nimport sys\nsys.path.append({PLACE!r})\nfrom rloo_kit.rewarding import jailed\njailed.main()"
+BOOT = """# the jail of `code_reward`
+import sys
+sys.path.append("/packages")
+from rloo_kit.rewarding import jailed
+jailed.main()"""
 HERE = Path(__file__).parent
 BUBBLEWRAP = "--unshare-all --die-with-parent --new-session --hostname jail --cap-drop ALL"
 SLOWEST = 5  # times a limit of CPU time that is waited for: what other processes may take
@@ -105,9 +109,9 @@ def bubblewrap() -> Jail:
             options += ["--ro-bind", path, path]
     shown = {f"rloo_kit/rewarding/{name}.py": HERE / f"{name}.py" for name in ("jailed", "crossing")}
     shown |= {"pytest.py": HERE / "jail_pytest.py"} | {path.name: path for path in _packages()}
-    for name, path in shown.items():
-        options += ["--ro-bind", str(path), f"{PLACE}/{name}"]
-        compiled = Path(importlib.util.cache_from_source(path))
+    for name, file in shown.items():
+        options += ["--ro-bind", str(file), f"{PLACE}/{name}"]
+        compiled = Path(importlib.util.cache_from_source(str(file)))
         if compiled.is_file():
             options += ["--ro-bind", str(compiled), f"{PLACE}/{importlib.util.cache_from_source(name)}"]
     return Jail((program, *options, "--remount-ro", "/", "--chdir", "/"))
@@ -131,8 +135,8 @@ class CodeReward(AnswerReader):
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
         tests_column: the column with the tests.
-        memory_mb: limit of a process. test_timeout_s: limit of one call or one run of a program, in seconds of CPU time;
-            also of one in which nothing happens.
+        memory_mb: limit of a process.
+        test_timeout_s: limit of one call or one run of a program, in seconds of CPU time, or in which it sleeps.
         answer_timeout_s: limit for all tests of one completion.
         workers: completions that run at a time; None: one for each CPU.
 
@@ -186,7 +190,7 @@ class CodeReward(AnswerReader):
             tests, code = read_tests(given, row), find_code(answer)
             if not tests or not code:
                 return 0.0 if tests else None
-            limits = {"memory_mb": self.memory_mb, "cpu_s": math.ceil(self.answer_timeout_s) + 1}
+            limits: dict[str, Any] = {"memory_mb": self.memory_mb, "cpu_s": math.ceil(self.answer_timeout_s) + 1}
             limits |= {"call_s": self.test_timeout_s, "answer_s": self.answer_timeout_s}
             if isinstance(tests[0], str):
                 entry = row.get("entry_point")
@@ -212,10 +216,9 @@ def _run_asserts(jail: Jail, limits: dict[str, Any], row: dict[str, Any]) -> flo
     if found["value"] < 1.0 and found.get("refused"):
         raise UncrossedError(found["refused"][0])
     if found["value"] < 1.0 and found.get("uncrossed"):
-        plain = jail.run("plain", text, **limits).rpartition(b"\n")[2]
-        with suppress(ValueError):
-            if json.loads(plain)["value"] == 1.0:
-                raise UncrossedError(found["uncrossed"][0])
+        plain = jail.run("plain", text, **limits).splitlines() or [b""]
+        if plain[-1] == b'{"value": 1.0}':
+            raise UncrossedError(found["uncrossed"][0])
     return float(found["value"])
 
 

@@ -1,8 +1,8 @@
-"""How tests and the code that they test, two processes joined by pipes, work as if they were one: standard library only.
+"""How tests and the code that they test, two processes joined by pipes, work as if they were one.
 
 The tests ask, the code answers (`Link`). Plain values cross as copies; containers are kept equal on both ends; of any
 other object its number crosses, and the tests hold an instance of a class that mirrors the object's (`Mirror`). So no
-expected value ever is where the code is.
+expected value ever is where the code is. Standard library only.
 """
 
 from __future__ import annotations
@@ -35,9 +35,19 @@ REDUCED = (
 )
 MADE_OF |= dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
 OPTIONS = {"collections.deque": "maxlen", "collections.defaultdict": "default_factory"}
-DICTS = "dict collections.OrderedDict collections.defaultdict collections.Counter".split()
-CONTAINERS = ("list", "set", "bytearray", "collections.deque", *DICTS)
-BASES = ("int", "float", "complex", "str", "bytes", "tuple", "frozenset", *CONTAINERS)  # of which a mirror is a subclass
+DICTS = ["dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter"]
+ARRAY = "numpy.ndarray"
+CONTAINERS = ("list", "set", "bytearray", "collections.deque", *DICTS, ARRAY)
+BASES = (
+    "int",
+    "float",
+    "complex",
+    "str",
+    "bytes",
+    "tuple",
+    "frozenset",
+    *CONTAINERS,
+)  # of which a mirror is a subclass
 SHARED = ("", "collections", "fractions", "decimal", "datetime", "pathlib")  # modules whose classes both ends have
 NAMES: dict[type, str] = {}
 
@@ -77,9 +87,22 @@ def is_container(kind: type) -> bool:
     return name_of(base_of(kind) or object) in CONTAINERS
 
 
+def array_of(kind: str, shape: Any, text: str) -> Any:
+    return resolve("numpy.frombuffer")(text.encode("latin-1"), kind).reshape(shape).copy()
+
+
+def parts_of(array: Any) -> list[Any]:
+    if array.dtype.hasobject:
+        raise TypeError("an array of objects cannot cross")
+    return [array.dtype.str, list(array.shape), array.tobytes().decode("latin-1")]
+
+
 def fill(value: Any, items: list[Any]) -> None:
     """Give a container other content, whatever its subclass makes of its methods."""
     base = base_of(type(value))
+    if name_of(base) == ARRAY:
+        value[...] = array_of(*items)
+        return
     base.clear(value)
     if issubclass(base, dict):
         for key, item in items:
@@ -89,8 +112,8 @@ def fill(value: Any, items: list[Any]) -> None:
 
 
 class Link:
-    """One end of the pipes. `objects` are what both ends know, by number; of containers `texts` is the content that both
-    have, so that what either end changes crosses with its next message."""
+    """One end of the pipes. `objects` are what both ends know, by number; `texts` is the content of containers that both
+    have, so that a change crosses with the next message."""
 
     def __init__(self, source: Any, sink: Any, first: int) -> None:
         self.source, self.sink, self.fresh = source, sink, itertools.count(first, 2)
@@ -112,6 +135,8 @@ class Link:
 
     def content(self, value: Any) -> list[Any]:
         base = base_of(type(value))
+        if name_of(base) == ARRAY:
+            return parts_of(value)
         found = list(base.__iter__(value))
         if issubclass(base, dict):
             return [[self.encode(key), self.encode(dict.__getitem__(value, key))] for key in found]
@@ -136,8 +161,8 @@ class Link:
             return {name: [self.encode(one) for one in MADE_OF[name](value)]}
         if name in CONTAINERS:
             return {name: [self.add(value), *self.contained(value)]}
-        if kind.__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "O") in "biufcSUmM":
-            return {"numpy": [value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]}
+        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+            return {"numpy": parts_of(value)}
         if value is NotImplemented or value is Ellipsis:
             return {"shared": str(value)}
         if isinstance(value, BaseException) and kind.__module__ == "builtins":
@@ -160,15 +185,14 @@ class Link:
         if name in CONTAINERS:
             return self.contain(resolve(name), *given)
         if name == "numpy":
-            array = resolve("numpy.frombuffer")(given[2].encode("latin-1"), given[0])
-            return array.reshape(given[1]).copy()[()]
+            return array_of(*given)[()]
         if name == "error":
             return resolve(given[0])(*map(self.decode, given[1:]))
         return self.decode_other(name, given)
 
     def contain(self, kind: Any, number: int, option: Any, items: list[Any]) -> Any:
         base = base_of(kind)
-        value = base.__new__(kind)
+        value = array_of(*items) if name_of(base) == ARRAY else base.__new__(kind)
         if name := OPTIONS.get(name_of(base)):
             base.__init__(value, *([] if name == "default_factory" else [()]), self.decode(option))
         self.add(value, number)
@@ -204,15 +228,17 @@ class Link:
             for number in self.objects.keys() - known:
                 self.forget(number)
             raise
-        for number in known & self.texts.keys():
-            if sys.getrefcount(self.objects[number]) <= self.unused and name_of(type(self.objects[number])) in CONTAINERS:
-                dropped.append(number)  # so that tests in a loop do not collect what nobody reads any more
-                self.forget(number)
-            elif self.texts[number] is None:
-                continue  # it is being decoded
-            elif (text := json.dumps(content := self.content(self.objects[number]))) != self.texts[number]:
+        for number in [one for one in known & self.texts.keys() if self.texts[one] is not None]:  # it is being decoded
+            text = json.dumps(content := self.content(self.objects[number]))
+            if text != self.texts[number]:
                 changes.append([number, content])
                 self.texts[number] = text
+            if (
+                sys.getrefcount(self.objects[number]) <= self.unused
+                and name_of(type(self.objects[number])) in CONTAINERS
+            ):
+                dropped.append(number)  # so that tests in a loop do not collect what nobody reads any more
+                self.forget(number)
         self.sink.write(json.dumps([kind, encoded, changes, dropped, self.printed()]).encode() + b"\n")
         self.sink.flush()
         self.settle()
@@ -297,6 +323,7 @@ class CodeEnd(Link):
 
         made: Any = function
         function.__name__ = function.__qualname__ = given[1]
+        function.__doc__ = given[2]
         if name == "iterator":
             made = iter(lambda: self.ask("next", made), function)
         self.add(made, given[0])
@@ -317,13 +344,13 @@ class CodeEnd(Link):
         return resolve(operation)(*given)
 
 
-COMPARISONS = [f"__{name}__" for name in "eq ne lt le gt ge contains".split()]
-BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
-OPERATORS = [f"__{kind}{name}__" for name in BINARY for kind in ("", "r", "i")]
+COMPARISONS = "eq ne lt le gt ge contains"
+BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+OPERATORS = " ".join(f"{name} r{name} i{name}" for name in BINARY.split())
 OTHERS = (
     "len getitem setitem delitem iter next reversed enter exit bool int float complex index abs neg pos invert round "
     "trunc floor ceil str repr format bytes hash length_hint missing"
-).split()
+)
 OF_TESTS = ("__class__", "__traceback__", "__cause__", "__context__", "__suppress_context__", "with_traceback")
 PEER: list[TestsEnd] = []  # of which a process has one
 
@@ -344,7 +371,7 @@ def write_attribute(self: Any, name: str, value: Any) -> None:
     object.__setattr__(self, name, value) if name in OF_TESTS else PEER[0].ask("setattr", self, name, value)
 
 
-SPECIAL = {name: special(name) for name in (*COMPARISONS, *OPERATORS, *(f"__{name}__" for name in OTHERS))}
+SPECIAL = {f"__{one}__": special(f"__{one}__") for one in f"{COMPARISONS} {OPERATORS} {OTHERS}".split()}
 SPECIAL["__call__"] = lambda self, *args, **named: PEER[0].call(self, args, named)
 OF_ALL: dict[str, Any] = {
     "__getattribute__": read_attribute,
@@ -391,6 +418,11 @@ def is_mirrored(value: Any) -> bool:
     return type(value) is Mirror or type(type(value)) is Mirror
 
 
+def is_own(value: Any) -> bool:
+    """Whether a value, or each in it, is the code's, so that the code learns nothing by it."""
+    return is_mirrored(value) or (type(value) in (list, tuple, set) and value and all(map(is_own, value)))
+
+
 class TestsEnd(Link):
     """The tests' end. `pid`: of the code's process; `call_s`, `answer_s`: limits of its CPU time for one answer and for
     all, in seconds; also of time in which it sleeps.
@@ -404,6 +436,7 @@ class TestsEnd(Link):
         self.began: tuple[float, float] | None = None
         self.uncrossed: list[str] = []  # why only plain Python knows
         self.refused: list[str] = []  # why nobody does
+        self.expects_stop = False  # whether the tests name StopIteration
         self.tested: set[Any] = set()
         self.trusted: set[int] = set()
         self.given: set[int] = set()  # numbers of functions and iterators that the code may call
@@ -472,8 +505,10 @@ class TestsEnd(Link):
     def call(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         try:
             return self.ask("call", function, args, tuple(named.items()))
-        except StopIteration as error:  # would end a loop of the tests'
-            raise RuntimeError("the code raised StopIteration") from error
+        except StopIteration as error:
+            if self.expects_stop:
+                raise
+            raise RuntimeError("the code raised StopIteration") from error  # which would end a loop of the tests'
 
     def read(self, value: Any, name: str) -> Any:
         found = self.ask("getattr", value, name)
@@ -484,11 +519,12 @@ class TestsEnd(Link):
     def do_special(self, name: str, value: Any, given: tuple[Any, ...]) -> Any:
         if name == "__exit__":
             given = (*given[:2], None)  # a traceback is the tests' own
-        is_guarded, is_trusted = name in COMPARISONS or name in OPERATORS, id(value) in self.trusted
-        if is_guarded and not is_trusted and not is_mirrored(given[0]):
+        operator, is_trusted = name.strip("_"), id(value) in self.trusted
+        is_guarded = operator in COMPARISONS.split() + OPERATORS.split()
+        if is_guarded and not is_trusted and not is_own(given[0]):
             return self.doubt(name, value, given[0])
         found = self.ask("special", value, name, given)
-        if is_trusted and name in OPERATORS and is_mirrored(found):
+        if is_trusted and operator in OPERATORS.split() and is_mirrored(found):
             self.trusted.add(id(found))
         return found
 
@@ -505,7 +541,7 @@ class TestsEnd(Link):
         if name in ("__eq__", "__contains__"):
             is_blind = any(says)
         else:
-            is_blind = not all(says) if name == "__ne__" else found[0] == found[1]
+            is_blind = not all(says) if name == "__ne__" else found[0] == found[1] and not is_mirrored(found[0])
         if is_blind or not says:
             return False if name == "__contains__" else NotImplemented
         self.refuse(f"they give a plain value to {name} of an object that the code has made")
@@ -521,7 +557,13 @@ class TestsEnd(Link):
             self.refuse(f"they hand the code {'the class' if isinstance(value, type) else 'an object of'} {title}")
         number = self.add(value)
         self.given.add(number)
-        return {"function" if is_function else "iterator": [number, title]}
+        return {
+            "function" if is_function else "iterator": [
+                number,
+                title.rpartition(".")[2],
+                getattr(value, "__doc__", None),
+            ]
+        }
 
     def decode_other(self, name: str, given: Any) -> Any:
         if name == "shared":
@@ -589,7 +631,7 @@ def judge(space: dict[str, Any], row: dict[str, Any], is_gone: Callable[[], bool
 
 
 def judge_code(peer: TestsEnd, row: dict[str, Any]) -> dict[str, Any]:
-    """The verdict on the code at the other end: the share of asserts that hold, and why it may not be plain Python's."""
+    """The verdict on the code at the other end, and why it may not be plain Python's."""
     builtins.isinstance = is_instance
     space, value = {"__name__": "__main__"}, 0.0
     with suppress(Exception, SystemExit, Gone, Uncrossed):
@@ -597,6 +639,7 @@ def judge_code(peer: TestsEnd, row: dict[str, Any]) -> dict[str, Any]:
         for name in row["names"]:
             with suppress(AttributeError):
                 space[name] = solution if name == "solution" else getattr(solution, name)
+        peer.expects_stop = any("StopIteration" in one for one in row["statements"])
         peer.tested = {space[name] for name in row["classes"] if type(space.get(name)) is Mirror}
         value = judge(space, row, lambda: peer.gone)
     return {"value": value, "uncrossed": peer.uncrossed[:1], "refused": peer.refused[:1]}

@@ -31,7 +31,7 @@ def raises(kinds: Any, *function: Any, match: str | None = None, **named: Any) -
     return found
 
 
-class approx:  # noqa: N801
+class approx:
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
         self.expected, self.nan_ok = expected, nan_ok
         self.rel = rel if rel is not None else 1e-6 if abs is None else 0.0
@@ -76,7 +76,7 @@ class _Mark:
         return lambda *given, **_: given[0] if len(given) == 1 and callable(given[0]) else lambda function: function
 
 
-class param(tuple[Any, ...]):  # noqa: N801
+class param(tuple[Any, ...]):
     def __new__(cls, *values: Any, **_: Any) -> "param":
         return super().__new__(cls, values)
 

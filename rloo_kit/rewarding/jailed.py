@@ -88,6 +88,10 @@ def become(stdin: int, stdout: int, *kept: int) -> None:
     lock()
 
 
+def files(source: int, sink: int) -> tuple[Any, Any]:
+    return open(source, "rb", closefd=False), open(sink, "wb", closefd=False)  # noqa: SIM115
+
+
 def python_module(name: str) -> types.ModuleType:
     """A module for the code, in a process that has what `python FILE` has."""
     sys.argv, sys.modules[name] = ["solution.py"], types.ModuleType(name)  # dataclasses and pickle look there
@@ -107,16 +111,18 @@ def run_asserts(null: int, call_s: float, answer_s: float) -> None:
     tests_in, code_out = os.pipe()
     if not (pid := os.fork()):
         become(null, null, code_in, code_out)
-        link = CodeEnd(open(code_in, "rb"), open(code_out, "wb"), python_module("solution"))
-        while True:
-            link.answer(*link.receive()[1:])
+        link = CodeEnd(*files(code_in, code_out), python_module("solution"))
+        with suppress(ValueError):  # the tests have ended
+            while True:
+                link.answer(*link.receive()[1:])
+        os._exit(0)
     verdict = os.dup(1)
     os.close(code_in)
     os.close(code_out)
     lock()
     row = json.load(sys.stdin)
     os.dup2(null, 1)
-    peer = TestsEnd(open(tests_in, "rb"), open(tests_out, "wb"), pid, call_s, answer_s)
+    peer = TestsEnd(*files(tests_in, tests_out), pid, call_s, answer_s)
     os.write(verdict, json.dumps(judge_code(peer, row)).encode())
 
 
@@ -148,8 +154,7 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         if not (pid := os.fork()):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             become(stdin, stdout)
-            sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-            sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+            sys.stdin, sys.stdout = (io.TextIOWrapper(one, "utf-8", "surrogateescape") for one in files(0, 1))
             exec(code, vars(python_module("__main__")))
             return
         started, ended = time.monotonic(), 0
