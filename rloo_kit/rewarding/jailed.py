@@ -89,7 +89,7 @@ def become(stdin: int, stdout: int, *kept: int) -> None:
 
 
 def files(source: int, sink: int) -> tuple[Any, Any]:
-    return open(source, "rb", closefd=False), open(sink, "wb", closefd=False)  # noqa: SIM115
+    return open(source, "rb", closefd=False), open(sink, "wb", closefd=False)
 
 
 def python_module(name: str) -> types.ModuleType:

@@ -235,13 +235,10 @@ def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: flo
     [
         (["assert f(1) == "], "they are no Python"),
         (["f(1)"], "there is no assert"),
-        (["import numpy as np\nassert np.all(f(1))"], "they import numpy"),
+        (["import torch\nassert torch.all(f(1))"], "they import torch"),
         ("def check(g):\n    assert g(1) == 1", "need a column entry_point"),
-        (["class T: pass\nassert f(T()) == 1"], "an object of T; it takes plain values"),
-        (["assert f(lambda: 1)"], "an object of function"),
-        ({"inputs": [[1]], "outputs": [[1]], "fn_name": "f"}, "a list of"),
-        ([{"input": "1"}], "found "),
-        ([["assert f(1)"]], "texts with asserts, or a list of"),
+        ([{"input": "1"}], "they are dicts with the keys input"),
+        ([["assert f(1)"]], "they are a list that holds"),
     ],
 )
 def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, tests: Any, words: str, capsys: Any) -> None:
@@ -253,7 +250,7 @@ def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, tests: Any
 
 def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A machine that runs out of something is no 0.0 for the completion, and no jail at all is the batch's failure."""
-    monkeypatch.setattr(code_module, "find_jail", lambda: Jail(("/bin/false",), {}))
+    monkeypatch.setattr(code_module, "find_jail", lambda: Jail(("/bin/false",)))
     assert math.isnan(score(reward, "f = len", ["assert f('a') == 1"]) or 0.0)
     assert math.isnan(score(reward, "print(1)", [{"input": "", "output": "1"}]) or 0.0)
     assert "it ended without a word" in capsys.readouterr().out
