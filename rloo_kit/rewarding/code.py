@@ -99,6 +99,7 @@ def bubblewrap() -> Jail:
     program = shutil.which("bwrap")
     if program is None:
         raise RewardError("there is no bwrap on PATH")
+    importlib.import_module("rloo_kit.rewarding.jailed")  # which compiles it, once for all jails
     libraries = [f"{top}/{name}" for top in ("", "/usr") for name in ("lib", "lib32", "lib64", "libx32")]
     own = os.path.realpath(f"{sys.base_prefix}/lib")
     options = BUBBLEWRAP.split()

@@ -627,13 +627,14 @@ def is_instance(value: Any, kind: Any, real: Any = isinstance) -> bool:
 def share_dataclasses() -> None:
     """Let the functions of dataclasses, which look into objects, do that where the objects are."""
     module = __import__("dataclasses")
+
+    def share(name: str, real: Any) -> Any:
+        return lambda value, *args, **named: (
+            PEER[0].use(f"dataclasses.{name}", value, *args, **named) if is_mirrored(value) else real(value, *args, **named)
+        )
+
     for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):
-
-        def function(value: Any, *args: Any, real: Any = getattr(module, name), name: str = name, **named: Any) -> Any:
-            is_real = not is_mirrored(value)
-            return real(value, *args, **named) if is_real else PEER[0].use(f"dataclasses.{name}", value, *args, **named)
-
-        setattr(module, name, function)
+        setattr(module, name, share(name, getattr(module, name)))
 
 
 def judge(space: dict[str, Any], row: dict[str, Any], is_gone: Callable[[], bool] = bool) -> float:
