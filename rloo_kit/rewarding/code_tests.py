@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rloo_kit.errors import RewardError, excerpt
 
@@ -50,17 +50,20 @@ _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
 _APART = re.compile(r"^[ \t]*(?:`{3,}|~{3,}).*$|</?(?:answer|code)>", re.MULTILINE)
 _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w']* [a-z]|\Z)", re.MULTILINE | re.DOTALL)
 _RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
-_STRING = re.compile(r"""'(?:\\.|[^'\\])*+'|"(?:\\.|[^"\\])*+\"""")
-_LACKING = re.compile(r"\bpytest\.(?!raises|approx|fail|param|mark|warns)\w+|\bfixture\b|\bindirect=|\busefixtures\b")
+_STRING = re.compile(r"""(?s)\#[^\n]*|("{3}|'{3}|["'])(?:\\.|(?!\1).)*+\1""")  # and comments
+_FIXTURE = re.compile(r"pytest\.fixture(?:\((?:scope='\w*')?\))?")  # one that is a plain function
+_LACKING = re.compile(
+    r"\bpytest\.(?!raises|approx|fail|param|mark|main|warns|fixture(?:\(\)|\(scope=''\))?\s*\n)\w+|\busefixtures\b"
+    r"|import .*\bfixture\b|\bindirect="
+)
 # What looks into the code, replaces a part of it, or catches what it prints, warns or logs.
 _UNCROSSED = re.compile(
     r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|subprocess|multiprocessing|tempfile|inspect|importlib)\b
     |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_std\w+|catch_warnings|warns|assertWarns|assertLogs|await)\b
-    |(?<![\w.])(?<!def[ ])(open\(|(?:sys|builtins|os|time|random|datetime)\.\w+[ ]=)
+    |(?<![\w.])(?<!def[ ])(open\(|(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
-_FIXTURE = re.compile(r"pytest\.fixture(?:\((?:scope='\w+')?\))?")  # more of it is refused
 _filters = threading.Lock()  # of warnings, which are the process's
 
 
@@ -105,27 +108,45 @@ def find_code(answer: str) -> str:
     return code
 
 
-def _parse(text: str) -> tuple[str, ast.Module] | None:
-    """A program without its indentation, and its tree; None if it does not compile."""
-    for spaced in dict.fromkeys((text, text.replace("\u00a0", " "))):
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            return (found := textwrap.dedent(spaced)), _compile(found)
-    return None
+class Program(NamedTuple):
+    """A text that compiles, and the global names that it uses and binds."""
+
+    text: str
+    tree: ast.Module
+    used: set[str]
+    bound: set[str]
 
 
-def _compile(text: str) -> ast.Module:
+def _compile(text: str) -> Program:
+    used, bound = set[str](), set[str]()
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compile(tree := ast.parse(text), "tests", "exec")
-        return tree
+        tree, top = ast.parse(text), symtable.symtable(text, "tests", "exec")
+        compile(tree, "tests", "exec")
+    for table in (tables := [top]):
+        tables += table.get_children()
+        for one in table.get_symbols():
+            if (table is top or one.is_global()) and one.is_referenced():
+                used.add(one.get_name())
+            if (table is top or one.is_declared_global()) and (one.is_assigned() or one.is_imported()):
+                bound.add(one.get_name())
+    return Program(text, tree, used, bound)
+
+
+def _parse(text: str) -> Program | None:
+    """The program of an indented text; None if it does not compile."""
+    for spaced in dict.fromkeys((text, text.replace("\u00a0", " "))):
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return _compile(textwrap.dedent(spaced))
+    return None
 
 
 def _choose(texts: Iterable[str]) -> tuple[int, str]:
     """The last of those most likely the answer's program, and how likely: 3 for one that defines or reads something and
     uses nothing of an earlier one, 2 for other assignments, 1 for calls, 0 for output, -1 for none."""
     best, earlier = (-1, ""), set[str]()
-    for code, tree in filter(None, map(_parse, texts)):
-        nodes, (used, bound) = list(ast.walk(tree)), _globals(code)
+    for code, tree, used, bound in filter(None, map(_parse, texts)):
+        nodes = list(ast.walk(tree))
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         reads = {"input", "stdin", "open"} & (used | {node.attr for node in nodes if isinstance(node, ast.Attribute)})
         rank = int(any(isinstance(node, ast.Call) for node in nodes))
@@ -136,20 +157,6 @@ def _choose(texts: Iterable[str]) -> tuple[int, str]:
             best = rank, code
         earlier |= defined
     return best
-
-
-def _globals(text: str) -> tuple[set[str], set[str]]:
-    """The global names that a program uses, and those that it binds."""
-    top = symtable.symtable(text, "tests", "exec")
-    tables, used, bound = [top], set[str](), set[str]()
-    for table in tables:
-        tables += table.get_children()
-        for one in table.get_symbols():
-            if (table is top or one.is_global()) and one.is_referenced():
-                used.add(one.get_name())
-            if (table is top or one.is_declared_global()) and (one.is_assigned() or one.is_imported()):
-                bound.add(one.get_name())
-    return used, bound
 
 
 def _roots(nodes: Iterable[ast.AST]) -> set[str]:
@@ -332,36 +339,43 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
 
     `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
     assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
-    source, marks = "\n".join(texts), Marks()
+    tree, names, modules, asserts, runs = _analyse("\n".join(texts), entry)
+    statements = [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)] + runs
+    text = _STRING.sub("''", "\n".join(statements))
+    return {
+        "statements": [*(f"import {name}" for name in sorted(modules)), *statements],
+        "asserts": asserts,
+        "names": sorted(names),
+        "classes": [name for name in sorted(names) if _is_class(name, text)],
+        "pytest": "pytest" in _roots(ast.walk(tree)),
+    }
+
+
+def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], int, list[str]]:
+    """Tests with marks, the names that the code has to define, the modules that no import names, the number of
+    assertions, and statements that start the tests. Raises TestsError."""
+    marks = Marks()
     try:
-        tree, (used, bound) = _compile(source), _globals(source)
+        _, tree, used, bound = _compile(source)
         tree.body = [one for node in tree.body for one in _without_runner(node)]
         nodes = list(ast.walk(tree := marks.visit(tree)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TestsError(f"they are no Python: {getattr(error, 'msg', error)}") from None
-    parts = [node for node in nodes if isinstance(node, ast.Attribute)]
-    bases = {node.value.id for node in parts if isinstance(node.value, ast.Name)}
-    modules = used & bases & sys.stdlib_module_names - vars(builtins).keys() - bound - marks.imported
+    parts = [node.value for node in nodes if isinstance(node, ast.Attribute)]
+    bases = {node.id for node in parts if isinstance(node, ast.Name)} & sys.stdlib_module_names
+    modules = used & bases - vars(builtins).keys() - bound - marks.imported
     # Builtins are the tests' own, unless there is nothing else to test (a task to write `sum`).
-    names = used - bound - modules
-    names = names - vars(builtins).keys() or names - JUDGES
-    names |= set(re.findall(r"\w+", entry)[:1]) | marks.imported
+    names, named = used - bound - modules, marks.imported | set(re.findall(r"\w+", entry)[:1])
+    names = (names - vars(builtins).keys()) | named or names - JUDGES
+    _refuse(nodes, _STRING.sub("''", source), names)
     runs = _find_runs(tree, used, marks.fixtures)
-    statements = [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)] + runs
-    _refuse(nodes, text := _STRING.sub("''", "\n".join(statements)), names)
     if not marks.count:
         raise TestsError("there is no assert in them")
     if "check" in bound - used:
         if not entry:
             raise TestsError("they define check() and never call it: the rows need a column entry_point")
-        statements.append(f"check({entry})")
-    return {
-        "statements": [*(f"import {name}" for name in sorted(modules)), *statements],
-        "asserts": marks.count,
-        "names": sorted(names),
-        "classes": [name for name in sorted(names) if _is_class(name, text)],
-        "pytest": "pytest" in _roots(nodes),
-    }
+        runs.append(f"check({entry})")
+    return tree, names, modules, marks.count, runs
 
 
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
@@ -430,8 +444,7 @@ def _arguments(test: ast.FunctionDef, given: list[str], fixtures: dict[str, Any]
     found, names = "", [one.arg for one in test.args.args]
     for name in names[: len(names) - len(test.args.defaults)]:
         if name not in (*given, *fixtures):
-            crosses = _UNCROSSED.fullmatch(name) is None
-            raise (TestsError if crosses else UncrossedError)(LACKS.format(f"pytest's fixture {name}"))
+            raise TestsError(LACKS.format(f"pytest's fixture {name}"))
         if name not in given:
             call = f"{name}({_arguments(fixtures[name], ['self'], fixtures)})"
             yields = any(isinstance(node, ast.Yield) for node in ast.walk(fixtures[name]))
@@ -472,7 +485,7 @@ def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[
         try:
             texts, is_unread = read_tests(tests, row), False
             if texts and isinstance(texts[0], str):
-                compile_tests(tuple(map(str, texts)), str(row.get("entry_point") or ""))
+                _analyse("\n".join(map(str, texts)), str(row.get("entry_point") or ""))
         except TestsError as error:
             found.setdefault((is_unread, str(error)), []).append(number)
     return found
