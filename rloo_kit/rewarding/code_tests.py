@@ -31,6 +31,7 @@ PLAIN = {name for kind in (str, bytes, int, float, complex, list, tuple, dict, s
 LACKS = "they use {}, which the jail's pytest has not"
 _OWN = re.compile("solution|main|answer|submission|candidate|your_module|your_code")  # what tests import the code as
 _NAMES = ("fn_name", "func_name", "entry_point")
+TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
 _KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
 _KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 # Calls the function wherever the code has it. JSON has no tuples, and keys are texts.
@@ -370,7 +371,7 @@ def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], i
     _refuse(nodes, _STRING.sub("''", source), names)
     runs = _find_runs(tree, used, marks.fixtures)
     if not marks.count:
-        raise TestsError("there is no assert in them")
+        raise TestsError("they assert nothing")
     if "check" in bound - used:
         if not entry:
             raise TestsError("they define check() and never call it: the rows need a column entry_point")
