@@ -1,8 +1,11 @@
 """What `code_reward` reads: the code of an answer, and tests in the forms in which data sets have them."""
 
+import contextlib
+import io
 import json
 import sys
 import types
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from rloo_kit.rewarding.code_tests import (
     find_row_faults,
     read_tests,
 )
+from tests.rewarding.code_forms import read_problems
 
 F = "```"
 ADD = "def add(a, b):\n    return a + b"
@@ -99,7 +103,7 @@ def test_the_last_whole_program_is_the_code(answer: str, code: str | None) -> No
     assert find_code(answer) == code if code is not None else "stdin" in find_code(answer)
 
 
-def run(code: str, tests: Any, **row: Any) -> list[Any]:
+def run(code: str, tests: Any, /, **row: Any) -> list[Any]:
     """The marks of the tests where code and tests are one process; an error's text for a statement that raised."""
     texts = read_tests(tests, row)
     made = compile_tests(tuple(map(str, texts)), row.get("entry_point", ""))
@@ -418,3 +422,30 @@ def test_faults_are_counted_by_reason() -> None:
     texts: list[Any] = [["assert f(1)"], "f(1)", None, [["1", "2"]], "f(2)", [{"input": "1", "output": "2"}]]
     found = find_row_faults((10 * number, tests, {}) for number, tests in enumerate(texts))
     assert {key: rows for (key, _), rows in found.items()} == {False: [10, 40], True: [30]}
+
+
+PROBLEMS = read_problems()
+
+
+@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+def test_problems_as_data_sets_have_them_are_judged(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right solution holds every assertion, or prints what is wanted, in plain Python."""
+    form, column, row, solution = PROBLEMS[number]
+    code, tests = find_code(f"Thus:\n```python\n{solution}\n```\n"), read_tests(row[column], row)
+    if isinstance(tests[0], str):
+        assert not find_row_faults([(0, row[column], row)])
+        if "parametrize" not in tests[0]:  # pytest's own only marks the function
+            marks = run(code, row[column], **row)
+            assert marks == [True] * len(marks) and len(marks) >= 2
+        return
+    for given, expected in tests:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), "utf-8"))
+        monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
+        with contextlib.suppress(SystemExit):
+            exec(compile(code, "solution", "exec"), {"__name__": "__main__"})
+        assert [line.rstrip() for line in printed.getvalue().split("\n")][:-1] == expected.rstrip().splitlines()
+
+
+def test_there_are_ten_problems_of_each_form() -> None:
+    """One form alone would not show what the others need."""
+    assert set(Counter(one.form for one in PROBLEMS).values()) == {10} and len(PROBLEMS) == 90
