@@ -22,29 +22,16 @@ from typing import Any, ClassVar, NamedTuple
 from rloo_kit.errors import RewardError, excerpt
 
 FORMS = (
-    "texts of Python with asserts, test_ functions or unittest classes; {input, output}, {inputs, outputs, fn_name} or "
-    "a list of {input, output, testtype}, {stdin, expected_output}, {type, fn_name, input, output}, {assert_case}"
+    "texts of Python (asserts, test_ functions, unittest classes), {assert_case}, {input, output} of texts or lists, "
+    "{inputs, outputs, fn_name}, {stdin, expected_output}, and lists of {input, output, testtype} or {type, fn_name}"
 )
-OWN_MODULES = {
-    "solution",
-    "main",
-    "answer",
-    "submission",
-    "candidate",
-    "your_module",
-    "your_code",
-}  # the code, imported
 INSTALLED = {"numpy"} if importlib.util.find_spec("numpy") else set()
 JUDGES = {"abs", "all", "any", "bool", "isinstance", "round"}  # builtins that tests compare with
 PLAIN = {name for kind in (str, bytes, int, float, complex, list, tuple, dict, set) for name in dir(kind)}
-PYTEST = {"raises", "approx", "fail", "param", "mark", "fixture"}  # what there is of it in the jail
-# What looks into the code, replaces a part of it or catches what it prints: modules, fixtures, and methods' beginnings.
-UNCROSSED = ("unittest.mock", "asyncio", "subprocess", "multiprocessing", "tempfile", "inspect", "importlib", "mock")
-WATCHED = ("redirect_std", "catch_warnings", "assertWarns", "assertLogs", "assertNoLogs", "IsolatedAsyncio")
-FIXTURES = {"monkeypatch", "mocker", "capsys", "capfd", "caplog", "recwarn"}
-CROSSES = "they use {}, and the code and its tests are two processes"
 LACKS = "they use {}, which the jail's pytest has not"
+_OWN = re.compile("solution|main|answer|submission|candidate|your_module|your_code")  # what tests import the code as
 _NAMES = ("fn_name", "func_name", "entry_point")
+TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
 _KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
 _KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 # Calls the function wherever the code has it. JSON has no tuples, and keys are texts.
@@ -63,6 +50,21 @@ _OPEN = re.compile(r"^(?:(?!```|~~~).)*(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
 _APART = re.compile(r"^[ \t]*(?:`{3,}|~{3,}).*$|</?(?:answer|code)>", re.MULTILINE)
 _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w']* [a-z]|\Z)", re.MULTILINE | re.DOTALL)
+_RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
+_STRING = re.compile(r"""(?s)\#[^\n]*|("{3}|'{3}|["'])(?:\\.|(?!\1).)*+\1""")  # and comments
+_FIXTURE = re.compile(r"pytest\.fixture(?:\((?:scope='\w*')?\))?")  # one that is a plain function
+_LACKING = re.compile(
+    r"\bpytest\.(?!raises|approx|fail|param|mark|main|warns|fixture(?:\(\)|\(scope=''\))?\s*\n)\w+|\busefixtures\b"
+    r"|import .*\bfixture\b|\bindirect="
+)
+# What looks into the code, replaces a part of it, or catches what it prints, warns or logs.
+_UNCROSSED = re.compile(
+    r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|subprocess|multiprocessing|tempfile|inspect|importlib)\b
+    |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_std\w+|catch_warnings|warns|assertWarns|assertLogs|await)\b
+    |(?<![\w.])(?<!def[ ])(open\(|(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
+    |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
+    re.MULTILINE | re.VERBOSE,
+)
 _filters = threading.Lock()  # of warnings, which are the process's
 
 
@@ -107,14 +109,36 @@ def find_code(answer: str) -> str:
     return code
 
 
-def _parse(text: str) -> tuple[str, ast.Module] | None:
-    """A program without its indentation, and its tree; None if it does not compile."""
+class Program(NamedTuple):
+    """A text that compiles, and the global names that it uses and binds."""
+
+    text: str
+    tree: ast.Module
+    used: set[str]
+    bound: set[str]
+
+
+def _compile(text: str) -> Program:
+    used, bound = set[str](), set[str]()
+    with _filters, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree, top = ast.parse(text), symtable.symtable(text, "tests", "exec")
+        compile(tree, "tests", "exec")
+    for table in (tables := [top]):
+        tables += table.get_children()
+        for one in table.get_symbols():
+            if (table is top or one.is_global()) and one.is_referenced():
+                used.add(one.get_name())
+            if (table is top or one.is_declared_global()) and (one.is_assigned() or one.is_imported()):
+                bound.add(one.get_name())
+    return Program(text, tree, used, bound)
+
+
+def _parse(text: str) -> Program | None:
+    """The program of an indented text; None if it does not compile."""
     for spaced in dict.fromkeys((text, text.replace("\u00a0", " "))):
-        with _filters, warnings.catch_warnings(), suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            warnings.simplefilter("ignore")
-            tree = ast.parse(found := textwrap.dedent(spaced))
-            compile(tree, "answer", "exec")
-            return found, tree
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return _compile(textwrap.dedent(spaced))
     return None
 
 
@@ -122,8 +146,8 @@ def _choose(texts: Iterable[str]) -> tuple[int, str]:
     """The last of those most likely the answer's program, and how likely: 3 for one that defines or reads something and
     uses nothing of an earlier one, 2 for other assignments, 1 for calls, 0 for output, -1 for none."""
     best, earlier = (-1, ""), set[str]()
-    for code, tree in filter(None, map(_parse, texts)):
-        nodes, (used, bound) = list(ast.walk(tree)), _globals(code)
+    for code, tree, used, bound in filter(None, map(_parse, texts)):
+        nodes = list(ast.walk(tree))
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         reads = {"input", "stdin", "open"} & (used | {node.attr for node in nodes if isinstance(node, ast.Attribute)})
         rank = int(any(isinstance(node, ast.Call) for node in nodes))
@@ -136,20 +160,6 @@ def _choose(texts: Iterable[str]) -> tuple[int, str]:
     return best
 
 
-def _globals(text: str) -> tuple[set[str], set[str]]:
-    """The global names that a program uses, and those that it binds."""
-    top = symtable.symtable(text, "tests", "exec")
-    tables, used, bound = [top], set[str](), set[str]()
-    for table in tables:
-        tables += table.get_children()
-        for one in table.get_symbols():
-            if (table is top or one.is_global()) and one.is_referenced():
-                used.add(one.get_name())
-            if (table is top or one.is_declared_global()) and (one.is_assigned() or one.is_imported()):
-                bound.add(one.get_name())
-    return used, bound
-
-
 def _roots(nodes: Iterable[ast.AST]) -> set[str]:
     """The packages that are imported."""
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -160,8 +170,8 @@ def _roots(nodes: Iterable[ast.AST]) -> set[str]:
 def read_tests(tests: Any, row: Mapping[str, Any]) -> list[str] | list[tuple[str, str]]:
     r"""A row's tests: texts of Python, or pairs of what a program reads and what it has to print; [] without tests.
 
-    `row`: its columns; `fn_name`, `func_name`, `entry_point`, `metadata` or `starter_code` names the function that tests
-    without a name call. Raises TestsError with what was found.
+    `row`: its columns, of which `fn_name`, `func_name`, `entry_point`, `metadata` or `starter_code` name the function
+    that tests without a name call. Raises TestsError with what was found.
 
     >>> read_tests('{"input": ["2"], "output": [["4", "5"]]}', {}), read_tests("assert f(2) == 4", {})
     ([('2', '4\n5')], ['assert f(2) == 4'])
@@ -258,60 +268,64 @@ class Marks(ast.NodeTransformer):
     """Turns each assertion into a mark, which counts and goes on, and imports of the code into its names."""
 
     def __init__(self) -> None:
-        self.count, self.is_caught, self.imported = 0, False, set[str]()
+        self.count, self.is_tried = 0, False
+        self.imported, self.fixtures = set[str](), dict[str, ast.FunctionDef]()
 
-    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        return self._mark([], node.test)
-
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
-        return self._mark([node], None) if _asserts(node.value) else node
-
-    def visit_With(self, node: ast.With) -> Any:
-        if any(_asserts(item.context_expr) for item in node.items):  # an assert in it may be what has to raise
-            return self._mark([node], None)
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        others = [mark for mark in node.decorator_list if not _FIXTURE.fullmatch(ast.unparse(mark))]
+        if others != node.decorator_list:
+            self.fixtures[node.name], node.decorator_list = node, others
         return self.generic_visit(node)
 
-    def visit_Try(self, node: ast.Try) -> ast.Try:
-        before, self.is_caught = self.is_caught, self.is_caught or bool(node.handlers)
-        node.body = [one for some in map(self.visit, node.body) for one in (some if isinstance(some, list) else [some])]
-        self.is_caught, body, node.body = before, node.body, []
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        return self._count(_mark(node.test))
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        return self._count(node, _mark()) if _asserts(node.value) else node
+
+    def visit_With(self, node: ast.With) -> Any:
+        # An assert in `raises` may be what has to raise.
+        is_check = any(_asserts(item.context_expr) for item in node.items)
+        return self._count(node, _mark()) if is_check else self.generic_visit(node)
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        before, self.is_tried = self.is_tried, True
         self.generic_visit(node)
-        node.body = body
+        self.is_tried = before
         return node
 
-    def _mark(self, before: list[ast.stmt], test: ast.expr | None) -> list[ast.stmt]:
+    def _count(self, *check: ast.stmt) -> list[ast.stmt]:
         self.count += 1
-        made: Any = ast.parse("try:\n    _mark_()\nexcept Exception:\n    _mark_(False)").body[0]
-        if test is not None:
-            made.body[0].value.args.append(test)
-        made.body[:0] = before
-        return made.body if self.is_caught else [made]  # its own handlers may wait for what it raises
+        failed = ast.ExceptHandler(ast.Name("Exception"), None, [_mark(ast.Constant(False))])
+        # The handlers of the tests' own `try` may wait for what it raises.
+        return list(check) if self.is_tried else [ast.Try(list(check), [failed], [], [])]
 
     def visit_Import(self, node: ast.Import) -> list[ast.stmt]:
-        own = [one for one in node.names if one.name in OWN_MODULES]
+        own = [one for one in node.names if _OWN.fullmatch(one.name)]
         self.imported |= {"solution" for _ in own}
         node.names = [one for one in node.names if one not in own]
-        names = [one.asname or one.name for one in own]
-        return [*([node] if node.names else []), *_statements(*(f"{name} = solution" for name in names))]
+        names = _statements(*(f"{one.asname or one.name} = solution" for one in own))
+        return [node, *names] if node.names else names
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
-        if node.module == "pytest":
-            node.names = [one for one in node.names if one.name != "fixture"]
-        elif node.level or node.module in OWN_MODULES:
-            self.imported |= {one.name for one in node.names} - {"*"}
-            node, names = ast.ImportFrom(names=[]), [one for one in node.names if one.asname]
-            return _statements("pass", *(f"{one.asname} = {one.name}" for one in names))
-        return node if node.names else _statements("pass")
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        if not (node.level or _OWN.fullmatch(str(node.module))):
+            return node
+        self.imported |= {one.name for one in node.names} - {"*"}
+        return _statements("pass", *(f"{one.asname} = {one.name}" for one in node.names if one.asname))
 
 
-def _statements(*texts: str) -> list[ast.stmt]:
+def _mark(*holds: ast.expr) -> ast.Expr:
+    return ast.Expr(ast.Call(ast.Name("_mark_"), list(holds), []))
+
+
+def _statements(*texts: str) -> list[Any]:
     return ast.parse("\n".join(texts)).body
 
 
-def _last(node: ast.AST) -> str:
+def _last(node: ast.AST | None) -> str:
     """The last name of `a.b(...)`."""
     node = node.func if isinstance(node, ast.Call) else node
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def _asserts(node: ast.AST) -> bool:
@@ -326,234 +340,153 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
 
     `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
     assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
-    try:
-        compile("\n".join(texts), "tests", "exec")
-        tree, marks = ast.parse("\n".join(texts)), Marks()
-        tree.body = [one for node in tree.body for one in _unwrapped(node)]
-        tree = marks.visit(tree)
-        nodes, (used, bound) = list(ast.walk(tree)), _globals(ast.unparse(tree))
-        statements = _collect(tree, used)
-    except (SyntaxError, ValueError) as error:
-        raise TestsError(f"they are no Python: {getattr(error, 'msg', error)}") from None
-    except RecursionError:
-        raise TestsError("they are nested too deeply") from None
-    bases = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    modules = used & bases & sys.stdlib_module_names - vars(builtins).keys() - bound - marks.imported
-    wanted, tested = used - bound - modules - {"_mark_"}, set(re.findall(r"\w+", entry)[:1]) | marks.imported
-    # Builtins are the tests' own, unless there is nothing else to test (a task to write `sum`).
-    names = (wanted - vars(builtins).keys() - {"__file__"} or wanted - JUDGES) | tested
-    _refuse(nodes, names, used)
-    if not marks.count:
-        raise TestsError("there is no assert in them")
-    if "check" in bound - used:
-        if not entry:
-            raise TestsError("they define check() and never call it: the rows need a column entry_point")
-        statements.append(f"check({entry})")
+    tree, names, modules, asserts, runs = _analyse("\n".join(texts), entry)
+    statements = [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)] + runs
+    text = _STRING.sub("''", "\n".join(statements))
     return {
         "statements": [*(f"import {name}" for name in sorted(modules)), *statements],
-        "asserts": marks.count,
+        "asserts": asserts,
         "names": sorted(names),
-        "classes": sorted(names & _classes(nodes)),
-        "pytest": "pytest" in _roots(nodes),
+        "classes": [name for name in sorted(names) if _is_class(name, text)],
+        "pytest": "pytest" in _roots(ast.walk(tree)),
     }
 
 
-def _unwrapped(node: ast.stmt) -> list[ast.stmt]:
-    """A statement of the tests' module without what starts a test runner."""
+def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], int, list[str]]:
+    """Tests with marks, the names that the code has to define, the modules that no import names, the number of
+    assertions, and statements that start the tests. Raises TestsError."""
+    marks = Marks()
+    try:
+        _, tree, used, bound = _compile(source)
+        tree.body = [one for node in tree.body for one in _without_runner(node)]
+        nodes = list(ast.walk(tree := marks.visit(tree)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise TestsError(f"they are no Python: {getattr(error, 'msg', error)}") from None
+    parts = [node.value for node in nodes if isinstance(node, ast.Attribute)]
+    bases = {node.id for node in parts if isinstance(node, ast.Name)} & sys.stdlib_module_names
+    modules = used & bases - vars(builtins).keys() - bound - marks.imported
+    # Builtins are the tests' own, unless there is nothing else to test (a task to write `sum`).
+    names, named = used - bound - modules, marks.imported | set(re.findall(r"\w+", entry)[:1])
+    names = (names - vars(builtins).keys()) | named or names - JUDGES
+    _refuse(nodes, _STRING.sub("''", source), names)
+    runs = _find_runs(tree, used, marks.fixtures)
+    if not marks.count:
+        raise TestsError("they assert nothing")
+    if "check" in bound - used:
+        if not entry:
+            raise TestsError("they define check() and never call it: the rows need a column entry_point")
+        runs.append(f"check({entry})")
+    return tree, names, modules, marks.count, runs
+
+
+def _without_runner(node: ast.stmt) -> list[ast.stmt]:
+    """A statement of the tests' module, which is run by itself as a script, without the start of a test runner."""
     if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-        return [one for inner in node.body for one in _unwrapped(inner)]
-    is_kept = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
-    runs = not is_kept and re.search(
-        r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner", ast.unparse(node)
-    )
-    return [] if runs else [node]
+        return [one for inner in node.body for one in _without_runner(inner)]
+    is_kept = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assert)
+    return [] if not is_kept and _RUNNER.search(ast.unparse(node)) else [node]
 
 
-def _collect(tree: ast.Module, used: set[str]) -> list[str]:
-    """The statements of a module, then one for each test that a test runner would call."""
-    own = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    fixtures = _fixtures(tree.body, "")
-    runs: list[str] = []
+def _find_runs(tree: ast.Module, used: set[str], fixtures: dict[str, ast.FunctionDef]) -> list[str]:
+    """A statement for each test that a test runner would call; those of pytest lose their decorators to it."""
+    own: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    runs = []
     for name, node in own.items():
         if isinstance(node, ast.FunctionDef):
-            if name.startswith("test") and name not in used and name not in fixtures:
-                runs.append(_run(node, "", [], [], fixtures))
+            if _is_test(node) and name not in used:
+                runs.append(_run(node, [], "", [], fixtures))
             continue
-        line = _line_of(node, own)
-        methods = {one.name: one for kind in line for one in kind.body if isinstance(one, ast.FunctionDef)}
-        tests = [one for one in methods.values() if one.name.startswith("test") and not _is_skipped(node, one)]
-        if any(ast.unparse(base).endswith("TestCase") for kind in line for base in kind.bases):
-            around = [[f"{name}.{each}()"] * (each in methods) for each in ("setUpClass", "tearDownClass")]
-            runs += [*around[0], *(f"{name}('{one.name}').debug()" for one in tests), *around[1]]
+        methods, bases = _inherited(node, own)
+        tests = [one for one in methods.values() if _is_test(one, node)]
+        if any(base.endswith("TestCase") for base in bases):
+            debug = [f"{name}('{one.name}').debug()" for one in tests]
+            runs += [*_hooks(methods, name, "setUpClass"), *debug, *_hooks(methods, name, "tearDownClass")]
         elif name.startswith("Test"):
-            made = [f"_one_ = {name}()"]
-            inner = fixtures | {each: one for kind in line for each, one in _fixtures(kind.body, "_one_.").items()}
-            before, after = (
-                [
-                    f"_one_.{each}({'None' if len(methods[each].args.args) > 1 else ''})"
-                    for each in names
-                    if each in methods
-                ]
-                for names in (("setup_class", "setup_method", "setup"), ("teardown_method", "teardown"))
-            )
-            runs += [_run(one, "_one_.", made + before, after, inner) for one in tests if one.name not in inner]
-    return [*map(ast.unparse, tree.body), *filter(None, runs)]
+            before = [f"_one_ = {name}()", *_hooks(methods, "_one_", "setup_class", "setup_method", "setup")]
+            after = _hooks(methods, "_one_", "teardown_method", "teardown")
+            runs += [_run(one, before, "_one_.", after, fixtures) for one in tests]
+    return runs
 
 
-def _line_of(node: ast.ClassDef, own: Mapping[str, ast.stmt]) -> list[ast.ClassDef]:
-    """A class of the tests behind its bases among them."""
-    bases = [base for one in node.bases if isinstance(base := own.get(ast.unparse(one)), ast.ClassDef)]
-    return [*(one for base in bases if base is not node for one in _line_of(base, own)), node]
+def _hooks(methods: Mapping[str, ast.FunctionDef], owner: str, *names: str) -> list[str]:
+    found = [methods[name] for name in names if name in methods]
+    return [f"{owner}.{one.name}({'None' if len(one.args.args) > 1 else ''})" for one in found]
 
 
-class Fixture(NamedTuple):
-    call: str
-    needs: list[str]
-    is_everywhere: bool
+def _inherited(node: ast.ClassDef, own: Mapping[str, Any]) -> tuple[dict[str, ast.FunctionDef], list[str]]:
+    """The methods of a class of the tests, and all its bases, those among the tests included."""
+    methods: dict[str, ast.FunctionDef] = {}
+    bases = list(map(ast.unparse, node.bases))
+    for base in filter(None, map(own.get, bases)):
+        inner = _inherited(base, own)
+        methods, bases = inner[0] | methods, bases + inner[1]
+    return methods | {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}, bases
 
 
-def _fixtures(body: list[ast.stmt], owner: str) -> dict[str, Fixture]:
-    """The fixtures that tests define, which become plain functions."""
-    found = {}
-    for node in body:
-        marks = [one for one in getattr(node, "decorator_list", []) if _last(one) == "fixture"]
-        if isinstance(node, ast.FunctionDef) and marks:
-            mark = ast.unparse(marks[0])
-            if "params=" in mark or "name=" in mark:
-                raise TestsError(LACKS.format(mark))
-            node.decorator_list = []
-            yields = any(isinstance(one, ast.Yield) for one in ast.walk(node))
-            call = f"next({owner}{node.name}({{}}))" if yields else f"{owner}{node.name}({{}})"
-            found[node.name] = Fixture(call, _needs(node, owner), "autouse=True" in mark)
+def _is_test(test: ast.FunctionDef, *around: ast.ClassDef) -> bool:
+    decorators = [*test.decorator_list, *(one for node in around for one in node.decorator_list)]
+    marks = " ".join(map(ast.unparse, decorators))
+    return test.name.startswith("test") and not re.search("skip|xfail|expectedFailure", marks)
+
+
+def _run(test: ast.FunctionDef, before: list[str], owner: str, after: list[str], fixtures: dict[str, Any]) -> str:
+    """A statement that calls a test; each case of `parametrize` has an object and fixtures of its own."""
+    marks, test.decorator_list = list(map(ast.unparse, test.decorator_list)), []
+    cases = re.findall(r"\w+", " ".join(mark.partition("[")[0] for mark in marks if "parametrize" in mark))
+    call = f"{owner}{test.name}({_arguments(test, ['self', *cases], fixtures)}**given)"
+    lines = [*before, "try:", f"    {call}", "finally:", *(f"    {one}" for one in after or ["pass"])]
+    return "\n".join(
+        [*(f"@{mark}" for mark in marks), "def _case_(**given):", *(f"    {one}" for one in lines), "_case_()"]
+    )
+
+
+def _arguments(test: ast.FunctionDef, given: list[str], fixtures: dict[str, Any]) -> str:
+    """The fixtures of the tests' own that a test or a fixture is called with, each made anew."""
+    found, names = "", [one.arg for one in test.args.args]
+    for name in names[: len(names) - len(test.args.defaults)]:
+        if name not in (*given, *fixtures):
+            raise TestsError(LACKS.format(f"pytest's fixture {name}"))
+        if name not in given:
+            call = f"{name}({_arguments(fixtures[name], ['self'], fixtures)})"
+            yields = any(isinstance(node, ast.Yield) for node in ast.walk(fixtures[name]))
+            found += f"{name}=next({call}), " if yields else f"{name}={call}, "
     return found
 
 
-def _needs(node: ast.FunctionDef, owner: str) -> list[str]:
-    """The parameters without a default, without self."""
-    names = [one.arg for one in node.args.args]
-    return names[bool(owner) : len(names) - len(node.args.defaults)]
-
-
-def _run(test: ast.FunctionDef, owner: str, before: list[str], after: list[str], fixtures: dict[str, Fixture]) -> str:
-    """A statement that calls a test with its fixtures; a case of `parametrize` has fresh ones."""
-    if _is_skipped(test):
-        return ""
-    marks, test.decorator_list = test.decorator_list, []
-    cases = [ast.unparse(one.args[0]) for one in marks if isinstance(one, ast.Call) and one.args]
-    needs = [name for name in _needs(test, owner) if name not in re.findall(r"\w+", " ".join(cases))]
-    before = before + [_given(name, fixtures) for name, one in fixtures.items() if one.is_everywhere]
-    given = ", ".join([*(f"{name}={_given(name, fixtures)}" for name in needs), "**given"])
-    lines = [
-        *before,
-        "try:",
-        f"    {owner}{test.name}({given})",
-        "finally:",
-        *(f"    {one}" for one in after or ["pass"]),
-    ]
-    marked = "".join(f"@{ast.unparse(one)}\n" for one in marks)
-    return f"{marked}def _case_(**given):\n{textwrap.indent(chr(10).join(lines), '    ')}\n_case_()"
-
-
-def _given(name: str, fixtures: dict[str, Fixture]) -> str:
-    if name in FIXTURES:
-        raise UncrossedError(CROSSES.format(f"pytest's fixture {name}"))
-    if name not in fixtures:
-        raise TestsError(LACKS.format(f"pytest's fixture {name}"))
-    return fixtures[name].call.format(", ".join(f"{one}={_given(one, fixtures)}" for one in fixtures[name].needs))
-
-
-def _is_skipped(*nodes: ast.FunctionDef | ast.ClassDef) -> bool:
-    marks = " ".join(ast.unparse(mark) for node in nodes for mark in node.decorator_list)
-    return bool(re.search(r"skip|xfail|expectedFailure", marks))
-
-
-def _refuse(nodes: list[ast.AST], names: set[str], used: set[str]) -> None:
-    """Raise for what the jail lacks, and for what reaches into the code."""
+def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
+    """Raise for what the jail lacks, and for what needs the code and its tests in one process."""
     if missing := _roots(nodes) - sys.stdlib_module_names - INSTALLED - {"pytest"}:
-        there = ", ".join(["the standard library", *sorted(INSTALLED), "and a part of pytest"])
+        there = ", ".join(["the standard library", *sorted(INSTALLED), "a part of pytest"])
         raise TestsError(f"they import {', '.join(sorted(missing))}; the jail has {there}")
-    parts = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    paths = [f"{getattr(node, 'module', '')}.{one.name}".lstrip(".") for node in imports for one in node.names]
-    for path in [*paths, *map(ast.unparse, parts)]:
-        if path.startswith("pytest.") and path.split(".")[1] not in PYTEST:
-            raise (UncrossedError if path == "pytest.warns" else TestsError)(LACKS.format(path))
-    if marks := {"indirect", "usefixtures"} & (
-        {one.attr for one in parts} | {getattr(one, "arg", None) for one in nodes}
-    ):
-        raise TestsError(LACKS.format(f"pytest's {marks.pop()}"))
-    modules = {(one.asname or one.name).partition(".")[0] for node in imports for one in node.names} | {"builtins"}
-    reaching = [path for path in paths if path.startswith(UNCROSSED)]
-    reaching += ["open"] * ("open" in used - names) + ["async functions"] * any(
-        isinstance(one, ast.Await) for one in nodes
-    )
-    reaching += [one.attr for one in parts if one.attr.startswith(WATCHED)]
-    reaching += [
-        f"{ast.unparse(one)} = ..." for one in parts if isinstance(one.ctx, ast.Store) and one.value.id in modules
-    ]
-    bases = {base for node in nodes if isinstance(node, ast.ClassDef) for base in map(ast.unparse, node.bases)}
-    reaching += [f"a subclass of {base}, which is the code's" for base in bases if base.partition(".")[0] in names]
-    if {one.attr for one in parts if ast.unparse(one.value).endswith("random")} == {"seed"}:
-        reaching.append("random.seed for the code")
-    if reaching:
-        raise UncrossedError(CROSSES.format(reaching[0]))
+    bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
+    found = [f"a subclass of the code's {base}" for base in bases if base.partition(".")[0] in names]
+    found += [word for one in _UNCROSSED.findall(text) for word in one if word]
+    if found:
+        raise UncrossedError(f"they use {found[0].rstrip('( =')}, and the code is in a process of its own")
+    if lacking := _LACKING.search(text):
+        raise TestsError(LACKS.format(lacking[0].rstrip("=")))
 
 
-def _classes(nodes: list[ast.AST]) -> set[str]:
-    """Names that tests treat as classes: what a call of one makes has attributes or operators that no value of Python's
-    own has, or it is where only a class can be. MBPP has functions with such names, too."""
-    made: dict[str, str] = {}  # what holds an object: the class that was called for it
-    shown, called = (
-        set[str](),
-        {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)},
-    )
-
-    def kind(node: ast.AST | None) -> str:
-        return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-
-    for node in nodes:
-        for one in node.targets if isinstance(node, ast.Assign) else ():
-            made[ast.unparse(one)] = kind(node.value)
-        if isinstance(node, ast.withitem) and node.optional_vars:
-            made[ast.unparse(node.optional_vars)] = kind(node.context_expr)
-        for one in ast.walk(node) if isinstance(node, ast.FunctionDef) else ():  # fixtures, and functions that make one
-            if isinstance(one, ast.Return | ast.Yield):
-                made[node.name] = made[f"{node.name}()"] = made[f"self.{node.name}()"] = kind(one.value)
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and node.attr not in PLAIN:
-            shown |= {kind(node.value), made.get(ast.unparse(node.value), ""), ast.unparse(node.value)}
-        elif isinstance(node, ast.BinOp):
-            shown |= {kind(node.left)} & {kind(node.right)}
-        elif isinstance(node, ast.Compare):
-            shown |= {kind(node.left)} & set(map(kind, node.comparators))
-        elif isinstance(node, ast.ExceptHandler) and node.type:
-            shown |= {one.id for one in ast.walk(node.type) if isinstance(one, ast.Name)}
-        elif isinstance(node, ast.Call) and _last(node) in ("isinstance", "issubclass", "assertIsInstance"):
-            shown |= {one.id for one in ast.walk(node.args[-1]) if isinstance(one, ast.Name)}
-        elif _asserts(node) and re.search("[rR]aises", _last(node)):
-            shown |= {one.id for one in ast.walk(node.args[0]) if isinstance(one, ast.Name)}
-    return {name for name in shown & called if name[:1].isupper()}
+def _is_class(name: str, text: str) -> bool:
+    """Whether tests show that what a call of `name` gives is no value of Python's own: by its attributes or operators,
+    or where only a class can be. (MBPP has functions with such names, too.)"""
+    call = rf"\b{name}\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
+    held = re.findall(rf"([\w.]+) = {name}\(", text) + re.findall(rf"\b{name}\(.*\) as (\w+)", text)
+    holders = "|".join([call, name, *map(re.escape, held)])
+    attributes = set(re.findall(rf"(?<![\w.])(?:{holders})\.(\w+)", text)) - PLAIN
+    where = rf"(?:except |(?:sinstance|subclass)\(.*, |aises\w*\()\(?(?:\w+, )*{name}(?![\w(])|{call} [^\w\s]+ {name}\("
+    return name[:1].isupper() and f"{name}(" in text and bool(attributes or re.search(where, text))
 
 
-class RowFault(NamedTuple):
-    """A reason why tests cannot be used, how many rows have it, and the first; `is_unread`: it is their form."""
-
-    reason: str
-    rows: int
-    first: int
-    is_unread: bool
-
-
-def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> list[RowFault]:
-    """What keeps rows from being scored, by reason; `rows`: the number of each, its tests, its further columns."""
-    found: dict[str, RowFault] = {}
+def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[tuple[bool, str], list[int]]:
+    """Rows (number, tests, its columns) that cannot be scored, by whether their form is not read, and the reason."""
+    found: dict[tuple[bool, str], list[int]] = {}
     for number, tests, row in rows:
         is_unread = True
         try:
             texts, is_unread = read_tests(tests, row), False
             if texts and isinstance(texts[0], str):
-                compile_tests(tuple(map(str, texts)), str(row.get("entry_point") or ""))
+                _analyse("\n".join(map(str, texts)), str(row.get("entry_point") or ""))
         except TestsError as error:
-            before = found.get(str(error), RowFault(str(error), 0, number, is_unread))
-            found[str(error)] = before._replace(rows=before.rows + 1)
-    return list(found.values())
+            found.setdefault((is_unread, str(error)), []).append(number)
+    return found

@@ -1,7 +1,9 @@
 """Faults that were found behind the model, or behind the first evaluation: now before either, and all at once."""
 
 import contextlib
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,50 @@ def test_faulty_tools_hide_no_other_fault(place: Path) -> None:
     """The data are rendered with the tools: a tool that cannot be imported was all that the first attempt reported."""
     found = faults_of(place, Faulty("two", (*TOOL, "data.answer_column=anser"), ()))
     assert [(one.name, one.key) for one in found] == [("tools", "rloo.tools"), ("data", "data.answer_column")]
+
+
+CODE = ("data.source=code.jsonl", "rewards=[{name: code_reward}, {name: 'my_rewards:longest'}]")
+
+
+def code_faults(place: Path, tests: Any, *overrides: str, **columns: Any) -> list[Problem]:
+    """Faults of data whose row n has the tests `tests(n)`, as JSON text."""
+    columns |= {"prompt": lambda n: f"Write f{n}.", "tests": lambda n: tests(n) and json.dumps(tests(n))}
+    rows = [json.dumps({key: one(n) for key, one in columns.items()}) for n in range(40)]
+    (place / "code.jsonl").write_text("\n".join(rows))
+    found = faults_of(place, Faulty("code", (*CODE, *overrides), ()))
+    return [one for one in found if one.name in ("data", "config")]
+
+
+def test_rows_that_no_code_can_pass_are_counted_by_reason(place: Path) -> None:
+    """Rows whose tests the jail cannot judge were a failure of each completion, found in the log of the run."""
+    other = ["import pandas\nassert f(1)", "from unittest.mock import patch\nassert f(1)", "f(1)", None]
+    found = code_faults(place, lambda n: other[n // 2] if n < 8 else [f"assert f({n}) == 1"], "data.test_size=0.5")
+    assert [one.level for one in found] == ["warning"] * len(found)
+    texts = [one.text for one in found]
+    for words in ("their tests import pandas; the jail has", "their tests use mock", "their tests assert nothing"):
+        about = [text for text in texts if words in text]
+        counts = [re.match(r"(\d) of 20 (rows|held-out rows) are not scored by code_reward: ", text) for text in about]
+        assert sum(int(count[1]) for count in counts if count) == 2, texts
+        assert all(re.search(r"\(first: .*code.jsonl, line [1-6]\): .*rewards.0.params", one) for one in about)
+
+
+def test_a_form_that_is_not_read_keeps_a_run_from_starting(place: Path) -> None:
+    """A run would train on the other rows alone, without a word; a whole data set of them, on nothing."""
+    found = code_faults(place, lambda n: [["1", "2"]] if n == 3 else "assert f(1)", "data.test_size=0.5")
+    assert [one.level for one in found] == ["error"]
+    assert "1 of 20 " in found[0].text and "code.jsonl, line 4" in found[0].text
+    assert "a list that holds ['1', '2']" in found[0].text and "{input, output, testtype}" in found[0].text
+    assert code_faults(place, lambda n: "f(1)", "data.test_size=0.5")[0].level == "error", "no row is left"
+
+
+def test_tests_that_are_read_are_no_fault(place: Path) -> None:
+    """Rows without tests, rows of another reward, and the columns that name a row's function."""
+    called = [{"input": "1", "output": "2", "testtype": "functional"}]
+    assert code_faults(place, lambda n: called if n % 2 else None, metadata=lambda n: '{"func_name": "f"}') == []
+    names = {"rewards": lambda n: "longest" if n % 2 else "code_reward"}
+    assert code_faults(place, lambda n: "f(1)" if n % 2 else "assert f(1)", **names) == []
+    named = code_faults(place, lambda n: "f(1)", "rewards.0.params={tests_column: unit}", unit=lambda n: "assert f(1)")
+    assert named == []
 
 
 def test_all_faults_are_reported_at_once(place: Path) -> None:
