@@ -72,15 +72,20 @@ class Jail:
             yield process
 
     def run(self, role: str, given: bytes, **settings: Any) -> bytes:
-        """What a role writes; raises JailError if it takes much longer than `answer_s`, which is CPU time."""
-        with self.start(role, subprocess.PIPE, subprocess.PIPE, **settings) as process:
-            try:
-                return bytes(process.communicate(given, timeout=5 + SLOWEST * settings["answer_s"])[0])
-            except subprocess.TimeoutExpired:
-                raise JailError(
-                    f"the machine is too busy: code that may take {settings['answer_s']:g} s of CPU time has not ended "
-                    f"after {SLOWEST} times as long (params.answer_timeout_s, params.workers)"
-                ) from None
+        """What a role writes, 16 MiB at most, or has until it takes much longer than `answer_s`, in CPU time. Raises
+        JailError if that is the machine's fault."""
+        with open(os.memfd_create(role), "rb") as output:
+            with self.start(role, subprocess.PIPE, output, **settings) as process:
+                try:
+                    process.communicate(given, timeout=2 + SLOWEST * settings["answer_s"])
+                except subprocess.TimeoutExpired:
+                    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+                        raise JailError(
+                            f"the machine is too busy: code that may take {settings['answer_s']:g} s of CPU time has "
+                            f"not ended after {SLOWEST} times as long (params.answer_timeout_s, params.workers)"
+                        ) from None
+            output.seek(0)
+            return output.read()
 
 
 @functools.cache
@@ -115,7 +120,9 @@ def bubblewrap() -> Jail:
         compiled = Path(importlib.util.cache_from_source(str(file)))
         if compiled.is_file():
             options += ["--ro-bind", str(compiled), f"{PLACE}/{importlib.util.cache_from_source(name)}"]
-    return Jail((program, *options, "--remount-ro", "/", "--chdir", "/"))
+    if b"--size" in subprocess.run([program, "--help"], capture_output=True, check=False).stdout:
+        options += ["--size", str(16 * 2**20), "--tmpfs", "/tmp"]
+    return Jail((program, *options, "--remount-ro", "/", "--chdir", "/tmp" if "/tmp" in options else "/"))
 
 
 @functools.cache
@@ -213,13 +220,12 @@ class CodeReward(AnswerReader):
 def _run_asserts(jail: Jail, limits: dict[str, Any], row: dict[str, Any]) -> float:
     """The share of asserts that hold. Raises UncrossedError if only plain Python knows and says that all do."""
     text = json.dumps(row).encode()
-    found = json.loads(jail.run("asserts", text, **limits) or '{"value": 0.0}')  # none if it ran out of memory
-    if found["value"] < 1.0 and found.get("refused"):
-        raise UncrossedError(found["refused"][0])
-    if found["value"] < 1.0 and found.get("uncrossed"):
-        plain = jail.run("plain", text, **limits).splitlines() or [b""]
-        if plain[-1] == b'{"value": 1.0}':
-            raise UncrossedError(found["uncrossed"][0])
+    found: dict[str, Any] = {"value": 0.0, "uncrossed": []}
+    with suppress(ValueError):  # it ran out of memory or time
+        found = json.loads(jail.run("asserts", text, **limits))
+    is_unsure = found["value"] < 1.0 and found["uncrossed"]
+    if is_unsure and jail.run("plain", text, **limits) == b'{"value": 1.0}':
+        raise UncrossedError(found["uncrossed"][0])
     return float(found["value"])
 
 
@@ -230,10 +236,10 @@ def _run_programs(jail: Jail, limits: dict[str, Any], code: str, tests: Sequence
     given = [code.encode("utf-8", "replace"), *(b"+" + one.encode("utf-8", "replace") for one, _ in tests)]
     blocks = b"".join(f"{len(block)}\n".encode() + block for block in given)
     printed = jail.run("programs", blocks, **limits).decode().splitlines()
-    if len(printed) < len(tests):
+    if 0 < len(printed) < len(tests):
         raise JailError(f"it ended after {len(printed)} of {len(tests)} tests")
     right = [f"0 {digest(expected.encode())}" for _, expected in tests]
-    return sum(one == two for one, two in zip(printed, right, strict=True)) / len(tests)
+    return sum(one == two for one, two in zip(printed, right, strict=False)) / len(tests)
 
 
 def _find_hidden_import(code: str) -> str:

@@ -59,12 +59,14 @@ _LACKING = re.compile(
 )
 # What looks into the code, replaces a part of it, or catches what it warns or logs.
 _UNCROSSED = re.compile(
-    r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|subprocess|multiprocessing|tempfile|inspect|importlib)\b
+    r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|threading|concurrent|subprocess|multiprocessing|tempfile)\b
+    |^[ ]*(?:import|from)[ ].*\b(inspect|importlib)\b
     |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_stderr|catch_warnings|warns|assertWarns|assertLogs|await)\b
     |(?<![\w.])(?<!def[ ])(open\(|(?!sys\.stdout)(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
+MOST_FENCES = 60  # that are read, from the end
 _filters = threading.Lock()  # of warnings, which are the process's
 
 
@@ -85,6 +87,8 @@ def find_code(answer: str) -> str:
     ('f = len\n', 'x = 1')
     """
     answer = answer.replace("\r\n", "\n")
+    fences = [one.start() for one in re.finditer("```|~~~", answer)]
+    answer = answer[fences[-MOST_FENCES] :] if len(fences) > MOST_FENCES else answer
     blocks, place = list[str](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
         start, fence = min(opened.end() + 1, len(answer)), f"{opened[1][0]}{{{len(opened[1])},}}"
@@ -123,7 +127,6 @@ def _compile(text: str) -> Program:
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree, top = ast.parse(text), symtable.symtable(text, "tests", "exec")
-        compile(tree, "tests", "exec")
     for table in (tables := [top]):
         tables += table.get_children()
         for one in table.get_symbols():
@@ -359,6 +362,7 @@ def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], i
     marks = Marks()
     try:
         _, tree, used, bound = _compile(source)
+        compile(tree, "tests", "exec")  # never an answer's code, which can be made to need any memory
         tree.body = [one for node in tree.body for one in _without_runner(node)]
         nodes = list(ast.walk(tree := marks.visit(tree)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -285,11 +285,18 @@ def earn(hours): return Money(900 * hours)
         ),
         ("import torch\ndef f(): return 1", ["assert f() == 1"], None, "imports torch, which is installed here"),
         ("import nothing_here\ndef f(): return 1", ["assert f() == 1"], 0.0, ""),
+        ("def f():\n    with open('x', 'w') as file: file.write('1')\n    return 1", ["assert f() == 1"], 1.0, ""),
         (
-            "def f():\n    with open('x', 'w') as file: file.write('1')\n    return 1",
-            ["assert f() == 1"],
-            None,
-            "writes files",
+            "import tempfile\nwith tempfile.TemporaryFile('w+') as f:\n    f.write(input())\n    f.seek(0)\n    print(f.read())",
+            [{"input": "ab", "output": "ab"}],
+            1.0,
+            "",
+        ),
+        (
+            "import os\nprint(os.listdir('.'))\nopen('x', 'w').write(input())",
+            [{"input": "ab", "output": "[]"}, {"input": "a", "output": "[]"}],
+            1.0,
+            "",
         ),
         ("def f(g): return g(2)", ["assert f(lambda n: n + 1) == 3"], 1.0, ""),
         ("def f(g): return g(3)", ["assert f(lambda n: n + 1) == 3"], 0.0, ""),
@@ -330,15 +337,15 @@ def test_quick_tests_pass_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.
             one.wait()
 
 
-def test_a_machine_that_is_too_busy_is_a_failure(
-    reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """Code that was never given the time that it may take is not wrong."""
-    monkeypatch.setattr(code_module, "SLOWEST", -0.45)
-    judge = CodeReward(thinking=False, answer_timeout_s=10.0)
-    code = "import time\ndef f():\n    while True: time.sleep(0.001)"  # which neither sleeps nor works much
+def test_code_that_neither_sleeps_nor_works(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It is late; but on a machine that is busy, code that was never given its time is not wrong."""
+    judge = CodeReward(thinking=False, test_timeout_s=0.5, answer_timeout_s=0.5)
+    code = "import time\ndef f():\n    while True:\n        for n in range(10**5): pass\n        time.sleep(0.02)"
+    assert score(judge, code, ["assert f() == 1"]) == 0.0
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 9.0, 9.0))
+    monkeypatch.setattr(code_module, "SLOWEST", -3.9)
     assert math.isnan(score(judge, code, ["assert f() == 1"]) or 0.0)
-    assert "the machine is too busy: code that may take 10 s of CPU time" in capsys.readouterr().out
+    assert "the machine is too busy: code that may take 0.5 s of CPU time" in capsys.readouterr().out
 
 
 def test_problems_as_data_sets_have_them(reward: CodeReward) -> None:
