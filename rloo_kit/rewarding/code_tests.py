@@ -49,6 +49,7 @@ def _holds_{0}_(given, wanted, wrapped):
 _OPEN = re.compile(r"^(?:(?!```|~~~).)*(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
 _APART = re.compile(r"^[ \t]*(?:`{3,}|~{3,}).*$|</?(?:answer|code)>", re.MULTILINE)
+_FENCED = re.compile("```|~~~")
 _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w']* [a-z]|\Z)", re.MULTILINE | re.DOTALL)
 _RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
 _STRING = re.compile(r"""(?s)\#[^\n]*|("{3}|'{3}|["'])(?:\\.|(?!\1).)*+\1""")  # and comments
@@ -59,8 +60,9 @@ _LACKING = re.compile(
 )
 # What looks into the code, replaces a part of it, or catches what it prints, warns or logs.
 _UNCROSSED = re.compile(
-    r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|subprocess|multiprocessing|tempfile|inspect|importlib)\b
+    r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|subprocess|multiprocessing|inspect|importlib|tempfile|shutil|sqlite3)\b
     |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_std\w+|catch_warnings|warns|assertWarns|assertLogs|await)\b
+    |\b((?:read|write)_(?:text|bytes)|os\.(?:environ|chdir|mkdir|makedirs|remove)|setrecursionlimit)\b
     |(?<![\w.])(?<!def[ ])(open\(|(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
@@ -85,27 +87,24 @@ def find_code(answer: str) -> str:
     ('f = len\n', 'x = 1')
     """
     answer = answer.replace("\r\n", "\n")
-    blocks, place = list[str](), 0
+    blocks, place = list[Program](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
         start, fence = min(opened.end() + 1, len(answer)), f"{opened[1][0]}{{{len(opened[1])},}}"
         ends = list(re.compile(rf"^[ \t]*{fence}|{fence}[ \t]*$", re.MULTILINE).finditer(answer, start))
-        place = len(answer)
+        is_python, place = not opened[2].strip() or _PYTHON.search(opened[2]), len(answer)
         # The first that leaves a whole program: a text in the code may have fences of its own.
         for index, end in enumerate([*ends[:9], None]):
-            text = answer[start : end.start() if end else None]
-            is_whole = (not opened[2].strip() or _PYTHON.search(opened[2])) and _parse(text) is not None
-            if is_whole:
-                blocks.append(text)
-            if end and (is_whole or index == 0):
+            block = _parse(answer[start : end.start() if end else None]) if is_python else None
+            if end and (block or index == 0):
                 is_next = _PYTHON.match(answer, end.end())  # the next block, where this one was never closed
                 place = end.start() if is_next else end.end() + len(answer[end.end() :].partition("\n")[0])
-            if is_whole:
+            if block:
+                blocks.append(block)
                 break
     rank, code = _choose(blocks)
     if rank < 2:
-        for piece in _APART.split(answer):
-            found = [piece] if _parse(piece) else _BARE.findall(piece)
-            rank, code = max((rank, code), _choose(found), key=lambda one: one[0])
+        pieces = _APART.split(answer) if _FENCED.search(answer) else [*_APART.split(answer), *_BARE.findall(answer)]
+        code = max((rank, code), _choose(filter(None, map(_parse, pieces))), key=lambda one: one[0])[1]
     return code
 
 
@@ -142,11 +141,11 @@ def _parse(text: str) -> Program | None:
     return None
 
 
-def _choose(texts: Iterable[str]) -> tuple[int, str]:
+def _choose(programs: Iterable[Program]) -> tuple[int, str]:
     """The last of those most likely the answer's program, and how likely: 3 for one that defines or reads something and
     uses nothing of an earlier one, 2 for other assignments, 1 for calls, 0 for output, -1 for none."""
     best, earlier = (-1, ""), set[str]()
-    for code, tree, used, bound in filter(None, map(_parse, texts)):
+    for code, tree, used, bound in programs:
         nodes = list(ast.walk(tree))
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         reads = {"input", "stdin", "open"} & (used | {node.attr for node in nodes if isinstance(node, ast.Attribute)})
@@ -194,8 +193,9 @@ def _listed(tests: Any) -> list[Any]:
     if isinstance(tests, str):
         if re.fullmatch(r"eJ[\w+/=\s]{18,}", tests):
             raise _unread("packed (base64 and zlib, as LiveCodeBench has its private tests)")
-        with suppress(ValueError, RecursionError):
-            return _listed(json.loads(tests))
+        for parse in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return _listed(parse(tests))
         return [tests] if tests.strip() else []
     if isinstance(tests, list | tuple):
         if nested := [one for one in tests if not isinstance(one, str | dict | None)]:
@@ -441,7 +441,7 @@ def _run(test: ast.FunctionDef, before: list[str], owner: str, after: list[str],
 
 
 def _arguments(test: ast.FunctionDef, given: list[str], fixtures: dict[str, Any]) -> str:
-    """The fixtures of the tests' own that a test or a fixture is called with, each made anew."""
+    """The fixtures of the tests' own that a test or a fixture is called with, fresh for each."""
     found, names = "", [one.arg for one in test.args.args]
     for name in names[: len(names) - len(test.args.defaults)]:
         if name not in (*given, *fixtures):

@@ -90,6 +90,7 @@ def test_the_code_is_found(kind: str) -> None:
         ("n = int(input())\nprint(n)\n```", "n = int(input())\nprint(n)\n"),
         ("```text\nno code\n```", ""),
         ("```python\ndef f(n):\n    return n *\n```", ""),
+        ("```python\ndef f(n):\n    return n\nThis adds to it.\n```\nIt was done.", ""),
         ("def f(n): return n\n\ndef g(n:\n    return n", ""),
         ("```\n\n```", ""),
         ("I cannot write this.", ""),
@@ -189,7 +190,7 @@ def test_forms(tests: Any, read: Any) -> None:
     """As a column has it, and as JSON text."""
     assert read_tests(tests, {}) == read
     if tests:
-        assert read_tests(json.dumps(tests), {}) == read
+        assert read_tests(json.dumps(tests), {}) == read_tests(repr(tests).replace("nan", "None"), {}) == read
 
 
 @pytest.mark.parametrize(
