@@ -1,16 +1,15 @@
-"""What runs inside the jail of `code_reward`, as `python -I -S -c TEXT SETTINGS`: standard library only.
+"""What runs inside the jail of `code_reward`, in an interpreter without packages: the standard library only.
 
-The code and its tests are two processes joined by pipes, so the expected answers never are where the code is: the tests
-ask, the code's process answers. Plain values cross as JSON; of any other object of the code's its number crosses, and
-the tests hold a `Proxy`.
+Asserts and the code that they test are two processes (`crossing`). A program that reads standard input is forked for
+each test.
 """
 
 from __future__ import annotations
 
 import builtins
 import ctypes
+import io
 import json
-import operator
 import os
 import resource
 import signal
@@ -20,27 +19,32 @@ import time
 import types
 from contextlib import suppress
 
+from rloo_kit.rewarding.crossing import LONGEST, CodeEnd, TestsEnd, cpu_s, is_idle, is_late, judge, judge_code
+
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-LONGEST = 16 * 2**20  # bytes of a message, and of what a program prints
 MAY, ERROR, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x00050000, 0x80000000, 1, 38  # what a filter of system calls returns
-CLONE3, MOUNT_SETATTR, CLONE_THREAD = 435, 442, 0x00010000
+CLONE3, CLONE_THREAD = 435, 0x00010000
 # Refused: pivot_root, umount2, mount, execve, execveat, socket, ptrace, process_vm_readv and _writev, chroot, unshare,
 # setns, bpf, add_key, request_key, keyctl, perf_event_open, userfaultfd, open_by_handle_at, memfd_create, shmget,
-# msgget, semget, mq_open, init_module, finit_module, kexec_load; of x86_64 fork and vfork too.
+# msgget, semget, mq_open, init_module, finit_module, kexec_load, kill, tkill, tgkill, rt_sigqueueinfo,
+# rt_tgsigqueueinfo; of x86_64 fork and vfork too.
 REFUSED = {
     "x86_64": "155 166 165 59 322 41 101 310 311 161 272 308 321 248 249 250 298 323 304 319 29 68 64 240 175 313 246 "
-    "57 58",
-    "aarch64": "41 39 40 221 281 198 117 270 271 51 97 268 280 217 218 219 241 282 265 279 194 186 190 180 105 273 104",
+    "62 200 234 129 297 57 58",
+    "aarch64": "41 39 40 221 281 198 117 270 271 51 97 268 280 217 218 219 241 282 265 279 194 186 190 180 105 273 104 "
+    "129 130 131 138 240",
 }
-# On both: io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_open,
-# pidfd_getfd, mount_setattr, memfd_secret.
-REFUSED_TOO = (*range(425, 435), 438, MOUNT_SETATTR, 447)
+# On both: pidfd_send_signal, io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount,
+# fspick, pidfd_open, pidfd_getfd, mount_setattr, memfd_secret.
+REFUSED_TOO = (*range(424, 435), 438, 442, 447)
 MACHINES = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}  # its mark, and clone
 LIBC = ctypes.CDLL(None, use_errno=True)
+# Modules that programs import, loaded once and not for each test.
+LOADED = "bisect collections copy datetime decimal fractions functools heapq itertools math numpy operator re string"
 
 
 def check(result: int, what: str) -> None:
@@ -48,34 +52,8 @@ def check(result: int, what: str) -> None:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def mount(source: str, target: str, kind: bytes | None, flags: int) -> None:
-    check(LIBC.mount(source.encode(), target.encode(), kind, ctypes.c_ulong(flags), None), f"mount {target}")
-
-
-def enter_root(binds: list[str], links: dict[str, str]) -> None:
-    """Move into a read-only root folder of nothing but `binds` and `links`."""
-    root, pivot_root = "/proc", int(REFUSED[os.uname().machine].split()[0])  # exists everywhere, and is no bind
-    os.setsid()  # kill(0) would reach the run's group
-    mount("jail", root, b"tmpfs", 0x6)  # MS_NOSUID | MS_NODEV
-    for path in binds:
-        os.makedirs(root + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True)
-        if not os.path.isdir(path):
-            os.close(os.open(root + path, os.O_CREAT))
-        mount(path, root + path, None, 0x5000)  # MS_BIND | MS_REC
-    for path, target in links.items():
-        os.makedirs(os.path.dirname(root + path), exist_ok=True)
-        os.symlink(target, root + path)
-    os.chdir(root)
-    check(LIBC.syscall(pivot_root, b".", b"."), "pivot_root")
-    check(LIBC.umount2(b".", 2), "umount2")  # MNT_DETACH
-    os.chdir("/")
-    flags = struct.pack("QQQQ", 0x7, 0, 0, 0)  # MOUNT_ATTR_RDONLY | _NOSUID | _NODEV; then AT_RECURSIVE
-    check(LIBC.syscall(MOUNT_SETATTR, -100, b"/", 0x8000, flags, 32), "mount_setattr (Linux 5.12)")
-    check(LIBC.sethostname(b"jail", 4), "sethostname")
-
-
-def lock(memory_mb: int, cpu_s: int) -> None:
-    """Limits, no capabilities and a filter of system calls, for good."""
+def limit(memory_mb: int, cpu_s: int) -> None:
+    """Limits of this process and of each that it forks."""
     most = {"AS": memory_mb * 2**20, "CPU": cpu_s, "FSIZE": LONGEST, "NOFILE": 64, "CORE": 0, "STACK": 2**26}
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (5, 14):  # from then on of a namespace alone
         most["NPROC"] = 64
@@ -83,8 +61,10 @@ def lock(memory_mb: int, cpu_s: int) -> None:
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         resource.setrlimit(number, (value if hard == resource.RLIM_INFINITY else min(value, hard),) * 2)
-    for capability in range(64):
-        LIBC.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; not possible, nor needed, under bubblewrap
+
+
+def lock() -> None:
+    """No capabilities and a filter of system calls, for good."""
     check(LIBC.capset(struct.pack("II", 0x20080522, 0), bytes(24)), "capset")
     check(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
     machine, clone = MACHINES[os.uname().machine]
@@ -98,220 +78,123 @@ def lock(memory_mb: int, cpu_s: int) -> None:
     check(LIBC.prctl(22, 2, struct.pack("HxxxxxxQ", len(text) // 8, ctypes.addressof(program)), 0, 0), "seccomp")
 
 
-class Gone(Exception):
-    """The code's process ended, is late, or its answer cannot be read."""
+def become(stdin: int, stdout: int, *kept: int) -> None:
+    """Give a forked process its ends, close what else is open, and lock it."""
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    for end in {*range(3, 64)} - {*kept}:
+        with suppress(OSError):
+            os.close(end)
+    lock()
 
 
-class Broken(BaseException):
-    """The tests cannot be used."""
+def files(source: int, sink: int) -> tuple[Any, Any]:
+    return open(source, "rb", closefd=False), open(sink, "wb", closefd=False)
 
 
-PARTS: dict[str, Callable[[Any], Any]] = {  # of what crosses as its type's name and a plainer value
-    **dict.fromkeys(("tuple", "set", "frozenset", "bytes"), list),
-    "dict": lambda value: list(value.items()),
-    "complex": str,
-}
+def python_module(name: str) -> types.ModuleType:
+    """A module for the code, in a process that has what `python FILE` has."""
+    sys.argv, sys.modules[name] = ["solution.py"], types.ModuleType(name)  # dataclasses and pickle look there
+    quitter = __import__("_sitebuiltins").Quitter
+    builtins.exit, builtins.quit = quitter("exit", "Ctrl-D"), quitter("quit", "Ctrl-D")
 
+    def open_file(file: Any, *given: Any, real: Any = open, **named: Any) -> Any:
+        return real(os.dup(0) if file == "/dev/stdin" else file, *given, **named)
 
-def encode(value: Any, number_of: Callable[[Any], int]) -> Any:
-    """`value` as JSON has it, of a subclass the plain base; what is not plain by its number."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [encode(one, number_of) for one in value]
-    for name, parts in PARTS.items():
-        if isinstance(value, getattr(builtins, name)):
-            return {name: encode(parts(value), number_of)}
-    return {"object": number_of(value)}
-
-
-def decode(data: Any, find: Callable[[int], Any]) -> Any:
-    if isinstance(data, list):
-        return [decode(one, find) for one in data]
-    if not isinstance(data, dict):
-        return data
-    [(name, inner)] = data.items()
-    if name == "object":
-        return find(inner)
-    return getattr(builtins, name)(decode(inner, find)) if name in PARTS else None
-
-
-class Peer:
-    """The tests' end of the pipes; raises Gone from the first failure on.
-
-    Args:
-        source, sink: open files. call_s, answer_s: limits for one answer and for all, in seconds.
-    """
-
-    def __init__(self, source: Any, sink: Any, call_s: float, answer_s: float) -> None:
-        self.source, self.sink = source, sink
-        self.call_s, self.ends_at, self.gone = call_s, time.monotonic() + answer_s, False
-        self.proxies: dict[int, Proxy] = {}
-        signal.signal(signal.SIGALRM, self.stop)
-
-    def stop(self, *_: Any) -> None:
-        self.gone = True
-        raise Gone
-
-    def ask(self, operation: str, *given: Any) -> Any:
-        """What the code's process answers; raises what the operation raised there."""
-        message = json.dumps(encode([operation, *given], number_of_proxy)).encode()
-        left_s = min(self.call_s, self.ends_at - time.monotonic())
-        if self.gone or left_s <= 0:
-            self.stop()
-        signal.setitimer(signal.ITIMER_REAL, left_s)
-        try:
-            self.sink.write(message + b"\n")
-            self.sink.flush()
-            outcome, *found = decode(json.loads(self.source.readline(LONGEST)), self.proxy)
-        except Exception:
-            self.stop()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        if outcome == "value":
-            return found[0]
-        raise named_error(*found)
-
-    def proxy(self, number: int) -> Proxy:
-        return self.proxies.setdefault(number, Proxy(self, number))
-
-
-def number_of_proxy(value: Any) -> int:
-    if isinstance(value, Proxy):
-        return value._number_
-    raise Broken(
-        f"they hand the code an object of {type(value).__name__}; it takes plain values and objects of its own, no "
-        "functions"
-    )
-
-
-def named_error(names: list[str], text: str) -> Exception:
-    """A builtin exception of the first of `names` that there is."""
-    for name in names:
-        kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            with suppress(TypeError):
-                return kind(text)
-    return RuntimeError(text)
-
-
-def asks(operation: str, compares: bool = False) -> Any:
-    def ask(self: Proxy, *given: Any) -> Any:
-        if compares and not isinstance(given[0], Proxy):
-            return NotImplemented
-        return self._peer_.ask(operation, self, *given)
-
-    return ask
-
-
-class Proxy:
-    """An object of the code's. It is never compared with a plain value, which is often the expected one, where the code
-    is: the two are unequal."""
-
-    __slots__ = ("_number_", "_peer_")
-
-    def __init__(self, peer: Peer, number: int) -> None:
-        self._peer_, self._number_ = peer, number
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._peer_.ask("call", self, args, named)
-
-    def __hash__(self) -> int:
-        return hash(self._number_)
-
-    __getattr__, __getitem__, __len__ = asks("getattr"), asks("getitem"), asks("len")
-    __iter__, __next__, __bool__ = asks("iter"), asks("next"), asks("bool")
-    __str__, __repr__ = asks("str"), asks("repr")
-    __eq__, __lt__, __le__ = (asks(name, compares=True) for name in ("eq", "lt", "le"))
-
-
-def judge(peer: Peer, row: dict[str, Any]) -> float:
-    """1.0 if all asserts that ran hold, at least one ran and no statement raised; else the share that holds."""
-    marks: list[bool] = []
-    space: dict[str, Any] = {"__name__": "__main__", "_mark_": lambda holds: marks.append(bool(holds))}
-    try:
-        peer.ask("run", row["code"])
-        for name in row["names"]:
-            with suppress(AttributeError):
-                space[name] = getattr(peer.proxy(0), name)
-    except Exception:
-        return 0.0
-    for statement in row["statements"]:
-        before = len(marks)
-        try:
-            exec(compile(statement, "tests.py", "exec"), space)
-        except Broken:
-            raise
-        except BaseException:
-            marks[before:] = [False]  # a loop that was cut short says nothing of its other rounds
-    if marks and all(marks) and not peer.gone:
-        return 1.0
-    return sum(marks) / max(row["asserts"], len(marks), sum(marks) + 1)
-
-
-def module(name: str) -> types.ModuleType:
-    sys.modules[name] = types.ModuleType(name)  # dataclasses and pickle look there
+    builtins.open = io.open = open_file
     return sys.modules[name]
 
 
-def run_candidate(settings: dict[str, Any], source: int, sink: int) -> None:
-    """Run the code that the tests' process sends, then do what that asks of it, until it ends."""
-    objects: list[Any] = [module("solution")]
-    numbers: dict[int, int] = {}
-
-    def number_of(value: Any) -> int:
-        number = numbers.setdefault(id(value), len(objects))
-        if number == len(objects):
-            objects.append(value)  # kept, so that no other object gets its id
-        return number
-
-    operations: dict[str, Callable[..., Any]] = {
-        **vars(builtins),
-        **vars(operator),
-        "call": lambda function, args, named: function(*args, **named),
-        "run": lambda code: exec(compile(code, "solution.py", "exec"), vars(objects[0])),
-    }
-    with open(source, "rb") as asked, open(sink, "wb") as answers:
-        for line in asked:
-            try:
-                operation, *given = decode(json.loads(line), objects.__getitem__)
-                answer = json.dumps(["value", encode(operations[operation](*given), number_of)])
-            except BaseException as error:
-                text = "without a text"
-                with suppress(BaseException):
-                    text = str(error)[:1000]
-                answer = json.dumps(["error", [kind.__name__ for kind in type(error).__mro__], text])
-            answers.write(answer.encode() + b"\n")
-            answers.flush()
-
-
-def run_tests(settings: dict[str, Any], source: int, sink: int) -> None:
-    """Judge the code as standard input says, and write the verdict."""
-    with open(source, "rb") as given:
-        row = json.load(given)
-    read, write = settings["link"]
-    verdict: dict[str, Any] = {}
-    with open(read, "rb") as answers, open(write, "wb") as asked:
-        try:
-            verdict["value"] = judge(Peer(answers, asked, row["call_s"], row["answer_s"]), row)
-        except Broken as error:
-            verdict["broken"] = str(error)
-        os.write(sink, json.dumps(verdict).encode())
+def run_asserts(null: int, call_s: float, answer_s: float) -> None:
+    """Write the verdict on a row, which comes by standard input once the code's process is another one."""
+    code_in, tests_out = os.pipe()
+    tests_in, code_out = os.pipe()
+    if not (pid := os.fork()):
+        become(null, null, code_in, code_out)
+        link = CodeEnd(*files(code_in, code_out), python_module("solution"))
+        with suppress(ValueError):  # the tests have ended
+            while True:
+                link.answer(*link.receive()[1:])
         os._exit(0)
+    verdict = os.dup(1)
+    os.close(code_in)
+    os.close(code_out)
+    lock()
+    row = json.load(sys.stdin)
+    os.dup2(null, 1)
+    peer = TestsEnd(*files(tests_in, tests_out), pid, call_s, answer_s)
+    os.write(verdict, json.dumps(judge_code(peer, row)).encode())
 
 
-def run_program(length: int) -> None:
-    """Run the first `length` bytes of standard input as a program that reads the rest."""
-    text = b""
-    while len(text) < length:
-        text += os.read(0, length - len(text))
-    exec(compile(text, "solution.py", "exec"), vars(module("__main__")))
+def run_plain(null: int, call_s: float, answer_s: float) -> None:
+    """Write the verdict of plain Python: code and tests in one process, where the code can do with both as it likes."""
+    lock()
+    row, solution = json.load(sys.stdin), python_module("solution")
+    with suppress(Exception, SystemExit):
+        exec(compile(row["code"], "solution.py", "exec"), vars(solution))
+        space = {name: getattr(solution, name) for name in row["names"] if hasattr(solution, name)}
+        value = judge({"solution": solution} | space | {"__name__": "__main__"}, row)
+        print(f"\n{json.dumps({'value': value})}", file=sys.__stdout__, flush=True)
 
 
-def probe() -> None:
+def run_programs(null: int, call_s: float, answer_s: float) -> None:
+    """Run a program once for each input, in a process of its own that knows no other input; write for each whether it
+    ended as it should, and the `digest` of what it printed."""
+    text = read_block()
+    for name in LOADED.split():
+        if name.encode() in text:
+            with suppress(ImportError):
+                __import__(name)
+    code = compile(text, "solution.py", "exec")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    while given := read_block():
+        stdin, stdout = os.memfd_create("input"), os.memfd_create("output")
+        os.write(stdin, given[1:])
+        os.lseek(stdin, 0, os.SEEK_SET)
+        if not (pid := os.fork()):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            become(stdin, stdout)
+            sys.stdin, sys.stdout = (io.TextIOWrapper(one, "utf-8", "surrogateescape") for one in files(0, 1))
+            exec(code, vars(python_module("__main__")))
+            return
+        started, ended = time.monotonic(), 0
+        while not ended:
+            signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            waited = time.monotonic() - started
+            if not ended and is_late(cpu_s(pid), waited, min(call_s, answer_s)):
+                os.kill(pid, signal.SIGKILL)
+        used = usage.ru_utime + usage.ru_stime
+        answer_s -= waited if is_idle(used, waited) else used
+        os.lseek(stdout, 0, os.SEEK_SET)
+        with open(stdout, "rb") as output:
+            os.write(1, f"{status} {digest(output.read())}\n".encode())
+        os.close(stdin)
+
+
+def read_block() -> bytes:
+    """What comes next by standard input, and no more: a length, and as many bytes; empty at the end."""
+    header, text = os.read(0, 1), b""
+    while header and not header.endswith(b"\n"):
+        header += os.read(0, 1)
+    while header and len(text) < int(header):
+        text += os.read(0, int(header) - len(text))
+    return text
+
+
+def digest(text: bytes) -> str:
+    """Of what a program prints, without blanks at the ends of lines and empty lines at the end."""
+    import hashlib
+
+    lines = [line.rstrip() for line in text.decode(errors="replace").rstrip().splitlines()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def probe(null: int, call_s: float, answer_s: float) -> None:
     """Raise unless the jail holds: nothing of the machine's to see, no process, no network, no file."""
     import socket
 
+    lock()
     seen = [path for path in ("/etc/passwd", "/proc/self", "/sys/kernel", "/dev/null") if os.path.exists(path)]
     attempts: dict[str, Callable[[], Any]] = {"fork": os.fork, "socket": socket.socket, "mkdir": lambda: os.mkdir("/a")}
     for what, attempt in attempts.items():
@@ -322,24 +205,17 @@ def probe() -> None:
         raise OSError(f"the jail allows {', '.join(seen)}")
 
 
+ROLES = {"asserts": run_asserts, "plain": run_plain, "programs": run_programs, "probe": probe}
+
+
 def main() -> None:
     settings = json.loads(sys.argv.pop())
-    if settings["root"]:
-        enter_root(**settings["root"])
-    lock(settings["memory_mb"], settings["cpu_s"])
-    if settings["role"] == "probe":
-        probe()
-    os.write(2, b"ready\n")
-    os.dup2(settings["null"], 2)
-    if settings["role"] == "program":
-        run_program(settings["length"])
-    elif settings["role"] != "probe":
-        ends = os.dup(0), os.dup(1)
-        for end in (0, 1):
-            os.dup2(settings["null"], end)
-        {"candidate": run_candidate, "tests": run_tests}[settings["role"]](settings, *ends)
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy would reserve more memory than there is
+    limit(settings["memory_mb"], settings["cpu_s"])
+    null, role = settings["null"], ROLES[settings["role"]]
+    if role is not probe:
+        os.write(2, b"ready\n")
+        os.dup2(null, 2)
+    role(null, settings["call_s"], settings["answer_s"])
+    if role is probe:
+        os.write(2, b"ready\n")

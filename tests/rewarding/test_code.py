@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,13 +238,10 @@ def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: flo
     [
         (["assert f(1) == "], "they are no Python"),
         (["f(1)"], "there is no assert"),
-        (["import numpy as np\nassert np.all(f(1))"], "they import numpy"),
+        (["import torch\nassert torch.all(f(1))"], "they import torch"),
         ("def check(g):\n    assert g(1) == 1", "need a column entry_point"),
-        (["class T: pass\nassert f(T()) == 1"], "an object of T; it takes plain values"),
-        (["assert f(lambda: 1)"], "an object of function"),
-        ({"inputs": [[1]], "outputs": [[1]], "fn_name": "f"}, "a list of"),
-        ([{"input": "1"}], "found "),
-        ([["assert f(1)"]], "texts with asserts, or a list of"),
+        ([{"input": "1"}], "they are dicts with the keys input"),
+        ([["assert f(1)"]], "they are a list that holds"),
     ],
 )
 def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, tests: Any, words: str, capsys: Any) -> None:
@@ -251,9 +251,96 @@ def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, tests: Any
     assert words in capsys.readouterr().out
 
 
+MONEY = """
+class Money:
+    def __init__(self, cents): self.cents = cents
+    def __eq__(self, other): return self.cents == (other.cents if isinstance(other, Money) else other)
+    def __mul__(self, times): return Money(self.cents * times)
+class Wallet:
+    def __init__(self, *coins): self.coins = list(coins)
+    def total(self): return Money(sum(coin.cents for coin in self.coins))
+def earn(hours): return Money(900 * hours)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "expected", "words"),
+    [
+        (
+            MONEY,
+            ["assert earn(2) == 1800"],
+            None,
+            "give a plain value to __eq__",
+        ),  # who knows what __eq__ says is equal
+        (MONEY.replace("900", "901"), ["assert earn(2) == 1800"], 0.0, ""),
+        (MONEY, ["assert (earn(2) * 3).cents == 5400"], None, "give a plain value to __mul__"),
+        (MONEY, ["w = Wallet(Money(1), Money(2))\nassert w.total().cents == 3", "assert Money(1) * 2 == 2"], 1.0, ""),
+        (MONEY, ["class Coin:\n    cents = 1\nassert Wallet(Coin()).total().cents == 1"], None, "an object of Coin"),
+        (
+            MONEY.replace("sum(", "1 + sum("),
+            ["class Coin:\n    cents = 1\nassert Wallet(Coin()).total().cents == 1"],
+            0,
+            "",
+        ),
+        ("import torch\ndef f(): return 1", ["assert f() == 1"], None, "imports torch, which is installed here"),
+        ("import nothing_here\ndef f(): return 1", ["assert f() == 1"], 0.0, ""),
+        (
+            "def f():\n    with open('x', 'w') as file: file.write('1')\n    return 1",
+            ["assert f() == 1"],
+            None,
+            "writes files",
+        ),
+        ("def f(g): return g(2)", ["assert f(lambda n: n + 1) == 3"], 1.0, ""),
+        ("def f(g): return g(3)", ["assert f(lambda n: n + 1) == 3"], 0.0, ""),
+        ("def f(xs): xs.sort()", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 1.0, ""),
+        ("def f(xs): return sorted(xs)", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 0.0, ""),
+        ("def f(n): raise StopIteration", ["assert all(map(lambda n: f(n) == n, [1, 2]))"], 0.0, ""),
+        ("import numpy as np\ndef f(n): return np.arange(n).sum()", ["assert f(4) == 6 and f(4) + 1 == 7"], 1.0, ""),
+        ("import sys\nprint(open('/dev/stdin').read() + sys.stdin.read())", [{"input": "ab", "output": "ab"}], 1.0, ""),
+        ("def f(n): return [n] * 3", ["import numpy as np\nassert np.array_equal(f(2), [2, 2, 2])"], 1.0, ""),
+    ],
+)
+def test_right_code_is_never_wrong(
+    reward: CodeReward, code: str, tests: Any, expected: float | None, words: str, capsys: Any
+) -> None:
+    """What plain Python calls right is worth 1.0, or is not scored with the reason; what it calls wrong is wrong."""
+    code_module._say_once.cache_clear()
+    assert score(reward, code, tests) == expected
+    printed = capsys.readouterr().out
+    assert words in printed and printed.count("WARNING") == bool(words)
+
+
+def test_quick_tests_pass_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are of CPU time; and nothing is written to the temporary folder, which may be full."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        judge = CodeReward(thinking=False, test_timeout_s=0.5, answer_timeout_s=4.0)
+        pairs = [{"input": f"{n}\n", "output": f"{n * n}"} for n in range(200)]
+        assert score(judge, "n = int(input())\nprint(n * n)", pairs) == 1.0
+        slow = "import time\ndef f(n):\n    ends = time.process_time() + 0.3\n    while time.process_time() < ends: pass\n"
+        assert score(judge, slow + "    return n", ["assert f(1) == 1", "assert f(2) == 2"]) == 1.0
+        assert score(judge, slow.replace("0.3", "0.8") + "    return n", ["assert f(1) == 1"]) == 0.0
+    finally:
+        for one in loops:
+            one.kill()
+            one.wait()
+
+
+def test_a_machine_that_is_too_busy_is_a_failure(
+    reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Code that was never given the time that it may take is not wrong."""
+    monkeypatch.setattr(code_module, "SLOWEST", -0.45)
+    judge = CodeReward(thinking=False, answer_timeout_s=10.0)
+    code = "import time\ndef f():\n    while True: time.sleep(0.001)"  # which neither sleeps nor works much
+    assert math.isnan(score(judge, code, ["assert f() == 1"]) or 0.0)
+    assert "the machine is too busy: code that may take 10 s of CPU time" in capsys.readouterr().out
+
+
 def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A machine that runs out of something is no 0.0 for the completion, and no jail at all is the batch's failure."""
-    monkeypatch.setattr(code_module, "find_jail", lambda: Jail(("/bin/false",), {}))
+    monkeypatch.setattr(code_module, "find_jail", lambda: Jail(("/bin/false",)))
     assert math.isnan(score(reward, "f = len", ["assert f('a') == 1"]) or 0.0)
     assert math.isnan(score(reward, "print(1)", [{"input": "", "output": "1"}]) or 0.0)
     assert "it ended without a word" in capsys.readouterr().out

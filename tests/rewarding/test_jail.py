@@ -1,4 +1,4 @@
-"""Attacks on the jail of `code_reward`, in each kind of jail that works here, judged by their effects.
+"""Attacks on the jail of `code_reward`, judged by their effects.
 
 `python -m tests.rewarding.test_jail` prints the table of them for docs/rewarding.md.
 """
@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 
 from rloo_kit.errors import RewardError
 from rloo_kit.rewarding import code as code_module
-from rloo_kit.rewarding.code import CodeReward, Jail, bubblewrap, find_jail, namespaces
+from rloo_kit.rewarding.code import CodeReward, Jail, bubblewrap, find_jail
 
 SECRET = "swordfish-70417"
 ANSWER = 6174309582
@@ -30,12 +30,33 @@ HONEST = f"def f():\n    return {ANSWER}\n"
 TESTS = [f"assert f() == {ANSWER}"]
 
 
-def printed(jail: Jail, code: str, **settings: Any) -> str:
+# A role for tests alone: it runs a program in a locked process and shows what it prints.
+SHOWN = """
+def show(null, *limits):
+    text = jailed.read_block()
+    jailed.become(0, 1)
+    exec(compile(text, "solution.py", "exec"), vars(jailed.python_module("__main__")))
+jailed.ROLES["shown"] = show
+"""
+
+
+@contextmanager
+def program(jail: Jail, code: str, output: Any = subprocess.PIPE, **settings: Any) -> Iterator[Any]:
+    """The process of a program, which has been given its code."""
+    before, main, after = code_module.BOOT.rpartition("jailed.main()")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code_module, "BOOT", before + SHOWN + main + after)
+        with jail.start("shown", subprocess.PIPE, output, **{"memory_mb": MARK, "cpu_s": 3} | settings) as process:
+            process.stdin.write(f"{len(code.encode())}\n{code}".encode())
+            process.stdin.flush()
+            yield process
+
+
+def printed(jail: Jail, code: str) -> str:
     """What a program prints in the jail, its exceptions included."""
-    whole = f"try:\n{_indent(code)}\nexcept BaseException as error:\n    print(type(error).__name__, error)\n".encode()
-    given = {"memory_mb": MARK, "cpu_s": 3, "length": len(whole)} | settings
-    with jail.start("program", subprocess.PIPE, subprocess.PIPE, **given) as process:
-        return process.communicate(whole, timeout=30)[0].decode()
+    whole = f"try:\n{_indent(code)}\nexcept BaseException as error:\n    print(type(error).__name__, error)\n"
+    with program(jail, whole) as process:
+        return str(process.communicate(timeout=30)[0].decode())
 
 
 def score(jail: Jail, code: str, *tests: Any, **limits: Any) -> float | None:
@@ -179,14 +200,13 @@ def kill_parent(jail: Jail, place: Path) -> str:
 
 def much_output(jail: Jail, place: Path) -> str:
     """1 GB printed by a program, 1 GB returned by a function, 1 GB printed by one"""
-    program = "import sys\nfor _ in range(1024):\n    sys.stdout.write('x' * 2**20)\n"
+    endless = "import sys\nfor _ in range(1024):\n    sys.stdout.write('x' * 2**20)\n"
     with tempfile.TemporaryFile() as output:
-        text = program.encode()
-        with jail.start("program", subprocess.PIPE, output, length=len(text), memory_mb=MARK, cpu_s=5) as process:
-            process.communicate(text, timeout=30)
+        with program(jail, endless, output, cpu_s=5) as process:
+            process.communicate(timeout=30)
         assert os.fstat(output.fileno()).st_size <= 16 * 2**20 and process.returncode != 0
     before = psutil.Process().memory_info().rss
-    assert score(jail, program, {"input": "", "output": "x"}) == 0.0
+    assert score(jail, endless, {"input": "", "output": "x"}) == 0.0
     assert score(jail, "def f(): return 'x' * 10**9") == 0.0
     assert score(jail, "def f(): return 'x' * 10**8") == 0.0
     assert score(jail, "import os\n" + HONEST.replace("return", "os.write(1, b'x' * 10**8) * 10; return")) == 1.0
@@ -339,13 +359,12 @@ def endless_loop(jail: Jail, place: Path) -> str:
 def thread_bomb(jail: Jail, place: Path) -> str:
     """threads with small stacks without end"""
     code = (
-        b"import threading, time\nthreading.stack_size(32768)\n"
-        b"while True:\n    threading.Thread(target=time.sleep, args=(100,)).start()\n    print(flush=True)"
+        "import threading, time\nthreading.stack_size(32768)\n"
+        "while True:\n    threading.Thread(target=time.sleep, args=(100,)).start()\n    print(flush=True)"
     )
     with tempfile.TemporaryFile() as output:
-        started = jail.start("program", subprocess.PIPE, output, length=len(code), memory_mb=MARK)
-        with started as process, suppress(subprocess.TimeoutExpired):
-            process.communicate(code, timeout=5)
+        with program(jail, code, output) as process, suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=5)
         count = os.fstat(output.fileno()).st_size
     assert 0 < count < (20_000 if os.getuid() == 0 else 64)
     return "64 threads (of root as many as the memory's limit holds), then an error"
@@ -367,9 +386,8 @@ def escapes(jail: Jail, place: Path) -> str:
     )
     assert text == "20 20\nlimits stay\njail\n", text
     if os.uname().machine == "x86_64":
-        code = b"import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000 + 39))"
-        with jail.start("program", subprocess.PIPE, subprocess.PIPE, length=len(code), memory_mb=MARK) as process:
-            assert process.communicate(code, timeout=30)[0] == b"" and process.returncode != 0
+        with program(jail, "import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000 + 39))") as process:
+            assert process.communicate(timeout=30)[0] == b"" and process.returncode != 0
     return "each refused; a call by the x32 table ends the process"
 
 
@@ -393,15 +411,12 @@ ATTACKS: list[Callable[[Jail, Path], str]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[bubblewrap, namespaces], ids=lambda make: make.__name__)
-def jail(request: Any) -> Iterator[Jail]:
+@pytest.fixture(scope="module")
+def jail() -> Jail:
     try:
-        made = request.param()
-        with made.start("probe", subprocess.DEVNULL, subprocess.DEVNULL):
-            pass
-    except (RewardError, OSError) as error:
-        pytest.skip(f"no {request.param.__name__} here: {error}")
-    yield made
+        return find_jail()
+    except RewardError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow
@@ -418,7 +433,6 @@ def test_nothing_is_left_of_a_run_that_was_killed(jail: Jail) -> None:
     """Code that sleeps would otherwise stay after a run that was killed, with its memory."""
     program = (
         "import sys\nfrom rloo_kit.rewarding import code\n"
-        f"code.find_jail = code.{'namespaces' if jail.root else 'bubblewrap'}\n"
         f"reward = code.CodeReward(thinking=False, memory_mb={MARK}, test_timeout_s=60, answer_timeout_s=60)\n"
         "reward(completions=['import time\\ntime.sleep(600)'], completion_ids=[[1]], tests=[['assert f() == 1']])\n"
     )
@@ -440,13 +454,13 @@ def test_no_jail_is_a_refusal_that_says_what_to_install(monkeypatch: pytest.Monk
     find_jail.cache_clear()
     with pytest.raises(ValueError, match="no bwrap on PATH") as caught:
         CodeReward()
-    assert "apt install bubblewrap" in str(caught.value) and "namespaces: there is no setpriv" in str(caught.value)
+    assert "apt install bubblewrap" in str(caught.value)
 
 
 def test_a_jail_that_shows_more_than_it_should_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bwrap that was wrapped, or a kernel that ignores a flag, has to be found by trying, not by its version."""
     made = bubblewrap() if code_module.shutil.which("bwrap") else pytest.skip("bwrap is not installed")
-    leaky = Jail((*made.command[:-4], "--bind", "/etc", "/etc", "--chdir", "/"), made.root)
+    leaky = Jail((*made.command[:-4], "--bind", "/etc", "/etc", "--chdir", "/"))
     with (
         pytest.raises(RewardError, match="allows /etc/passwd, mkdir"),
         leaky.start("probe", None, None),
@@ -455,10 +469,7 @@ def test_a_jail_that_shows_more_than_it_should_is_none(monkeypatch: pytest.Monke
 
 
 if __name__ == "__main__":
-    print("| attack | bubblewrap | namespaces |\n|---|---|---|")
+    print("| attack | outcome |\n|---|---|")
     for one in ATTACKS:
-        outcomes = []
-        for make in (bubblewrap, namespaces):
-            with tempfile.TemporaryDirectory() as folder:
-                outcomes.append(one(make(), Path(folder)))
-        print(f"| {one.__name__.replace('_', ' ')}: {one.__doc__} | {' | '.join(outcomes)} |")
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"| {one.__name__.replace('_', ' ')}: {one.__doc__} | {one(find_jail(), Path(folder))} |")
