@@ -34,15 +34,14 @@ _NAMES = ("fn_name", "func_name", "entry_point")
 TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
 _KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
 _KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
-# Calls the function wherever the code has it. JSON has no tuples, and keys are texts.
-_CALL = """from solution import Solution, {0}
-import json as _json_
+# Calls the function, or the last one if none is named, wherever the code has it. JSON has no tuples, and text as keys.
+_CALL = """import json as _json_, solution
 def _holds_{0}_(given, wanted, wrapped):
-    try:
-        function = Solution().{0}
-    except (NameError, AttributeError):
-        function = {0}
-    found = function(*_json_.loads(given))
+    owner = getattr(solution, 'Solution', solution)
+    names = [one for one in vars(owner) if one[0] != '_' and callable(getattr(owner, one))]
+    name = '{0}' or names[-1]
+    owner = owner() if owner is not solution and hasattr(owner, name) else solution
+    found = getattr(owner, name)(*_json_.loads(given))
     found, wanted = _json_.loads(_json_.dumps(found, default=lambda one: one.item())), _json_.loads(wanted)
     return found == wanted or wrapped and [found] == wanted"""
 
@@ -169,8 +168,8 @@ def _roots(nodes: Iterable[ast.AST]) -> set[str]:
 def read_tests(tests: Any, row: Mapping[str, Any]) -> list[str] | list[tuple[str, str]]:
     r"""A row's tests: texts of Python, or pairs of what a program reads and what it has to print; [] without tests.
 
-    `row`: its columns, of which `fn_name`, `func_name`, `entry_point`, `metadata` or `starter_code` name the function
-    that tests without a name call. Raises TestsError with what was found.
+    `row`: its columns, of which one of `TEST_COLUMNS` names the function that tests without a name call, if any does:
+    else that is the last one of the code. Raises TestsError with what was found.
 
     >>> read_tests('{"input": ["2"], "output": [["4", "5"]]}', {}), read_tests("assert f(2) == 4", {})
     ([('2', '4\n5')], ['assert f(2) == 4'])
@@ -228,8 +227,6 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
     if not (_KINDS[kind] or (kind is None and any(one.get(key) for one in (test, row) for key in _NAMES[:2]))):
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
-    if not name.isidentifier():
-        raise _unread("calls of a function that no fn_name, func_name, entry_point, metadata or starter_code names")
     try:
         if is_text:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
