@@ -57,12 +57,12 @@ _LACKING = re.compile(
     r"\bpytest\.(?!raises|approx|fail|param|mark|main|warns|fixture(?:\(\)|\(scope=''\))?\s*\n)\w+|\busefixtures\b"
     r"|import .*\bfixture\b|\bindirect="
 )
-# What looks into the code, replaces a part of it, or catches what it prints, warns or logs.
+# What looks into the code, replaces a part of it, or catches what it warns or logs.
 _UNCROSSED = re.compile(
     r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|subprocess|multiprocessing|inspect|importlib|tempfile|shutil|sqlite3)\b
-    |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_std\w+|catch_warnings|warns|assertWarns|assertLogs|await)\b
+    |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_stderr|catch_warnings|warns|assertWarns|assertLogs|await)\b
     |\b((?:read|write)_(?:text|bytes)|os\.(?:environ|chdir|mkdir|makedirs|remove)|setrecursionlimit)\b
-    |(?<![\w.])(?<!def[ ])(open\(|(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
+    |(?<![\w.])(?<!def[ ])(open\(|(?!sys\.stdout)(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
@@ -333,19 +333,20 @@ def _asserts(node: ast.AST) -> bool:
 @functools.lru_cache(maxsize=1024)
 def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     """What `jailed` needs of a row's tests: `statements` with marks, how many `asserts` are in them, the `names` that
-    the code has to define, those of them that are surely `classes`, and whether `pytest` is used.
+    the code has to define, and those of them that are surely `classes`.
 
     `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
     assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
     tree, names, modules, asserts, runs = _analyse("\n".join(texts), entry)
+    nodes = list(ast.walk(tree))
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
     statements = [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)] + runs
-    text = _STRING.sub("''", "\n".join(statements))
     return {
         "statements": [*(f"import {name}" for name in sorted(modules)), *statements],
         "asserts": asserts,
         "names": sorted(names),
-        "classes": [name for name in sorted(names) if _is_class(name, text)],
-        "pytest": "pytest" in _roots(ast.walk(tree)),
+        "classes": classes,
     }
 
 
@@ -464,15 +465,25 @@ def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
         raise TestsError(LACKS.format(lacking[0].rstrip("=")))
 
 
-def _is_class(name: str, text: str) -> bool:
-    """Whether tests show that what a call of `name` gives is no value of Python's own: by its attributes or operators,
-    or where only a class can be. (MBPP has functions with such names, too.)"""
-    call = rf"\b{name}\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
-    held = re.findall(rf"([\w.]+) = {name}\(", text) + re.findall(rf"\b{name}\(.*\) as (\w+)", text)
-    holders = "|".join([call, name, *map(re.escape, held)])
-    attributes = set(re.findall(rf"(?<![\w.])(?:{holders})\.(\w+)", text)) - PLAIN
-    where = rf"(?:except |(?:sinstance|subclass)\(.*, |aises\w*\()\(?(?:\w+, )*{name}(?![\w(])|{call} [^\w\s]+ {name}\("
-    return name[:1].isupper() and f"{name}(" in text and bool(attributes or re.search(where, text))
+def _are_of_objects(nodes: list[ast.AST], names: set[str]) -> bool:
+    """Whether tests show that names like `Money` are classes: by an attribute that no value of Python's own has, a test
+    of a type, or one operator on two of them. MBPP has functions with such names, too."""
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {one.asname or one.name.partition(".")[0] for node in imports for one in node.names}
+    for node in nodes:
+        whole = node.args[-1] if isinstance(node, ast.Call) and node.args else node
+        inner = [] if isinstance(whole, ast.Module | ast.stmt) else list(ast.walk(whole))
+        used = [one.id for one in inner if isinstance(one, ast.Name) and one.id in names and one.id[0].isupper()]
+        if isinstance(node, ast.Attribute) and node.attr not in PLAIN:
+            base = ast.unparse(node.value)
+            is_shown = base != "self" and base.partition(".")[0] not in modules
+        elif isinstance(node, ast.Call):
+            is_shown = bool(used) and bool(re.search("sinstance|subclass", _last(node)))
+        else:
+            is_shown = len(used) > len(set(used))
+        if is_shown:
+            return True
+    return False
 
 
 def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[tuple[bool, str], list[int]]:

@@ -170,8 +170,8 @@ class Link:
             return {"numpy": parts_of(value)}
         if value is NotImplemented or value is Ellipsis:
             return {"shared": str(value)}
-        if isinstance(value, BaseException) and kind.__module__ == "builtins":
-            return {"error": [kind.__name__, *map(self.encode, value.args)]}
+        if isinstance(value, BaseException) and name and kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+            return {"error": [name, *map(self.encode, value.args)]}
         return self.encode_other(value)
 
     def decode(self, data: Any) -> Any:
@@ -192,8 +192,17 @@ class Link:
         if name == "numpy":
             return array_of(*given)[()]
         if name == "error":
-            return resolve(given[0])(*map(self.decode, given[1:]))
+            return self.raised(*map(self.decode, given))
         return self.decode_other(name, given)
+
+    def raised(self, name: str, *args: Any) -> BaseException:
+        """An exception of the standard library's."""
+        if name.rpartition(".")[0].partition(".")[0] not in {"", *sys.stdlib_module_names}:
+            raise ValueError(name)
+        error = resolve(name).__new__(resolve(name), *args)
+        with suppress(TypeError):  # made of other arguments than it keeps
+            error.__init__(*args)
+        return error
 
     def contain(self, kind: Any, number: int, option: Any, items: list[Any]) -> Any:
         base = base_of(kind)
@@ -630,7 +639,9 @@ def share_dataclasses() -> None:
 
     def share(name: str, real: Any) -> Any:
         return lambda value, *args, **named: (
-            PEER[0].use(f"dataclasses.{name}", value, *args, **named) if is_mirrored(value) else real(value, *args, **named)
+            PEER[0].use(f"dataclasses.{name}", value, *args, **named)
+            if is_mirrored(value)
+            else real(value, *args, **named)
         )
 
     for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):

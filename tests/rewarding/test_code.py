@@ -237,7 +237,7 @@ def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: flo
     ("tests", "words"),
     [
         (["assert f(1) == "], "they are no Python"),
-        (["f(1)"], "there is no assert"),
+        (["f(1)"], "they assert nothing"),
         (["import torch\nassert torch.all(f(1))"], "they import torch"),
         ("def check(g):\n    assert g(1) == 1", "need a column entry_point"),
         ([{"input": "1"}], "they are dicts with the keys input"),
@@ -318,7 +318,9 @@ def test_quick_tests_pass_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.
         judge = CodeReward(thinking=False, test_timeout_s=0.5, answer_timeout_s=4.0)
         pairs = [{"input": f"{n}\n", "output": f"{n * n}"} for n in range(200)]
         assert score(judge, "n = int(input())\nprint(n * n)", pairs) == 1.0
-        slow = "import time\ndef f(n):\n    ends = time.process_time() + 0.3\n    while time.process_time() < ends: pass\n"
+        slow = (
+            "import time\ndef f(n):\n    ends = time.process_time() + 0.3\n    while time.process_time() < ends: pass\n"
+        )
         assert score(judge, slow + "    return n", ["assert f(1) == 1", "assert f(2) == 2"]) == 1.0
         assert score(judge, slow.replace("0.3", "0.8") + "    return n", ["assert f(1) == 1"]) == 0.0
     finally:

@@ -19,7 +19,10 @@ JOBS = [
     for answer in vars(task)["right" if right else "wrong"]
 ]
 # Tasks that the reward does not score, None for each of their answers, with the reason.
-UNSCORED: dict[str, str] = {}
+UNSCORED: dict[str, str] = {
+    "logs_lines": "the tests replace a part of the code's process with unittest.mock",
+    "tests_own_objects": "the tests hand the code an object of a class of their own",
+}
 
 
 @pytest.fixture(scope="module")

@@ -360,11 +360,7 @@ def test_tests_of_every_kind_run(tests: Any, row: dict[str, Any], marks: int) ->
         (["import subprocess\nassert subprocess.run(f(1))"], UncrossedError, "subprocess"),
         (["class Dog(Animal):\n    pass\nassert Dog().name"], UncrossedError, "a subclass of the code's Animal"),
         (["open('x', 'w').write('1')\nassert f('x') == 1"], UncrossedError, "open"),
-        (
-            ["import io, sys\nsys.stdout = io.StringIO()\nf()\nassert sys.stdout.getvalue()"],
-            UncrossedError,
-            "sys.stdout",
-        ),
+        (["import io, sys\nsys.stdin = io.StringIO('2')\nassert f() == 2"], UncrossedError, "sys.stdin"),
         (["import random\nrandom.seed(1)\nassert f() == 3"], UncrossedError, "random.seed"),
     ],
 )
@@ -406,8 +402,8 @@ def test_what_only_looks_like_it_is_judged(tests: str) -> None:
             "A",
         ),
         ("assert Stack(f(3)).push(1) is None", "Stack f", "Stack"),
-        ("try:\n    raise Odd(1)\nexcept (Odd, KeyError) as e:\n    assert e", "Odd", "Odd"),
-        ("assert isinstance(Dog(), Animal) and Animal()", "Animal Dog", "Animal"),
+        ("try:\n    raise Odd(1)\nexcept (Odd, KeyError) as e:\n    assert e", "Odd", ""),
+        ("assert isinstance(Dog(), Animal) and Animal()", "Animal Dog", "Animal Dog"),
         ("assert Color.RED and Color(1)", "Color", "Color"),
         ("def test_a():\n    f = g(1)\n    assert f\ndef test_b():\n    assert f(2)", "f g", ""),
         ("import solution\nfrom solution import max\nassert max(1) and solution.f(2)", "max solution", ""),
