@@ -47,7 +47,8 @@ def _holds_{0}_(given, wanted, wrapped):
 
 _OPEN = re.compile(r"^(?:(?!```|~~~).)*(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
-_APART = re.compile(r"^[ \t]*(?:`{3,}|~{3,}).*$|</?(?:answer|code)>", re.MULTILINE)
+_APART = re.compile(r"^[ \t]*(?:`{3,}|~{3,}).*$|</?(?:answer|code|solution)>", re.MULTILINE)
+_SPACES = {0xA0: " ", 0x200B: None, 0xFEFF: None}
 _FENCED = re.compile("```|~~~")
 _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w']* [a-z]|\Z)", re.MULTILINE | re.DOTALL)
 _RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
@@ -85,11 +86,11 @@ def find_code(answer: str) -> str:
     >>> find_code("So:\n```python\nf = len\n```\nIt prints:\n```\n1\n```"), find_code("x = 1")
     ('f = len\n', 'x = 1')
     """
-    answer = answer.replace("\r\n", "\n")
+    answer = re.sub(r"\r\n?", "\n", answer)
     blocks, place = list[Program](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
         start, fence = min(opened.end() + 1, len(answer)), f"{opened[1][0]}{{{len(opened[1])},}}"
-        ends = list(re.compile(rf"^[ \t]*{fence}|{fence}[ \t]*$", re.MULTILINE).finditer(answer, start))
+        ends = list(re.compile(rf"^[ \t>]*{fence}|{fence}[ \t]*$", re.MULTILINE).finditer(answer, start))
         is_python, place = not opened[2].strip() or _PYTHON.search(opened[2]), len(answer)
         # The first that leaves a whole program: a text in the code may have fences of its own.
         for index, end in enumerate([*ends[:9], None]):
@@ -133,8 +134,8 @@ def _compile(text: str) -> Program:
 
 
 def _parse(text: str) -> Program | None:
-    """The program of an indented text; None if it does not compile."""
-    for spaced in dict.fromkeys((text, text.replace("\u00a0", " "))):
+    """The program of an indented or quoted text; None if it does not compile."""
+    for spaced in dict.fromkeys((text, re.sub("(?m)^> ?", "", text).translate(_SPACES))):
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             return _compile(textwrap.dedent(spaced))
     return None
