@@ -230,8 +230,10 @@ def _run_programs(jail: Jail, limits: dict[str, Any], code: str, tests: Sequence
     given = [code.encode("utf-8", "replace"), *(b"+" + one.encode("utf-8", "replace") for one, _ in tests)]
     blocks = b"".join(f"{len(block)}\n".encode() + block for block in given)
     printed = jail.run("programs", blocks, **limits).decode().splitlines()
+    if len(printed) < len(tests):
+        raise JailError(f"it ended after {len(printed)} of {len(tests)} tests")
     right = [f"0 {digest(expected.encode())}" for _, expected in tests]
-    return sum(one == two for one, two in zip(printed, right, strict=False)) / len(tests)
+    return sum(one == two for one, two in zip(printed, right, strict=True)) / len(tests)
 
 
 def _find_hidden_import(code: str) -> str:

@@ -440,7 +440,7 @@ def _run(test: ast.FunctionDef, before: list[str], owner: str, after: list[str],
 
 
 def _arguments(test: ast.FunctionDef, given: list[str], fixtures: dict[str, Any]) -> str:
-    """The fixtures of the tests' own that a test or a fixture is called with, fresh for each."""
+    """The fixtures of the tests' own that a test or a fixture is called with, a fresh one each time."""
     found, names = "", [one.arg for one in test.args.args]
     for name in names[: len(names) - len(test.args.defaults)]:
         if name not in (*given, *fixtures):

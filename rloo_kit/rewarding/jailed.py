@@ -99,7 +99,7 @@ def python_module(name: str) -> types.ModuleType:
     builtins.exit, builtins.quit = quitter("exit", "Ctrl-D"), quitter("quit", "Ctrl-D")
 
     def open_file(file: Any, *given: Any, real: Any = open, **named: Any) -> Any:
-        return real(os.dup(0) if file == "/dev/stdin" else file, *given, **named)
+        return real(os.dup(0) if str(file) in ("/dev/stdin", "/dev/fd/0") else file, *given, **named)
 
     builtins.open = io.open = open_file
     return sys.modules[name]
@@ -145,7 +145,9 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         if name.encode() in text:
             with suppress(ImportError):
                 __import__(name)
-    code = compile(text, "solution.py", "exec")
+    code: Any = text
+    with suppress(Exception):  # else each process fails
+        code = compile(text, "solution.py", "exec")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while given := read_block():
         stdin, stdout = os.memfd_create("input"), os.memfd_create("output")

@@ -35,6 +35,7 @@ PATCHED_ATTRIBUTES = {
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",
     "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
+    "rewarding/crossing.py: setattr(module, name)": "dataclasses' functions, in a jail's process: objects are elsewhere",
     "system/processes.py: logger.addFilter": "one message per run instead of one per process",
 }
 # Attributes that the libraries document as settings, by what they are set on.
@@ -68,6 +69,8 @@ OWN = {
     "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
     "system/console.py: module.__spec__", "data/verifiers_env.py: tool.__doc__",
     "data/verifiers_env.py: tool.__annotations__", "rewarding/jailed.py: sys.modules[name]",
+    "rewarding/crossing.py: function.__doc__", "rewarding/crossing.py: function.__qualname__",
+    "rewarding/code_tests.py: test.decorator_list", "rewarding/code_tests.py: node.decorator_list",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding import code as code_module
 from rloo_kit.rewarding.code import CodeReward, Jail, find_code, find_jail
 from rloo_kit.rewarding.guard import guard
+from tests.rewarding.code_forms import read_problems
 
 END = 151668
 pytestmark = pytest.mark.slow
@@ -338,6 +339,19 @@ def test_a_machine_that_is_too_busy_is_a_failure(
     code = "import time\ndef f():\n    while True: time.sleep(0.001)"  # which neither sleeps nor works much
     assert math.isnan(score(judge, code, ["assert f() == 1"]) or 0.0)
     assert "the machine is too busy: code that may take 10 s of CPU time" in capsys.readouterr().out
+
+
+def test_problems_as_data_sets_have_them(reward: CodeReward) -> None:
+    """HumanEval, MBPP, APPS, LiveCodeBench, code_contests, KodCode, ClassEval, PRIME: by their own columns."""
+    problems = read_problems()
+    for form in {one.form for one in problems}:
+        rows = [one for one in problems if one.form == form]
+        columns = {name: [one.row[name] for one in rows] for name in rows[0].row}
+        judge = CodeReward(thinking=False, tests_column=rows[0].column)
+        answers = [f"```python\n{one.solution}\n```" for one in rows]
+        empty = ["```python\npass\n```"] * len(rows)
+        assert judge(completions=answers, completion_ids=[[1]] * len(rows), **columns) == [1.0] * len(rows), form
+        assert judge(completions=empty, completion_ids=[[1]] * len(rows), **columns) == [0.0] * len(rows), form
 
 
 def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
