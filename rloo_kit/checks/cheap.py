@@ -165,27 +165,29 @@ def _check_row_rewards(run: RunConfig, side: Any) -> None:
             raise DataError(f"{found}{', '.join(names)}; name some of these, or leave it empty for all of them")
 
 
-def _find_code_faults(run: RunConfig, sides: dict[str, Any]) -> list[Problem]:
-    """Rows that `code_reward` cannot score: errors if their tests have a form that it does not read, or if it can score
-    no row; else warnings. `sides`: the training and the held-out rows by their name."""
-    faults: list[Problem] = []
+def _find_code_faults(run: RunConfig, side: Any, kind: str, faults: list[Problem]) -> set[int]:
+    """Rows that `code_reward` cannot score; `kind` names them. An error if their tests have a form that it does not
+    read, or if it can score no row; else a warning."""
+    unscored: set[int] = set()
     names = log_names([entry.name.rpartition(":")[2] for entry in run.rewards], run.rewards)
-    for index, (entry, name) in enumerate(zip(run.rewards, names, strict=True)):
-        column = entry.params.get("tests_column", "tests")
-        for kind, side in sides.items() if entry.name == "code_reward" else ():
-            asked = {column, ROW_REWARDS, *TEST_COLUMNS} & set(side.source.other_names)
-            columns = {each: list(side.source.column(each)) for each in asked}
-            given = [(row, {each: values[row] for each, values in columns.items()}) for row in side.rows]
-            given = [(row, found) for row, found in given if name in (names_in(found.get(ROW_REWARDS)) or [name])]
-            reasons = find_row_faults((row, found.get(column), found) for row, found in given)
-            is_all = sum(map(len, reasons.values())) == len(given)
-            for (is_unread, reason), rows in sorted(reasons.items(), key=lambda one: -len(one[1])):
-                why = reason.replace("they", "their tests", 1)
-                found = f"{len(rows):,} of {len(given):,} {kind} are not scored by {name}: {why}"
-                fix = f"change or leave out these rows, or set rewards.{index}.params.tests_column to another column"
-                level = "error" if is_unread or is_all else "warning"
-                faults.append(Problem("data", found, fix, f"first: {side.source.where(rows[0])}", level))
-    return faults
+    for index, entry in enumerate(run.rewards):
+        if entry.name != "code_reward":
+            continue
+        name, column = names[index], entry.params.get("tests_column", "tests")
+        asked = {column, ROW_REWARDS, *TEST_COLUMNS} & set(side.source.other_names)
+        columns = {each: list(side.source.column(each)) for each in asked}
+        rows = [(row, {each: values[row] for each, values in columns.items()}) for row in side.rows]
+        rows = [(row, found) for row, found in rows if name in (names_in(found.get(ROW_REWARDS)) or [name])]
+        reasons = find_row_faults((row, found.get(column), found) for row, found in rows)
+        is_all = sum(map(len, reasons.values())) == len(rows)
+        for (is_unread, reason), bad in sorted(reasons.items(), key=lambda one: -len(one[1])):
+            why = reason.replace("they", "their tests", 1)
+            found = f"{len(bad):,} of {len(rows):,} {kind} are not scored by {name}: {why}"
+            fix = f"change or leave out these rows, or set rewards.{index}.params.tests_column to another column"
+            level = "error" if is_unread or is_all else "warning"
+            faults.append(Problem("data", found, fix, f"first: {side.source.where(bad[0])}", level))
+            unscored.update(bad)
+    return unscored
 
 
 def _find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Problem]:
@@ -344,7 +346,10 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             row, held_out = (None, None) if unusable else (train.row(0), test.row(0) if test.rows else None)
             run.check_prompts(len(train.rows))
             _check_row_rewards(run, train)
-            faults += _find_code_faults(run, {"rows": train, "held-out rows": test})
+            unscored = _find_code_faults(run, train, "rows", faults)
+            _find_code_faults(run, test, "held-out rows", faults)
+            if row is not None:  # the rewards are tried on one that can be scored
+                row = train.row(next((index for index, one in enumerate(train.rows) if one not in unscored), 0))
     faults += find_reward_faults(run, tokenizer, thinking, row) + _find_judge_faults(run, held_out)
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     if not unusable and (toolbox := open_toolbox(run)) is not None and toolbox.owns_reward:

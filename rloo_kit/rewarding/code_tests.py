@@ -34,21 +34,22 @@ _NAMES = ("fn_name", "func_name", "entry_point")
 TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
 _KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
 _KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
-# Calls the function wherever the code has it. JSON has no tuples, and keys are texts.
-_CALL = """from solution import Solution, {0}
-import json as _json_
+# Calls the function, or the last one if none is named, wherever the code has it. JSON has no tuples, and text as keys.
+_CALL = """import json as _json_, solution
 def _holds_{0}_(given, wanted, wrapped):
-    try:
-        function = Solution().{0}
-    except (NameError, AttributeError):
-        function = {0}
-    found = function(*_json_.loads(given))
+    owner = getattr(solution, 'Solution', solution)
+    names = [one for one in vars(owner) if one[0] != '_' and callable(getattr(owner, one))]
+    name = '{0}' or names[-1]
+    owner = owner() if owner is not solution and hasattr(owner, name) else solution
+    found = getattr(owner, name)(*_json_.loads(given))
     found, wanted = _json_.loads(_json_.dumps(found, default=lambda one: one.item())), _json_.loads(wanted)
     return found == wanted or wrapped and [found] == wanted"""
 
 _OPEN = re.compile(r"^(?:(?!```|~~~).)*(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
-_APART = re.compile(r"^[ \t]*(?:`{3,}|~{3,}).*$|</?(?:answer|code)>", re.MULTILINE)
+_APART = re.compile(r"^[ \t]*(?:`{3,}|~{3,}).*$|</?(?:answer|code|solution)>", re.MULTILINE)
+_SPACES = {0xA0: " ", 0x200B: None, 0xFEFF: None}
+_FENCED = re.compile("```|~~~")
 _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w']* [a-z]|\Z)", re.MULTILINE | re.DOTALL)
 _RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
 _STRING = re.compile(r"""(?s)\#[^\n]*|("{3}|'{3}|["'])(?:\\.|(?!\1).)*+\1""")  # and comments
@@ -59,9 +60,10 @@ _LACKING = re.compile(
 )
 # What looks into the code, replaces a part of it, or catches what it warns or logs.
 _UNCROSSED = re.compile(
-    r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|threading|concurrent|subprocess|multiprocessing|tempfile)\b
-    |^[ ]*(?:import|from)[ ].*\b(inspect|importlib)\b
+    r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|threading|concurrent|subprocess|multiprocessing|tempfile|sqlite3)\b
+    |^[ ]*(?:import|from)[ ].*\b(inspect|importlib|shutil)\b
     |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_stderr|catch_warnings|warns|assertWarns|assertLogs|await)\b
+    |\b((?:read|write)_(?:text|bytes)|os\.(?:environ|chdir|mkdir|makedirs|remove)|setrecursionlimit)\b
     |(?<![\w.])(?<!def[ ])(open\(|(?!sys\.stdout)(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
@@ -86,30 +88,27 @@ def find_code(answer: str) -> str:
     >>> find_code("So:\n```python\nf = len\n```\nIt prints:\n```\n1\n```"), find_code("x = 1")
     ('f = len\n', 'x = 1')
     """
-    answer = answer.replace("\r\n", "\n")
+    answer = re.sub(r"\r\n?", "\n", answer)
     fences = [one.start() for one in re.finditer("```|~~~", answer)]
     answer = answer[fences[-MOST_FENCES] :] if len(fences) > MOST_FENCES else answer
-    blocks, place = list[str](), 0
+    blocks, place = list[Program](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
         start, fence = min(opened.end() + 1, len(answer)), f"{opened[1][0]}{{{len(opened[1])},}}"
-        ends = list(re.compile(rf"^[ \t]*{fence}|{fence}[ \t]*$", re.MULTILINE).finditer(answer, start))
-        place = len(answer)
+        ends = list(re.compile(rf"^[ \t>]*{fence}|{fence}[ \t]*$", re.MULTILINE).finditer(answer, start))
+        is_python, place = not opened[2].strip() or _PYTHON.search(opened[2]), len(answer)
         # The first that leaves a whole program: a text in the code may have fences of its own.
         for index, end in enumerate([*ends[:9], None]):
-            text = answer[start : end.start() if end else None]
-            is_whole = (not opened[2].strip() or _PYTHON.search(opened[2])) and _parse(text) is not None
-            if is_whole:
-                blocks.append(text)
-            if end and (is_whole or index == 0):
+            block = _parse(answer[start : end.start() if end else None]) if is_python else None
+            if end and (block or index == 0):
                 is_next = _PYTHON.match(answer, end.end())  # the next block, where this one was never closed
                 place = end.start() if is_next else end.end() + len(answer[end.end() :].partition("\n")[0])
-            if is_whole:
+            if block:
+                blocks.append(block)
                 break
     rank, code = _choose(blocks)
     if rank < 2:
-        for piece in _APART.split(answer):
-            found = [piece] if _parse(piece) else _BARE.findall(piece)
-            rank, code = max((rank, code), _choose(found), key=lambda one: one[0])
+        pieces = _APART.split(answer) if _FENCED.search(answer) else [*_APART.split(answer), *_BARE.findall(answer)]
+        code = max((rank, code), _choose(filter(None, map(_parse, pieces))), key=lambda one: one[0])[1]
     return code
 
 
@@ -138,18 +137,18 @@ def _compile(text: str) -> Program:
 
 
 def _parse(text: str) -> Program | None:
-    """The program of an indented text; None if it does not compile."""
-    for spaced in dict.fromkeys((text, text.replace("\u00a0", " "))):
+    """The program of an indented or quoted text; None if it does not compile."""
+    for spaced in dict.fromkeys((text, re.sub("(?m)^> ?", "", text).translate(_SPACES))):
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             return _compile(textwrap.dedent(spaced))
     return None
 
 
-def _choose(texts: Iterable[str]) -> tuple[int, str]:
+def _choose(programs: Iterable[Program]) -> tuple[int, str]:
     """The last of those most likely the answer's program, and how likely: 3 for one that defines or reads something and
     uses nothing of an earlier one, 2 for other assignments, 1 for calls, 0 for output, -1 for none."""
     best, earlier = (-1, ""), set[str]()
-    for code, tree, used, bound in filter(None, map(_parse, texts)):
+    for code, tree, used, bound in programs:
         nodes = list(ast.walk(tree))
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         reads = {"input", "stdin", "open"} & (used | {node.attr for node in nodes if isinstance(node, ast.Attribute)})
@@ -173,8 +172,8 @@ def _roots(nodes: Iterable[ast.AST]) -> set[str]:
 def read_tests(tests: Any, row: Mapping[str, Any]) -> list[str] | list[tuple[str, str]]:
     r"""A row's tests: texts of Python, or pairs of what a program reads and what it has to print; [] without tests.
 
-    `row`: its columns, of which `fn_name`, `func_name`, `entry_point`, `metadata` or `starter_code` name the function
-    that tests without a name call. Raises TestsError with what was found.
+    `row`: its columns, of which one of `TEST_COLUMNS` names the function that tests without a name call, if any does:
+    else that is the last one of the code. Raises TestsError with what was found.
 
     >>> read_tests('{"input": ["2"], "output": [["4", "5"]]}', {}), read_tests("assert f(2) == 4", {})
     ([('2', '4\n5')], ['assert f(2) == 4'])
@@ -197,8 +196,9 @@ def _listed(tests: Any) -> list[Any]:
     if isinstance(tests, str):
         if re.fullmatch(r"eJ[\w+/=\s]{18,}", tests):
             raise _unread("packed (base64 and zlib, as LiveCodeBench has its private tests)")
-        with suppress(ValueError, RecursionError):
-            return _listed(json.loads(tests))
+        for parse in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return _listed(parse(tests))
         return [tests] if tests.strip() else []
     if isinstance(tests, list | tuple):
         if nested := [one for one in tests if not isinstance(one, str | dict | None)]:
@@ -231,8 +231,6 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
     if not (_KINDS[kind] or (kind is None and any(one.get(key) for one in (test, row) for key in _NAMES[:2]))):
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
-    if not name.isidentifier():
-        raise _unread("calls of a function that no fn_name, func_name, entry_point, metadata or starter_code names")
     try:
         if is_text:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)

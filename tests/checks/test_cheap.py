@@ -106,6 +106,14 @@ def test_rows_that_no_code_can_pass_are_counted_by_reason(place: Path) -> None:
         assert all(re.search(r"\(first: .*code.jsonl, line [1-6]\): .*rewards.0.params", one) for one in about)
 
 
+def test_a_first_row_that_cannot_be_judged_keeps_no_run_from_starting(place: Path) -> None:
+    """The rewards are tried on a row of the data: on one that none of them scores, the run was refused."""
+    code_faults(place, lambda n: "import pandas\nassert f(1)" if n % 8 else "assert f(1)", "data.test_size=0.5")
+    found = find_faults(load_config(place / "run.yaml", *CODE, "data.test_size=0.5"))
+    assert [one.level for one in found if "code_reward" in str(one)].count("error") == 0, list(map(str, found))
+    assert sum("are not scored by code_reward" in str(one) for one in found) == 2
+
+
 def test_a_form_that_is_not_read_keeps_a_run_from_starting(place: Path) -> None:
     """A run would train on the other rows alone, without a word; a whole data set of them, on nothing."""
     found = code_faults(place, lambda n: [["1", "2"]] if n == 3 else "assert f(1)", "data.test_size=0.5")

@@ -63,6 +63,10 @@ FENCES = {
     "code tags": f"<code>{ADD}</code> It adds.",
     "answer tags around a fence": f"<answer>\n{BLOCK}\n</answer>",
     "non-breaking spaces": BLOCK.replace("    ", "\u00a0" * 4),
+    "other spaces": "\ufeff" + BLOCK.replace("def", "\ufeffdef").replace("return", "return\u200b"),
+    "quoted": "> " + BLOCK.replace("\n", "\n> "),
+    "carriage returns": BLOCK.replace("\n", "\r"),
+    "in a bullet": "- " + BLOCK.replace("\n", "\n  "),
     "never closed": f"So:\n{F}python\n{ADD}",
     "in a list": "1. So:\n   " + BLOCK.replace("\n", "\n   "),
     "a lambda": f"{F}python\nadd = lambda a, b: a + b\n{F}\n{F}\nprint(add(1, 2))\n{F}",
@@ -90,6 +94,7 @@ def test_the_code_is_found(kind: str) -> None:
         ("n = int(input())\nprint(n)\n```", "n = int(input())\nprint(n)\n"),
         ("```text\nno code\n```", ""),
         ("```python\ndef f(n):\n    return n *\n```", ""),
+        ("```python\ndef f(n):\n    return n\nThis adds to it.\n```\nIt was done.", ""),
         ("def f(n): return n\n\ndef g(n:\n    return n", ""),
         ("```\n\n```", ""),
         ("I cannot write this.", ""),
@@ -134,6 +139,8 @@ METHOD = "class Solution:\n    def shift(self, xs, by): return [x + by for x in 
         (SHIFT, LCB, {"starter_code": "class Solution:\n    def shift(self, xs: list[int], by: int):\n        "}),
         (SHIFT, [LCB[0] | {"metadata": {"func_name": "shift"}}, None], {}),
         (SHIFT, LCB, {"entry_point": "Solution().shift"}),
+        ("from math import gcd\n" + SHIFT + "\n_n = 1", LCB, {}),
+        ("class Node: pass\n" + METHOD + "\n    def _own(self): pass\ndef helper(): pass", LCB, {"metadata": "{}"}),
         (SHIFT, {"inputs": [[[1, 2], 3]], "outputs": [[4, 5]], "fn_name": "shift"}, {}),
         (METHOD, {"inputs": [[[1, 2], 3]], "outputs": [[[4, 5]]], "fn_name": "shift"}, {}),
         (METHOD, {"inputs": ["[1, 2]\n3"], "outputs": ["[4, 5]"], "fn_name": "shift"}, {}),
@@ -189,7 +196,7 @@ def test_forms(tests: Any, read: Any) -> None:
     """As a column has it, and as JSON text."""
     assert read_tests(tests, {}) == read
     if tests:
-        assert read_tests(json.dumps(tests), {}) == read
+        assert read_tests(json.dumps(tests), {}) == read_tests(repr(tests).replace("nan", "None"), {}) == read
 
 
 @pytest.mark.parametrize(
@@ -199,7 +206,6 @@ def test_forms(tests: Any, read: Any) -> None:
         ([{"input": "1"}], ["the keys input"]),
         ([{"given": "1", "wanted": "2"}], ["the keys given, wanted"]),
         ([{"type": "special_judge", "input": "1", "output": "2"}], ["the type 'special_judge'"]),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], ["no fn_name, func_name"]),
         ({"inputs": [[[1, 2], 3]], "outputs": [[4]]}, ["without a function's name (fn_name)"]),
         ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, ["no JSON, a value a line: 'a b'"]),
         ({"inputs": [{"n": 1}], "outputs": [1], "fn_name": "f"}, ["of type dict"]),

@@ -179,7 +179,9 @@ def writing_outside(jail: Jail, place: Path) -> str:
         "print('end')",
     )
     assert text == "end\n" and not (place / "made").exists() and Path(os.__file__).stat().st_mtime_ns == before
-    fill = "for n in range(64):\n    try: open(f'{n}', 'wb').write(bytes(2**24))\n    except OSError as error: print(error.errno)"
+    fill = (
+        "for n in range(64):\n    try: open(str(n), 'wb').write(bytes(2**24))\n    except OSError as e: print(e.errno)"
+    )
     if "--size" in jail.command:
         assert "28" in printed(jail, fill) and printed(jail, "import os; print(os.listdir('/tmp'))") == "[]\n"
     return "no file was made or changed; 16 MiB of memory are its `/tmp`, and gone with it"
