@@ -287,7 +287,7 @@ def earn(hours): return Money(900 * hours)
         ("import nothing_here\ndef f(): return 1", ["assert f() == 1"], 0.0, ""),
         ("def f():\n    with open('x', 'w') as file: file.write('1')\n    return 1", ["assert f() == 1"], 1.0, ""),
         (
-            "from tempfile import *\nwith TemporaryFile('w+') as f:\n    f.write(input())\n    f.seek(0); print(f.read())",
+            "from tempfile import *\nwith TemporaryFile('w+') as f:\n    f.write(input())\n    f.seek(0); print(*f)",
             [{"input": "ab", "output": "ab"}],
             1.0,
             "",
