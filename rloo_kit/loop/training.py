@@ -15,7 +15,7 @@ from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
 from rloo_kit.data.tools import open_toolbox
 from rloo_kit.data.verifiers_env import read_versions
-from rloo_kit.errors import ConfigError, HealthError, NoSignalError
+from rloo_kit.errors import ConfigError, HealthError, NoSignalError, RolloutServerError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.evals.win_rate import renew_win_rate
@@ -267,13 +267,15 @@ class _Training:
             try:
                 place = str(self.checkpoint.folder) if self.checkpoint else None
                 self.trainer.train(resume_from_checkpoint=place)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, RolloutServerError) as error:
                 if is_distributed():  # processes stopped at different points: no collective operation
                     raise
-                self.interrupts.requested = True
+                self.interrupts.requested |= isinstance(error, KeyboardInterrupt)
                 step, last = self.trainer.state.global_step, self.run_dir.last_checkpoint()
                 if step > 0 and self.interrupts.between_steps and (last is None or last.step < step):
                     self.trainer._save_checkpoint(self.trainer.model, trial=None)  # unless during a weight update
+                if isinstance(error, RolloutServerError):
+                    raise
 
     def _why_stopped(self) -> str | None:
         state = self.trainer.state

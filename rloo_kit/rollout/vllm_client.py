@@ -153,11 +153,10 @@ class VllmClient:
         if self._key and is_exposed(self.url):
             say(f"rollout: {KEY_VARIABLE} and the completions go to {self.url} unencrypted; https hides them")
 
-    def wait_until_up(self, stop: threading.Event | None = None) -> None:
-        """Block until `/health` answers with 200, or until `stop` is set."""
-        stop = stop or threading.Event()
+    def wait_until_up(self) -> None:
+        """Block until `/health` answers with 200."""
         deadline, pause = time.monotonic() + self._start_s, 0.5
-        while not stop.is_set():
+        while True:
             try:
                 answer = self._ask("GET", "/health", patience_s=10.0)
                 if answer.status == 200:
@@ -172,25 +171,21 @@ class VllmClient:
                 )
             if pause == 0.5:
                 self._say(f"rollout: waiting {self._start_s:.0f} s at most for the server at {self.url} ({problem})")
-            stop.wait(pause)
+            time.sleep(pause)
             pause = min(2 * pause, 10.0)
 
-    def has_lost(self, adapter: str, stop: threading.Event | None = None) -> bool:
-        """Whether requests in flight for `adapter` will never be answered: the server is down, or was restarted and
-        does not list the adapter. A busy server has lost nothing. One behind a proxy that answers for it (502) is
-        waited for, until `stop` is set."""
+    def check_holds(self, adapter: str) -> None:
+        """Raise ServerLostError if requests in flight for `adapter` will never be answered: the server is down, or was
+        restarted and does not list it. A busy server has lost nothing, nor has one that a proxy answers for."""
         try:
-            try:
-                self._ask("GET", "/health")
-            except ServerLostError as error:
-                if error.__cause__ is not None:
-                    raise
-                self.wait_until_up(stop)
-            return adapter not in {model.id for model in self._list_models()}
-        except ServerLostError as error:
-            return not isinstance(error.__cause__, httpx.TimeoutException)
-        except RolloutServerError:
-            return False
+            served = {model.id for model in self._list_models()}
+        except RolloutServerError as error:
+            cause = error.__cause__
+            if isinstance(cause, httpx.TransportError) and not isinstance(cause, httpx.TimeoutException):
+                raise
+            return
+        if adapter not in served:
+            raise ServerLostError(f"{self.url} was restarted, and no longer has the adapter {adapter}")
 
     def hang_up(self) -> None:
         """Lose all requests in flight, so that vLLM aborts them."""

@@ -137,7 +137,7 @@ def _take(state: CompletionState, found: Any) -> None:
 
 IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues the rest
 LOOK_S = 30.0  # without an answer, after which the server's state is checked
-SETTLE_S = 2.0  # after a lost request: a server that goes down still answers for a moment
+SETTLE_S = 2.0  # before a lost request is sent again
 PREFIX = "rloo-"  # of the names of adapters and their folders
 MARKER = ".rloo-kit-run"  # a file in an adapter's folder that names the run that may delete it (`ServerSettings.run`)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -166,7 +166,7 @@ class ServerEngine(Engine):
     """See `engine.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
     seed the requests. `on_tokens` gets whole completions once all are done: the server's answers are not streamed.
 
-    A request that is lost is sent once more, after the server is up again and has the adapter.
+    A request that is lost is sent once more. A server that died, or was restarted, ends the rollout.
 
     Attributes:
         rows: requests of this process in flight at once; None for up to 256.
@@ -189,7 +189,6 @@ class ServerEngine(Engine):
         self._made_folder = False  # by this process, for its adapters
         self._max_tokens: int | None = None
         self._stop = threading.Event()  # the completions in flight are no longer needed
-        self._recovering, self._recoveries = threading.Lock(), 0
 
     def _finish(self, call: Call) -> None:
         self._stop.clear()
@@ -282,14 +281,7 @@ class ServerEngine(Engine):
         return name, max_tokens
 
     def _load(self, name: str) -> None:
-        """Load an adapter; a server that went down is waited for, once."""
-        rank = self._read_config(name)["r"]
-        try:
-            self._client.load_adapter(name, str(self._folder / name), rank)
-        except ServerLostError:
-            self._stop.wait(SETTLE_S)
-            self._client.wait_until_up(self._stop)
-            self._client.load_adapter(name, str(self._folder / name), rank)
+        self._send(self._client.load_adapter, name, str(self._folder / name), self._read_config(name)["r"])
 
     def _forget(self, name: str) -> None:
         try:
@@ -326,8 +318,7 @@ class ServerEngine(Engine):
                     try:
                         done.get(timeout=LOOK_S).result()
                     except Empty:  # a server that is shut down stops listening and never answers what is in flight
-                        if self._client.has_lost(str(self._adapter)):
-                            self._client.hang_up()
+                        self._client.check_holds(str(self._adapter))
                         continue
                     left -= 1
                     call.report(len(call.states) - left)
@@ -349,7 +340,10 @@ class ServerEngine(Engine):
                 state.take(state.next_forced, math.nan)
                 continue
             room, stops = state.next_stretch
-            ids, logps = self._complete(state.prompt + state.ids, room, stops, (seed + state.requests) % 2**31)
+            prefix, number = state.prompt + state.ids, (seed + state.requests) % 2**31
+            ids, logps = self._send(
+                self._client.complete, str(self._adapter), prefix, room, stops, number, self.sampling
+            )
             if max(ids) >= vocabulary:
                 raise RolloutServerError(
                     f"{self._client.url} sampled the id {max(ids)}, but this run's model has {vocabulary} ids: serve "
@@ -358,23 +352,14 @@ class ServerEngine(Engine):
             for token, logp in zip(ids, logps, strict=True):
                 state.take(token, logp)
 
-    def _complete(self, prefix: list[int], room: int, stops: list[int], seed: int) -> tuple[list[int], list[float]]:
-        """One request, sent once more if it is lost."""
-        adapter, seen = str(self._adapter), self._recoveries
-        arguments = (adapter, prefix, room, stops, seed, self.sampling)
+    def _send(self, request: Callable[..., Any], *arguments: Any) -> Any:
+        """One request of the client, sent once more if it is lost."""
         try:
-            return self._client.complete(*arguments)
-        except ServerLostError as error:
-            with self._recovering:  # by the first thread that notices
-                if self._recoveries == seen and not self._stop.wait(SETTLE_S):
-                    if self._client.has_lost(adapter, self._stop):
-                        self.sampling.say(f"rollout: {error}; loading it again")
-                        self._client.hang_up()  # what the server has lost it never answers
-                        self._load(adapter)
-                    self._recoveries += 1
-            if self._stop.is_set():
+            return request(*arguments)
+        except ServerLostError:
+            if self._stop.wait(SETTLE_S):
                 raise
-            return self._client.complete(*arguments)
+            return request(*arguments)
 
 
 def _last_part(name: str) -> str:

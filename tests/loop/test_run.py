@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.checks.cheap import PreflightError
-from rloo_kit.errors import ConfigError, RewardError
+from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.options import mixed_precision
+from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import trained_run
 from rloo_kit.models.source import find_source
 from rloo_kit.results.verdict import judge_run
@@ -283,6 +284,28 @@ def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
         start(steps, resume=True)
     assert status(result.folder) == kept and kept["state"] == "interrupted"
     assert start(steps, resume=True, accept_changes=True).steps == 2
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_dies_is_saved(start, tmp_path, monkeypatch):
+    """The steps since the last checkpoint are not lost with the server, and resumed it trains as if it had not died."""
+    whole = start("rloo.max_steps=3", "run.name=whole")
+    sample, calls = RLOOTrainer._generate_single_turn, []
+
+    def lose(self, *arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RolloutServerError("the server died: continue the run with --resume")
+        return sample(self, *arguments)
+
+    monkeypatch.setattr(RLOOTrainer, "_generate_single_turn", lose)
+    with pytest.raises(RolloutServerError, match="--resume"):
+        start("rloo.max_steps=3", "rloo.save_steps=100")
+    folder = tmp_path / "outputs" / "tiny"
+    assert status(folder)["state"] == "failed" and "server died" in status(folder)["error"]
+    assert RunDir(folder).last_checkpoint().step == 2
+    again = start("rloo.max_steps=3", "rloo.save_steps=100", resume=True)
+    assert_same_weights(again, whole)
 
 
 def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):

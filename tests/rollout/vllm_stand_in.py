@@ -42,18 +42,17 @@ class StandIn:
 
     Attributes:
         requests: (path, body) of every POST, in order of arrival.
-        loaded: folder of each adapter, by name. ever_loaded: names, one for each time.
+        loaded: folder of each adapter, by name.
         max_lora_rank, max_model_len, allows_updates, lora_enabled, logprobs_mode: as the switches of `vllm serve`.
         failures: answers given before anything is done: (path, status or "drop", message), each once.
         tamper: changes an answer to a completion before it is sent.
     """
 
-    def __init__(self, make_base: Callable[[], Any], name: str = "tiny", port: int = 0) -> None:
+    def __init__(self, make_base: Callable[[], Any], name: str = "tiny") -> None:
         self.make_base, self.name = make_base, name
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
         self.loaded: dict[str, str] = {}
-        self.ever_loaded: list[str] = []
         self.models: dict[str, Any] = {}
         self.max_lora_rank, self.max_model_len, self.max_loras = 16, 512, 1
         self.allows_updates = self.lora_enabled = True
@@ -79,7 +78,7 @@ class StandIn:
             def log_message(self, *_: Any) -> None:
                 """Tests have enough to read."""
 
-        self.server = _Server(("127.0.0.1", port), Handler)
+        self.server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -157,7 +156,6 @@ class StandIn:
             with torch.random.fork_rng(devices=[]):  # the random numbers are those of the trainer in this process
                 self.models[name] = PeftModel.from_pretrained(self.make_base(), folder).merge_and_unload().eval()
             self.loaded[name] = folder
-            self.ever_loaded.append(name)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload(self, body: dict[str, Any]) -> str:

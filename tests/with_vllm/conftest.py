@@ -3,7 +3,6 @@
 A server starts in one to two minutes, so tests share it. vLLM's settings are given to its processes only.
 """
 
-import copy
 import os
 import signal
 import socket
@@ -132,20 +131,10 @@ class VllmServer:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", int(self.url.rsplit(":", 1)[1]))) == 0
-
     def terminate(self) -> None:
         """SIGTERM, as a service manager sends it, and no more than that."""
         assert self._process is not None
         self._process.terminate()
-
-    def detach(self) -> "VllmServer":
-        """The process as a separate server, so that another one can be started on the same port."""
-        other = copy.copy(self)
-        self._process = None
-        return other
 
     def stop(self) -> None:
         """Kill it with all its children."""

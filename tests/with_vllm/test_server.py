@@ -294,32 +294,26 @@ def await_requests(server: VllmServer, run: Run) -> None:
 
 @pytest.mark.long
 def test_a_server_that_is_killed_in_mid_run(strict_server, tmp_path):
-    """vLLM's engine dies under completions, which are answered with status 500 and ended the run; later the server is
-    shut down, which answers them never. Both times the run waits for the server, hands the adapter over again and goes
-    on. The key that opens the server is in no file of the run."""
-    steps = 8
-    run = Run(tmp_path, "killed", *on_server(strict_server), "model.lora.r=8", steps=steps, VLLM_API_KEY=KEY)
-    run.until(lambda: len(run.steps()) >= 2)
-    await_requests(strict_server, run)
-    strict_server.engine_process().kill()
-    run.until(lambda: not strict_server.is_running())
-    strict_server.stop()
-    strict_server.start()
-    run.until(lambda: len(run.steps()) >= 4)
-    await_requests(strict_server, run)
-    strict_server.terminate()
-    run.until(lambda: not strict_server.listens())
-    done, lost = len(run.steps()), run.text.count("loading it again")
-    assert lost >= 1 and done < steps
-    ended = strict_server.detach()
-    try:
+    """vLLM's engine dies under completions, which are answered with status 500; later the server is shut down, which
+    answers them never. Both times the run ends saved, with how to go on, and `--resume` does. The key that opens the
+    server is in no file of the run."""
+    steps, options = 8, {"VLLM_API_KEY": KEY}
+    words = [*on_server(strict_server), "model.lora.r=8", "rloo.save_steps=100"]
+    printed = b""
+    for death, at in ((lambda: strict_server.engine_process().kill(), 2), (strict_server.terminate, 4)):
+        run = Run(tmp_path, "killed", *words, *["--resume"] * (at > 2), steps=steps, **options)
+        run.until(lambda run=run, at=at: len(run.steps()) >= at)
+        await_requests(strict_server, run)
+        death()
+        assert run.process.wait(timeout=300) == 2 and "--resume" in run.text, run.text[-4000:]
+        assert at <= max(int(path.name.split("-")[1]) for path in run.folder.glob("checkpoints/checkpoint-*")) < steps
+        printed += run.printed.read_bytes()
+        strict_server.stop()
         strict_server.start()
-        run.end()
-    finally:
-        ended.stop()
-    assert run.text.count("loading it again") > lost
+    run = Run(tmp_path, "killed", *words, "--resume", steps=steps, **options).end()
     check_gaps(run, steps)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert len(files) > 5
     for path in [*files, run.printed, strict_server.log]:
         assert KEY.encode() not in path.read_bytes(), path
+    assert KEY.encode() not in printed
