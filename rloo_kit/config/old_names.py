@@ -107,6 +107,9 @@ _MOVED = {
     "rloo.gradient_checkpointing": "model.gradient_checkpointing",
 }
 
+# Keys of a run's file that have no effect today, and what to do instead.
+_GONE = {"health.nothing_learnt": "the verdict says whether a run learnt, and eval.patience stops one that does not"}
+
 
 def translate_config(
     given: Mapping[str, Any], processes: int = 1, prefix: str = "", usual: Mapping[str, Any] | None = None
@@ -238,6 +241,11 @@ def translate_file(values: dict[str, Any]) -> list[str]:
         if isinstance(there, dict):  # anything else is refused with the rest of the file
             _set_once(there, target, value, old, new)
             messages.append(f"{old} belongs to {new}; read as {new}={value}")
+    for old, note in _GONE.items():
+        above, key = old.split(".")
+        if isinstance(values.get(above), dict) and key in values[above]:
+            del values[above][key]
+            messages.append(f"{old} has no effect any more: {note}")
     section = values.get("rloo")
     if not isinstance(section, dict):
         return messages

@@ -459,7 +459,6 @@ class HealthSection(Section):
     never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
     no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
-    nothing_learnt: OnFinding = key("warn", "at half of the steps the reward has not left its noise")
     sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")
 
 

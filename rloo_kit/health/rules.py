@@ -18,7 +18,6 @@ from rloo_kit.health.series import (
     GAP,
     KL,
     REPEATED,
-    SPREAD,
     TIED,
     Series,
     at_ceiling,
@@ -38,21 +37,20 @@ mean = statistics.fmean
 @dataclass(frozen=True)
 class Context:
     """What the rules need to know about a run besides its rows: the values of `rloo:`, the modes by rule ("warn",
-    "stop", "off"; "warn" if missing), the steps in a row without signal before it is reported, the planned steps (None:
-    unknown), the weights of the rewards."""
+    "stop", "off"; "warn" if missing), the steps in a row without signal before it is reported, the weights of the
+    rewards."""
 
     rloo: Mapping[str, Any]
     modes: Mapping[str, str] = field(default_factory=dict)
     no_signal_steps: int = 5
-    max_steps: int | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Any, max_steps: int | None = None) -> "Context":
-        """The context of a `RunConfig`; `max_steps`: the actual number of steps if `rloo.max_steps` is unset."""
+    def of(cls, run: Any) -> "Context":
+        """The context of a `RunConfig`."""
         modes = run.health.model_dump()
         steps = modes.pop("no_signal_steps")
-        return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps, run.reward_weights)
+        return cls(run.rloo.model_dump(), modes, steps, run.reward_weights)
 
     def wants_shorter(self, forced_share: float | None) -> bool:
         """Whether a reward asks for less thinking, or a budget that closed so many thoughts at the start. The usual
@@ -541,37 +539,6 @@ def _find_riser(seen: Series, answers: str, at: int) -> str:
         return ""
     _, name, (old, new) = max(risers)
     return f"{'the reward' if name == 'reward' else name.split('/')[1]} rose from {old:.3g} to {new:.3g}"
-
-
-@rule(
-    "reward", "eval/accuracy",
-    cause="Neither the reward nor, where it was measured meanwhile, held-out accuracy has changed beyond its noise",
-    fix="check that the rewards pay for the task; raise rloo.learning_rate (currently {learning_rate}) two to five "
-    "times, or rloo.num_generations (currently {num_generations}) to reduce noise",
-    follows=(*UNSCORED, "broken_policy", "no_signal", "truncation", "cold_start", "no_movement", "sampler_gap"),
-    level="watch",
-)  # fmt: skip
-def nothing_learnt(seen: Series, context: Context) -> Evidence | None:
-    points, planned = seen.all("reward"), context.max_steps
-    if planned is None or len(points) < 15 or seen.step < planned / 2 or is_solved(seen, context):
-        return None
-    held_out = seen.all("eval/accuracy")
-    if len(held_out) > 1 and max(point.value for point in held_out) - held_out[0].value >= 0.03:
-        return None
-    # Dynamic sampling keeps the reward constant; that of ranks is.
-    is_constant = bool(seen.all("rollout/resampled_groups") or seen.all("judge/agreement"))
-    trends = {name: seen.trend(name) for name in ("reward", answer_metric(seen)) if name}
-    is_shorter = context.wants_shorter(closed_at_first(seen)) and seen.trend("thinking/mean_length") <= -2
-    if is_constant or is_shorter or any(abs(trend) >= 2 for trend in trends.values()):
-        return None
-    values = f"from {mean(seen.first('reward', 5)):.3g} to {mean(seen.last('reward', 5)):.3g}"
-    text = f"after {seen.step / planned:.0%} of the planned steps the reward went {values}, within its noise"
-    ratio = last_of(seen, "kl/spread_ratio", 5)
-    if mean(ratio) <= (SPREAD.high or 1):
-        return Evidence(points[0].step, text)
-    text += f", and the KL penalty varied {mean(ratio):.2g} times as much within a group as the task reward"
-    fix = "lower rloo.beta (currently {beta}) or set rloo.kl_form=length_normalized (currently {kl_form})"
-    return Evidence(points[0].step, text, "The policy learns to stay near its reference, not to earn rewards", fix)
 
 
 @rule(

@@ -218,6 +218,18 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
         load_config(path)
 
 
+def test_a_key_that_is_gone_is_left_out_with_a_sentence(tmp_path: Path) -> None:
+    """A run's folder holds every key of its day: its config.yaml was refused after an update."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrewards: [{name: thinking_reward}]\n"
+        "rloo: {max_steps: 1}\nhealth: {nothing_learnt: stop, no_signal: stop}\n"
+    )
+    with pytest.warns(FutureWarning, match="health.nothing_learnt has no effect any more: .*eval.patience"):
+        run = load_config(file)
+    assert run.health.no_signal == "stop"
+
+
 def test_an_empty_section_takes_moved_values(tmp_path: Path) -> None:
     """`run:` with all its keys commented out is None, and lost the seed and the folder without a word."""
     path = tmp_path / "recipe.yaml"
