@@ -30,7 +30,7 @@ from rloo_kit.plan.parts import (
     unmeasured_gib,
     vllm_weight_bytes,
 )
-from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
+from rloo_kit.plan.shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 from rloo_kit.plan.speed import MEAN_SHARES, describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
 from rloo_kit.system.environment import BACKEND_VARIABLE
@@ -302,7 +302,7 @@ def plan_vram(
         margins=tuple(_find_margins(run, work, rows, machine)),
         no_gpu=no_gpu,
         changes=() if fits else tuple(find_changes(run, work, rows, limit)),
-        notes=tuple(_find_notes(run, work, rows, machine, config)),
+        notes=tuple(_find_notes(run, work, machine)),
     )
 
 
@@ -350,10 +350,8 @@ def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -
         yield Margin(unmeasured, f"not measured {here}: {work.unmeasured:.0%} of the computed peak")
 
 
-def _find_notes(
-    run: RunConfig, work: Workload, rows: int, machine: Machine, config: Mapping[str, Any] | None
-) -> Iterator[str]:
-    """What the figures assume, and what else would fit."""
+def _find_notes(run: RunConfig, work: Workload, machine: Machine) -> Iterator[str]:
+    """What the figures assume."""
     if (rloo := run.rloo).has_tools:
         most = f"{rloo.max_turns} turns and {rloo.max_tool_calls} results of {rloo.tool_result_tokens} tokens"
         yield (
@@ -373,23 +371,6 @@ def _find_notes(
         backend = "Unsloth" if work.fused and work.shape.has_kernels else "transformers"
         why = "; Unsloth has no kernels for this type of model" if work.fused and backend == "transformers" else ""
         yield f"activations are computed for the {backend} backend{why}"
-    if not machine.on_cuda or work.engine == "server":
-        return
-    # A faster rollout that fits: vLLM, and weights that need no unpacking.
-    if not machine.is_here and run.rollout.engine == "auto":
-        there = plan_vllm(run, machine, config)
-        if there.obstacle is None:
-            yield f"rollout.engine=vllm would sample {there.max_num_seqs} at once; to install it: {VLLM_INSTALL}"
-    wide = replace(work, four_bit=False, shape=replace(work.shape, is_quantised=False, kept=()))
-    peak = max(rollout_gib(wide, rows), training_gib(wide, rows))
-    if work.four_bit and work.fused and work.engine == "generate" and peak <= machine.usable_gib:
-        words = "model.load_in_4bit=false"
-        if work.shape.is_quantised:
-            words += f" with a model.name that does not end in {BNB_ENDING}"
-        yield (
-            "4-bit is the slower rollout, because every token step unpacks the weights: "
-            f"{words} fits with {machine.usable_gib - peak:.1f} GiB to spare and as many completions at once"
-        )
 
 
 # ------------------------------------------------------------------------------------------ what to change
@@ -449,9 +430,6 @@ def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[
         less = 0 if thinking is None else thinking - (work.completion_tokens - tokens)
         work = replace(work, completion_tokens=tokens)
         yield ("rloo.thinking_budget", less, work) if less > 0 else ("rloo.max_completion_length", tokens, work)
-    if work.whole_groups and work.num_generations > 2:
-        work = replace(work, num_generations=2)
-        yield "rloo.num_generations", 2, work
 
 
 def fitting_config(machine: Machine) -> str | None:

@@ -147,7 +147,6 @@ def test_the_plan_says_which_engine_it_is_for() -> None:
     names = {engine: {part.name for part in plan.parts} for engine, plan in plans.items()}
     assert {"graphs", "decoder"} <= names["auto"] and "decoding" in names["generate"] and "vLLM: pool" in names["vllm"]
     assert "decoding" not in names["vllm"] | names["auto"] and "graphs" not in names["generate"] | names["vllm"]
-    assert any("rollout.engine=vllm" in note and VLLM_INSTALL in note for note in plans["auto"].notes)
     assert str(plans["vllm"].vllm) in " ".join(str(plans["vllm"]).split())
     # `plan` exited with 0 for a run that `train` refuses
     plan = plan_vram(load_config(THINKING, "rollout.engine=vllm", "rollout.vllm.gpu_memory_utilization=0.15"), 24)
