@@ -522,7 +522,7 @@ def ask(
     overrides: Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override; repeatable.")] = None,
     json: Annotated[bool, Option("--json", help="Print only one JSON object per question.")] = False,
 ) -> None:
-    """Ask a trained model: thinking is printed dim, the answer plain. Without a question, start a dialogue."""
+    """Ask a trained model. Without a question, start a dialogue."""
     with _stdout_for_answers(json) as out:
         asked = list(questions or [])
         if not asked and not _can_ask():
@@ -536,13 +536,13 @@ def ask(
 
         run = read_config(source, overrides, origin_of)
         setup_environment(run.model.backend)
-        from rloo_kit.evals.ask import Dialogue, TrainedModel
+        from rloo_kit.evals.ask import TrainedModel, hold_dialogue
 
         model = TrainedModel(source, *(overrides or []))
         options: dict[str, Any] = {"base": base, "budget": budget, "temperature": temperature, "max_tokens": max_tokens}
         options |= {"seed": seed, "system": system}
         if not asked:
-            Dialogue(model, options, history).hold()
+            hold_dialogue(model, options, history)
         for question in asked:
             answer = model.ask(question, stream=not json, **options)
             if json:

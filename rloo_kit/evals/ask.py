@@ -1,9 +1,7 @@
 """Asks a trained model a question, rendered like the run's training prompts and sampled by the run's engine."""
 
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,20 +14,13 @@ from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.evals.evaluate import last_turn, open_tools
 from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
-from rloo_kit.results.samples import describe_call, list_steps
+from rloo_kit.results.samples import list_steps
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.episodes import Episodes, ToolUse
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import split_turns
 from rloo_kit.runs.find import origin_of
 from rloo_kit.system.console import fill_text, picture_controls, plain_prompt
-from rloo_kit.think_tags import ThinkTags, count_thinking, opens_thinking, split_thinking
-
-OnText = Callable[[str, str], None]
-THINKING, ANSWER = "thinking", "answer"
-MOST_HELD = 64  # tokens held back while the text ends in an incomplete character, which has up to four bytes
-BASE = "base"  # title of the base model's answer, which comes first
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+from rloo_kit.think_tags import count_thinking, split_thinking
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ def ask(
     max_tokens: int | None = None,
     seed: int = 0,
     system: str | None = None,
-    stream: bool | OnText = True,
+    stream: bool = True,
 ) -> Answer:
     """Ask a policy one question: `kit.ask(run, policy, "58+67=")`, with both of `kit.load_trained("outputs/NAME")`.
 
@@ -101,9 +92,7 @@ def ask(
         temperature: None: `eval.temperature`; 0 is greedy.
         max_tokens: of the completion; None: the limit of the run's evaluation.
         seed: of the sampling. system: overrides `data.system_prompt`; "" for none.
-        stream: True prints while sampling; a function is called with "thinking" or "answer" ("base thinking", "base
-            answer") and a piece of text, and with tools with "call", "result" or "reply" and a whole one; False does
-            neither.
+        stream: print, to a terminal the whole text while it is sampled, elsewhere the answer once it is done.
 
     Raises:
         ConfigError: a budget for a model that does not think, or one that leaves nothing of `max_tokens`; no base.
@@ -128,45 +117,68 @@ def ask(
             prompt = render_prompt(policy.tokenizer, question, policy.family, *rendering)
             asked = question if isinstance(question, str) else str(question[-1]["content"])
         limits = _find_limits(run, policy, len(policy.tokenizer(prompt)["input_ids"]), budget, max_tokens)
-        printed, on_text = Printed(title) if stream is True else None, None
-        if callable(stream):
-            name = f"{title} " if title == BASE else ""
-            on_text = lambda part, text: stream(name + part, text)  # noqa: E731
+        row = question if isinstance(question, dict) else {"question": asked}  # for an environment
+        live = LiveText(policy.tokenizer) if stream and sys.stdout.isatty() else None
+        if stream and title:
+            print(f"{title}:")
         try:
-            row = question if isinstance(question, dict) else {"question": asked}  # for an environment
-            given = _sample(run, policy, prompt, row, printed or on_text, **options, **limits)
-            if printed is not None:
-                printed.close(given.summary)
+            given = replace(_sample(run, policy, prompt, row, live, **options, **limits), question=asked)
         finally:  # also on Ctrl-C
-            if printed is not None:
-                printed.end_line()
-        return replace(given, question=asked, base=base)
+            if live is not None:
+                print()
+        if stream:
+            _show(str(given) if live is None else f"({given.summary})", "\n\n" if title == "base" else "\n")
+        return replace(given, base=base)
 
     if base is False:
         return answer(policy, "")
     with policy.model.disable_adapter() if base is True else nullcontext():
-        first = answer(policy if base is True else base, BASE)
+        first = answer(policy if base is True else base, "base")
     return answer(policy, "trained", first)
 
 
+class LiveText:
+    """Prints a completion while it is sampled, tags and calls included; half a character waits for its rest."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._start = self._shown = 0  # ids from `_start` on are the context of those from `_shown` on
+
+    def feed(self, ids: list[int], is_last: bool = False) -> None:
+        """Print what is new of the completion's ids so far."""
+        before, text = (
+            str(self._tokenizer.decode(part, skip_special_tokens=True)) if part else ""
+            for part in (ids[self._start : self._shown], ids[self._start :])
+        )
+        if is_last or not text.endswith("\ufffd"):
+            self._start, self._shown = self._shown, len(ids)
+            _show(picture_controls(text[len(before) :]), end="")
+
+
+def _show(text: str, end: str = "\n") -> None:
+    """Print; what the output's encoding lacks becomes a question mark."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
+
+
 def _sample(
-    run: RunConfig, policy: Policy, prompt: str, row: dict[str, Any], on_text: OnText | None, **options: Any
+    run: RunConfig, policy: Policy, prompt: str, row: dict[str, Any], live: LiveText | None, **options: Any
 ) -> Answer:
     """The answer to a rendered prompt."""
-    tags, use, started = policy.tags, open_tools(run, policy), time.monotonic()
-    text = None if on_text is None else TextStream(policy.tokenizer, tags, opens_thinking(prompt), on_text)
-    tools = use if use is None or text is None else _ShownEpisode(use, text)
-    on_tokens = None if text is None else lambda _, ids: text.feed(ids)
-    options |= {"on_tokens": on_tokens, "tools": tools, "rows": [row]}
+    started = time.monotonic()
+    on_tokens = None if live is None else lambda _, ids: live.feed(ids)
+    options |= {"on_tokens": on_tokens, "tools": open_tools(run, policy), "rows": [row]}
     (found,) = generate_completions(policy, [prompt], engine=run.rollout, **options)
-    if text is not None:
-        text.feed(found.ids)
-        text.close()
+    if live is not None:
+        live.feed(found.ids, is_last=True)
+    for failure in () if found.episode is None else found.episode.failures:
+        print(fill_text(f"failed: {picture_controls(failure)}"), file=sys.stderr)
     turns, (last, opened) = split_turns(found.ids, found.context), last_turn(found, prompt, policy.tokenizer)
-    thinking, answer = split_thinking(last, policy.tokenizer, tags, opened)
+    thinking, answer = split_thinking(last, policy.tokenizer, policy.tags, opened)
     thought, count = found.thinking_tokens, sum(map(len, turns))
     if thought is None:
-        thought = count_thinking(turns, tags.end_id) - found.ended if opened or tags.start_id in last[:1] else 0
+        thinks_here = opened or policy.tags.start_id in last[:1]
+        thought = count_thinking(turns, policy.tags.end_id) - found.ended if thinks_here else 0
     return Answer(
         question=prompt,
         thinking=thinking,
@@ -216,162 +228,6 @@ def count_room(run: RunConfig, policy: Policy) -> int:
     return min(filter(None, [run.model.max_seq_length, *others]))
 
 
-class TextStream:
-    """Calls `on_text(part, text)` as soon as a text is final; `part` is "thinking" or "answer".
-
-    The joined texts of a part equal what `split_thinking` gives for the whole completion, unless the completion closes
-    its thinking twice (here the part changes at the first `</think>`) or has `MOST_HELD` tokens in a row that form no
-    character.
-
-    Args:
-        opened: whether the prompt has opened the thinking.
-    """
-
-    def __init__(self, tokenizer: Any, tags: ThinkTags, opened: bool, on_text: OnText) -> None:
-        self._tokenizer, self._tags, self.on_text = tokenizer, tags, on_text
-        self.call_mark = ""  # with tools: what calls begin with; from there on an answer is held back until `close`
-        self.begin_turn(0, opened)
-
-    def begin_turn(self, place: int, opened: bool) -> None:
-        """A turn begins at token `place` of the completion."""
-        self._start = self._taken = place  # ids of the completion that were taken
-        self._part, self._is_closed = THINKING if opened else ANSWER, False
-        self._begin_part()
-
-    def feed(self, ids: list[int]) -> None:
-        """Take the completion's ids so far."""
-        for place in range(self._taken, len(ids)):
-            token = ids[place]
-            ends, starts = token == self._tags.end_id, token == self._tags.start_id
-            if not self._is_closed and (ends or (starts and (place == self._start or self._part == ANSWER))):
-                self._is_closed = ends
-                self.close()
-                self._part = ANSWER if ends else THINKING
-                self._begin_part()
-            else:
-                self._ids.append(token)
-                self._decode(is_last=False)
-        self._taken = max(self._taken, len(ids))
-
-    def close(self, has_calls: bool = False) -> None:
-        """Emit what was held back: bytes that never became a character, and what looked like a call, unless it is."""
-        self._decode(is_last=True, has_calls=has_calls)
-
-    def _begin_part(self) -> None:
-        self._ids: list[int] = []  # of the part; decoded with context, because a tokenizer drops leading blanks
-        self._known = 0  # the first of them, already emitted
-        self._shown = False
-        self._held = ""  # trailing whitespace, emitted once something follows, and what may be a call
-
-    def _decode(self, is_last: bool, has_calls: bool = False) -> None:
-        before, text = (
-            str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
-            for ids in (self._ids[: self._known], self._ids)
-        )
-        is_whole = not text.endswith("\ufffd") or len(self._ids) - self._known >= MOST_HELD
-        if not is_last and not is_whole:
-            return
-        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
-        text = self._held + text[len(before) :]
-        text = text if self._shown else text.lstrip()
-        rest = (text if is_last and not has_calls else text[: self._find_call(text)]).rstrip()
-        self._held = text[len(rest) :]
-        if rest:
-            self._shown = True
-            self.on_text(self._part, rest)
-
-    def _find_call(self, text: str) -> int:
-        """Where a call begins, or may begin at the end of the text; its length if nowhere."""
-        mark = self.call_mark if self._part == ANSWER else ""
-        begun = next((count for count in range(len(mark), 0, -1) if text.endswith(mark[:count])), 0)
-        return text.index(mark) if mark and mark in text else len(text) - begun
-
-
-class _ShownEpisode(Episodes):
-    """The episode of one completion: the rest of a turn and its calls are shown when it has ended, then the results."""
-
-    def __init__(self, use: ToolUse, text: TextStream) -> None:
-        self._use, self._text, self._ids = use, text, list[int]()
-        text.call_mark = "".join(use.parser.form.render_calls(use.parser.form.example[1], "").split()[:1])
-
-    def begin(self, rows: Sequence[dict[str, Any]]) -> "_ShownEpisode":
-        """In the place of `ToolUse.begin`."""
-        super().__init__(self._use, rows)
-        for failure in self.episodes[0].failures:
-            self._text.on_text("failed", failure)
-        return self
-
-    def ask(self, number: int, turn: list[int], turns: int) -> Any:
-        reply = super().ask(number, turn, turns)
-        if reply is not None:
-            self._ids += turn
-            self._text.feed(self._ids)
-            calls = self.episodes[0].messages[-1].get("tool_calls") or []
-            self._text.close(has_calls=bool(calls))
-            for call in calls:
-                self._text.on_text("call", describe_call(call))
-        return reply
-
-    def read(self, number: int, reply: Any, room: int) -> list[int]:
-        known, ids = len(self.episodes[0].messages), super().read(number, reply, room)
-        for message in self.episodes[0].messages[known:]:
-            self._text.on_text("result" if message["role"] == "tool" else "reply", str(message["content"]))
-        self._ids += ids
-        self._text.begin_turn(len(self._ids), opens_thinking(self.parser.tokenizer.decode(ids)))
-        return ids
-
-
-class Printed:
-    """Prints pieces of text to stdout as they arrive. In a kernel nothing is flushed, because each flush would be a
-    separate output.
-
-    Args:
-        title: printed first if two models are asked.
-    """
-
-    def __init__(self, title: str = "") -> None:
-        self._file = sys.stdout
-        self._dims = self._file.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self._part, self._is_mid_line, self._title = "", False, title
-        if title:
-            self._write(f"{title}:\n")
-
-    def __call__(self, part: str, text: str) -> None:
-        """Print a piece of `part`, "thinking" or "answer", or a whole "call" or "result" on its own line."""
-        if part not in (THINKING, ANSWER):
-            self.end_line()
-            text = f"{part} {text}\n"
-        elif part != self._part:
-            self.end_line()
-            if not self._dims and (part == THINKING or self._part):
-                self._write(f"{part}:\n")
-        self._part = part
-        self._write(picture_controls(text), dim=part != ANSWER)
-
-    def close(self, summary: str) -> None:
-        """Print the summary line."""
-        self.end_line()
-        self._write(f"{summary if self._dims else f'({summary})'}\n", dim=True)
-        if self._title == BASE:
-            self._write("\n")
-
-    def end_line(self) -> None:
-        """Start a new line, unless the current one is empty."""
-        if self._is_mid_line:
-            self._write("\n")
-
-    def _write(self, text: str, dim: bool = False) -> None:
-        self._is_mid_line = not text.endswith("\n")
-        encoding = getattr(self._file, "encoding", None) or "utf-8"
-        text = text.encode(encoding, "replace").decode(encoding)
-        if dim and self._dims:
-            line = text.rstrip("\n")
-            text = f"{DIM}{line}{PLAIN}{text[len(line) :]}"
-        self._file.write(text)
-        if "ipykernel" not in sys.modules:
-            self._file.flush()
-
-
 class TrainedModel:
     """A run's trained model, or exported weights; raises like `load_trained`. Its base is loaded when it is asked.
 
@@ -396,77 +252,41 @@ class TrainedModel:
         return ask(self.run, self.policy, question, base=base and (self._base or True), **options)
 
 
-COMMANDS = (
-    "(/base toggles the base model, /budget N closes thinking after N tokens, /reset forgets earlier turns, /quit or "
-    "Ctrl-D ends; Ctrl-C stops an answer)"
-)
-
-
-class Dialogue:
-    """A conversation with a model.
+def hold_dialogue(asked: TrainedModel, options: dict[str, Any], history: bool | None) -> None:
+    """Read and answer lines until Ctrl-D; Ctrl-C stops an answer.
 
     Args:
-        options: those of `evals.ask.ask`; the commands change them.
+        options: those of `evals.ask.ask`.
         history: whether earlier turns are in the prompt, with their answers, without their thinking. None: unless the
             model takes single questions only (`TrainedModel.single`).
     """
-
-    def __init__(self, asked: TrainedModel, options: dict[str, Any], history: bool | None) -> None:
-        self._asked, self._options = asked, options
-        self._history = not asked.single if history is None else history
-        self._turns: list[dict[str, str]] = []  # question, answer, question, answer
-        if history is None and asked.single:
-            print(fill_text(f"(each question is asked alone: {asked.single}; --history keeps earlier turns)"))
-
-    def hold(self) -> None:
-        """Read and answer lines until Ctrl-D or /quit; Ctrl-C stops an answer."""
-        print(fill_text(COMMANDS))
-        with suppress(ImportError):
-            import readline  # noqa: F401 - gives input() a line editor
-        while True:
+    if history is None and asked.single:
+        print(fill_text(f"(each question is asked alone: {asked.single}; --history keeps earlier turns)"))
+    keeps = not asked.single if history is None else history
+    print("(Ctrl-D ends, Ctrl-C stops an answer)")
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives input() a line editor
+    turns: list[dict[str, str]] = []  # question, answer, question, answer
+    while True:
+        try:
+            if not (question := input("> ").strip()):
+                continue
+            new = {"role": "user", "content": question}
             try:
-                if not self.take(input("> ").strip()):
-                    return
-            except EOFError:
-                print()
-                return
-            except KeyboardInterrupt:
-                print("(stopped; Ctrl-D ends)")
-            except RlooKitError as error:
-                print(fill_text(f"rloo-kit: {error}"), file=sys.stderr)
-
-    def take(self, line: str) -> bool:
-        """Answer a line or run a command; False if it ends the dialogue."""
-        command, _, value = line.partition(" ")
-        if command in ("/quit", "/exit"):
-            return False
-        if command == "/reset":
-            self._turns.clear()
-        elif command == "/base":
-            self._options["base"] = not self._options["base"]
-            print(f"(the base model is {'asked too' if self._options['base'] else 'no longer asked'})")
-        elif command == "/budget":
-            if value.strip() and not value.strip().isdecimal():
-                raise ConfigError(f"/budget takes a number of tokens, for example /budget 64; got {value.strip()!r}")
-            self._options["budget"] = int(value) if value.strip() else None
-            print(f"(thinking {f'is closed after {int(value)} tokens' if value.strip() else 'has no budget'})")
-        elif line.startswith("/"):
-            print(fill_text(COMMANDS))
-        elif line:
-            self._answer(line)
-        return True
-
-    def _answer(self, question: str) -> None:
-        asked = {"role": "user", "content": question}
-        while True:
-            try:
-                answer = self._asked.ask([*self._turns, asked] if self._turns else question, **self._options)
-                break
+                answer = asked.ask([*turns, new] if turns else question, **options)
             except QuestionTooLongError:
-                if not self._turns:
+                if not turns:
                     raise
-                del self._turns[:2]
-                print("(the turns exceed the model's context: the oldest is dropped)")
-        self._options["seed"] += 1
-        if self._history and answer.answer:  # a template takes no empty turn
-            self._turns += [asked, {"role": "assistant", "content": answer.answer}]
+                print("(the turns exceed the model's context: the earlier ones are dropped)")
+                turns.clear()
+                answer = asked.ask(question, **options)
+            options["seed"] += 1
+            if keeps and answer.answer:  # a template takes no empty turn
+                turns += [new, {"role": "assistant", "content": answer.answer}]
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("(stopped; Ctrl-D ends)")
+        except RlooKitError as error:
+            print(fill_text(f"rloo-kit: {error}"), file=sys.stderr)

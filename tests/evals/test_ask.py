@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import random
 import select
 import signal
 import subprocess
@@ -16,19 +15,14 @@ import pytest
 import torch
 
 from rloo_kit.config.run import load_config
-from rloo_kit.data.chat import byte_symbols
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
-from rloo_kit.evals.ask import THINKING, Answer, Dialogue, TextStream, TrainedModel, ask, count_room
+from rloo_kit.evals.ask import Answer, LiveText, TrainedModel, ask, count_room, hold_dialogue
 from rloo_kit.models.policy import load_base, load_policy, load_trained, save_adapter
-from rloo_kit.results.samples import list_steps
 from rloo_kit.rollout import completions
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.find import RUN_FILE
-from rloo_kit.think_tags import bind_think_tags, split_thinking
 from tests.episodes import Scripted, call, with_tools
-from tests.rollout.models import THINK_END, TURN_END, shake
-
-THINK_START = 259
+from tests.rollout.models import TURN_END, shake
 
 CONFIG = """
 run: {{output_dir: {output}}}
@@ -83,13 +77,11 @@ PROMPT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2=<|im_en
 def test_the_model_reads_what_it_was_trained_on(trained):
     """Without the run's system prompt or template, the model is asked something it has never seen."""
     run, policy = trained
-    pieces: list[tuple[str, str]] = []
-    given = ask(run, policy, "1+2=", seed=5, stream=lambda *piece: pieces.append(piece))
+    given = ask(run, policy, "1+2=", seed=5)
     wanted = sampled(run, policy, PROMPT, seed=5)
     assert given.tokens == len(wanted.ids) and given.ended == wanted.ended
     assert given.thinking == policy.tokenizer.decode(wanted.ids, skip_special_tokens=True).strip()
-    assert "".join(text for part, text in pieces if part == THINKING) == given.thinking != ""
-    assert given.answer == "" and not given.closed and given.question == "1+2="
+    assert given.thinking and given.answer == "" and not given.closed and given.question == "1+2="
     assert ask(run, policy, "1+2=", seed=5, stream=False) == Answer(
         **vars(given) | {"seconds": pytest.approx(0, abs=60)}
     )
@@ -243,108 +235,56 @@ def tools(tmp_path_factory) -> Path:
     [
         (
             [f"I add {call('add', a=1, b=2)}", "we</think>\n\n3 <b"],
-            [("thinking", "I add"), ("call", "add(a=1, b=2)"), ("result", "3"), ("thinking", "we"), ("answer", "3 <b")],
+            ["thinking I add", "call add(a=1, b=2)", "result 3", "thinking:", "we", "", "answer:", "3 <b"],
         ),
         (
             [f"two{call('add', a=1, b=2).replace('think>', 'think> So: ')}{call('add', a=3, b=4)[10:]}", "</think>ok"],
-            [
-                ("thinking", "two"),
-                ("answer", "So:"),
-                ("call", "add(a=1, b=2)"),
-                ("call", "add(a=3, b=4)"),
-                ("result", "3"),
-                ("result", "7"),
-                ("answer", "ok"),
-            ],
+            ["thinking two", "So:", "call add(a=1, b=2)", "call add(a=3, b=4)", "result 3", "result 7", "ok"],
         ),
         (
             ["</think><tool_call>add 1", "so"],
-            [("answer", "<tool_call>add 1"), ("result", "error: the call cannot be read"), ("thinking", "so")],
+            ["</think><tool_call>add 1", "result error: the call cannot be read", "thinking:", "so", "", "answer:"],
         ),
     ],
     ids=["one call", "two calls", "no call that can be read"],
 )
-def test_the_screen_shows_each_turn_with_its_calls_and_results(
+def test_each_turn_is_shown_with_its_calls_and_results(
     trained, tools, tiny_tokenizer, monkeypatch, capsys, turns, shown
 ):
     """Read as one text, the second turn's thinking was part of the first one's answer and results were the model's
-    words. A call is shown once, as a call; what only begins like one is shown as it was written."""
+    words."""
     run, policy = trained
     run, policy = run.model_copy(deep=True), replace(policy, tokenizer=with_tools(tiny_tokenizer))
     run.rloo.tools, run.rloo.max_completion_length, run.model.max_seq_length = [f"{tools}:add"], 380, 512
     monkeypatch.setattr(completions, "build_engine", lambda *_, **__: Scripted(policy.tokenizer, [turns]))
-    pieces: list[tuple[str, str]] = []
-    given = ask(run, policy, "1+2=", stream=lambda *piece: pieces.append(piece))
-    found: list[list[str]] = []
-    for part, text in pieces:
-        if found and found[-1][0] == part and part in ("thinking", "answer"):
-            found[-1][1] += text
-        else:
-            found.append([part, text])
-    assert [(part, text.partition(": Expec")[0].partition(": json")[0]) for part, text in found] == shown
-    assert (given.thinking, given.answer) == tuple(
-        next((text for part, text in reversed(shown[-2:]) if part == wanted), "") for wanted in ("thinking", "answer")
-    )
-    results = [("result", text) for part, text in found if part == "result"]
-    assert [step for step in list_steps(given.turns) if step[0] == "result"] == results
+    given = ask(run, policy, "1+2=")
+    *lines, summary = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert [line.partition(": Expec")[0].partition(": json")[0] for line in lines] == shown
+    assert summary == f"({given.summary})"
     assert given.tokens == sum(len(tiny_tokenizer(turn)["input_ids"]) + 1 for turn in turns)
-    ask(run, policy, "1+2=")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith(("call ", "result "))] == [
-        f"{part} {text}" for part, text in found if part in ("call", "result")
-    ]
-    assert all(f"{part} {text}" in str(given) for part, text in shown if part in ("call", "result"))
 
 
 # ------------------------------------------------------------------------------------------------ the text as it grows
 
 
-def stream(tokenizer, ids, opened, step=1):
-    """The pieces of a completion that grows by `step` tokens at once."""
-    pieces: list[tuple[str, str]] = []
-    text = TextStream(tokenizer, bind_think_tags(tokenizer), opened, lambda *piece: pieces.append(piece))
-    for end in range(step, len(ids) + step, step):
-        text.feed(ids[:end])
-    text.close()
-    return pieces
-
-
-def joined(pieces):
-    return tuple("".join(text for part, text in pieces if part == wanted) for wanted in ("thinking", "answer"))
-
-
-def test_characters_of_several_tokens_come_whole(tiny_tokenizer):
+def test_characters_of_several_tokens_come_whole(tiny_tokenizer, capsys):
     """Each byte is a token here, and half a character is a replacement character on the screen."""
-    thought, answer = "日本, naïve 😀 ∑", "Größe: 3 ½ 👩‍🚀"
-    ids = [*tiny_tokenizer(f"{thought}\n</think>\n\n{answer}")["input_ids"], TURN_END]
-    pieces = stream(tiny_tokenizer, ids, opened=True)
-    assert joined(pieces) == (thought, answer)
-    assert not any("\ufffd" in text for _, text in pieces) and len(pieces) > 20
-    assert ("thinking", "日") in pieces and ("answer", " 👩") in pieces
-
-
-@pytest.mark.parametrize("opened", [True, False])
-def test_the_parts_are_those_of_split_thinking(tiny_tokenizer, opened):
-    """The screen and `Answer` must not differ in what was thought: random tokens, tags and ends among them, read one
-    by one or in lumps. Bytes that are no character stay replacement characters."""
-    draw = random.Random(0)
-    words = ["1", " ", "\n", "é", "😀", "<think>"]
-    symbols = byte_symbols()
-    for _ in range(150):
-        ids = [token for _ in range(draw.randint(0, 12)) for token in tiny_tokenizer(draw.choice(words))["input_ids"]]
-        for _ in range(draw.choice([0, 0, 1, 3])):  # bytes that are no character, also right before one
-            byte = tiny_tokenizer.convert_tokens_to_ids(symbols[draw.randrange(128, 256)])
-            ids.insert(draw.randint(0, len(ids)), byte)
-        ids = ids if opened else [token for token in ids if token != THINK_START]
-        if not opened and draw.random() < 0.5:
-            ids.insert(0, THINK_START)
-        if draw.random() < 0.7 and (opened or THINK_START in ids):
-            ids.append(THINK_END)
-            ids += tiny_tokenizer(" 7 é\n")["input_ids"] + [TURN_END] * draw.randint(0, 1)
-        whole = split_thinking(ids, tiny_tokenizer, bind_think_tags(tiny_tokenizer), opened)
-        for step in (1, 3):
-            found = joined(stream(tiny_tokenizer, ids, opened, step))
-            assert found == whole, (ids, step)
+    text = "日本, naïve 😀 ∑\n</think>\n\nGröße: 3 ½ 👩‍🚀"
+    ids = [*tiny_tokenizer(text)["input_ids"], TURN_END]
+    for step in (1, 3, 7):
+        live = LiveText(tiny_tokenizer)
+        pieces = []
+        for end in range(step, len(ids) + step, step):
+            live.feed(ids[:end])
+            pieces.append(capsys.readouterr().out)
+        live.feed(ids, is_last=True)
+        assert "".join(pieces) == text and not capsys.readouterr().out
+        assert not any("\ufffd" in piece for piece in pieces) and (step > 1 or {"日", "👩"} <= set(pieces))
+    live = LiveText(tiny_tokenizer)
+    live.feed(ids[:2])
+    assert not capsys.readouterr().out
+    live.feed(ids[:2], is_last=True)
+    assert capsys.readouterr().out == "\ufffd", "bytes that never became a character"
 
 
 # ------------------------------------------------------------------------------------------------ the dialogue
@@ -370,34 +310,42 @@ def options(**more):
     return {"base": False, "budget": None, "seed": 0} | more
 
 
-def test_turns_are_kept_without_their_thinking(capsys):
+def hold(monkeypatch, asked, lines, history=True):
+    """A dialogue in which these lines are typed."""
+    typed = iter(lines)
+
+    def read(_):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    hold_dialogue(asked, options(), history)
+
+
+def test_turns_are_kept_without_their_thinking(monkeypatch):
     """No template puts earlier thinking into the prompt, and templates refuse an empty turn."""
     asked = Recorded()
-    dialogue = Dialogue(asked, options(), history=True)
-    for line in ("one", "silent", "", "/base", "/budget 5", "two", "/reset", "/budget", "three"):
-        assert dialogue.take(line)
+    hold(monkeypatch, asked, ["one", "silent", "", "two"])
     questions = [question for question, _ in asked.seen]
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "to one"}]
     assert questions[0] == "one" and questions[1] == [*turns, {"role": "user", "content": "silent"}]
-    assert questions[2] == [*turns, {"role": "user", "content": "two"}] and questions[3] == "three"
-    assert [named["seed"] for _, named in asked.seen] == [0, 1, 2, 3]
-    assert asked.seen[2][1]["base"] and asked.seen[2][1]["budget"] == 5 and asked.seen[3][1]["budget"] is None
-    with pytest.raises(ConfigError, match="/budget 64"):
-        dialogue.take("/budget much")
-    assert not dialogue.take("/quit") and "/reset" not in capsys.readouterr().err
+    assert questions[2] == [*turns, {"role": "user", "content": "two"}]
+    single = Recorded()
+    single.single = "the model has no chat template"
+    hold(monkeypatch, single, ["one", "two"], history=None)
+    assert [question for question, _ in single.seen] == ["one", "two"]
 
 
-def test_the_oldest_turns_make_room(capsys):
+def test_earlier_turns_make_room(monkeypatch, capsys):
     """A long dialogue ended in an error about positions."""
     asked = Recorded(room=250)
-    dialogue = Dialogue(asked, options(), history=True)
-    for number in range(8):
-        dialogue.take(f"question {number}")
-    last = asked.seen[-1][0]
-    assert last[-1]["content"] == "question 7" and 1 < len(last) < 15 and last[0]["role"] == "user"
-    assert "oldest is dropped" in capsys.readouterr().out
-    with pytest.raises(QuestionTooLongError):
-        dialogue.take("x" * 300)
+    hold(monkeypatch, asked, [*(f"question {number}" for number in range(8)), "x" * 300, "y"])
+    assert [len(question) for question, _ in asked.seen if isinstance(question, list)].count(3) > 1
+    assert str(asked.seen[-1][0]).endswith("y'}]") or asked.seen[-1][0] == "y"
+    shown = capsys.readouterr()
+    assert "the earlier ones are dropped" in shown.out and "rloo-kit: no room" in shown.err
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -438,10 +386,10 @@ class Terminal:
         os.close(other)
         self.text, self.read = "", 0
 
-    def wait_for(self, text):
-        """The output up to and including `text`."""
+    def wait_for(self, text, more=0):
+        """The output up to and including `text`, once there are `more` characters in all."""
         deadline = time.monotonic() + 120
-        while text not in self.text[self.read :]:
+        while text not in self.text[self.read :] or len(self.text) - self.read < more:
             assert time.monotonic() < deadline, self.text
             if select.select([self.end], [], [], 1)[0]:
                 self.text += os.read(self.end, 4096).decode(errors="replace")
@@ -455,20 +403,16 @@ class Terminal:
 @pytest.mark.slow
 def test_a_dialogue_at_a_terminal(run_folder):
     """Ctrl-C stops an answer and not the dialogue, the next question is answered, Ctrl-D ends it with code 0."""
-    terminal = Terminal(
-        command(run_folder, "--set", "model.max_seq_length=512", "--set", "rloo.max_completion_length=400")
-    )
+    words = ("--set", "model.max_seq_length=512", "--set", "rloo.max_completion_length=400", "--history")
+    terminal = Terminal(command(run_folder, *words))
     try:
         terminal.wait_for("\n> ")
         terminal.send("1+2=\n")
-        terminal.wait_for("\x1b[2m")  # thinking is dim
+        terminal.wait_for("1+2=\r\n", more=20)  # it samples
         terminal.send("\x03")
         assert "(stopped" in terminal.wait_for("\n> ")
-        terminal.send("/budget 3\n")
-        terminal.wait_for("\n> ")
         terminal.send("3+4=\n")
-        shown = terminal.wait_for("tokens/s")
-        assert "3 of thinking" in shown and "closed by the budget" in shown
+        assert "of thinking" in terminal.wait_for("tokens/s")
         terminal.wait_for("\n> ")
         terminal.send("<think>\n")
         assert "rloo-kit: the user message contains" in terminal.wait_for("\n> ")

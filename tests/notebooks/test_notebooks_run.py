@@ -116,7 +116,7 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     assert re.search(r"^accuracy [+-]\d", text_of(output, "kit.compare("))
     check_group(text_of(output, "scored = "))
     asked = text_of(output, "kit.ask(")
-    thinking = r"(thinking:\n((\d[\d+]*=\d+|\?)\n)+answer:\n)?" if "thinking" in name else ""
+    thinking = r"(thinking:\n((\d[\d+]*=\d+|\?)\n)+\nanswer:\n)?" if "thinking" in name else ""
     # A number, with nothing of the thinking left in it, and then the question, one of the held-out prompts.
     end = r"\n\(\d+ tokens.*(ended|truncated); .* tokens/s\)\n\nThe question was: (.+)\n$"
     found = re.fullmatch(rf"{thinking}\d+{end}", asked)

@@ -36,23 +36,18 @@ def test_vllm_streams_what_it_samples_without_a_listener(in_process: tuple[Any, 
     """A request that tells of each step is another kind of request: its tokens have to be the same, for a seed, and
     those behind a forced close come from a second one."""
     import rloo_kit as kit
+    from rloo_kit.rollout.completions import generate_completions
 
     run, policy = in_process
-    pieces: list[tuple[str, str]] = []
+    prompt, shown = kit.load_data(run, policy.tokenizer).test[0]["prompt"], list[list[int]]()
     for temperature in (0.0, 1.0):
-        pieces.clear()
-        options = {"temperature": temperature, "seed": 3, "budget": budget}
-        heard = kit.ask(run, policy, DIFFERENCE, stream=lambda *piece: pieces.append(piece), **options)
-        plain = kit.ask(run, policy, DIFFERENCE, stream=False, **options)
-        named = ("thinking", "answer", "tokens", "thinking_tokens", "ended", "forced")
-        assert all(getattr(heard, name) == getattr(plain, name) for name in named)
-        # A stream cannot wait for the last </think>, where the answer begins: a model may go on after a forced one.
-        first, _, rest = f"{heard.thinking}</think>{heard.answer}".partition("</think>")
-        for part, text in (("thinking", first), ("answer", rest)):
-            said = "".join(piece for found, piece in pieces if found == part)
-            assert "".join(said.split()) == "".join(text.split()), part
-        assert len(pieces) > 4, "token by token"
-        assert heard.forced == (budget is not None and heard.thinking_tokens == budget)
+        shown.clear()
+        options: dict[str, Any] = {"max_completion_length": 60, "temperature": temperature, "seed": 3}
+        options |= {"engine": run.rollout, "thinking_budget": budget, "answer_budget": budget and 20}
+        (plain,) = generate_completions(policy, [prompt], **options)
+        (heard,) = generate_completions(policy, [prompt], on_tokens=lambda _, ids: shown.append(list(ids)), **options)
+        assert heard.ids == plain.ids and heard.forced == plain.forced
+        assert all(heard.ids[: len(ids)] == ids for ids in shown) and len(shown) > 4, "token by token"
 
 
 def test_vllm_asks_the_base_without_the_adapter(in_process: tuple[Any, Any]) -> None:
@@ -76,11 +71,9 @@ def test_a_server_answers_for_the_policy_and_its_base(server: VllmServer) -> Non
     import rloo_kit as kit
 
     run, policy = make_policy("rollout.engine=server", f"rollout.server_url={server.url}")
-    pieces: list[tuple[str, str]] = []
-    given = kit.ask(run, policy, QUESTION, base=True, temperature=0, stream=lambda *piece: pieces.append(piece))
+    given = kit.ask(run, policy, QUESTION, base=True, temperature=0, stream=False)
     native = run.model_copy(update={"rollout": type(run.rollout)(engine="native")})
     own = kit.ask(native, policy, QUESTION, base=True, temperature=0, stream=False)
     assert given.base is not None and own.base is not None
     assert (given.thinking, given.answer) == (own.thinking, own.answer)
     assert (given.base.thinking, given.base.answer) == (own.base.thinking, own.base.answer)
-    assert "".join(text for part, text in pieces if part == "thinking") == given.thinking
