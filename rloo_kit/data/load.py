@@ -349,7 +349,6 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
         for row in range(len(source))
     )
     rows = [(place, row) for _, place, row in order]
-    places = [sources[place].where(row) for place, row in rows]
 
     def mixed(columns: list[Any]) -> list[Any]:
         return [columns[place][row] for place, row in rows]
@@ -357,7 +356,7 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
     others: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for source in sources for name in source.other_names):
         columns = [list(source.column(name)) for source in sources]
-        others[name] = arrow_column(name, mixed(columns), places.__getitem__)
+        others[name] = arrow_column(name, mixed(columns), " with ".join(source.name for source in sources))
     others.setdefault(SOURCE_COLUMN, [labels[place] for place, _ in rows])
     has_answers = any(source.answers is not None for source in sources)
     return DataSource(
@@ -365,7 +364,7 @@ def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
         prompts=mixed([source.prompts for source in sources]),
         answers=mixed([source.answers or [None] * len(source) for source in sources]) if has_answers else None,
         others=others,
-        places=places,
+        places=[sources[place].where(row) for place, row in rows],
         notes=tuple(note for source in sources for note in source.notes),
         is_mix=True,
     )
@@ -423,7 +422,7 @@ def _as_one_type(source: DataSource, column: str) -> DataSource:
     if answers is None or is_plain(answers):
         return source
     try:
-        return replace(source, answers=arrow_column(column, answers, source.where))
+        return replace(source, answers=arrow_column(column, answers, source.name))
     except DataError:
         if not all(isinstance(value, str | Real | Decimal | None) for value in answers):
             raise

@@ -6,8 +6,7 @@ import json
 import math
 import re
 import stat
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -264,7 +263,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
     for key in names:
         if key not in taken:
             with suppress(DataError) if key in (columns.prompt, columns.answer) else nullcontext():
-                others[key] = arrow_column(key, [row.get(key) for row in rows], lambda row: f"{name}, {places[row]}")
+                others[key] = arrow_column(key, [row.get(key) for row in rows], name)
     return DataSource(
         name=name,
         prompts=[parse_conversation(row[columns.prompt]) for row in rows],
@@ -437,32 +436,23 @@ def to_dataset(columns: Any, name: str) -> Any:
         raise DataError(f"{name}: Arrow cannot store the columns {', '.join(columns)}: {error}") from error
 
 
-def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
-    """`values` as Arrow gives them back from one column, objects with the keys of all rows; raises DataError with the
-    place of the first that it cannot store with those before it."""
+def arrow_column(key: str, values: list[Any], name: str) -> list[Any]:
+    """`values` as Arrow gives them back from one column, objects with the keys of all rows; raises DataError, with the
+    source `name` and pyarrow's error, if it cannot store them."""
     kinds = {type(value) for value in values}
     if float in kinds and not kinds <= {float, int, type(None)}:  # pandas writes NaN where a text is missing
         values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
     if is_plain(values):
         return values
-    for row in (row for row, value in enumerate(values) if _is_deep(value)):  # Arrow would overflow the C stack
-        raise DataError(f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself")
-    error = _store(values)
-    if not isinstance(error, Exception):
-        return list(error.to_pylist())
-    first_bad = bisect_left(range(len(values)), True, key=lambda row: isinstance(_store(values[: row + 1]), Exception))
-    what = f"column '{key}' has a value that Arrow cannot store with those before it ({error})"
-    raise DataError(f"{where(first_bad)}: {what}; a column has one type: convert, rename or remove it") from error
-
-
-def _store(values: list[Any]) -> Any:
-    """The values as an Arrow array, or the error."""
+    if any(map(_is_deep, values)):  # Arrow would overflow the C stack
+        raise DataError(f"{name}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself")
     import pyarrow
 
     try:
-        return pyarrow.array(values)
+        return list(pyarrow.array(values).to_pylist())
     except Exception as error:  # pyarrow's, or of an object that it looks into
-        return error
+        what = f"column '{key}' has values that Arrow cannot store in one column ({error})"
+        raise DataError(f"{name}: {what}; a column has one type: convert, rename or remove it") from error
 
 
 def is_plain(values: list[Any]) -> bool:

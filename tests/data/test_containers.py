@@ -68,7 +68,7 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     ),
     "types of a key.jsonl": (
         jsonl(*({"prompt": "a", "answer": "1", "more": {"a": value}} for value in (1, "x"))),
-        "line 2: column 'more'", "line 2: column 'more'",
+        "types of a key.jsonl: column 'more'", "types of a key.jsonl: column 'more'",
     ),
     "infinite.jsonl": (jsonl({"prompt": "a", "answer": 1e999}), {"answer": 1e999}, "line 1: an answer of type float"),
     "talk.parquet": (parquet(prompt=[TALK], answer=["2"]), {"prompt": SEEN}, ""),

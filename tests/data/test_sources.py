@@ -180,7 +180,7 @@ def test_faults_of_a_mix_name_the_entry(make_run, write, tiny_tokenizer):
         with pytest.raises(DataError, match=text):
             load_data(make_run(reward=reward, sources=[{"source": str(sums)}, *entries], **data), tiny_tokenizer)
 
-    fails(r"b\.jsonl, line 1: column 'level' has a value that Arrow .* convert, rename or", {"source": str(gold)})
+    fails(r"b\.jsonl: column 'level' has values that Arrow .* convert, rename or", {"source": str(gold)})
     fails(r"^data\.sources\.1\.source: no file c\.csv", {"source": "c.csv"})
     fails(r"data\.sources\.1\.prompt_column", {"source": str(gold), "prompt_column": "q"})
     fails(r"data\.sources\.1\.answer_column", {"source": str(gold), "answer_column": "q"})
