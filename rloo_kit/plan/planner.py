@@ -1,6 +1,6 @@
 """Plan whether a run fits a GPU: GiB by part from `config.json` and the run's keys, without torch, weights, network.
 
-First the machine and the workload, then the engine that samples, then the plan with its margin, changes and notes.
+First the machine and the workload, then the engine that samples, then the plan with its margin and changes.
 """
 
 import os
@@ -302,7 +302,6 @@ def plan_vram(
         margins=tuple(_find_margins(run, work, rows, machine)),
         no_gpu=no_gpu,
         changes=() if fits else tuple(find_changes(run, work, rows, limit)),
-        notes=tuple(_find_notes(run, work, machine)),
     )
 
 
@@ -348,29 +347,6 @@ def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -
     if (unmeasured := unmeasured_gib(work, max(rollout, training), part)) > 0:
         here = "on this machine" if machine.is_here else "on that GPU"
         yield Margin(unmeasured, f"not measured {here}: {work.unmeasured:.0%} of the computed peak")
-
-
-def _find_notes(run: RunConfig, work: Workload, machine: Machine) -> Iterator[str]:
-    """What the figures assume."""
-    if (rloo := run.rloo).has_tools:
-        most = f"{rloo.max_turns} turns and {rloo.max_tool_calls} results of {rloo.tool_result_tokens} tokens"
-        yield (
-            f"an episode, at most {most}, has the {rloo.max_completion_length} tokens of rloo.max_completion_length, "
-            "so tools take no more memory; one without room for its next result is cut off. The time that tools "
-            "themselves take is not counted"
-        )
-    if work.unknown_bytes:
-        yield (
-            f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
-            "All are counted in 4 bit; the margin allows for the difference"
-        )
-    if work.shape.delta is not None:
-        layers = f"{len(work.shape.delta.layers)} of {work.shape.num_layers} layers"
-        yield f"{layers} have a state in place of a KV cache; the activations of these are an estimate on the high side"
-    if machine.on_cuda:
-        backend = "Unsloth" if work.fused and work.shape.has_kernels else "transformers"
-        why = "; Unsloth has no kernels for this type of model" if work.fused and backend == "transformers" else ""
-        yield f"activations are computed for the {backend} backend{why}"
 
 
 # ------------------------------------------------------------------------------------------ what to change

@@ -108,7 +108,7 @@ class VramPlan:
         binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and vLLM can sample
             if `rollout.engine` is vllm.
         verdict: "fits", "tight" if less than the margin is left, or "does not fit".
-        changes: what to change if it does not fit, cheapest first. notes: what the figures assume.
+        changes: what to change if it does not fit, cheapest first.
     """
 
     run: str
@@ -126,7 +126,6 @@ class VramPlan:
     margins: tuple[Margin, ...]
     no_gpu: Problem | None
     changes: tuple[Remedy, ...]
-    notes: tuple[str, ...]
 
     @property
     def binds(self) -> str:
@@ -185,7 +184,6 @@ class VramPlan:
             "margins": [rounded(one, "gib", "reason") for one in self.margins],
             "parts": {part.name: rounded(part, *peaks) for part in self.parts},
             "changes": [rounded(one, "override", *peaks, "fits") for one in self.changes],
-            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -204,7 +202,7 @@ class VramPlan:
             lines.append(f"  {change.override:<38} {peak:6.2f} GiB ({which}){', fits' if change.fits else ''}")
         if self.changes and not self.changes[-1].fits:
             lines.append("  these are not enough: also take a smaller model or a larger GPU")
-        return "\n".join([*lines, *(fill_text(f"note: {note}") for note in self.notes)])
+        return "\n".join(lines)
 
     def _say(self) -> Iterator[str]:
         """The verdict, engine, rows, speed, and the heading of the changes."""
