@@ -162,14 +162,11 @@ def _sample(
     run: RunConfig, policy: Policy, prompts: list[str], samples: int, seed: int, rows: Any, note: Progress | None = None
 ) -> list[Completion]:
     """Completions of training prompts, sampled as RLOO samples; `rows`: of the dataset, for an environment."""
-    options = {"batch_size": run.rollout.rows or run.eval.batch_size, "engine": run.rollout, **_sampling_of(run)}
+    options: dict[str, Any] = {"batch_size": run.rollout.rows or run.eval.batch_size, "engine": run.rollout}
+    names = ("max_completion_length", "temperature", "thinking_budget", "answer_budget", "thinking_close")
+    options |= {name: getattr(run.rloo, name) for name in names}
     options |= {"tools": open_tools(run, policy), "rows": rows, "on_batch": note}
     return generate_completions(policy, prompts, num_samples=samples, seed=seed, **options)
-
-
-def _sampling_of(run: RunConfig) -> dict[str, Any]:
-    names = ("max_completion_length", "temperature", "thinking_budget", "answer_budget", "thinking_close")
-    return {name: getattr(run.rloo, name) for name in names}
 
 
 @dataclass(frozen=True)

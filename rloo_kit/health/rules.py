@@ -165,11 +165,6 @@ def answer_metric(seen: Series) -> str:
     return next((name for one in ANSWERS if seen.all(name := f"rewards/{one}/mean")), "")
 
 
-def closed_at_first(seen: Series) -> float:
-    """The share of thoughts that the budget closed in the first steps."""
-    return mean(seen.first("thinking/forced_ratio", 5) or [0.0])
-
-
 def last_of(seen: Series, name: str, count: int) -> list[float]:
     """The last values, or as many as there are; [0.0] without any."""
     return [point.value for point in seen.all(name)[-count:]] or [0.0]
@@ -428,8 +423,8 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "entropy_collapse"),
 )  # fmt: skip
 def length_collapse(seen: Series, context: Context) -> Evidence | None:
-    answers = answer_metric(seen)
-    if context.wants_shorter(closed_at_first(seen)) and not (answers and seen.trend(answers) <= -2):
+    answers, forced = answer_metric(seen), mean(seen.first("thinking/forced_ratio", 5) or [0.0])
+    if context.wants_shorter(forced) and not (answers and seen.trend(answers) <= -2):
         return None
     limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
     cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])

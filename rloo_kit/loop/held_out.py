@@ -61,19 +61,6 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
     raise ConfigError(f"{found}: no evaluation during training (eval.every_steps) can measure that; {options}")
 
 
-def draw_prompts(run: RunConfig, test: Any) -> Any:
-    """The `eval.every_prompts` held-out prompts of all evaluations during training, drawn by `data.seed`."""
-    count = min(run.eval.every_prompts, len(test))
-    return test.select(sorted(random.Random(f"eval-{run.data.seed}").sample(range(len(test)), count)))
-
-
-def settings_during_training(run: RunConfig) -> RunConfig:
-    """The run with an `eval` that only measures sampled completions."""
-    alone: dict[str, Any] = {"num_prompts": None, "greedy": False, "pass_at_k": []}
-    alone |= {"thinking_budgets": [], "num_completions": 0}
-    return run.model_copy(update={"eval": run.eval.model_copy(update=alone)})
-
-
 class Evaluations(TrainerCallback):
     """Evaluates before the first step, after every `eval.every_steps` and after the last one.
 
@@ -85,9 +72,12 @@ class Evaluations(TrainerCallback):
     def __init__(
         self, run: RunConfig, policy: Policy, test: Any, rewards: Sequence[Any], run_dir: RunDir, interrupts: Interrupts
     ) -> None:
-        self.run, self.policy = settings_during_training(run), policy
+        alone: dict[str, Any] = {"num_prompts": None, "greedy": False, "pass_at_k": []}  # only sampled completions
+        alone |= {"thinking_budgets": [], "num_completions": 0}
+        self.run, self.policy = run.model_copy(update={"eval": run.eval.model_copy(update=alone)}), policy
         self.run_dir, self.interrupts = run_dir, interrupts
-        self.prompts = draw_prompts(run, test)
+        drawn = random.Random(f"eval-{run.data.seed}").sample(range(len(test)), min(run.eval.every_prompts, len(test)))
+        self.prompts = test.select(sorted(drawn))  # the same in all evaluations
         self.rewards = HeldOutRewards(run, rewards)
         self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts), rewards)
         self.history = HeldOutHistory(choose_measure(run, test, rewards), run.eval.patience)

@@ -19,7 +19,6 @@ from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import Completions, Judged, RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rollout.completions import measure_calls
-from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.types import split_turns
 from rloo_kit.think_tags import ThinkTags, answer_offset, count_closing, count_thinking, span_offsets
 
@@ -234,6 +233,10 @@ class Recorder:
             ids = split_turns(found.completion_ids[index], found.context[index])[-1]  # whose text that is
             start = len(found.completion_ids[index]) - len(ids)
             spans = [(one - start, end - start) for one, end in found.forced[index] if one >= start]
+            turns: dict[str, Any] = {}
+            if episode is not None:
+                turns = {"turns": episode.messages, "tool_calls": len(episode.calls)}
+                turns |= {"tool_failures": episode.count("failed"), "cut_by": episode.cut}
             rows.append(
                 {
                     "step": self.trainer.state.global_step,
@@ -249,7 +252,7 @@ class Recorder:
                     "truncated": found.truncated[index],
                     "forced": bool(column["forced"]),
                     **({"forced_chars": span_offsets(spans[0], ids, tokenizer)} if spans else {}),
-                    **({} if episode is None else _describe_episode(episode)),
+                    **turns,
                     "kl": column["kl"],
                     "rewards": {name: _or_none(value) for name, value in rewards},
                     "reward": _or_none(batch.judged.raw_scores[among_all].item()),
@@ -428,16 +431,6 @@ def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torc
         return by_text
     by_verifier = rewards_per_func[:, names.index(GYM_REWARD)]
     return by_verifier if by_text is None else torch.where(by_verifier.isnan(), by_text, by_verifier)
-
-
-def _describe_episode(episode: Episode) -> dict[str, Any]:
-    """What a row of `rollouts/` says of an episode."""
-    return {
-        "turns": episode.messages,
-        "tool_calls": len(episode.calls),
-        "tool_failures": episode.count("failed"),
-        "cut_by": episode.cut,
-    }
 
 
 def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict[str, float]:

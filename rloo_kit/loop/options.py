@@ -348,7 +348,12 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
     if not args:  # TRL's default refuses to run without an accelerator
         name = model if isinstance(model, str) else model.config.name_or_path
         args = RLOOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-RLOO")
-    args = arguments["args"] = _with_reward_weights(args, rewards)
+    if args.reward_weights is None or args.reward_weights is getattr(args, "_carried", None):
+        weights = [getattr(reward, "weight", 1.0) for reward in rewards]  # which rewards from `build_rewards` carry
+        args._carried = args.reward_weights = [float(w) if isinstance(w, (int, float)) else 1.0 for w in weights]
+    if not any(args.reward_weights):
+        raise ConfigError("the weights of all rewards (reward_weights) are 0, so nothing would be learnt: raise one")
+    arguments["args"] = args
     for name in ("train_dataset", "eval_dataset"):
         found = arguments.get(name)
         for dataset in found.values() if isinstance(found, dict) else [found]:
@@ -459,13 +464,3 @@ def _take_vllm(args: Any) -> None:
     if args.vllm_mode == "server":
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         args.rollout_engine, args.rollout_server_url = "server", getattr(args, "rollout_server_url", None) or url
-
-
-def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
-    """The weights that rewards from `build_rewards` carry, unless the config has others than an earlier trainer's."""
-    if args.reward_weights is None or args.reward_weights is getattr(args, "_carried", None):
-        weights = [getattr(reward, "weight", 1.0) for reward in rewards]
-        args._carried = args.reward_weights = [float(w) if isinstance(w, (int, float)) else 1.0 for w in weights]
-    if not any(args.reward_weights):
-        raise ConfigError("the weights of all rewards (reward_weights) are 0, so nothing would be learnt: raise one")
-    return args

@@ -204,7 +204,10 @@ def build(
     """
     recipe = _recipe(name, vocabulary, seed, steps)
     say = report or (lambda line: print(line, flush=True))
-    target = cache_folder() / _folder_name(recipe, steps)
+    kind, family = recipe["kind"], recipe["family"]
+    named = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
+    number = "" if steps is None else f"-{steps}steps"
+    target = cache_folder() / f"{named}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
 
     def fill(workspace: Path) -> None:
         say(f"building embedded/{name}, once; cached in {target.parent}")
@@ -258,14 +261,6 @@ def rebuild(name: str) -> Path | None:
         return None
     steps = found["steps"]
     return build(found["name"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
-
-
-def _folder_name(recipe: dict[str, Any], steps: int | None) -> str:
-    """The cache key: name, vocabulary, seed and recipe."""
-    kind, family = recipe["kind"], recipe["family"]
-    name = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
-    number = "" if steps is None else f"-{steps}steps"
-    return f"{name}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
 
 
 def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:

@@ -77,7 +77,12 @@ def publish(folder: Path, target: Path) -> None:
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
-    _sync_folder(target.parent)
+    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
+        handle = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     shutil.rmtree(folder.parent)
 
 
@@ -149,12 +154,3 @@ def _digest(path: Path) -> str:
 
 def _digest_of(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
