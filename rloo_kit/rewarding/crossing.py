@@ -255,9 +255,11 @@ class Link:
         known, changes, dropped = set(self.objects), [], []
         try:
             encoded = [self.encode(one) for one in given]
-        except BaseException:  # nothing crosses
+        except BaseException as error:  # nothing crosses
             for number in self.objects.keys() - known:
                 self.forget(number)
+            if isinstance(error, RecursionError):
+                raise Uncrossed("a value is nested too deep to cross") from None
             raise
         for number in [one for one in known & self.seen.keys() if self.seen[one] is not None]:  # it is being decoded
             value = self.objects[number]
@@ -489,7 +491,7 @@ class TestsEnd(Link):
         self.pid, self.call_s, self.left_s, self.gone = pid, call_s, answer_s, False
         self.began: tuple[float, float] | None = None
         self.uncrossed: list[str] = []  # why only plain Python knows
-        self.has_blind, self.has_objects = False, False
+        self.has_blind, self.has_objects, self.solution = False, False, None
         self.expects_stop = False  # whether the tests name StopIteration
         self.tested: set[Any] = set()
         self.trusted: set[int] = set()
@@ -508,6 +510,10 @@ class TestsEnd(Link):
     def known(self, number: int) -> Any:
         self.trusted.discard(id(self.objects[number]))
         return self.objects[number]
+
+    def raised(self, name: str, *args: Any) -> BaseException:
+        self.has_objects |= name != "StopIteration"  # of which nothing crosses but its arguments
+        return super().raised(name, *args)
 
     def forget(self, number: int) -> None:
         self.trusted.discard(id(self.objects.get(number)))
@@ -556,7 +562,9 @@ class TestsEnd(Link):
     def receive(self) -> list[Any]:
         try:
             found = super().receive()
-        except Exception:
+        except Exception as error:
+            if not isinstance(error, json.JSONDecodeError):  # else the code's process has ended
+                self.uncrossed.append("a value of the code's cannot cross")
             self.stop()
         if found[0] == "uncrossed":
             self.refuse(found[1])
@@ -585,8 +593,8 @@ class TestsEnd(Link):
         if name.startswith("__array"):  # by which numpy would hand it the other value
             raise AttributeError(name)
         found = self.use("getattr", value, name)
-        is_method = is_mirrored(found) and type(found).__name__ in ("method", "builtin_function_or_method")
-        if is_method and name in COMPARING.split() and id(value) not in self.trusted and type(value) is not Mirror:
+        is_of_object = value is not self.solution and type(value) is not Mirror and id(value) not in self.trusted
+        if is_of_object and name in COMPARING.split() and is_mirrored(found):
             self.refuse(f"they give a value to {name} of an object that the code has made")
         if name == "__dataclass_fields__":
             self.refuse("they read __dataclass_fields__")
@@ -736,7 +744,7 @@ def judge_code(peer: TestsEnd, row: dict[str, Any]) -> dict[str, Any]:
     builtins.isinstance = is_instance
     space, value = {"__name__": "__main__"}, 0.0
     with suppress(Exception, SystemExit, Uncrossed):
-        solution = peer.ask("run", row["code"])
+        solution = peer.solution = peer.ask("run", row["code"])
         for name in row["names"]:
             with suppress(AttributeError):
                 space[name] = solution if name == "solution" else getattr(solution, name)
@@ -752,7 +760,7 @@ def judge_code(peer: TestsEnd, row: dict[str, Any]) -> dict[str, Any]:
 
 def is_idle(used_s: float, waited_s: float) -> bool:
     """Whether a process sleeps: one that does not gets more of the time on the busiest machine."""
-    return waited_s > 0.1 and used_s < waited_s / 50
+    return waited_s > 0.1 and used_s < waited_s / 20
 
 
 def is_late(used_s: float, waited_s: float, limit_s: float) -> bool:

@@ -323,29 +323,28 @@ def test_quick_tests_pass_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        judge = CodeReward(thinking=False, test_timeout_s=0.5, answer_timeout_s=4.0)
+        judge = CodeReward(thinking=False, test_timeout_s=1.0, answer_timeout_s=4.0)
         pairs = [{"input": f"{n}\n", "output": f"{n * n}"} for n in range(200)]
         assert score(judge, "n = int(input())\nprint(n * n)", pairs) == 1.0
         slow = (
             "import time\ndef f(n):\n    ends = time.process_time() + 0.3\n    while time.process_time() < ends: pass\n"
         )
         assert score(judge, slow + "    return n", ["assert f(1) == 1", "assert f(2) == 2"]) == 1.0
-        assert score(judge, slow.replace("0.3", "0.8") + "    return n", ["assert f(1) == 1"]) == 0.0
+        assert score(judge, slow.replace("0.3", "1.5") + "    return n", ["assert f(1) == 1"]) == 0.0
     finally:
         for one in loops:
             one.kill()
             one.wait()
 
 
-def test_code_that_neither_sleeps_nor_works(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """It is late; but on a machine that is busy, code that was never given its time is not wrong."""
-    judge = CodeReward(thinking=False, test_timeout_s=0.5, answer_timeout_s=0.5)
-    code = "import time\ndef f():\n    while True:\n        for n in range(10**5): pass\n        time.sleep(0.02)"
-    assert score(judge, code, ["assert f() == 1"]) == 0.0
+def test_a_machine_that_is_too_busy_is_a_failure(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that was never given the time that it may take is not wrong; else it is late."""
+    given, limits = b"11\nimport time\n2\n+1\n", {"call_s": 2.0, "answer_s": 10.0}
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 9.0, 9.0))
+    assert find_jail().run("programs", given, -0.2, **limits) == b""  # it waits for no time at all
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 9.0, 9.0))
-    monkeypatch.setattr(code_module, "SLOWEST", -3.9)
-    assert math.isnan(score(judge, code, ["assert f() == 1"]) or 0.0)
-    assert "the machine is too busy: code that may take 0.5 s of CPU time" in capsys.readouterr().out
+    with pytest.raises(RewardError, match="the machine is too busy: code that may take 10 s of CPU time"):
+        find_jail().run("programs", given, -0.2, **limits)
 
 
 def test_problems_as_data_sets_have_them(reward: CodeReward) -> None:
