@@ -563,7 +563,7 @@ class TestsEnd(Link):
         try:
             found = super().receive()
         except Exception as error:
-            if not isinstance(error, json.JSONDecodeError):  # else the code's process has ended
+            if not isinstance(error, Gone | json.JSONDecodeError):  # else the code's process is late, or has ended
                 self.uncrossed.append("a value of the code's cannot cross")
             self.stop()
         if found[0] == "uncrossed":
