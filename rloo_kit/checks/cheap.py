@@ -27,6 +27,7 @@ from rloo_kit.plan import parts
 from rloo_kit.plan.parts import own_bytes
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
+from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, find_row_faults
 from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
@@ -264,7 +265,7 @@ def _try_reward(
         found += "None does: the chat template opens it in the prompt"
         fix = "make it optional in the pattern, or remove it"
         faults.append(Problem("rewards", found, fix, level="warning"))
-    return values
+    return None if isinstance(inner, CodeReward) else values  # none of them is code
 
 
 def _find_no_signal(scores: list[list[float | None] | None], weights: list[float], names: list[str]) -> list[Problem]:

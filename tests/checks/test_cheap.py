@@ -232,3 +232,10 @@ def test_a_pattern_that_wants_the_tag_of_the_prompt(place: Path, opening: str, i
     body = f"    import re\n    return [float(bool(re.fullmatch(r'{pattern}', text, re.S))) for text in completions]\n"
     found = faults_of(place, Faulty("a published pattern", OWN, (), reward(body)))
     assert [(one.level, "the chat template opens it" in str(one)) for one in found] == [("warning", True)] * is_named
+
+
+def test_no_made_up_answer_has_to_be_right_code(place: Path) -> None:
+    """Sound rows of a data set of code had the warning that the reward teaches nothing."""
+    code_faults(place, lambda n: f"assert f({n}) == 1", "rewards=[{name: code_reward}]")
+    found = find_faults(load_config(place / "run.yaml", "data.source=code.jsonl", "rewards=[{name: code_reward}]"))
+    assert not [one for one in found if "teaches nothing" in str(one)]

@@ -396,6 +396,80 @@ def escapes(jail: Jail, place: Path) -> str:
     return "each refused; a call by the x32 table ends the process"
 
 
+THREE = ["assert f(1) == 11", "assert f(2) == 22", "assert f(3) == 33"]
+LINK = "import gc, json\ndef link(): return next(one for one in gc.get_objects() if type(one).__name__ == 'CodeEnd')\n"
+
+
+def forge_messages(jail: Jail, place: Path) -> str:
+    """messages of its own on the pipe: values in advance, exceptions that are functions, changes, classes, questions"""
+    lines = [
+        ["value", [True], [], [], ""],
+        ["value", [{"error": ["exec", "import os; os.write(3, b'{}')"]}], [], [], ""],
+        ["value", [{"shared": "os.system"}], [], [], ""],
+        ["value", [0], [[number, [1]] for number in range(9)], [*range(9)], ""],
+        ["value", [{"object": [99, {"class": [98, "builtins", "int", [], ["__eq__"]]}, None]}], [], [], ""],
+        ["value", [{"same": 1}], [], [], ""],
+        ["ask", ["next", {"same": 1}], [], [], ""],
+        ["uncrossed", ["it"], [], [], ""],
+        ["raise", [{"error": ["SystemExit", 0]}, None], [], [], ""],
+        ["raise", [0, None], [], [], ""],
+    ]
+    for line in lines:
+        sent = f"link().sink.write(json.dumps({line!r}).encode() + b'\\n'); link().sink.flush()"
+        assert score(jail, f"{LINK}def f(x):\n    {sent}\n    return 0", *THREE) == 0.0, line
+        assert score(jail, f"{LINK}{sent}\ndef f(x): return 0", *THREE) == 0.0, line
+    return "0.0: what comes over the pipe is a value or nothing"
+
+
+def objects_as_answers(jail: Jail, place: Path) -> str:
+    """classes in place of functions, children of str, int, list, Counter and of metaclasses, the tested object itself,
+    numpy's and a set's questions to an object"""
+    always = "    def __eq__(s, o): return True\n    __hash__ = lambda s: 0\n"
+    for code in (
+        f"class f:\n    def __init__(s, *a): pass\n{always}",
+        f"class M(type):\n{always}class f(metaclass=M):\n    def __new__(c, *a): return c",
+        *(
+            f"class C({kind}):\n{always}def f(x): return C()"
+            for kind in ("str", "int", "float", "list", "dict", "tuple")
+        ),
+        "def f(x): raise StopIteration(11)",
+    ):
+        assert score(jail, code, *THREE) == 0.0, code
+    itself = f"class Solution:\n    def __getattr__(s, n): return lambda *a: s\n{always}    items = 1\n"
+    assert score(jail, itself, "s = Solution()\nassert s.pop(1) == 11\nassert s.items == 2") == 0.0
+    for code, tests in (
+        ("class A:\n    def __array_function__(s, *a): return True\ndef f(x): return A()", "np.allclose(f(1), [1, 2])"),
+        ("class A:\n    def difference(s, o): return s\n    def __len__(s): return 0\ndef f(x): return A()",
+         "not f(1).difference({11})"),
+        ("class C(Counter):\n    def __getitem__(s, k): return 1\ndef f(x): return C()", "f(1) == Counter('ab')"),
+    ):  # fmt: skip
+        tests = f"import numpy as np\nfrom collections import Counter\nassert {tests}"
+        assert score(jail, f"from collections import Counter\n{code}", tests) in (0.0, None), code
+    return "0.0; not scored where plain Python would believe it"
+
+
+def hold_up(jail: Jail, place: Path) -> str:
+    """SIGSTOP to the tests' process by `fcntl`, sleep and 1 GB of output where only plain Python decides, work that
+    piles up in the tests' process"""
+    freeze = (
+        "import fcntl, os\nread, write = os.pipe()\nfcntl.fcntl(read, 8, os.getppid())\nfcntl.fcntl(read, 10, 19)\n"
+        "fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)\nos.write(write, b'1')\n"
+    )
+    plain = "class A:\n    def __eq__(s, o): return s.at(o)\n    def at(s, o): return o == 11\ndef f(x): return A()\n"
+    plain += "import gc\nif not [one for one in gc.get_objects() if type(one).__name__ == 'CodeEnd']:\n    "
+    before, started = psutil.Process().memory_info().rss, time.monotonic()
+    for code in (
+        freeze + "def f(x): return 0",
+        plain + "import time; time.sleep(1000)",
+        plain + "import os\n    while 1: os.write(1, b'x' * 2**20); os.write(3, b'x' * 2**20)",
+        "def f(x): return range(10**15)",
+    ):
+        tests = "assert sum(f(1)) == 11" if "range" in code else THREE[0]
+        assert score(jail, code, tests, test_timeout_s=0.5, answer_timeout_s=1.0) == 0.0, code
+    assert time.monotonic() - started < 60 and psutil.Process().memory_info().rss - before < 200 * 2**20
+    return "0.0 at its limit, and 16 MiB of output"
+
+
 ATTACKS: list[Callable[[Jail, Path], str]] = [
     fork_bomb,
     sockets,
@@ -413,6 +487,9 @@ ATTACKS: list[Callable[[Jail, Path], str]] = [
     endless_loop,
     thread_bomb,
     escapes,
+    forge_messages,
+    objects_as_answers,
+    hold_up,
 ]
 
 
