@@ -30,7 +30,7 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     counts the run as done; a loop that starts again from the first run throws hours away. A run that hangs in a
     download would hold up every run behind it."""
     modes = ["ok", "fail", "kernel", "sleep", "child"]
-    odd = {"parameters": {"notes": str(tmp_path), "text": "no", "rate": 1e-6, "odd": ["1e-6", True, None, "ü: #{x}"]}}
+    odd = {"parameters": {"notes": str(tmp_path), "text": "no", "rate": 1e-6, "odd": ["1", True, None, "ü: #{x}"]}}
     runs = [run_of(mode, number) for number, mode in enumerate(modes)]
     runs[3]["timeout_s"] = 6
     file = write_batch(tmp_path, runs, **odd)
@@ -45,7 +45,7 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     folder = tmp_path / "out" / "b"
     assert f"fail: started; log: {folder / 'fail' / 'log.txt'}" in printed and "fail: failed after " in printed
     assert "to go on: rloo-kit batch" in printed and "--resume" in printed
-    assert "given no 1e-06 ['1e-6', True, None, 'ü: #{x}'] None" in (folder / "ok" / "log.txt").read_text("utf-8")
+    assert "given no 1e-06 ['1', True, None, 'ü: #{x}'] None" in (folder / "ok" / "log.txt").read_text("utf-8")
     assert (folder / "comparison.html").is_file()
     assert processes_of(tmp_path) == [], "also not what a notebook has started in its own session"
 
