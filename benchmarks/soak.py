@@ -11,7 +11,6 @@ batch is not done, or a process is left behind.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -72,15 +71,11 @@ def watch_batch(runs: int, folder: Path) -> dict[str, Any]:
         folder, [{"name": f"run{number}", "parameters": {"mode": "child", "number": number}} for number in range(runs)]
     )
 
-    def counts() -> dict[str, int]:
-        try:
-            return json.loads((folder / "out" / "b" / "batch.json").read_text(encoding="utf-8"))["counts"]
-        except (OSError, ValueError):
-            return {}
+    def done() -> int:
+        return sum('"state": "done"' in one.read_text(encoding="utf-8") for one in folder.glob("out/b/*/status.json"))
 
-    samples = watch(["batch", str(file)], folder, lambda: counts().get("done", 0), 1)
-    samples = [one for one in samples if one["at"] < runs]
-    return {"samples": samples, "done": counts().get("done", 0), "left": notebooks.processes_of(folder)}
+    samples = [one for one in watch(["batch", str(file)], folder, done, 1) if one["at"] < runs]
+    return {"samples": samples, "done": done(), "left": notebooks.processes_of(folder)}
 
 
 def watch(words: list[str], folder: Path, progress: Callable[[], int], every: int) -> list[dict[str, Any]]:

@@ -393,21 +393,23 @@ def batch(
     overrides: Annotated[
         list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20.")
     ] = None,
-    jobs: Annotated[int | None, Option(min=1, help="Concurrent runs; default: the file's, else 1.")] = None,
+    jobs: Annotated[str | None, Option(hidden=True)] = None,
     resume: Annotated[bool, Option("--resume", help="Run only what is missing or failed.")] = False,
     overwrite: Overwrite = False,
     json: JsonLine = False,
 ) -> None:
-    """Run a notebook with many parameters, each run in a separate process, and compare the runs.
+    """Run a notebook with many parameters, each run in a kernel of its own, and compare the runs.
 
     Exit codes: 0 if every run is done, else the number of runs that are not
     (100: 100 or more); 125 refused, or an error of the batch itself;
     130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
     """
-    from rloo_kit.notebook.batch import load_batch
+    from rloo_kit.notebook.batch import NO_JOBS, load_batch
     from rloo_kit.notebook.batch_run import run_batch
 
-    words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
+    if jobs is not None:
+        raise ConfigError(f"--{NO_JOBS}")
+    words = overrides or []
     again = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
     result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=again)
     if json:

@@ -7,20 +7,20 @@ against the parameters of its notebook.
 import ast
 import hashlib
 import itertools
+import json
 import math
 import re
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rloo_kit.checks.cheap import find_faults
 from rloo_kit.config.run import load_config
-from rloo_kit.config.schema import Count
 from rloo_kit.config.section import Section, explain_errors, suggest
-from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
+from rloo_kit.config.yaml_files import Key, apply_override, read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
 from rloo_kit.system.input_files import (
@@ -36,32 +36,6 @@ from rloo_kit.system.problems import errors_of
 
 TAG = "parameters"  # papermill inserts its values after the first cell with this tag
 MOST_BYTES = 2**30  # of a notebook with its outputs
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-class _Metadata(BaseModel):
-    tags: list[str] | None = None
-
-
-class _Output(BaseModel):
-    output_type: str
-    ename: str = ""
-    evalue: str = ""
-
-
-class _Cell(BaseModel):
-    cell_type: str
-    source: str | list[str] = ""  # text, or a list of lines
-    metadata: _Metadata = _Metadata()
-    execution_count: int | None = None
-    outputs: list[_Output] = []
-
-
-class _File(BaseModel):
-    """What is read of an .ipynb file."""
-
-    nbformat: Literal[4]
-    cells: list[_Cell]
 
 
 @dataclass(frozen=True)
@@ -80,26 +54,22 @@ class Notebook:
     declared: dict[str, Any]
     reads_parameters: bool
 
-    @property
-    def trains(self) -> bool:
-        """Whether it trains: it takes the folder of a training run, which must then exist for it to be done."""
-        return {"run_name", "output_dir"} <= self.declared.keys()
-
 
 def read_notebook(path: Path) -> Notebook:
     """The notebook at `path`. Raises ConfigError if it is not format 4, or its parameters cell is not plain Python."""
     try:
-        cells = [
-            cell for cell in _File.model_validate_json(read_text(path, MOST_BYTES)).cells if cell.cell_type == "code"
-        ]
-    except ValidationError as error:
-        where, found = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        found = json.loads(read_text(path, MOST_BYTES))
+        cells = [cell for cell in found["cells"] if cell["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in cells]
+        tagged = [cell for cell in cells if TAG in list(cell.get("metadata", {}).get("tags") or ())]
+        if found["nbformat"] != 4:
+            raise ValueError(f"nbformat is {found['nbformat']}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is not a notebook of format 4 (.ipynb): {where}: {found}; save it again from Jupyter"
+            f"{path} is not a notebook of format 4 (.ipynb): {type(error).__name__}: {excerpt(str(error))}; save it "
+            "again from Jupyter"
         ) from None
-    sources = ["".join(cell.source) for cell in cells]
-    tagged = (source for source, cell in zip(sources, cells, strict=True) if TAG in (cell.metadata.tags or ()))
-    source = next(tagged, None)
+    source = "".join(tagged[0]["source"]) if tagged else None
     try:
         declared = _read_assignments(source or "")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # a NUL; nesting beyond the parser's depth
@@ -122,38 +92,26 @@ def _read_assignments(source: str) -> dict[str, Any]:
     return found
 
 
-def find_error(path: Path) -> str | None:
-    """The error in an executed notebook: "cell [3]: ValueError: too small"; None without one, or if the file is
-    unreadable (the kernel may have died while it was written)."""
-    try:
-        cells = _File.model_validate_json(path.read_bytes()).cells
-    except (OSError, ValidationError):
-        return None
-    for cell in cells:
-        for output in cell.outputs:
-            if output.output_type == "error" and output.evalue != "0":  # sys.exit(0) is no error
-                where = f"cell [{cell.execution_count}]: " if cell.execution_count else ""
-                return ANSI.sub("", where + ": ".join(filter(None, (output.ename, output.evalue)))) or None
-    return None
-
-
 GIVEN = ("run_name", "output_dir", "resume", "overwrite")  # parameters that the batch sets for each run
 LONGEST_NAME = 100
 MOST_RUNS = 1000  # all are checked before the first one starts
-FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")  # in a batch's folder
+NO_JOBS = (
+    "jobs: there are no runs side by side any more; they go one after the other: remove it. To use two GPUs, split the "
+    "file and start each half in a terminal of its own with another name=... and CUDA_VISIBLE_DEVICES=0 or 1"
+)
 
 
 def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*", name) or len(name) > LONGEST_NAME or name in FILES:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*", name) or len(name) > LONGEST_NAME:
         raise ValueError(
             f"is {excerpt(name)}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second "
-            f"character on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
+            f"character on, at most {LONGEST_NAME}"
         )
     return name
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value survives JSON and papermill's YAML unchanged."""
+    """Whether a value survives JSON and the code of a cell unchanged."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
@@ -165,8 +123,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class RunEntry(Section):
-    """An entry of `runs`: a single run and what it changes; null: as the batch's. Without a name it is named after its
-    parameters."""
+    """An entry of `runs`: what a single run changes; without a name it is named after its parameters."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
     name: Name | None = None
@@ -186,7 +143,6 @@ class BatchFile(Section):
     grid: dict[str, Any] = {}
     runs: list[RunEntry] = []
     timeout_s: Seconds | None = None
-    jobs: Count = 1
 
     @model_validator(mode="after")
     def _check_runs(self) -> "BatchFile":
@@ -212,7 +168,7 @@ class BatchFile(Section):
 
 @dataclass(frozen=True)
 class BatchRun:
-    """One run: `parameters` are those of the file; `timeout_s` None: no limit."""
+    """One run: `parameters` are those of the file; `timeout_s` in seconds, None: no limit."""
 
     name: str
     notebook: Notebook
@@ -227,26 +183,11 @@ class BatchRun:
 
 @dataclass
 class Batch:
-    """A checked batch.
-
-    Attributes:
-        folder: the batch's folder; absolute.
-    """
+    """A checked batch, and its folder (absolute)."""
 
     name: str
     folder: Path
     runs: list[BatchRun]
-    jobs: int
-
-    def varying(self) -> list[str]:
-        """The parameters that differ between runs, in order of appearance."""
-        names = dict.fromkeys(name for run in self.runs for name in run.parameters)
-        return [name for name in names if len({repr(run.resolved.get(name)) for run in self.runs}) > 1]
-
-    def to_yaml(self) -> str:
-        """The batch with every run written out; `load_batch` restores the same runs from it."""
-        runs = [asdict(run) | {"notebook": str(run.notebook.path)} for run in self.runs]
-        return dump_yaml({"name": self.name, "output_dir": str(self.folder.parent), "jobs": self.jobs, "runs": runs})
 
 
 def load_batch(path: str | Path, *overrides: str) -> Batch:
@@ -255,7 +196,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     Args:
         path: the file. Relative notebooks, and the parameter `config`, are looked up in the working folder, then next
             to the file, then in the kit's own folder.
-        overrides: `key=value`, as on the command line: "jobs=2", "parameters.max_steps=20", "grid.seed=[0, 1]".
+        overrides: `key=value`, as on the command line: "name=short", "parameters.max_steps=20", "grid.seed=[0, 1]".
 
     Raises:
         ConfigError: everything that is wrong with it: keys, missing notebooks, parameters that a notebook does not
@@ -269,6 +210,8 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
             "reads it in a batch file such as configs/batch_arithmetic.yaml"
         )
     changed: dict[Key, str] = {apply_override(values, override): override for override in overrides}
+    if "jobs" in values:
+        raise ConfigError(f"{path}: {NO_JOBS}")
     if values.get("name") is None:
         values["name"] = path.stem
     try:
@@ -278,10 +221,15 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     output_dir = working_folder() / expand_user(file.output_dir, f"{path}: output_dir")
     runs, problems = _list_runs(file, path.parent)
     problems += _find_duplicates(runs)
-    problems = problems or _find_parameter_problems(runs)
+    having: dict[str, str] = {}  # each fault of the parameters, with the first run that has it
+    looked: dict[str, list[str]] = {}
+    for run in [] if problems else runs:
+        for problem in _check_parameters(run, looked):
+            having.setdefault(problem, run.name)
+    problems += [f"{name}: {problem}" for problem, name in having.items()]
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
-    return Batch(file.name, output_dir.absolute() / file.name, runs, file.jobs)
+    return Batch(file.name, output_dir.absolute() / file.name, runs)
 
 
 def _list_runs(file: BatchFile, next_to: Path) -> tuple[list[BatchRun], list[str]]:
@@ -331,30 +279,15 @@ def make_name(stem: str, parameters: dict[str, Any]) -> str:
 def _find_duplicates(runs: list[BatchRun]) -> list[str]:
     """Runs with the same name, and runs with the same effect."""
     problems = []
-    names: set[str] = set()
-    contents: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for run in runs:
-        content = repr((run.notebook.path, sorted(run.resolved.items())))
-        if content in contents:
-            given = ", ".join(f"{name}={excerpt(value)}" for name, value in run.parameters.items()) or "no parameters"
-            same = f"{contents[content]} and {run.name} are the same run"
-            problems.append(f"{same} ({run.notebook.path.name} with {given}); remove one of them")
-        elif run.name.casefold() in names:
+        content, name = repr((run.notebook.path, sorted(run.resolved.items()))), run.name.casefold()
+        if content in seen:
+            problems.append(f"{seen[content]} and {run.name} are the same run; remove one of them")
+        elif name in seen:
             problems.append(f"two runs are called {run.name}; give one another name (runs.N.name)")
-        contents.setdefault(content, run.name)
-        names.add(run.name.casefold())
+        seen |= {content: run.name, name: run.name}
     return problems
-
-
-def _find_parameter_problems(runs: list[BatchRun]) -> list[str]:
-    """Faults of the parameters, each once, with the first run that has it."""
-    having: dict[str, list[str]] = {}
-    looked: dict[str, list[str]] = {}
-    for run in runs:
-        for problem in _check_parameters(run, looked):
-            having.setdefault(problem, []).append(run.name)
-    more = {problem: f" (and {len(names) - 1} more)" if len(names) > 1 else "" for problem, names in having.items()}
-    return [f"{names[0]}{more[problem]}: {problem}" for problem, names in having.items()]
 
 
 def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
@@ -366,7 +299,7 @@ def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
         return [f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
     if given := [name for name in GIVEN if name in run.parameters]:
         return [
-            f"{name} is set by the batch, which gives each run its folder and resumes it; remove it" for name in given
+            f"{name} is set by the batch, as it gives each run its folder and resumes it; remove it" for name in given
         ]
     if not notebook.reads_parameters:
         unknown = [name for name in run.parameters if name not in notebook.declared]

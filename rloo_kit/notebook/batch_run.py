@@ -1,56 +1,66 @@
-"""Runs a batch in a single loop: starts, watches, ends, records and compares its runs, with a line per change.
+"""Runs a batch: one notebook after the other by papermill, each in a kernel of its own, and compares them.
 
-A kernel has its own session, so a run's processes are found by a mark in their environment, which children inherit.
-Signals are only noted, for the loop to read, so a Ctrl-C during a save breaks nothing.
+A run is done when its `status.json` says so. Signals are only noted, for the thread that watches a run, so a Ctrl-C
+during a save breaks nothing. A kernel ends by itself when this process is gone.
 """
 
 import importlib.util
+import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import threading
 import time
-import uuid
+from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import psutil
-import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from rloo_kit.errors import SetupError, shorten
-from rloo_kit.notebook.batch import ANSI, Batch, BatchRun, find_error
-from rloo_kit.notebook.batch_folder import (
-    WORDS,
-    BatchDir,
-    RunStatus,
-    State,
-    change,
-    count_states,
-    leading_figure,
-    make_text_table,
-    read_figures,
-    write_comparison,
-)
+from rloo_kit.config.run import changed_keys
+from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError, shorten
+from rloo_kit.notebook.batch import Batch, BatchRun
+from rloo_kit.results.pages import TONES, Cell, Table, format_duration, make_page
+from rloo_kit.results.versus import RunComparison, compare_runs, page_values
 from rloo_kit.runs.checkpoints import STEM
-from rloo_kit.runs.files import now
-from rloo_kit.system.console import format_seconds, render_text
+from rloo_kit.runs.files import now, read_object, write_json, write_text
+from rloo_kit.runs.folder import RunDir
+from rloo_kit.system.console import format_seconds
 from rloo_kit.system.input_files import working_folder
-from rloo_kit.system.isolation import END_TIMEOUT_S, Watchdog, end_marked
+from rloo_kit.system.isolation import end_marked
 from rloo_kit.system.processes import ENDING, handle_signals
 
-BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # id of the batch process; folder of the run
-OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # set in a notebook that starts the batch
+State = Literal["waiting", "running", "done", "failed", "killed", "interrupted"]
+NOTEBOOK, LOG, STATUS = RUN_FILES = ("notebook.ipynb", "log.txt", "status.json")
+PAGE = "comparison.html"
+TRAINING = "run"  # subfolder of a run with its training run
+RUN_MARK = "RLOO_KIT_BATCH_RUN"  # in the environment of a kernel and of all that it starts: the run's folder
 POLL_S = 0.2
-KERNEL_GONE_S = 60.0  # time for papermill to save and end after its kernel is gone
-EVERY_S = 30.0  # between two lines about the active runs
 SAVE_TIMEOUT_S = 120.0  # time for an interrupted training run to finish its step and save a checkpoint
-KERNEL_DIED = 138  # papermill's exit code for a dead kernel
-LONGEST_ERROR = 2000
-LONGEST_LINE = 200  # of an error in a line
-NEEDED = ("papermill", "ipykernel")
+
+
+@dataclass
+class RunStatus:
+    """The status of one run: its `status.json`.
+
+    Attributes:
+        parameters: those of the batch file.
+        started, ended: of the last attempt. seconds: of all attempts that contributed to the result.
+        error: why it is not done. attempts: number of starts.
+    """
+
+    name: str
+    notebook: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    state: State = "waiting"
+    started: str | None = None
+    ended: str | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    attempts: int = 0
 
 
 @dataclass
@@ -58,7 +68,7 @@ class BatchResult:
     """The result of a batch.
 
     Attributes:
-        statuses: one per run. interrupted: whether a signal ended it. files: comparison.html and comparison.csv.
+        statuses: one per run. interrupted: whether a signal ended it. files: comparison.html.
     """
 
     folder: Path
@@ -68,9 +78,8 @@ class BatchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        values = asdict(self)
-        runs, files = values.pop("statuses"), [str(path) for path in self.files]
-        return values | {"folder": str(self.folder), "not_done": self.not_done, "runs": runs, "files": files}
+        values = asdict(self) | {"folder": str(self.folder), "files": list(map(str, self.files))}
+        return values | {"not_done": self.not_done, "runs": values.pop("statuses")}
 
     @property
     def not_done(self) -> int:
@@ -81,285 +90,279 @@ class BatchResult:
 def run_batch(
     batch: Batch, *, resume: bool = False, overwrite: bool = False, command: str = "run_batch(..., resume=True)"
 ) -> BatchResult:
-    """Run every run of `batch` that is not done; a failing run does not stop the others.
+    """Run every run of `batch` that is not done, one after the other; a failing run does not stop the others.
 
     Args:
         batch: the checked batch.
-        resume, overwrite: see `BatchDir.create`.
+        resume: keep what is done, and run what is not.
+        overwrite: delete the files of the batch in its folder (nothing else in it) and start over.
         command: the printed command that resumes the batch.
 
     Raises:
-        RunExistsError, RunNotFoundError, ConfigError, SetupError: see `BatchDir.create`. SetupError also if papermill
-            is missing.
+        RunExistsError: the folder contains a batch and neither flag is given, or something other than a batch.
+        RunNotFoundError: `resume`, and the folder has no batch.
+        ConfigError: both flags; or `resume`, and a run's parameters have changed since it started.
+        SetupError: papermill is missing, or the folder cannot be written.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in ("papermill", "ipykernel") if importlib.util.find_spec(name) is None]:
         raise SetupError(f"a batch needs {', '.join(missing)}; install with: pip install 'rloo-kit[notebook]'")
     if not hasattr(signal, "SIGKILL"):
         raise SetupError("a batch needs the signals of Linux and macOS; on Windows run it in WSL")
-    signals: list[signal.Signals] = []
-    with (
-        handle_signals(ENDING, signals.append),
-        BatchDir.create(batch, resume=resume, overwrite=overwrite) as place,
-    ):
-        return Runner(place, signals, command).run()
+    runner = Runner(batch, open_folder(batch, resume, overwrite), command)
+    with handle_signals(ENDING, runner.note):
+        return runner.run()
 
 
-class RunProcess:
-    """A started run, whose output goes to `log.txt` in its folder.
-
-    Attributes:
-        pid: papermill's. begun: `time.monotonic()` of the start.
-    """
-
-    def __init__(self, run: BatchRun, folder: Path, parameters: dict[str, Any], batch_id: str):
-        self.run, self.folder = run, folder
-        self.begun = time.monotonic()
-        environment = {name: value for name, value in os.environ.items() if name not in OF_A_KERNEL}
-        environment |= {BATCH_MARK: batch_id, RUN_MARK: str(folder)}
-        with open(folder / "log.txt", "ab") as log:
-            log.write(f"=== started {now()}\n".encode())
-            log.flush()
-            self._log_start = log.tell()  # an earlier attempt's output is above
-            self._popen = subprocess.Popen(  # papermill would read a notebook from a pipe
-                papermill_command(run.notebook.path, folder, parameters), stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, cwd=working_folder().absolute(), env=environment, start_new_session=True,
-            )  # fmt: skip
-        self.pid = self._popen.pid
-        self._kernel_seen: float | None = None  # when it was last alive
-
-    def poll(self) -> int | None:
-        """papermill's exit code; None while it runs."""
-        return self._popen.poll()
-
-    def hangs(self) -> bool:
-        """Whether papermill still runs long after its kernel is gone."""
-        with suppress(psutil.Error):
-            children = psutil.Process(self.pid).children()
-            if any(child.status() != psutil.STATUS_ZOMBIE for child in children):
-                self._kernel_seen = time.monotonic()
-        return self._kernel_seen is not None and time.monotonic() - self._kernel_seen > KERNEL_GONE_S
-
-    def interrupt(self, pid: int) -> bool:
-        """Send SIGINT, as Ctrl-C does, to process `pid` if it belongs to the run; returns whether it does."""
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            if process.environ().get(RUN_MARK) == str(self.folder):
-                process.send_signal(signal.SIGINT)
-                return True
-        return False
-
-    def end(self) -> list[int]:
-        """Kill every process of the run that is still alive. Returns the ids of those that did not end."""
-        self._popen.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(END_TIMEOUT_S)  # before psutil, whose wait would consume the exit code
-        return end_marked(lambda marks: marks.get(RUN_MARK) == str(self.folder))
-
-    def last_line(self) -> str | None:
-        """The last non-blank line of its output; None without one."""
-        lines: list[str] = []
-        with suppress(OSError), open(self.folder / "log.txt", "rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 20_000))
-            lines = log.read().decode("utf-8", "replace").splitlines()
-        return next(filter(None, (ANSI.sub("", line).strip() for line in reversed(lines))), None)
+def open_folder(batch: Batch, resume: bool = False, overwrite: bool = False) -> dict[str, RunStatus]:
+    """The statuses of the batch's runs, in order; raises and deletes as `run_batch` says."""
+    statuses = find_statuses(batch.folder)
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite were both given: one keeps the runs, the other deletes them")
+    if resume and not statuses:
+        raise RunNotFoundError(f"no batch to resume in {batch.folder}; start it without --resume")
+    if not statuses and batch.folder.is_dir() and any(batch.folder.iterdir()):
+        raise RunExistsError(
+            f"{batch.folder} is not empty and not a batch's folder (no run's {STATUS} is in it): choose another folder "
+            "with name=... or output_dir=..."
+        )
+    if statuses and not (resume or overwrite):
+        raise RunExistsError(
+            f"{batch.folder} already contains a batch ({count_states(statuses)}): run what is missing or failed with "
+            "--resume, delete it and start over with --overwrite, or choose another name with name=..."
+        )
+    try:
+        batch.folder.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            for folder in map(batch.folder.joinpath, statuses):
+                for name in RUN_FILES:
+                    (folder / name).unlink(missing_ok=True)
+                shutil.rmtree(folder / TRAINING, ignore_errors=True)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+            (batch.folder / PAGE).unlink(missing_ok=True)
+    except OSError as error:
+        raise SetupError(
+            f"the batch's folder {batch.folder} cannot be written: {error.strerror or error}; choose another place "
+            "with output_dir=... or another name with name=..."
+        ) from error
+    found, changed = {}, []
+    for run in batch.runs:
+        fresh = RunStatus(run.name, str(run.notebook.path), run.parameters)
+        one = found[run.name] = statuses.get(run.name, fresh) if resume else fresh
+        given = ({"the notebook": status.notebook, **status.parameters} for status in (one, fresh))
+        changes = [f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed_keys(*given).items()]
+        changed += [f"{run.name}: {', '.join(changes)}"] if changes else []
+        if one.state == "running":
+            one.state, one.error = "killed", "its batch was killed (SIGKILL, a crash, a power failure)"
+    if changed:
+        raise ConfigError(
+            "--resume, but runs have changed since they started:\n"
+            + "\n".join(changed)
+            + "\nchange them back, give them another name, or start the batch over with --overwrite"
+        )
+    return found
 
 
-def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) -> list[str]:
-    """The command that runs `notebook` in this interpreter's kernel; also writes `parameters` to `parameters.yaml` in
-    `folder`."""
-    file = folder / "parameters.yaml"
-    # Not dump_yaml: papermill reads YAML 1.1, where 1e-06 is a string and 1.0e-06 a number.
-    file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
-    options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
-    return [sys.executable, "-m", "rloo_kit.notebook.papermill", *paths, *options]
+def find_statuses(folder: Path) -> dict[str, RunStatus]:
+    """The statuses of all runs of a batch in the folder, by the names of their folders."""
+    found = {}
+    for path in sorted(folder.glob(f"*/{STATUS}")):
+        with suppress(ValidationError):  # damaged, or of something else
+            found[path.parent.name] = TypeAdapter(RunStatus).validate_python(read_object(path))
+    return found
+
+
+def count_states(statuses: dict[str, RunStatus]) -> str:
+    """How many runs are in each state: "2 done, 1 failed"."""
+    counts = Counter(status.state for status in statuses.values())
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def first_line(error: str) -> str:
+    """The first line of an error, shortened."""
+    return shorten(error.strip().partition("\n")[0], 200)
 
 
 class Runner:
-    """One call of `run_batch` in an open folder; `signals` fills up while it runs."""
+    """One call of `run_batch`; `statuses`: of the batch's runs, in order."""
 
-    def __init__(self, place: BatchDir, signals: list[signal.Signals], command: str):
-        self.batch, self.place, self.signals, self.command = place.batch, place, signals, command
-        self.active: list[RunProcess] = []
-        self.batch_id = uuid.uuid4().hex
-        self._printed_at = time.monotonic()
+    def __init__(self, batch: Batch, statuses: dict[str, RunStatus], command: str):
+        self.batch, self.statuses, self.command = batch, statuses, command
+        self.signals: list[str] = []
+
+    def note(self, number: signal.Signals) -> None:
+        """Handle a signal; the third one ends the program like Ctrl-C."""
+        self.signals.append(number.name.replace("SIGINT", "Ctrl-C"))
+        if len(self.signals) > 2:
+            raise KeyboardInterrupt
 
     def run(self) -> BatchResult:
-        place, waiting = self.place, self.place.to_do()
-        for run in waiting:
-            place.save(place.statuses[run.name])
-        above = str(place.folder) + os.sep  # an earlier batch's runs may still be there
-        end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks.get(BATCH_MARK) != self.batch_id)
-        done = len(self.batch.runs) - len(waiting)
-        runs = "1 run" if len(waiting) == 1 else f"{len(waiting)} runs"
+        waiting = [run for run in self.batch.runs if self.statuses[run.name].state != "done"]
+        done = len(self.statuses) - len(waiting)
         kept = f", {done} done already" if done else ""
-        side = f", {self.batch.jobs} side by side" if self.batch.jobs > 1 else ""
-        left = f"; no longer in the file, left alone: {', '.join(place.left)}" if place.left else ""
-        self.print(f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {place.folder}{left}")
-        # An enclosing batch does not end the watchdog before it has ended these runs.
-        environment = {name: value for name, value in os.environ.items() if name not in (BATCH_MARK, RUN_MARK)}
-        with Watchdog(BATCH_MARK, self.batch_id, environment):
-            place.save_batch("running", resume=self.command)
-            try:
-                while (waiting or self.active) and not self.signals:
-                    while waiting and len(self.active) < self.batch.jobs:
-                        self._start(waiting.pop(0))
-                    self._look()
-                    self._print_progress()
-                    time.sleep(POLL_S)
-                if self.signals:
-                    self._interrupt()
-            finally:  # so that a bug or a full disk leaves no process behind
-                for process in self.active:
-                    process.end()
-        left_to_do = place.to_do()
-        interrupted = bool(self.signals and left_to_do)
-        files = self._compare()
-        place.save_batch("interrupted" if interrupted else "finished", resume=self.command)
-        self.print(render_text(make_text_table(place)))
-        for path in files:
-            self.print(f"comparison: {path}")
-        if left_to_do:
-            self.print(f"not done: {len(left_to_do)} of {len(self.batch.runs)} runs; to go on: {self.command}")
-        return BatchResult(place.folder, list(place.statuses.values()), interrupted, files)
+        gone = ", ".join(find_statuses(self.batch.folder).keys() - self.statuses.keys())
+        left = f"; no longer in the file, left alone: {gone}" if gone else ""
+        self.print(f"batch {self.batch.name}: {len(waiting)} runs to do{kept}; all in {self.batch.folder}{left}")
+        for run in waiting:
+            if not self.signals:
+                self._run(run)
+        found, files = self._compare()
+        self.print("\n".join([*([str(found)] if found else []), *(f"comparison: {path}" for path in files)]))
+        result = BatchResult(self.batch.folder, list(self.statuses.values()), False, files)
+        result.interrupted = bool(self.signals and result.not_done)
+        go_on = f"; to go on: {self.command}" if result.not_done else ""
+        self.print(f"batch {self.batch.name}: {count_states(self.statuses)}{go_on}")
+        return result
+
+    def training(self, name: str) -> RunDir:
+        """The folder of a run's training run, which need not exist."""
+        return RunDir(self.batch.folder / name / TRAINING)
 
     # ------------------------------------------------------------------------------------------------ one run
 
-    def _start(self, run: BatchRun) -> None:
-        status, folder = self.place.statuses[run.name], self.place.folder / run.name
-        training = self.place.training(run.name)
-        saved = any((training / "checkpoints").glob(f"{STEM}*"))  # the run itself refuses a damaged one
-        resumes = "resume" in run.notebook.declared and saved
+    def _run(self, run: BatchRun) -> None:
+        status, folder = self.statuses[run.name], self.batch.folder / run.name
+        training = self.training(run.name)
+        resumes = "resume" in run.notebook.declared and any((training / "checkpoints").glob(f"{STEM}*"))
         if not resumes:
             shutil.rmtree(training.folder, ignore_errors=True)  # it starts over
             status.seconds = 0.0
-        (folder / "notebook.ipynb").unlink(missing_ok=True)  # of an earlier attempt
-        own = {"run_name": training.folder.name, "output_dir": str(folder), "resume": resumes, "overwrite": not resumes}
+        folder.mkdir(exist_ok=True)
+        (folder / NOTEBOOK).unlink(missing_ok=True)  # of an earlier attempt
+        own = {"run_name": TRAINING, "output_dir": str(folder), "resume": resumes, "overwrite": not resumes}
         own = {name: value for name, value in own.items() if name in run.notebook.declared}
-        process = RunProcess(run, folder, run.parameters | own, self.batch_id)
-        self.active.append(process)
         status.attempts += 1
-        status.state, status.error, status.exit_code, status.pid = "running", None, None, process.pid
-        status.started, status.ended = now(), None
-        self._record(status)
-
-    def _look(self) -> None:
-        """Conclude runs that have ended, and kill those that take too long or hang."""
-        for process in list(self.active):
-            limit = process.run.timeout_s
-            if process.poll() is not None:
-                self._conclude(process, *self._judge(process))
-            elif limit is not None and time.monotonic() - process.begun > limit:
-                self._conclude(process, "killed", f"took longer than timeout_s={limit:g}")
-            elif process.hangs():
-                self._conclude(process, "killed", "the kernel is gone, and papermill hung")
-
-    def _judge(self, process: RunProcess) -> tuple[State, str | None]:
-        """State and error of a run whose papermill process has ended."""
-        code = process.poll() or 0
-        if code < 0:
-            return "killed", f"papermill was ended by {signal.Signals(-code).name}"
-        if code == KERNEL_DIED:
-            return "killed", "the kernel died; the system ends it with SIGKILL when memory runs out"
-        if code:
-            error = find_error(process.folder / "notebook.ipynb") or process.last_line()
-            return "failed", error or f"papermill ended with exit code {code}"
-        training = self.place.training(process.run.name).status().get("state")
-        if training == "finished" or (training is None and not process.run.notebook.trains):
-            return "done", None
-        found = f"its training run is '{training}'" if training else "it left no training run"
-        return "failed", f"the notebook ended cleanly, but {found} (run/status.json)"
-
-    def _conclude(self, process: RunProcess, state: State, error: str | None) -> None:
-        """Kill the remaining processes of a run, and record how it ended."""
-        left = process.end()
-        self.active.remove(process)
-        status = self.place.statuses[process.run.name]
-        status.state, status.exit_code, status.ended = state, process.poll(), now()
-        status.error = error[:LONGEST_ERROR] if error else None
-        if left:
-            status.error = f"{error or state}; processes that did not end: {', '.join(map(str, left))}"
-        status.seconds = round(status.seconds + time.monotonic() - process.begun, 1)
-        self._record(status)
+        status.state, status.error, status.started, status.ended = "running", None, now(), None
+        write_json(folder / STATUS, asdict(status))
+        where = f"[{list(self.statuses).index(run.name) + 1}/{len(self.statuses)}] {run.name}"
+        self.print(f"{where}: started{' again' if status.attempts > 1 else ''}; log: {folder / LOG}")
+        begun = time.monotonic()
+        status.state, error = self._execute(run, folder, run.parameters | own)
+        status.error = shorten(error) if error else None
+        status.seconds, status.ended = round(status.seconds + time.monotonic() - begun, 1), now()
+        write_json(folder / STATUS, asdict(status))
+        verdict = training.status().get("verdict")
+        why = f"; {verdict.get('kind')}: {verdict.get('sentence')}" if isinstance(verdict, dict) else ""
+        why = f"; {first_line(error)}" if error else why
+        self.print(f"{where}: {status.state} after {format_seconds(status.seconds)}{why}")
         self._compare()
 
-    def _compare(self) -> list[Path]:
+    def _execute(self, run: BatchRun, folder: Path, parameters: dict[str, Any]) -> tuple[State, str | None]:
+        """Run the notebook; state and error. All that it has started is ended with it."""
+        from jupyter_client.manager import AsyncKernelManager
+        from nbclient.exceptions import DeadKernelError
+        from papermill import PapermillExecutionError, execute_notebook
+
+        kernels: list[Any] = []
+        environment = os.environ | {RUN_MARK: str(folder)}
+        environment.pop("JPY_SESSION_NAME", None)  # of a notebook that starts the batch
+        log = logging.FileHandler(folder / LOG, encoding="utf-8", errors="backslashreplace")
+
+        class Kernel(AsyncKernelManager):
+            """A kernel whose processes have a mark, and whose own messages go to the log."""
+
+            async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
+                if self.has_trait("transport_encryption"):  # newer ipykernels warn about plain text
+                    self.transport_encryption = "auto"
+                options |= {"env": environment, "stdout": log.stream, "stderr": log.stream}
+                await super().start_kernel(**options)
+                kernels.append(self.provisioner)
+
+        logger = logging.getLogger("papermill")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(log)
+        logger.info(f"=== started {now()}")  # an earlier attempt's output is above
+        over, late = threading.Event(), threading.Event()
+        watch = threading.Thread(target=self._watch, args=(run, kernels, over, late), daemon=True)
+        watch.start()
+        # papermill would fill in what stands in braces.
+        paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (run.notebook.path, folder / NOTEBOOK)]
+        state: State = "failed"
         try:
-            return write_comparison(self.place)
+            execute_notebook(
+                *paths, parameters, kernel_name="python3", progress_bar=False, log_output=True,
+                cwd=working_folder().absolute(), kernel_manager_class=Kernel,
+            )  # fmt: skip
+            training = self.training(run.name).status().get("state")
+            trains = {"run_name", "output_dir"} <= run.notebook.declared.keys()
+            if training == "finished" or (training is None and not trains):
+                return "done", None
+            found = f"its training run is '{training}'" if training else "it left no training run"
+            why = f"the notebook ended cleanly, but {found} ({TRAINING}/status.json)"
+        except PapermillExecutionError as error:
+            why = f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
+            logger.error(str(error))
+        except DeadKernelError:
+            state, why = "killed", "the kernel died; the system ends it with SIGKILL when memory runs out"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            logger.exception("papermill failed")
+        finally:
+            over.set()
+            watch.join()
+            end_marked(lambda marks: marks.get(RUN_MARK) == str(folder))
+            logger.removeHandler(log)
+            log.close()
+        if self.signals:
+            return "interrupted", f"the batch was ended by {self.signals[0]}"
+        return ("killed", f"took longer than timeout_s={run.timeout_s:g}") if late.is_set() else (state, why)
+
+    def _watch(self, run: BatchRun, kernels: list[Any], over: threading.Event, late: threading.Event) -> None:
+        """Until the run is `over`: end it when its time is up (then it is `late`), or after a signal as soon as a
+        training run has saved its checkpoint or a second signal comes."""
+        begun, until = time.monotonic(), None  # when a signal's time is up
+        while not over.wait(POLL_S):
+            is_training = self.training(run.name).status().get("state") == "running"
+            if self.signals and until is None and kernels:
+                until = time.monotonic() + SAVE_TIMEOUT_S
+                saving = "the training run saves a checkpoint first; a second signal ends it at once"
+                self.print(f"{self.signals[0]}: {saving if is_training else 'ending the run'}")
+                with suppress(ProcessLookupError):
+                    os.kill(kernels[0].pid, signal.SIGINT)  # as Jupyter interrupts a cell
+                continue
+            if run.timeout_s is not None and time.monotonic() - begun > run.timeout_s:
+                late.set()
+            is_up = until is not None and (time.monotonic() > until or not is_training or len(self.signals) > 1)
+            if is_up or late.is_set():
+                end_marked(lambda marks: marks.get(RUN_MARK) == str(self.batch.folder / run.name))
+
+    # ------------------------------------------------------------------------------------------------ results
+
+    def _compare(self) -> tuple[RunComparison | None, list[Path]]:
+        """The training runs that are done, compared with the first of them if there are two; and the page, written."""
+        trained = [run for run in self.batch.runs if self.statuses[run.name].state == "done"]
+        trained = [run for run in trained if (self.training(run.name) / "config.yaml").is_file()]
+        names = [run.name.removeprefix(f"{run.notebook.path.stem}-") for run in trained]
+        if len(set(names)) < len(names):
+            names = [run.name for run in trained]
+        try:
+            found = None
+            if len(trained) > 1:
+                found = compare_runs([self.training(run.name).folder for run in trained], names)
+            return found, [self._write_page(found)]
         except Exception as error:  # the files may come from any notebook; a figure must not end a batch
             self.print(f"the comparison could not be written: {type(error).__name__}: {error}")
-            return []
+            return None, []
 
-    def _record(self, status: RunStatus) -> None:
-        self.place.save(status)
-        self.place.save_batch("running", resume=self.command)
-        self.print_change(status)
-
-    def _interrupt(self) -> None:
-        """Let training runs save a checkpoint, then end everything; a second signal ends everything at once."""
-
-        def is_saving(process: RunProcess) -> bool:
-            return process.poll() is None and self.place.training(process.run.name).status().get("state") == "running"
-
-        asked = []  # an interrupted training run finishes its step and saves
-        for process in filter(is_saving, self.active):
-            if process.interrupt(int(self.place.training(process.run.name).status().get("pid", 0))):
-                asked.append(process)
-        name = self.signals[0].name.replace("SIGINT", "Ctrl-C")
-        many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
-        ending = f"{many} a checkpoint first; a second signal ends everything at once" if asked else "ending the runs"
-        self.print(f"{name}: {ending}")
-        until = time.monotonic() + SAVE_TIMEOUT_S
-        while len(self.signals) < 2 and time.monotonic() < until and any(map(is_saving, asked)):
-            self._print_progress()
-            time.sleep(POLL_S)
-        for process in list(self.active):
-            code = process.poll()
-            if code == 0 or (code is not None and process not in asked):
-                self._conclude(process, *self._judge(process))
-            else:
-                self._conclude(process, "interrupted", f"the batch was ended by {name}")
-
-    # ------------------------------------------------------------------------------------------------ lines
+    def _write_page(self, found: RunComparison | None) -> Path:
+        rows = []
+        for name, one in self.statuses.items():
+            pages = [f"{name}/{TRAINING}/report.html", f"{name}/{NOTEBOOK}", f"{name}/{LOG}"]
+            link = next((page for page in pages if (self.batch.folder / page).is_file()), "")
+            seconds = format_duration(one.seconds) if one.seconds else "-"
+            state = Cell(one.state, tone=TONES.get(one.state, ""), under=first_line(one.error or ""))
+            rows.append((Cell(name, link=link), state, seconds))
+        values: dict[str, Any] = {"summary": [], "tables": [], "curves": None}
+        values |= page_values(found, self.batch.folder) if found else {}
+        values["summary"].insert(0, f"{len(rows)} runs: {count_states(self.statuses)}.")
+        values["tables"].append(("The batch", Table("The batch", ("run", "state", "time"), rows), ""))
+        values |= {"heading": self.batch.name, "title": f"{self.batch.name} - batch of RLOO runs"}
+        return write_text(self.batch.folder / PAGE, make_page("comparison.html.jinja", **values))
 
     def print(self, text: str) -> None:
         """Print lines of text. A closed terminal or pipe ends the output, not the batch."""
-        self._printed_at = time.monotonic()
         try:
             print(text, flush=True)
         except OSError:
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def print_change(self, status: RunStatus) -> None:
-        """Print that a run has started or ended."""
-        number = list(self.place.statuses).index(status.name) + 1
-        where = f"[{number}/{len(self.place.statuses)}] {status.name}"
-        if status.state == "running":
-            self.print(f"{where}: started{' again' if status.attempts > 1 else ''}")
-            return
-        parts = [f"{where}: {status.state} after {format_seconds(status.seconds)}"]
-        figures = read_figures(self.place.training(status.name))
-        lead = leading_figure([figures])
-        if status.state == "done" and figures[f"{lead}_after"] is not None:
-            parts.append(f"{WORDS[lead][0]} {change(figures, lead, '.3f', ' -> ')}")
-        if status.error:
-            parts.append(shorten(status.error.strip().partition("\n")[0], LONGEST_LINE))
-        if status.state != "done":
-            parts.append(f"log: {self.place.folder / status.name / 'log.txt'}")
-        self.print("; ".join(parts))
-
-    def _print_progress(self) -> None:
-        """Print a line about the active runs if the last line is older than `EVERY_S`."""
-        if time.monotonic() - self._printed_at < EVERY_S:
-            return
-        parts = []
-        for process in self.active:
-            step, training = "", self.place.training(process.run.name).status()
-            if training.get("max_steps") and training.get("state") == "running":
-                step = f"step {training.get('step', 0)}/{training['max_steps']}, "
-            parts.append(f"{process.run.name}: {step}{format_seconds(time.monotonic() - process.begun)}")
-        counts = count_states(self.place.statuses.values())
-        rest = ", ".join(f"{count} {state}" for state, count in counts.items() if state != "running")
-        self.print(" | ".join([*parts, rest] if rest else parts))

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,14 +28,13 @@ _IN_SCRIPTS = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 @dataclass
 class Cell:
     """A cell of a table that is more than a text: small text below it, a relative link, the class of a series or a tone
-    ("right", "wrong") for its colour, and the same as a picture, from `draw_bar`."""
+    ("right", "wrong") for its colour."""
 
     text: str
     under: str = ""
     link: str = ""
     key: str = ""
     tone: str = ""
-    bar: list[tuple[str, ...]] = field(default_factory=list)
 
 
 @dataclass

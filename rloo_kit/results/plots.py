@@ -179,10 +179,8 @@ def draw_chart(chart: Chart) -> Drawing:
     )  # fmt: skip
 
 
-def draw_bar(
-    parts: Sequence[tuple[str, float, float | None, float | None]], top: float, bottom: float = 0.0
-) -> list[tuple[str, ...]]:
-    """Values with their intervals on a scale from `bottom` to `top`; what is beyond it is drawn at its end.
+def draw_bar(parts: Sequence[tuple[str, float, float | None, float | None]], top: float) -> list[tuple[str, ...]]:
+    """Values with their intervals on a scale from 0 to `top`; what is beyond it is drawn at its end.
 
     Args:
         parts: class of the style, value, low and high (None without an interval).
@@ -192,8 +190,7 @@ def draw_bar(
     """
 
     def x(value: float) -> str:
-        share = (value - bottom) / ((top - bottom) or 1.0)
-        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(share, 0.0), 1.0):.1f}"
+        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(value / top, 0.0), 1.0):.1f}"
 
     return [
         (kind, x(value), x(value if low is None else low), x(value if high is None else high))

@@ -116,13 +116,14 @@ class RunComparison:
         return render_text(self)
 
 
-def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
-    """Compare two or more runs, given by their folders or YAML files, with the first of them. Raises ConfigError for
-    fewer than two, RunNotFoundError if one of them is not a run."""
+def compare_runs(sources: Sequence[str | Path], names: Sequence[str] | None = None) -> RunComparison:
+    """Compare two or more runs, given by their folders or YAML files, with the first of them; `names`: other short and
+    unique ones than the folders'. Raises ConfigError for fewer than two, RunNotFoundError if one of them is not a
+    run."""
     if len(sources) < 2:
         raise ConfigError(f"a comparison takes two or more runs; got {len(sources)}")
     runs = [find_run(source) for source in sources]
-    names = _short_names([Path(run.folder) for run in runs])
+    names = names or _short_names([Path(run.folder) for run in runs])
     made: list[Contestant] = []
     for name, run in zip(names, runs, strict=True):
         try:
@@ -211,26 +212,26 @@ def write_comparison_page(found: RunComparison, path: Path) -> Path:
     there and not such a page."""
     if path.exists() and not (path.is_file() and TITLE.encode() in path.read_bytes()):
         raise ConfigError(f"{path} exists and is not a comparison of runs, so it is kept: name another file")
+    values = page_values(found, path.resolve().parent)
+    heading = f"{len(found.runs)} runs side by side"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_text(path, make_page("comparison.html.jinja", title=TITLE, heading=heading, **values))
+
+
+def page_values(found: RunComparison, place: Path) -> dict[str, Any]:
+    """What a page in the folder `place` shows of the runs: `summary`, `tables` and `curves` of `comparison.html.jinja`,
+    with links to the reports that exist."""
     rows = []
     for key in sorted({key for one in found.runs for key in one.changed or {}}):
         pairs = [(one.changed or {}).get(key) for one in found.runs]
         first = next(pair[0] for pair in pairs if pair is not None)
         rows.append((key, *(first if pair is None else pair[1] for pair in pairs)))
     changed = PageTable("Keys that differ", ("key", *(one.name for one in found.runs)), rows)
-    page = make_page(
-        "comparison.html.jinja",
-        title=TITLE,
-        heading=f"{len(found.runs)} runs side by side",
-        summary=[found.sentence],
-        tables=[
-            ("Every run", _every_run(found.runs, path.resolve().parent), ""),
-            ("What differs", changed, "" if changed.rows else "No key that affects training."),
-        ],
-        curves=_curves(found.runs),
-        failures=[],
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_text(path, page)
+    tables = [
+        ("Every run", _every_run(found.runs, place), ""),
+        ("What differs", changed, "" if changed.rows else "No key that affects training."),
+    ]
+    return {"summary": [found.sentence], "tables": tables, "curves": _curves(found.runs)}
 
 
 def _every_run(runs: Sequence[Contestant], place: Path) -> PageTable:

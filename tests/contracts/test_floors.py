@@ -34,7 +34,7 @@ LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}
 LIGHT_LIBRARIES = {"pydantic", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
 LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "markupsafe", "numpy", "jinja2", "tokenizers"}
 # Where a kernel runs, or papermill, they are loaded; inside functions only.
-LIGHT_LIBRARIES |= {"jupyter_core", "jupyter_client", "papermill", "traitlets"}
+LIGHT_LIBRARIES |= {"jupyter_core", "jupyter_client", "nbclient", "papermill"}
 MAY_IMPORT_UNSLOTH = {"rloo_kit/_stack.py", "rloo_kit/models/unsloth.py"}
 
 

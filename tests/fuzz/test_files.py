@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.notebook.batch import find_error, load_batch, read_notebook
+from rloo_kit.notebook.batch import load_batch, read_notebook
 from rloo_kit.system.environment import load_env_file
 from rloo_kit.system.processes import read_launch_file
 from tests.fuzz import harness
@@ -149,7 +149,6 @@ BATCHES = [
     """name: b
 output_dir: outputs
 notebook: plain.ipynb
-jobs: 2
 timeout_s: 60
 parameters: {seed: 3}
 grid:
@@ -162,7 +161,7 @@ runs:
     parameters: {num_generations: 4}
 """
 ]
-batch_keys = ["parameters.seed", "grid.seed", "grid.²", "runs.0.name", "runs.²", "jobs", "timeout_s", "grid", "name"]
+batch_keys = ["parameters.seed", "grid.seed", "grid.²", "runs.0.name", "runs.²", "timeout_s", "grid", "name"]
 batch_override = st.one_of(st.builds("{}={}".format, st.sampled_from(batch_keys), snippets()), override)
 batches = st.one_of(
     st.tuples(mutated_yaml(BATCHES), st.just([])),
@@ -175,9 +174,7 @@ def read_batch(case: tuple[bytes, list[str]], folder: Path) -> None:
     write_notebook(folder / "plain.ipynb", "print(seed)", parameters=PLAIN)
     write_notebook(folder / "kit.ipynb", "kit.read_parameters(globals())", parameters=OF_THE_KIT)
     (folder / "batch.yaml").write_bytes(case[0])
-    batch = load_batch(folder / "batch.yaml", *case[1])
-    batch.varying()
-    batch.to_yaml()
+    load_batch(folder / "batch.yaml", *case[1])
 
 
 # ------------------------------------------------------------------------------------------------ notebooks
@@ -211,10 +208,8 @@ notebooks = st.integers(0, 9).flatmap(lambda chance: good_notebooks if chance el
 def read_one_notebook(case: bytes, folder: Path) -> None:
     file = folder / "notebook.ipynb"
     file.write_bytes(case)
-    error = find_error(file)  # never raises: it is asked when a run has failed already
-    assert error is None or (isinstance(error, str) and len(error) < 100_000)
     notebook = read_notebook(file)
-    assert all(isinstance(name, str) for name in notebook.declared) and isinstance(notebook.trains, bool)
+    assert all(isinstance(name, str) for name in notebook.declared)
     json.dumps(notebook.cell)
 
 

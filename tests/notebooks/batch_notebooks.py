@@ -21,6 +21,9 @@ PARAMETERS = """# Parameters
 mode = "ok"
 number = 0
 notes = ""
+text = ""
+rate = 0.0
+odd = None
 """
 # What each mode does. `notes` is a folder: a file `fixed` in it makes every mode behave.
 BODY = """
@@ -30,20 +33,18 @@ with open(folder / "starts.txt", "a") as file:
     file.write(f"{mode} {number} {os.getpid()}\\n")
 behave = (folder / "fixed").exists()
 print("mode", mode, "number", number)
-from ipykernel.connect import get_connection_info
-ports = [port for name, port in get_connection_info(unpack=True).items() if name.endswith("_port")]
-print("ports", *ports)
+print("given", text, rate, odd, os.environ.get("JPY_SESSION_NAME"))
 """
 MODES = """
 if mode == "fail" and not behave:
     raise ValueError(f"number is {number}; it must be above 3")
 if mode == "kernel" and not behave:
     os.kill(os.getpid(), signal.SIGKILL)
-if mode == "papermill" and not behave:
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(120)
 if mode == "child":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+if mode == "wait" and not behave:
+    (folder / "waits").write_text("")
+    time.sleep(600)
 if mode == "sleep" and not behave:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     (folder / "asleep").write_text("")
@@ -87,7 +88,7 @@ def running_batch(*words: Any) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "JPY_SESSION_NAME": "of the notebook that starts the batch"},
         preexec_fn=hear,
     )
     try:
