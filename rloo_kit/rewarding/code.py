@@ -113,7 +113,7 @@ def bubblewrap() -> Jail:
             options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             options += ["--ro-bind", path, path]
-    shown = {f"rloo_kit/rewarding/{name}.py": HERE / f"{name}.py" for name in ("jailed", "crossing")}
+    shown = {f"rloo_kit/rewarding/{name}.py": HERE / f"{name}.py" for name in ("jailed", "crossing", "mirrors")}
     shown |= {"pytest.py": HERE / "jail_pytest.py"} | {path.name: path for path in _packages()}
     for name, file in shown.items():
         options += ["--ro-bind", str(file), f"{PLACE}/{name}"]

@@ -1,7 +1,7 @@
 """What runs inside the jail of `code_reward`, in an interpreter without packages: the standard library only.
 
-Asserts and the code that they test are two processes (`crossing`). A program that reads standard input is forked for
-each test.
+Asserts and the code that they test are two processes (`crossing`, `mirrors`). A program that reads standard input is
+forked for each test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import time
 import types
 from contextlib import suppress
 
-from rloo_kit.rewarding.crossing import LONGEST, CodeEnd, TestsEnd, cpu_s, is_idle, is_late, judge, judge_code
+from rloo_kit.rewarding.crossing import LONGEST, CodeEnd
+from rloo_kit.rewarding.mirrors import TestsEnd, cpu_s, is_idle, is_late, judge, judge_code
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:

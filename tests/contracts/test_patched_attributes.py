@@ -11,7 +11,6 @@ KIT = Path(__file__).resolve().parents[2] / "rloo_kit"
 # reason. Settings that a library documents (`padding_side`, `requires_grad`, `should_save`, ...) are not patches.
 PATCHED_ATTRIBUTES = {
     "_stack.py: logger.addFilter": "transformers warns at the first decoding of an option that it ignores",
-    "notebook/papermill.py: papermill_engines.register": "papermill's registry: an engine that chooses ports",
     "models/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
     "export/loaders.py: module.support_avx512bf16_for_cpu": "as in models/transformers.py, for a checking process",
     "gradient/logprobs.py: head.forward": "for one call: the head scores states instead of computing all logits",
@@ -35,7 +34,7 @@ PATCHED_ATTRIBUTES = {
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",
     "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
-    "rewarding/crossing.py: setattr(module, name)": "dataclasses' functions, in a jail: objects are elsewhere",
+    "rewarding/mirrors.py: setattr(module, name)": "dataclasses' functions, in a jail: objects are elsewhere",
     "system/processes.py: logger.addFilter": "one message per run instead of one per process",
 }
 # Attributes that the libraries document as settings, by what they are set on.
