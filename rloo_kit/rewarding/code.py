@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, WholeBatchError, excerpt, shorten
-from rloo_kit.rewarding.code_tests import UncrossedError, compile_tests, find_code, read_tests
+from rloo_kit.rewarding.code_tests import TEST_COLUMNS, UncrossedError, compile_tests, find_code, read_tests
 from rloo_kit.rewarding.verifiers import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.processes import say
@@ -42,7 +42,7 @@ jailed.main()"""
 HERE = Path(__file__).parent
 BUBBLEWRAP = "--unshare-all --die-with-parent --new-session --hostname jail --cap-drop ALL"
 SLOWEST = 5  # times a limit of CPU time that is waited for: what other processes may take
-_say_once = functools.cache(say)
+_SAID: set[str] = set()  # reasons, each of which is said once
 
 
 class JailError(RewardError):
@@ -188,7 +188,7 @@ class CodeReward(AnswerReader):
             jail = find_jail()
         except RewardError as error:
             raise WholeBatchError(str(error)) from None
-        own = {name: values for name, values in columns.items() if isinstance(values, list | tuple)}
+        own = {name: columns[name] for name in TEST_COLUMNS if columns.get(name) is not None}
         rows = [{name: values[index] for name, values in own.items()} for index in range(len(answers))]
         with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as pool:
             return list(pool.map(functools.partial(self._score, jail), answers, tests, rows))
@@ -209,12 +209,13 @@ class CodeReward(AnswerReader):
             if value < 1.0 and (name := _find_hidden_import(code)):
                 raise UncrossedError(f"the code imports {name}, which is installed here, and not in the jail")
             return value
-        except UncrossedError as error:
-            _say_once(f"WARNING: code_reward does not score answers to the tests {excerpt(given)}: {error}")
-            return None
         except RewardError as error:
-            _say_once(f"WARNING: code_reward failed on the tests {excerpt(given)}: {error}")
-            return math.nan
+            is_scored = not isinstance(error, UncrossedError)
+            if str(error) not in _SAID:
+                _SAID.add(str(error))
+                what = "failed on" if is_scored else "does not score answers to"
+                say(f"WARNING: code_reward {what} the tests {excerpt(given)}, and like these: {error}")
+            return math.nan if is_scored else None
 
 
 def _run_asserts(jail: Jail, limits: dict[str, Any], row: dict[str, Any]) -> float:

@@ -247,7 +247,7 @@ def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: flo
 )
 def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, tests: Any, words: str, capsys: Any) -> None:
     """Tests that nothing can pass would be a 0.0 for every completion, for the whole run."""
-    code_module._say_once.cache_clear()
+    code_module._SAID.clear()
     assert math.isnan(score(reward, "def f(n): return n", tests) or 0.0)
     assert words in capsys.readouterr().out
 
@@ -312,7 +312,7 @@ def test_right_code_is_never_wrong(
     reward: CodeReward, code: str, tests: Any, expected: float | None, words: str, capsys: Any
 ) -> None:
     """What plain Python calls right is worth 1.0, or is not scored with the reason; what it calls wrong is wrong."""
-    code_module._say_once.cache_clear()
+    code_module._SAID.clear()
     assert score(reward, code, tests) == expected
     printed = capsys.readouterr().out
     assert words in printed and printed.count("WARNING") == bool(words)
