@@ -455,11 +455,9 @@ class HealthSection(Section):
     entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
     length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
     length_collapse: OnFinding = key("warn", "completions or thoughts shrink without more right answers")
-    repetition: OnFinding = key("warn", "completions repeat themselves")
     never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
     no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
-    nothing_learnt: OnFinding = key("warn", "at half of the steps the reward has not left its noise")
     sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")
 
 

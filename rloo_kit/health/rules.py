@@ -17,8 +17,6 @@ from rloo_kit.health.series import (
     EQUAL_REWARDS,
     GAP,
     KL,
-    REPEATED,
-    SPREAD,
     TIED,
     Series,
     at_ceiling,
@@ -38,21 +36,20 @@ mean = statistics.fmean
 @dataclass(frozen=True)
 class Context:
     """What the rules need to know about a run besides its rows: the values of `rloo:`, the modes by rule ("warn",
-    "stop", "off"; "warn" if missing), the steps in a row without signal before it is reported, the planned steps (None:
-    unknown), the weights of the rewards."""
+    "stop", "off"; "warn" if missing), the steps in a row without signal before it is reported, the weights of the
+    rewards."""
 
     rloo: Mapping[str, Any]
     modes: Mapping[str, str] = field(default_factory=dict)
     no_signal_steps: int = 5
-    max_steps: int | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Any, max_steps: int | None = None) -> "Context":
-        """The context of a `RunConfig`; `max_steps`: the actual number of steps if `rloo.max_steps` is unset."""
+    def of(cls, run: Any) -> "Context":
+        """The context of a `RunConfig`."""
         modes = run.health.model_dump()
         steps = modes.pop("no_signal_steps")
-        return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps, run.reward_weights)
+        return cls(run.rloo.model_dump(), modes, steps, run.reward_weights)
 
     def wants_shorter(self, forced_share: float | None) -> bool:
         """Whether a reward asks for less thinking, or a budget that closed so many thoughts at the start. The usual
@@ -177,10 +174,10 @@ def last_of(seen: Series, name: str, count: int) -> list[float]:
     return [point.value for point in seen.all(name)[-count:]] or [0.0]
 
 
-def has_risen(seen: Series, name: str) -> bool:
-    """Whether a metric's last five values are above its first five by more than their noise."""
+def has_risen(seen: Series, name: str, sign: int = 1) -> bool:
+    """Whether a metric's last five values are above its first five by more than their noise; `sign` -1: below."""
     now, begun = seen.last(name, 5), seen.first(name, 5)
-    return bool(now) and mean(now) - mean(begun) > 2 * seen.noise(name) * (2 / 5) ** 0.5
+    return bool(now) and sign * (mean(now) - mean(begun)) > 2 * seen.noise(name) * (2 / 5) ** 0.5
 
 
 def in_a_row(seen: Series, since: int) -> str:
@@ -276,7 +273,7 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
     "completions/clipped_ratio", "thinking/closed_ratio",
     cause="The limit is too short to reach an end, so chance decides which completions end",
     fix="raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
-    follows=("broken_policy", "length_explosion", "never_closed", "repetition"),
+    follows=("broken_policy", "length_explosion", "never_closed"),
 )  # fmt: skip
 def truncation(seen: Series, context: Context) -> Evidence | None:
     found = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, context.no_signal_steps)
@@ -381,7 +378,7 @@ def kl_explosion(seen: Series, context: Context) -> Evidence | None:
     cause="The policy has settled on one answer and no longer explores",
     fix="check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
     "(currently {beta}) or rloo.temperature (currently {temperature})",
-    follows=("broken_policy", "reward_hacking", "repetition", "length_collapse", "length_explosion", "never_closed"),
+    follows=("broken_policy", "reward_hacking", "length_collapse", "length_explosion", "never_closed"),
 )  # fmt: skip
 def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
     low = seen.lasting("entropy", ENTROPY.is_alarming, 5)
@@ -431,7 +428,7 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
 )  # fmt: skip
 def length_collapse(seen: Series, context: Context) -> Evidence | None:
     answers = answer_metric(seen)
-    if context.wants_shorter(closed_at_first(seen)) and not (answers and seen.trend(answers) <= -2):
+    if context.wants_shorter(closed_at_first(seen)) and not has_risen(seen, answers, -1):
         return None
     limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
     cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])
@@ -447,29 +444,11 @@ def length_collapse(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "completions/repeated_ratio",
-    cause="Completions repeat themselves: a reward pays for it, or updates are too large",
-    fix="read rollouts/; check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
-    follows=("broken_policy",),
-)
-def repetition(seen: Series, context: Context) -> Evidence | None:
-    name = "completions/repeated_ratio"
-    now = seen.last(name, 5)
-    if not now:
-        return None
-    share, begun, high = mean(now), mean(seen.first(name, 3)), REPEATED.high or 1
-    if not REPEATED.is_alarming(share) and (share <= high or share < begun + 0.2):
-        return None
-    since = seen.begun(name, lambda value: value >= min((begun + share) / 2, high))
-    return Evidence(since, f"{share:.0%} of a completion's tokens repeat earlier ones (initially {begun:.0%})")
-
-
-@rule(
     "thinking/closed_ratio", "completions/clipped_ratio",
     cause="No reward pays for closing the thinking, or one pays for leaving it open",
     fix="add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
     "only runs out of room",
-    follows=("broken_policy", "truncation", "length_explosion", "repetition"),
+    follows=("broken_policy", "truncation", "length_explosion"),
 )  # fmt: skip
 def never_closed(seen: Series, context: Context) -> Evidence | None:
     name, least = "thinking/closed_ratio", CLOSED.alarm_low or 0
@@ -541,37 +520,6 @@ def _find_riser(seen: Series, answers: str, at: int) -> str:
         return ""
     _, name, (old, new) = max(risers)
     return f"{'the reward' if name == 'reward' else name.split('/')[1]} rose from {old:.3g} to {new:.3g}"
-
-
-@rule(
-    "reward", "eval/accuracy",
-    cause="Neither the reward nor, where it was measured meanwhile, held-out accuracy has changed beyond its noise",
-    fix="check that the rewards pay for the task; raise rloo.learning_rate (currently {learning_rate}) two to five "
-    "times, or rloo.num_generations (currently {num_generations}) to reduce noise",
-    follows=(*UNSCORED, "broken_policy", "no_signal", "truncation", "cold_start", "no_movement", "sampler_gap"),
-    level="watch",
-)  # fmt: skip
-def nothing_learnt(seen: Series, context: Context) -> Evidence | None:
-    points, planned = seen.all("reward"), context.max_steps
-    if planned is None or len(points) < 15 or seen.step < planned / 2 or is_solved(seen, context):
-        return None
-    held_out = seen.all("eval/accuracy")
-    if len(held_out) > 1 and max(point.value for point in held_out) - held_out[0].value >= 0.03:
-        return None
-    # Dynamic sampling keeps the reward constant; that of ranks is.
-    is_constant = bool(seen.all("rollout/resampled_groups") or seen.all("judge/agreement"))
-    trends = {name: seen.trend(name) for name in ("reward", answer_metric(seen)) if name}
-    is_shorter = context.wants_shorter(closed_at_first(seen)) and seen.trend("thinking/mean_length") <= -2
-    if is_constant or is_shorter or any(abs(trend) >= 2 for trend in trends.values()):
-        return None
-    values = f"from {mean(seen.first('reward', 5)):.3g} to {mean(seen.last('reward', 5)):.3g}"
-    text = f"after {seen.step / planned:.0%} of the planned steps the reward went {values}, within its noise"
-    ratio = last_of(seen, "kl/spread_ratio", 5)
-    if mean(ratio) <= (SPREAD.high or 1):
-        return Evidence(points[0].step, text)
-    text += f", and the KL penalty varied {mean(ratio):.2g} times as much within a group as the task reward"
-    fix = "lower rloo.beta (currently {beta}) or set rloo.kl_form=length_normalized (currently {kl_form})"
-    return Evidence(points[0].step, text, "The policy learns to stay near its reference, not to earn rewards", fix)
 
 
 @rule(

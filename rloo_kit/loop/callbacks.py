@@ -327,10 +327,10 @@ class HealthGuard(TrainerCallback):
         self.run, self.run_dir, self.rows = run, run_dir, rows
         self.stopped_by: str | None = None
         self._cause: Finding | None = None
-        self._start(None)
+        self._start()
 
-    def _start(self, max_steps: int | None) -> None:
-        self._watch = HealthWatch(Context.of(self.run, max_steps), self.rows)
+    def _start(self) -> None:
+        self._watch = HealthWatch(Context.of(self.run), self.rows)
         self._observed = len(self.rows)
 
     @property
@@ -338,7 +338,7 @@ class HealthGuard(TrainerCallback):
         return self._watch.findings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._start(state.max_steps)
+        self._start()
         self._write()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> Any:

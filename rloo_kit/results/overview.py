@@ -147,7 +147,7 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
             "OUTPUT_DIR/NAME; a batch writes them to BATCH/NAME/run"
         )
     result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
-    context, rows = Context.of(run, status.get("max_steps")), result.metrics
+    context, rows = Context.of(run), result.metrics
     watch = HealthWatch(context, rows)
     judgements = judge(rows, context.on_policy, last, watch.is_solved())
     now = [one for one in watch.findings if watch.holds(one)]

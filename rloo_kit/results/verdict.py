@@ -20,7 +20,7 @@ from rloo_kit.system.console import fill_text, plain_prompt
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
 NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
-BY_SUCCESS = ("no_signal", "no_movement", "nothing_learnt")  # what a solved task shows too
+BY_SUCCESS = ("no_signal", "no_movement")  # what a solved task shows too
 LONGEST_QUESTION = 60  # characters of an example in a command
 # Of accuracy that shorter thinking may cost: the first, or what the prompts can resolve, up to the second.
 MARGIN, WIDEST_MARGIN = 0.03, 0.1
@@ -85,7 +85,7 @@ def load_result(run: RunConfig) -> TrainResult:
         seconds,
         stopped=ended if state == "finished" else rule if isinstance(rule, str) else state,
         adapter_step=status.get("adapter_step"),
-        findings=examine(metrics, Context.of(run, status.get("max_steps"))),
+        findings=examine(metrics, Context.of(run)),
         method="sft" if status.get("method") == "sft" else "rloo",
     )
 

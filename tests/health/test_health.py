@@ -38,11 +38,10 @@ def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def make_context(
     modes: dict[str, str] | None = None,
     patience: int = 3,
-    steps: int | None = None,
     weights: dict[str, float] | None = None,
     **rloo: Any,
 ) -> Context:
-    return Context(RLOO | rloo, modes or {}, patience, steps, weights or {})
+    return Context(RLOO | rloo, modes or {}, patience, weights or {})
 
 
 def look(rows: list[dict[str, Any]], **context: Any) -> list[Finding]:
@@ -88,7 +87,6 @@ def apart(*gaps: float) -> list[dict[str, Any]]:
 
 
 RATE, ANSWER = "rloo.learning_rate (currently 0.3)", "rewards/answer_reward/mean"
-STILL = [WELL | {"reward": 0.5 + 0.02 * (n % 3)} for n in range(20)]
 GONE = {"reward": 0.0, "reward_std": 0.0, "frac_score_zero_std": 1.0, "grad_norm": 0.0}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
@@ -106,11 +104,8 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
     ("length_explosion", drift("completions/mean_length", 60, 200, **{ANSWER: 0.3}), {}, "thinking_budget_reward"),
     ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
-    ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts/"),
     ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
-    ("nothing_learnt", STILL, {"steps": 40}, "two to five"),
-    ("nothing_learnt", [row | {"kl/spread_ratio": 2.0} for row in STILL], {"steps": 40}, "lower rloo.beta (currently"),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),
     ("sampler_gap", apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0), {}, "rollout.engine=generate"),
 ]  # fmt: skip
@@ -127,26 +122,16 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
 
 @pytest.mark.parametrize(("weights", "forced"), [({}, 0.5), ({"relative_length_penalty": 0.4}, 0.0)])
 def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(weights: dict[str, float], forced: float) -> None:
-    """A run that halved its thinking got the advice for collapsed lengths, and for a rate too low to learn. Each run of
-    a Qwen3 model has a budget, which leaves room for the answer and asks for nothing."""
+    """A run that halved its thinking got the advice for collapsed lengths. Each run of a Qwen3 model has a budget,
+    which leaves room for the answer and asks for nothing."""
 
     def found(rows: list[dict[str, Any]], **usual: Any) -> list[str]:
-        return [one.name for one in look([{"thinking/forced_ratio": forced} | row for row in rows], steps=40, **usual)]
+        return [one.name for one in look([{"thinking/forced_ratio": forced} | row for row in rows], **usual)]
 
     shorter = drift("thinking/mean_length", 50, 5)
     worse = [row | {ANSWER: 0.7 - 0.01 * n} for n, row in enumerate(shorter)]
     assert found(shorter, weights=weights) == [] and "length_collapse" in found(worse, weights=weights)
-    assert "length_collapse" in [one.name for one in look(shorter, steps=40, thinking_budget=3552)]
-    shrinking, growing = (
-        [row | {"thinking/mean_length": 50.0 + way * n} for n, row in enumerate(STILL)] for way in (-1, 1)
-    )
-    assert found(shrinking, weights=weights) == []
-    assert found(growing, weights=weights) == found(STILL, weights=weights) == ["nothing_learnt"]
-
-
-def test_the_mean_of_ranks_is_constant() -> None:
-    """A run whose win rate went from 50 % to 100 % ended with the advice to raise its learning rate."""
-    assert look([row | {"judge/agreement": 0.8} for row in STILL], steps=40) == []
+    assert "length_collapse" in [one.name for one in look(shorter, thinking_budget=3552)]
 
 
 def test_every_rule_has_its_key_and_its_case() -> None:
@@ -194,8 +179,8 @@ SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "healthy": ([WELL] * 50, {}),
     "at the limits": ([ALMOST] * 50, {}),
     "two tied batches now and then": ([TIED, TIED, WELL] * 10, {}),
-    "learnt, by its reward": (learnt(), {"steps": 40}),
-    "learnt, by its answers": ([row | {ANSWER: row["reward"]} for row in learnt()], {"steps": 40}),
+    "learnt, by its reward": (learnt(), {}),
+    "learnt, by its answers": ([row | {ANSWER: row["reward"]} for row in learnt()], {}),
     "longer thoughts, more right": (more_right(drift("completions/mean_length", 60, 180)), {}),
     "a length penalty that longer thinking pays": (
         [row | {"reward": 0.4 + 0.01 * n} for n, row in enumerate(
