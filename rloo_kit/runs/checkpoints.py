@@ -152,7 +152,7 @@ def _digest_of(record: dict[str, Any]) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
+    with suppress(OSError):  # a file system without it
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
