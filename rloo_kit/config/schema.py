@@ -12,7 +12,6 @@ from rloo_kit.config.checks import (
     PROMPTS,
     find_batch_problems,
     find_gym_problem,
-    find_option_problems,
     find_test_problem,
     find_tool_problems,
 )
@@ -429,9 +428,7 @@ class RLOOSection(Section):
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
             low, high = self.reward_clip_range
             raise ValueError(f"reward_clip_range is [{low}, {high}]; the first number must be below the second")
-        options = dict(self)
-        problems = find_option_problems(options) or find_batch_problems(options) or find_tool_problems(options)
-        if problems:
+        if problems := find_batch_problems(dict(self)) or find_tool_problems(dict(self)):
             raise ValueError("\n".join(problems))
         return self
 
@@ -455,7 +452,6 @@ class HealthSection(Section):
     entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
     length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
     length_collapse: OnFinding = key("warn", "completions or thoughts shrink without more right answers")
-    repetition: OnFinding = key("warn", "completions repeat themselves")
     never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
     no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
@@ -503,8 +499,6 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "RolloutSection":
-        if problems := find_option_problems(self.to_arguments()):
-            raise ValueError("\n".join(problems))
         if self.min_pass_rate >= self.max_pass_rate:
             rates = f"min_pass_rate ({self.min_pass_rate}) is not below max_pass_rate ({self.max_pass_rate})"
             raise ValueError(f"{rates}, so every prompt would be skipped; lower rollout.min_pass_rate")

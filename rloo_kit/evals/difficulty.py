@@ -45,16 +45,13 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
 
     Raises:
         ConfigError: there are no answers to judge with.
-        DataError: fewer prompts remain than a rollout takes; a resumed run's selection is damaged, or of other prompts.
+        DataError: fewer prompts remain than a rollout takes; a resumed run's selection is damaged.
     """
     if not run.rollout.difficulty_samples:
         return dataset
     digest = digest_prompts(dataset)
     selection = share(_read_selection(run_dir) if run_dir.resumed else None)
-    changed = selection is not None and selection["digest"] != digest
-    if changed and run_dir.resumes_from and not run_dir.accepts_changes:  # not seen by `check_inputs` in older folders
-        raise DataError(f"{run_dir / SELECTION} was made for other prompts: restore them, or give --accept-changes")
-    if selection is None or changed:
+    if selection is None or selection["digest"] != digest:  # `check_inputs` has refused or accepted other prompts
         selection = {"digest": digest} | _choose(run, policy, dataset)
         run_dir.write_json(SELECTION, selection)
     return dataset.select(selection["kept"])

@@ -45,7 +45,7 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
         if not known:
             return
         lead = paired_difference([0.5] * len(known), known)  # the interval is above one half where that of the lead is
-        value, low, high = (min(max(0.5 + (end or 0.0), 0.0), 1.0) for end in lead.ends)
+        value, low, high = (min(max(0.5 + end, 0.0), 1.0) for end in lead.ends)
         win_rate = Measured(value, low, high, len(known), values)
         measured.measures["win_rate"] = win_rate
         measured.judge_agreement = sum(agreed) / len(agreed) if agreed else None

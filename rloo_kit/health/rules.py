@@ -17,7 +17,6 @@ from rloo_kit.health.series import (
     EQUAL_REWARDS,
     GAP,
     KL,
-    REPEATED,
     TIED,
     Series,
     at_ceiling,
@@ -170,10 +169,10 @@ def last_of(seen: Series, name: str, count: int) -> list[float]:
     return [point.value for point in seen.all(name)[-count:]] or [0.0]
 
 
-def has_risen(seen: Series, name: str) -> bool:
-    """Whether a metric's last five values are above its first five by more than their noise."""
+def has_risen(seen: Series, name: str, sign: int = 1) -> bool:
+    """Whether a metric's last five values are above its first five by more than their noise; `sign` -1: below."""
     now, begun = seen.last(name, 5), seen.first(name, 5)
-    return bool(now) and mean(now) - mean(begun) > 2 * seen.noise(name) * (2 / 5) ** 0.5
+    return bool(now) and sign * (mean(now) - mean(begun)) > 2 * seen.noise(name) * (2 / 5) ** 0.5
 
 
 def in_a_row(seen: Series, since: int) -> str:
@@ -269,7 +268,7 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
     "completions/clipped_ratio", "thinking/closed_ratio",
     cause="The limit is too short to reach an end, so chance decides which completions end",
     fix="raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
-    follows=("broken_policy", "length_explosion", "never_closed", "repetition"),
+    follows=("broken_policy", "length_explosion", "never_closed"),
 )  # fmt: skip
 def truncation(seen: Series, context: Context) -> Evidence | None:
     found = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, context.no_signal_steps)
@@ -374,7 +373,7 @@ def kl_explosion(seen: Series, context: Context) -> Evidence | None:
     cause="The policy has settled on one answer and no longer explores",
     fix="check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
     "(currently {beta}) or rloo.temperature (currently {temperature})",
-    follows=("broken_policy", "reward_hacking", "repetition", "length_collapse", "length_explosion", "never_closed"),
+    follows=("broken_policy", "reward_hacking", "length_collapse", "length_explosion", "never_closed"),
 )  # fmt: skip
 def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
     low = seen.lasting("entropy", ENTROPY.is_alarming, 5)
@@ -424,7 +423,7 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
 )  # fmt: skip
 def length_collapse(seen: Series, context: Context) -> Evidence | None:
     answers, forced = answer_metric(seen), mean(seen.first("thinking/forced_ratio", 5) or [0.0])
-    if context.wants_shorter(forced) and not (answers and seen.trend(answers) <= -2):
+    if context.wants_shorter(forced) and not has_risen(seen, answers, -1):
         return None
     limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
     cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])
@@ -440,29 +439,11 @@ def length_collapse(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "completions/repeated_ratio",
-    cause="Completions repeat themselves: a reward pays for it, or updates are too large",
-    fix="read rollouts/; check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
-    follows=("broken_policy",),
-)
-def repetition(seen: Series, context: Context) -> Evidence | None:
-    name = "completions/repeated_ratio"
-    now = seen.last(name, 5)
-    if not now:
-        return None
-    share, begun, high = mean(now), mean(seen.first(name, 3)), REPEATED.high or 1
-    if not REPEATED.is_alarming(share) and (share <= high or share < begun + 0.2):
-        return None
-    since = seen.begun(name, lambda value: value >= min((begun + share) / 2, high))
-    return Evidence(since, f"{share:.0%} of a completion's tokens repeat earlier ones (initially {begun:.0%})")
-
-
-@rule(
     "thinking/closed_ratio", "completions/clipped_ratio",
     cause="No reward pays for closing the thinking, or one pays for leaving it open",
     fix="add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
     "only runs out of room",
-    follows=("broken_policy", "truncation", "length_explosion", "repetition"),
+    follows=("broken_policy", "truncation", "length_explosion"),
 )  # fmt: skip
 def never_closed(seen: Series, context: Context) -> Evidence | None:
     name, least = "thinking/closed_ratio", CLOSED.alarm_low or 0

@@ -1,6 +1,5 @@
 """A run's metrics as series, for the rules; and the healthy range of each metric, for its last values."""
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,21 +130,6 @@ class Series:
         points = self.all(name)[-2 * LONGEST_LOOK :]
         return next((point.step for point in points if point.step > after and shows(point.value)), after + 1)
 
-    def trend(self, name: str) -> float:
-        """A metric's slope over the whole run, in standard errors; 0 for fewer than 3 values."""
-        points = self.all(name)
-        points = points[:: max(len(points) // 200, 1)]
-        if len(points) < 3:
-            return 0.0
-        steps, values = [float(point.step) for point in points], [point.value for point in points]
-        mean_step, mean_value = statistics.fmean(steps), statistics.fmean(values)
-        spread = sum((step - mean_step) ** 2 for step in steps)
-        slope = sum((step - mean_step) * (value - mean_value) for step, value in zip(steps, values, strict=True))
-        slope /= spread
-        errors = [value - mean_value - slope * (step - mean_step) for step, value in zip(steps, values, strict=True)]
-        error = math.sqrt(sum(one**2 for one in errors) / (len(points) - 2) / spread)
-        return slope / error if error else math.copysign(math.inf, slope) if slope else 0.0
-
 
 LEVELS = ("healthy", "watch", "alarming")
 LAST_ROWS = 10  # logged steps to average
@@ -228,7 +212,7 @@ ENTROPY = Range(
     if_high="normal at the start; if it keeps rising, lower rloo.learning_rate",
 )  # fmt: skip
 REPEATED = Range(
-    ("completions/repeated_ratio",), "repetition", high=0.3, alarm_high=0.5,
+    ("completions/repeated_ratio",), high=0.3, alarm_high=0.5,
     if_high="read rollouts/: a reward pays for repetition, or rloo.learning_rate is too high",
 )  # fmt: skip
 CLOSED = Range(

@@ -121,10 +121,12 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
             Python, so that the run's `data` and `rewards` are not used.
 
     Raises:
+        ConfigError: keys that contradict each other, as `RunConfig.check`.
         PreflightError: the run has faults that can be found without its weights; lists all, each with its key.
         BackendError: the model, its adapter or the backend cannot be used; the message names the key to change.
     """
     if check:
+        run.check()
         refuse_faults(run)
     stack = load_stack()
     start_processes()

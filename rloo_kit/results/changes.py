@@ -58,12 +58,12 @@ class Change:
     @property
     def rose(self) -> bool:
         """Whether the interval is above 0."""
-        return self.difference.low is not None and self.difference.low > 0
+        return self.difference.low > 0
 
     @property
     def fell(self) -> bool:
         """Whether the interval is below 0."""
-        return self.difference.high is not None and self.difference.high < 0
+        return self.difference.high < 0
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers for JSON; `low` and `high` are of the difference, `value`."""
@@ -82,13 +82,13 @@ class Change:
     def describe_lead(self) -> str:
         """The lead of one run over another after training, as a positive number whichever is ahead."""
         value, low, high = self.difference.ends
-        if value < 0 and low is not None and high is not None:
+        if value < 0:
             low, high = -high, -low
         return f"{self.name} {self._by(abs(value), low, high)}"
 
-    def _by(self, value: float, low: float | None, high: float | None) -> str:
+    def _by(self, value: float, low: float, high: float) -> str:
         points = "" if self.is_reward else " points"
-        interval = "no interval" if low is None or high is None else f"95 % CI {self._text(low)} to {self._text(high)}"
+        interval = f"95 % CI {self._text(low)} to {self._text(high)}"
         return f"{self._text(value, '+')}{points}, {interval}, {self.difference.count:,} held-out prompts"
 
     def _text(self, value: float, sign: str = "") -> str:
@@ -147,7 +147,7 @@ class Comparison:
         leading: the measure that decides, "accuracy" or "reward". word: for the accuracy: that, "exact match", or empty
             where it says nothing.
         changes: by measure: "accuracy" and "reward", and the deciding one at temperature 0 ("greedy_accuracy").
-        apart: whether the own intervals of the deciding measure do not overlap; None without two intervals.
+        apart: whether the own intervals of the deciding measure do not overlap; None if one of the two lacks it.
         made_differently: descriptions of settings whose difference makes the means incomparable.
     """
 
@@ -181,8 +181,8 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     word = "" if says_nothing(before, after) else name_of("accuracy", before, after)
     old, new = before.measure(leading), after.measure(leading)
     apart = None
-    if old is not None and new is not None and not (old.is_open or new.is_open):
-        apart = old.high < new.low or new.high < old.low  # type: ignore[operator]
+    if old is not None and new is not None:
+        apart = old.high < new.low or new.high < old.low
     return Comparison(leading, word, changes, apart, tuple(setting_differences(before, after)))
 
 

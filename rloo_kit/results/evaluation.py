@@ -190,8 +190,8 @@ class Evaluation:
         shares = [found.measures.get(name) for name in SHARES]
         shares += [side for one in found.budgets for side in (one.accuracy, one.forced, one.unforced)]
         for share in filter(None, shares):
-            if share.is_open or not 0.0 <= share.value <= 1.0:
-                raise ValueError(f"an accuracy is a share with its interval, not {share.ends}")
+            if not 0.0 <= share.value <= 1.0:
+                raise ValueError(f"an accuracy is a share, not {share.ends}")
         return found
 
     @classmethod

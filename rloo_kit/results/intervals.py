@@ -24,34 +24,29 @@ class Measured:
 
     As text, it is the value with the interval behind it; a format applies to all three numbers:
 
-    >>> f"{Measured(0.5, 0.25, 0.75, 12)}, {Measured(0.5, 0.25, 0.75, 12):+.1f}, {Measured(0.5, None, None, 12)}"
-    '0.500 [0.250, 0.750], +0.5 [+0.2, +0.8], 0.500'
+    >>> f"{Measured(0.5, 0.25, 0.75, 12)}, {Measured(0.5, 0.25, 0.75, 12):+.1f}"
+    '0.500 [0.250, 0.750], +0.5 [+0.2, +0.8]'
 
     Attributes:
-        low, high: the interval; None for an open one, of a single prompt in files of older versions.
+        low, high: the interval.
         count: the number of prompts that it is a mean of.
         per_prompt: the mean of each prompt, None where nothing was scored. Without it, prompts cannot be paired.
     """
 
     value: Finite
-    low: Finite | None
-    high: Finite | None
+    low: Finite
+    high: Finite
     count: Annotated[int, Field(ge=0)]
     per_prompt: list[Finite | None] | None = None
 
     @property
-    def ends(self) -> tuple[float, float | None, float | None]:
+    def ends(self) -> tuple[float, float, float]:
         """Value, low and high."""
         return self.value, self.low, self.high
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has no interval."""
-        return self.low is None or self.high is None
-
     def __format__(self, form: str) -> str:
-        value, low, high = ("" if one is None else format(one, form or ".3f") for one in self.ends)
-        return f"{value} [{low}, {high}]" if low and high else value
+        value, low, high = (format(one, form or ".3f") for one in self.ends)
+        return f"{value} [{low}, {high}]"
 
     def __str__(self) -> str:
         return format(self)
@@ -123,14 +118,12 @@ def paired_difference(before: Sequence[float], after: Sequence[float], num_sampl
 
 
 def unpaired_difference(before: Measured, after: Measured) -> Measured:
-    """`after - before` of two independent samples, by Newcombe's method from their intervals; open if one of them is.
+    """`after - before` of two independent samples, by Newcombe's method from their intervals.
 
     >>> f"{unpaired_difference(wilson(48 / 80, 80), wilson(56 / 70, 70)):.4f}"
     '0.2000 [0.0524, 0.3339]'
     """
     value, count = after.value - before.value, min(before.count, after.count)
-    if before.low is None or before.high is None or after.low is None or after.high is None:
-        return Measured(value, None, None, count)
     below = math.hypot(after.value - after.low, before.high - before.value)
     above = math.hypot(after.high - after.value, before.value - before.low)
     return Measured(value, value - below, value + above, count)

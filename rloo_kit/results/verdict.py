@@ -252,12 +252,12 @@ def _describe_shorter(
         return ""
     if not Context.of(run).wants_shorter(before.forced_share):
         return ""
-    thinking, (value, low, high) = change_of(THINKING, before, after), change.difference.ends
+    thinking, (value, low, _) = change_of(THINKING, before, after), change.difference.ends
     ends = [*change.before.ends, *change.after.ends]
-    if thinking is None or not thinking.fell or low is None or high is None:
+    if thinking is None or not thinking.fell:
         return ""
     margin = min(max(MARGIN, value - low), WIDEST_MARGIN)
-    if change.fell or low < -margin or any(end is None or not 0 <= end <= 1 for end in ends):
+    if change.fell or low < -margin or any(not 0 <= end <= 1 for end in ends):
         return ""
     old, new = thinking.before.value, thinking.after.value
     fell = "{:,.0f} to {:,.0f}".format(*thinking.difference.ends[1:])
@@ -332,7 +332,7 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
     if change is None:
         return "evaluate it: run.evaluate=true, with the same eval.* before and after"
     value, low, _ = change.difference.ends
-    if value > 0 and low is not None and value - low > CLOSE:
+    if value > 0 and value - low > CLOSE:
         count = change.difference.count * ((value - low) / max(value, CLOSE)) ** 2
         more = max(-(-int(1.2 * count) // 100) * 100, change.difference.count + 100)
         return (

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.runs.files import is_count, read_object, write_json
+from rloo_kit.runs.files import read_object, write_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"  # folder of a save that is in progress or was killed
@@ -94,24 +94,12 @@ def list_checkpoints(folder: Path, run: str | None = None) -> list[Checkpoint]:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint in `folder` by its manifest; None without a readable manifest that belongs to the folder."""
+    """The checkpoint in `folder` by its manifest; None without one that `seal` wrote for the folder."""
     manifest = read_object(folder / MANIFEST)
-    if manifest.pop("sha256", None) != _digest_of(manifest):
+    if manifest.pop("sha256", None) != _digest_of(manifest) or folder.name != f"{STEM}{manifest['step']}":
         return None
-    step, run, config, processes, files = (
-        manifest.get(name) for name in ("step", "run", "config", "processes", "files")
-    )
-    if not (isinstance(run, str) and isinstance(config, str) and isinstance(files, dict) and files):
-        return None
-    if not is_count(step) or not is_count(processes) or folder.name != f"{STEM}{step}":
-        return None
-    entries: dict[str, tuple[int, str]] = {}
-    for name, entry in files.items():
-        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if not is_count(size) or not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-            return None
-        entries[name] = (size, digest)
-    return Checkpoint(folder, step, run, config, processes, entries)
+    files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.pop("files").items()}
+    return Checkpoint(folder, **manifest, files=files)
 
 
 def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None]) -> None:

@@ -1,6 +1,7 @@
 """Files of a run: written atomically and under a lock; JSONL rows, of which a damaged line is skipped."""
 
 import errno
+import fcntl
 import gzip
 import json
 import math
@@ -136,13 +137,9 @@ def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def lock_folder(folder: Path) -> IO[str] | None:
+def lock_folder(folder: Path) -> IO[str]:
     """Lock the folder until the returned file is closed or the process ends, however it ends; raises BlockingIOError if
-    it is locked. None on a system without such locks (Windows), where two writers go undetected."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
+    it is locked."""
     lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until closed)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,8 +157,7 @@ def _drop_locks() -> None:
             os.close(lock.fileno())
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_locks)
+os.register_at_fork(after_in_child=_drop_locks)
 
 
 def finite(value: Any) -> Any:

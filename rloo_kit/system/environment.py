@@ -287,7 +287,7 @@ def _let_segments_grow() -> None:
     """Before torch is imported: let the memory that it reserves on the GPU grow in place, so that a growing KV cache
     leaves no holes. Not if the user has chosen (an empty variable counts), not in WSL or on a Jetson, where it fails,
     and not if vLLM is installed: it cannot sleep then, and the run that may use it is read later."""
-    unfit = any(system in platform.release().lower() for system in ("microsoft", "tegra")) or sys.platform == "win32"
+    unfit = any(system in platform.release().lower() for system in ("microsoft", "tegra"))
     if not unfit and not is_importable("vllm") and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 

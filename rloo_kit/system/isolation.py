@@ -55,21 +55,8 @@ def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
 
 
 def module_path() -> list[str]:
-    """`sys.path` for another process: absolute, whatever its working folder; without one that was deleted."""
-    found = []
-    for entry in sys.path:
-        with suppress(FileNotFoundError):
-            found.append(entry or os.getcwd())
-    return found
-
-
-def starting_folder() -> str | None:
-    """The working folder for another Python process, which cannot start in a deleted one; None: this process's."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return os.sep
-    return None
+    """`sys.path` for another process: absolute, whatever its working folder."""
+    return [entry or os.getcwd() for entry in sys.path]
 
 
 class Watchdog:
@@ -87,7 +74,7 @@ class Watchdog:
         command = [sys.executable, "-c", _WATCH, self.mark, self.value, *module_path()]
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=dict(self.environment), cwd=starting_folder(), start_new_session=True,
+            env=dict(self.environment), start_new_session=True,
         )  # fmt: skip
         return self
 
@@ -242,7 +229,7 @@ class Worker:
             command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), *module_path()]
             self._process = subprocess.Popen(  # what a reward prints goes to stderr
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
-                env={**self.environment, **marks}, cwd=starting_folder(), start_new_session=True,
+                env={**self.environment, **marks}, start_new_session=True,
             )  # fmt: skip
         self._finalizer = weakref.finalize(self, _end, self._process, mark, os.getpid())
         self._first_gib = None
@@ -352,8 +339,7 @@ def serve() -> None:
                 reply = json.dumps([kind, text]).encode()
             if os.getpid() != process:  # a child that the function has forked would reply a second time
                 os._exit(0)
-            if hasattr(signal, "setitimer"):
-                signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that it has left would fire in this loop
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that it has left would fire in this loop
             connection.send_bytes(reply)
     with suppress(Exception):
         sys.stdout.flush()

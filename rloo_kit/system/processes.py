@@ -28,7 +28,7 @@ SHUTDOWN_S = 3600  # after Ctrl-C the run finishes its step and saves; torch's 3
 ACCELERATE = "accelerate.commands.launch"
 REFUSED, INTERRUPTED = 2, 130
 # Signals that end a run: Ctrl-C, SIGTERM, and SIGHUP, which is sent when a terminal or an ssh session closes.
-ENDING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FROM_OUTSIDE = tuple(number for number in ENDING if number != signal.SIGINT)  # Python's own Ctrl-C raises already
 _REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process")  # torch's log lines that add nothing
 

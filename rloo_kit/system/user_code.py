@@ -18,14 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from rloo_kit.errors import RewardError, describe_error, excerpt
-from rloo_kit.system.isolation import starting_folder
 
 MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
 
 
 def read_files(module: str, folders: list[str]) -> dict[str, str]:
     """Digests of a module, given by its name or its file, and of those that it imports; installed ones are left out."""
-    folders, installed = [*folders, starting_folder() or os.getcwd()], (sys.prefix, sys.base_prefix)
+    folders, installed = [*folders, os.getcwd()], (sys.prefix, sys.base_prefix)
     todo = [Path(module)] if module.endswith(".py") else _find(module, folders)
     todo = [] if module.startswith(installed) or re.search("/(?:site|dist)-packages/", module) else todo
     files: dict[Path, str] = {}

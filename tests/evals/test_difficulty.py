@@ -115,9 +115,6 @@ def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
     assert again["prompt"] == first["prompt"] and sampled == []
     assert read_object(folder / "prompts.json")["kept"] == [1, 2, 4]
     folder.resumes_from = SimpleNamespace(step=1)
-    with pytest.raises(DataError, match="other prompts.*--accept-changes"):  # an older folder without inputs.json
-        select_prompts(make_run(), policy, make_dataset(["7"] * 3), folder)
-    folder.accepts_changes = True
     fewer = select_prompts(make_run(), policy, make_dataset(["7"] * 3), folder)
     assert fewer["prompt"] == first["prompt"][:2] and read_object(folder / "prompts.json")["kept"] == [1, 2]
 

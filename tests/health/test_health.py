@@ -104,7 +104,6 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
     ("length_explosion", drift("completions/mean_length", 60, 200, **{ANSWER: 0.3}), {}, "thinking_budget_reward"),
     ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
-    ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts/"),
     ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),

@@ -72,7 +72,6 @@ returns_odd_numbers = harm(
 )
 leaks = harm(lambda columns: LEAK.append(bytearray(os.urandom(1) * 40_000_000)))
 asks_for_all_memory = harm(lambda columns: [bytearray(1 << 60)])
-deletes_the_folder = harm(lambda columns: shutil.rmtree(columns["path"]))
 
 
 @harm

@@ -188,18 +188,6 @@ def test_a_slow_import_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert not reward.worker.running
 
 
-def test_a_deleted_folder_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the working folder gone, `os.getcwd` raised in the run's process and in the worker."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    reward = make("deletes_the_folder", timeout_s=30.0)
-    assert call(reward, "bad", path=str(folder)) == [1.0] and not folder.exists()
-    reward.worker.close()
-    assert call(guard(reward), "good") == [1.0]
-    reward.worker.close()
-
-
 PROGRAM = """
 import sys, time
 from rloo_kit.rewarding.worker import WorkerReward, end_workers
