@@ -12,6 +12,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -178,8 +179,8 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         with open(stdout, "rb") as output:
             os.write(1, f"{status} {digest(output.read())}\n".encode())
         os.close(stdin)
-        for path in os.listdir("/tmp"):
-            __import__("shutil").rmtree(f"/tmp/{path}", ignore_errors=True)
+        for path in os.listdir("/tmp") if os.path.isdir("/tmp") else ():  # bubblewrap before 0.7 gives none
+            shutil.rmtree(f"/tmp/{path}", ignore_errors=True)
             with suppress(OSError):
                 os.unlink(f"/tmp/{path}")
 

@@ -25,6 +25,8 @@ OTHERS = (
     "len getitem setitem delitem iter next reversed enter exit bool int float complex index abs neg pos invert round "
     "trunc floor ceil str repr format bytes hash length_hint missing"
 )
+GUARDED = frozenset(f"{COMPARISONS} {OPERATORS}".split())  # get no plain value but by a trusted object
+TRUSTED = frozenset(f"{OPERATORS} pos neg abs invert round enter".split())  # give another trusted object
 # Methods of plain values that tests hand the expected one.
 COMPARING = (
     "startswith endswith count index rindex find rfind issubset issuperset isdisjoint difference symmetric_difference "
@@ -233,11 +235,11 @@ class TestsEnd(Link):
         if name == "__exit__":
             given = (*given[:2], None)  # a traceback is the tests' own
         short, is_trusted = name.strip("_"), id(value) in self.trusted
-        is_guarded = short in COMPARISONS.split() + OPERATORS.split()
+        is_guarded = short in GUARDED
         if is_guarded and not is_trusted and not is_own(given[0]):
             return self.doubt(name, value, given[0])
         found = self.ask("special", value, name, given)
-        if is_trusted and short in f"{OPERATORS} pos neg abs invert round enter".split() and is_mirrored(found):
+        if is_trusted and short in TRUSTED and is_mirrored(found):
             self.trusted.add(id(found))
         return found
 
@@ -307,11 +309,9 @@ class TestsEnd(Link):
         space |= {one: SPECIAL[one] for one in members if one in SPECIAL} | OF_ALL
         space |= {"__module__": module, "__qualname__": title}
         parents = tuple(map(self.decode, bases)) or (object,)
-        if (
-            name_of(next(filter(None, map(base_of, parents)), object)) == "collections.Counter"
-            and "__eq__" not in members
-        ):
-            space["__eq__"] = lambda self, other: resolve("collections.Counter")(dict(dict.items(self))) == other
+        base: Any = next(filter(None, map(base_of, parents)), object)
+        if name_of(base) == "collections.Counter" and "__eq__" not in members:  # its own asks the child for each count
+            space["__eq__"] = lambda self, other: base(dict(dict.items(self))) == other
         kind = type.__new__(Mirror, title.rpartition(".")[2], parents, space)
         self.add(kind, number)
         return kind

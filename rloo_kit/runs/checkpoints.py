@@ -77,7 +77,7 @@ def publish(folder: Path, target: Path) -> None:
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
-    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
+    with suppress(OSError):  # a file system without it
         handle = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)

@@ -347,6 +347,18 @@ def test_a_machine_that_is_too_busy_is_a_failure(reward: CodeReward, monkeypatch
         find_jail().run("programs", given, -0.2, **limits)
 
 
+def test_a_bubblewrap_that_cannot_limit_tmp(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ubuntu 22.04 has such a one: the jail has no /tmp then, and ended after a program's first input."""
+    command, size = list(find_jail().command), ["--size", str(16 * 2**20), "--tmpfs", "/tmp"]
+    if "--size" in command:
+        start = command.index("--size")
+        assert command[start : start + 4] == size and command[-1] == "/tmp"
+        command = [*command[:start], *command[start + 4 : -1], "/"]
+    monkeypatch.setattr(code_module, "find_jail", lambda: Jail(tuple(command)))
+    assert score(reward, "print(int(input()) ** 2)", {"inputs": ["2", "3"], "outputs": ["4", "9"]}) == 1.0
+    assert score(reward, "def f(n): return n", ["assert f(1) == 1"]) == 1.0
+
+
 def test_problems_as_data_sets_have_them(reward: CodeReward) -> None:
     """HumanEval, MBPP, APPS, LiveCodeBench, code_contests, KodCode, ClassEval, PRIME: by their own columns."""
     problems = read_problems()
