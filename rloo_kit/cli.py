@@ -519,7 +519,7 @@ def ask(
     system: Annotated[str | None, Option(help="System prompt; default: data.system_prompt.")] = None,
     history: Annotated[
         bool | None,
-        Option(help="Keep earlier turns of the dialogue in the prompt; default: yes, except for embedded models."),
+        Option(help="Keep earlier turns of the dialogue in the prompt; default: yes, where the model takes them."),
     ] = None,
     overrides: Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override; repeatable.")] = None,
     json: Annotated[bool, Option("--json", help="Print only one JSON object per question.")] = False,
