@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding, has_risen
+from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding
 from rloo_kit.health.series import CEILING, Series, at_ceiling, is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.changes import Change, change_of
@@ -276,11 +276,15 @@ class _Facts:
         seen = Series()
         for row in self.result.metrics:
             seen.add(row)
+        values = [point.value for point in seen.all("reward")]
+        count = min(len(values) // 2, 5)
         is_asked = change is None or (self.findings["blind"] is not None and not change.fell)
-        if not is_asked or len(seen.all("reward")) < 10 or not has_risen(seen, "reward"):
+        if not is_asked or count < 2:
             return ""
-        ends = f"from {fmean(seen.first('reward', 5)):.2f} to {fmean(seen.last('reward', 5)):.2f}"
-        return f"the reward in training rose {ends} (means of the first and the last five logged steps)"
+        old, new = fmean(values[:count]), fmean(values[-count:])
+        if new - old <= 2 * seen.noise("reward") * (2 / count) ** 0.5:  # about a 95 % interval
+            return ""
+        return f"the reward in training rose from {old:.2f} to {new:.2f} (means of the first and the last {count} rows)"
 
     def list_more(self, outcome: Outcome) -> Iterator[str]:
         """What else was measured, to follow the row's sentence."""
