@@ -404,12 +404,19 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,
-        prompts=[parse_conversation(prompt) for prompt in table[columns.prompt]],
-        answers=answers,
+        prompts=[parse_conversation(drop_nulls(prompt)) for prompt in table[columns.prompt]],
+        answers=list(map(drop_nulls, answers)) if answers and columns.prefix == "sft." else answers,
         others=table.select_columns(kept) if kept else None,
         places=places,
         notes=notes,
     )
+
+
+def drop_nulls(value: Any) -> Any:
+    """Messages without the keys that Arrow adds, since it gives the objects of a column the keys of all of them."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(one) for key, one in value.items() if one is not None}
+    return list(map(drop_nulls, value)) if isinstance(value, list) else value
 
 
 def _holds_images(feature: Any) -> bool:
@@ -444,7 +451,7 @@ def arrow_column(key: str, values: list[Any], name: str) -> list[Any]:
         values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
     if is_plain(values):
         return values
-    if any(map(_is_deep, values)):  # Arrow would overflow the C stack
+    if any(map(is_deep, values)):  # Arrow would overflow the C stack
         raise DataError(f"{name}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself")
     import pyarrow
 
@@ -466,7 +473,7 @@ def is_plain(values: list[Any]) -> bool:
     return len(kinds) < 2 and kinds <= {str, float, bool}
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any) -> bool:
     """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
     left = [(value, 1)]
     while left:
@@ -483,6 +490,6 @@ def plain(value: Any) -> Any:
     value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
     for name in ("as_py", "tolist"):
         value = getattr(value, name)() if hasattr(value, name) else value
-    if not isinstance(value, (list, tuple, dict)) or _is_deep(value):
+    if not isinstance(value, (list, tuple, dict)) or is_deep(value):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else list(map(plain, value))

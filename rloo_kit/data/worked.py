@@ -5,7 +5,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, read_rows
 from rloo_kit.data.tasks import worked_rows
-from rloo_kit.data.tool_turns import Message, ToolFormat, make_call
+from rloo_kit.data.tool_turns import Message, ToolFormat, check_call, make_call
 from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
@@ -216,15 +215,16 @@ class _Writer:
     def _read_call(self, call: Any, place: str) -> dict[str, Any]:
         found = call.get("function", call) if isinstance(call, dict) else {}
         name, arguments = found.get("name"), found.get("arguments")
-        if isinstance(arguments, str):
-            with suppress(ValueError):
-                arguments = json.loads(arguments)
-        if name not in self.names or not isinstance(arguments, dict):
-            wanted = '{"name": ..., "arguments": {...}}'
-            raise DataError(
-                f"{place} calls {excerpt(call)}; a call is {wanted} of a tool of the run: {', '.join(self.names)}"
-            )
-        return make_call(name, arguments)
+        problem = ""
+        try:
+            made = make_call(name, json.loads(arguments) if isinstance(arguments, str) else arguments)
+            check_call(made)
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+        if problem or name not in self.names:
+            wanted = f'{{"name": ..., "arguments": {{...}}}} of a tool of the run: {", ".join(self.names)}'
+            raise DataError(f"{place} calls {excerpt(call)}; a call is {wanted}{problem and f' ({problem})'}")
+        return made
 
     def write(
         self, prompt: str, turns: list[Message], thought: str | None, where: str
