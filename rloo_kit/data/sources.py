@@ -399,24 +399,31 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
     taken, notes = _taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
-    answers = list(table[columns.answer]) if columns.answer in table.column_names else None
+    answers = None
+    if columns.answer in table.column_names:
+        answers = _read_objects(table, columns.answer) if columns.prefix == "sft." else list(table[columns.answer])
     if answers and getattr(table.features[columns.answer], "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,
-        prompts=[parse_conversation(drop_nulls(prompt)) for prompt in table[columns.prompt]],
-        answers=list(map(drop_nulls, answers)) if answers and columns.prefix == "sft." else answers,
+        prompts=[parse_conversation(one) for one in _read_objects(table, columns.prompt)],
+        answers=answers,
         others=table.select_columns(kept) if kept else None,
         places=places,
         notes=notes,
     )
 
 
-def drop_nulls(value: Any) -> Any:
-    """Messages without the keys that Arrow adds, since it gives the objects of a column the keys of all of them."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(one) for key, one in value.items() if one is not None}
-    return list(map(drop_nulls, value)) if isinstance(value, list) else value
+def _read_objects(table: Any, column: str) -> list[Any]:
+    """A column's values, objects without the null keys that Arrow gives them: those of the other rows' objects."""
+
+    def drop(value: Any, feature: Any) -> Any:
+        if isinstance(value, dict) and isinstance(feature, dict):
+            return {key: drop(one, feature[key]) for key, one in value.items() if one is not None}
+        inner = getattr(feature, "feature", None)  # of a list; a column of datasets.Json has nulls of its own
+        return [drop(one, inner) for one in value] if isinstance(value, list) and inner is not None else value
+
+    return [drop(value, table.features[column]) for value in table[column]]
 
 
 def _holds_images(feature: Any) -> bool:
@@ -485,11 +492,14 @@ def is_deep(value: Any) -> bool:
     return False
 
 
-def plain(value: Any) -> Any:
-    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None."""
+def plain(value: Any, in_array: bool = False) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None.
+    Objects in an array come from Arrow, and lose the keys without a value that it gives them."""
     value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
     for name in ("as_py", "tolist"):
-        value = getattr(value, name)() if hasattr(value, name) else value
+        value, in_array = (getattr(value, name)(), True) if hasattr(value, name) else (value, in_array)
     if not isinstance(value, (list, tuple, dict)) or is_deep(value):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
-    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else list(map(plain, value))
+    if isinstance(value, dict):
+        return {key: plain(item, in_array) for key, item in value.items() if not in_array or item is not None}
+    return [plain(item, in_array) for item in value]

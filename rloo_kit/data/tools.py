@@ -211,9 +211,10 @@ def _read_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     try:
         return dict(get_json_schema(_as_reader(tool)))
     except Exception as error:  # of several kinds, each with a sentence on what is missing
+        name = getattr(tool, "__name__", type(tool).__name__)
         raise ConfigError(
-            f"tool {getattr(tool, '__name__', type(tool).__name__)}: {error}. A tool is a function with type hints, and "
-            "a docstring that says what it does and, below `Args:`, what each argument is (`x: The number.`)"
+            f"tool {name}: {error}. A tool is a function with type hints, and a docstring that says what it does and, "
+            "below `Args:`, what each argument is (`x: The number.`)"
         ) from None
 
 

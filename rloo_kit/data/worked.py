@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -213,18 +214,15 @@ class _Writer:
         return turns
 
     def _read_call(self, call: Any, place: str) -> dict[str, Any]:
-        found = call.get("function", call) if isinstance(call, dict) else {}
-        name, arguments = found.get("name"), found.get("arguments")
-        problem = ""
-        try:
-            made = make_call(name, json.loads(arguments) if isinstance(arguments, str) else arguments)
+        with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            found = call.get("function", call)
+            arguments = found["arguments"]
+            made = make_call(found["name"], json.loads(arguments) if isinstance(arguments, str) else arguments)
             check_call(made)
-        except (ValueError, RecursionError) as error:
-            problem = str(error)
-        if problem or name not in self.names:
-            wanted = f'{{"name": ..., "arguments": {{...}}}} of a tool of the run: {", ".join(self.names)}'
-            raise DataError(f"{place} calls {excerpt(call)}; a call is {wanted}{problem and f' ({problem})'}")
-        return made
+            if found["name"] in self.names:
+                return made
+        wanted = '{"name": ..., "arguments": {...}} without NaN, half characters or deep nesting, of a tool of the run'
+        raise DataError(f"{place} calls {excerpt(call)}; a call is {wanted}: {', '.join(self.names)}")
 
     def write(
         self, prompt: str, turns: list[Message], thought: str | None, where: str

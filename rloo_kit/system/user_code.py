@@ -82,7 +82,9 @@ def import_target(target: str, folders: list[str]) -> Any:
             looked = f"it was looked for in {', '.join(dict.fromkeys(sys.path[:2]))} and among the installed ones"
             raise RewardError(f"there is no module '{module_name}'; {looked}") from None
         raise RewardError(f"importing '{module_name}' failed: {describe_user_error(error)}") from None
-    found = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), module)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
