@@ -399,14 +399,14 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
     taken, notes = _taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
-    answers = None
-    if columns.answer in table.column_names:
-        answers = _read_objects(table, columns.answer) if columns.prefix == "sft." else list(table[columns.answer])
+    answers = list(table[columns.answer]) if columns.answer in table.column_names else None
+    if answers and columns.prefix == "sft.":
+        answers = [_drop_nulls(one, table.features[columns.answer]) for one in answers]
     if answers and getattr(table.features[columns.answer], "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,
-        prompts=[parse_conversation(one) for one in _read_objects(table, columns.prompt)],
+        prompts=[parse_conversation(_drop_nulls(one, table.features[columns.prompt])) for one in table[columns.prompt]],
         answers=answers,
         others=table.select_columns(kept) if kept else None,
         places=places,
@@ -414,16 +414,12 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     )
 
 
-def _read_objects(table: Any, column: str) -> list[Any]:
-    """A column's values, objects without the null keys that Arrow gives them: those of the other rows' objects."""
-
-    def drop(value: Any, feature: Any) -> Any:
-        if isinstance(value, dict) and isinstance(feature, dict):
-            return {key: drop(one, feature[key]) for key, one in value.items() if one is not None}
-        inner = getattr(feature, "feature", None)  # of a list; a column of datasets.Json has nulls of its own
-        return [drop(one, inner) for one in value] if isinstance(value, list) and inner is not None else value
-
-    return [drop(value, table.features[column]) for value in table[column]]
+def _drop_nulls(value: Any, feature: Any) -> Any:
+    """Messages without the keys that Arrow adds to an object: those of all objects of the column, with null."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {key: _drop_nulls(one, feature[key]) for key, one in value.items() if one is not None}
+    inner = getattr(feature, "feature", None)  # of a list; a column of datasets.Json has nulls of its own
+    return [_drop_nulls(one, inner) for one in value] if isinstance(value, list) and inner is not None else value
 
 
 def _holds_images(feature: Any) -> bool:

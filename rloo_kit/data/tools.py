@@ -95,12 +95,12 @@ class ToolHost:
             return Result(f"error: there is no tool {excerpt(name)}; there are {', '.join(tools)}", "invalid")
         tool, read = tools[name]
         try:
-            values = _read_arguments(read, arguments)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
-        try:
+            try:
+                values = _read_arguments(read, arguments)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = ".".join(map(str, first["loc"]))
+                return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
             return _as_result(finish(tool(**values)), name)
         except BaseException as error:  # sys.exit and KeyboardInterrupt too
             text = shorten(f"error: {name}: {describe_error(error)}", 500)
@@ -166,20 +166,17 @@ def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, tuple[Callable[..
 
 
 def _read_arguments(read: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """The arguments; what does not fit is tried in its other form. Raises ValidationError."""
+    """The arguments. One that does not fit is tried in its other form: a text as the JSON in it, which calls in XML
+    have for lists; a boolean or a number as text. Raises ValidationError."""
     try:
         return read(**arguments)
     except ValidationError as error:
-        wrong = {one["loc"][0] for one in error.errors(include_url=False)}
-    return read(**{name: _in_other_form(value) if name in wrong else value for name, value in arguments.items()})
-
-
-def _in_other_form(value: Any) -> Any:
-    """A text as the JSON in it, since calls in XML have lists as text; a boolean or a number as text."""
-    with suppress(ValueError, RecursionError):
-        if isinstance(value, str):
-            return json.loads(value)
-    return json.dumps(value) if isinstance(value, bool | int | float) else value
+        arguments = dict(arguments)
+        for name, value in arguments.items():
+            if any(name == one["loc"][0] for one in error.errors()) and isinstance(value, str | bool | int | float):
+                with suppress(ValueError, RecursionError):
+                    arguments[name] = json.loads(value) if isinstance(value, str) else json.dumps(value)
+    return read(**arguments)
 
 
 def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,10 +196,10 @@ def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
 
     typed = rf"(?m)^(\s*(?:{'|'.join(taken)}))\s*\(.*?\)\s*:"  # x (int): ..., in Google's style too
     head, mark, rest = (inspect.getdoc(tool) or "").partition("Args:")
-    read.__name__, read.__doc__, read.__annotations__ = tool.__name__, head + mark + re.sub(typed, r"\1:", rest), hints
-    parameters = [one.replace(annotation=hints.get(name, one.empty)) for name, one in taken.items()]
-    vars(read)["__signature__"] = inspect.Signature(parameters)
-    return read
+    doc = head + mark + re.sub(typed, r"\1:", rest)
+    signed = inspect.Signature([one.replace(annotation=hints.get(name, one.empty)) for name, one in taken.items()])
+    about: Any = SimpleNamespace(__name__=tool.__name__, __doc__=doc, __annotations__=hints, __signature__=signed)
+    return functools.update_wrapper(read, about)
 
 
 def _read_schema(tool: Callable[..., Any]) -> dict[str, Any]:

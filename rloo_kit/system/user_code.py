@@ -24,6 +24,7 @@ from typing import Any
 
 from rloo_kit.errors import RewardError, describe_error, excerpt
 
+_LOCK = threading.Lock()  # two threads that come first get one loop
 MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
 
 
@@ -112,7 +113,9 @@ def _import_file(path: str) -> ModuleType:
 def submit(coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
     """The future of a coroutine in the one loop of this process, whose thread is its own: a notebook's runs a loop
     already, and a client that a function keeps belongs to the loop of its first call."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+    with _LOCK:
+        loop = _event_loop(os.getpid())
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
 def finish(value: Any) -> Any:
