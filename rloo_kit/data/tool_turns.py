@@ -4,10 +4,13 @@ A sampled turn is never rendered again. A result is rendered after a made-up tur
 turn's end token is its text.
 """
 
+import json
 from functools import cached_property
 from typing import Any
 
+from rloo_kit.data.sources import is_deep
 from rloo_kit.errors import ConfigError
+from rloo_kit.system.input_files import DEEPEST
 
 Message = dict[str, Any]
 
@@ -113,7 +116,8 @@ class ToolFormat:
         return whole.split(self._end, ends)[-1]
 
     def defuse(self, text: str) -> str:
-        """`text` with a blank inside each of the tokenizer's added tokens, so that it contains none."""
+        """`text` with a blank inside each of the tokenizer's added tokens, so that it contains none, and in UTF-8."""
+        text = text.encode("utf-8", "replace").decode()
         for token in self.tokenizer.added_tokens_decoder.values():
             spelled = str(token)
             if len(spelled) > 1 and spelled in text:
@@ -130,6 +134,16 @@ class ToolFormat:
 
     def _render(self, messages: list[Message], **options: Any) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.options, **options))
+
+
+def check_call(call: Any) -> None:
+    """Raise ValueError if `call` is none, or has what readers of JSON accept and files and processes do not: NaN, half
+    a surrogate pair, deep nesting."""
+    match call:
+        case {"function": {"name": str(name), "arguments": dict()}} if name and not is_deep(call):
+            json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
+        case _:
+            raise ValueError(f"a call is an object with a name and arguments, nested at most {DEEPEST} levels deep")
 
 
 def make_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
