@@ -122,7 +122,7 @@ def _options(
 def print_found(found: Any, json: bool) -> None:
     """Print a result, as a table or as JSON."""
     if json:
-        print(dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        print(dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         print_table(found)
 

@@ -1,5 +1,6 @@
 """What the name of a model says: built-in models with their task families, and models that think."""
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -70,6 +71,30 @@ def find_family_problem(family: str) -> str | None:
             "model.name=smollm2/instruct; see docs/embedded.md"
         )
     return f"there is no task family '{family}': take {', '.join(FAMILIES)}"
+
+
+def find_near_miss(name: str, for_models: bool) -> str | None:
+    """The built-in name, of a model or of a source or environment, that `name` nearly is; None if it is none.
+
+    >>> find_near_miss("embeded/thinking", True), find_near_miss("reasoning-gym/chain_sum", False)
+    ('embedded/thinking', 'reasoning_gym/chain_sum')
+    """
+    owner, slash, rest = name.casefold().partition("/")
+    if not slash:  # embedded-thinking
+        owner, _, rest = re.sub(r"[-_:\\ ]", "/", owner, count=1).partition("/")
+    models = [*SMOLLM2, *(f"embedded/{kind}" for kind in (*KINDS, *(f"thinking@{family}" for family in FAMILIES)))]
+    sources = [*(f"embedded/{family}" for family in FAMILIES), f"reasoning_gym/{rest}", f"verifiers/{rest}"]
+    for prefix in ("embedded", "smollm2", "reasoning_gym", "verifiers"):
+        known = [one for one in (models if for_models else sources) if one.startswith(prefix)]
+        near = difflib.get_close_matches(f"{prefix}/{rest}", known, n=1, cutoff=0.75)
+        if (
+            near
+            and rest
+            and not name.startswith(f"{prefix}/")
+            and difflib.SequenceMatcher(None, owner, prefix).ratio() > 0.84
+        ):
+            return near[0]
+    return None
 
 
 def always_thinks(name: str) -> bool:

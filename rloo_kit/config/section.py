@@ -1,6 +1,7 @@
 """A strict section of a configuration: keys that map to arguments of `RLOOConfig`, and messages about wrong ones."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
@@ -10,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from rloo_kit.config.old_names import CONFIG_NAMES
-from rloo_kit.config.yaml_files import Key, Lines
+from rloo_kit.config.yaml_files import Key, Lines, read_value, unquote
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.console import hide_secrets
+from rloo_kit.system.input_files import find_unwritable
 
 
 class TrlDefault(NamedTuple):
@@ -102,7 +104,7 @@ def describe_field(field: FieldInfo) -> str:
     metadata = list(field.metadata)
     if get_origin(field.annotation) in (Union, UnionType):  # Annotated[int, Field(ge=1)] | None
         parts = [get_args(part)[1:] for part in get_args(field.annotation) if get_origin(part) is Annotated]
-        metadata += [item for inner in parts for info in inner for item in info.metadata]
+        metadata += [item for inner in parts for info in inner for item in getattr(info, "metadata", ())]
     found = [
         f"{word} {value:g}"
         for item in metadata
@@ -126,6 +128,88 @@ def _describe_type(annotation: Any) -> str:
     if origin is tuple:
         return f"a list of {len(arguments)} ({', '.join(_describe_type(argument) for argument in arguments)})"
     return "a list" if origin is list else "a mapping"
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def apply_override(values: dict[str, Any], override: str, model: type[BaseModel]) -> Key:
+    """Set one `section.key=value` in `values`, the keys of `model`, in place, and return its path; list items are
+    addressed by index. A key whose type is text keeps what is written, but null and nothing are None and quotes around
+    the whole are removed; others are read by `read_value`.
+
+    Raises ConfigError if there is no `=`, if a key is empty or unknown, or if a path goes through a value without keys.
+    """
+    if problem := find_unwritable(override):
+        raise ConfigError(f"the override '{override}' contains {problem}")
+    key, equals, text = re.fullmatch(r"([^=]*?)(\s+=\s+|=|$)(.*)", override, re.DOTALL).groups()  # type: ignore
+    words = key.strip().lstrip("-").split(".")  # an index has ASCII digits (unlike `²` and `٣`), at most 9
+    parts: list[str | int] = [int(p) if p.isascii() and p.isdecimal() and len(p) <= 9 else p for p in words]
+    if not equals or "" in parts:
+        raise ConfigError(f"the override '{override}' is not of the form section.key=value, for example rloo.beta=0.0")
+    place: Any = values
+    kinds: list[Any] = [model]
+    for depth, part in enumerate(parts):
+        start = f"the override '{override}': "
+        above, here = (".".join(map(str, parts[:end])) for end in (depth, depth + 1))
+        if isinstance(place, list):
+            if not isinstance(part, int) or part >= len(place):
+                found = f"{above} is a list of {len(place)}; use an index below that"
+                raise ConfigError(f"{start}{found}{_correct(words, model)}")
+        elif not isinstance(place, dict):
+            raise ConfigError(f"{start}{above} is {excerpt(place)}, which has no keys below it")
+        kinds = _kinds_below(kinds, part)
+        if depth == len(parts) - 1:
+            place[part] = _read_as(text, kinds)
+        elif isinstance(place, dict) and place.get(part) is None:
+            if not kinds and (fix := _correct(words, model)):
+                raise ConfigError(f"{start}{here} is an unknown key{fix}")
+            if kinds and isinstance(parts[depth + 1], int):
+                raise ConfigError(f"{start}{here} is not a list in the file; set {here}=[...]")
+            place[part] = {}
+        place = place[part]
+    return tuple(parts)
+
+
+def _read_as(text: str, kinds: list[Any]) -> Any:
+    """The value of an override, for a key of these types."""
+    words = (kind for kind in kinds if get_origin(kind) is Literal)
+    texts = {str, type(None), *(kind for kind in words if all(isinstance(word, str) for word in get_args(kind)))}
+    if not kinds or not texts.issuperset(kinds) or text == "" or text.strip() == "null":
+        return read_value(text)
+    return text if (quoted := unquote(text)) is None else quoted
+
+
+def _kinds_of(annotation: Any) -> list[Any]:
+    """The types in an annotation, without unions and metadata."""
+    if get_origin(annotation) is Annotated:
+        return _kinds_of(get_args(annotation)[0])
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return [kind for part in get_args(annotation) for kind in _kinds_of(part)] if is_union else [annotation]
+
+
+def _kinds_below(kinds: list[Any], part: str | int) -> list[Any]:
+    """The types of the key or item `part` of values of `kinds`; none for an unknown key."""
+    found: list[Any] = []
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found += _kinds_of(kind.model_fields[part].annotation) if part in kind.model_fields else []
+        else:  # list[item], tuple[item, item], dict[str, value]
+            found += _kinds_of((get_args(kind) or [Any])[-1])
+    return found
+
+
+def _correct(words: list[str], model: type[BaseModel]) -> str:
+    """`; did you mean ...?` with the nearest path in `model`: rewards.0.name for reward[0].nmae; "" without one."""
+    found: list[str] = []
+    kinds: list[Any] = [model]
+    for word in filter(None, re.split(r"[.\[\]]+", ".".join(words))):
+        if not word.isdecimal() and list in map(get_origin, kinds):
+            found, kinds = [*found, "0"], _kinds_below(kinds, 0)
+        known = [name for kind in kinds for name in getattr(kind, "model_fields", ())]
+        found += difflib.get_close_matches(word, known, n=1) or [word]
+        kinds = _kinds_below(kinds, found[-1])
+    return f"; did you mean {'.'.join(found)}?" if found != words else ""
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -185,6 +269,8 @@ def _explain(entry: Any, model: Any, prefix: str) -> str:
     value = entry["input"]
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else excerpt(value, 300)
     quote = " (put it in quotes)" if kind == "string_type" and isinstance(value, (int, float)) else ""
+    if isinstance(value, str) and kind.startswith(("list", "dict", "model", "tuple")):
+        quote = "; in YAML a # or a 007 in it needs quotes, and a key is given once"
     return f"{key}: is {shown}; {rule[0].lower()}{rule[1:]}{quote}"
 
 

@@ -69,8 +69,13 @@ def wait_for_saves(timeout_s: float | None = None) -> bool:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """`write_bytes` of `text` as UTF-8."""
-    return write_bytes(path, text.encode())
+    """`write_bytes` of `text`: everything that the kit writes for people goes through here."""
+    return write_bytes(path, encode(text))
+
+
+def encode(text: str) -> bytes:
+    """`text` as UTF-8; a lone surrogate, which it has not, is escaped as in JSON: reading JSON gives it back."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
@@ -215,9 +220,8 @@ def row_step(row: dict[str, Any]) -> int | None:
 
 
 def to_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    """One line per row. NaN and infinities become null; a lone surrogate, which UTF-8 cannot encode, is escaped."""
-    text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
-    return text.encode("utf-8", errors="backslashreplace")
+    """One line per row. NaN and infinities become null."""
+    return encode("".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows))
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
