@@ -145,12 +145,9 @@ def read_config(file: Path, overrides: list[str] | None, read: "Callable[..., Ru
 
 def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
     """`read_config` of a run's config file or of its folder, even if the folder was moved."""
-    from rloo_kit.runs.find import config_file, place_run
+    from rloo_kit.runs.find import find_run
 
-    run = read_config(config_file(source), overrides)
-    if source.is_dir():
-        place_run(run, source)
-    return run
+    return read_config(source, overrides, find_run)
 
 
 def say_activation() -> None:

@@ -79,22 +79,14 @@ def find_near_miss(name: str, for_models: bool) -> str | None:
     >>> find_near_miss("embeded/thinking", True), find_near_miss("reasoning-gym/chain_sum", False)
     ('embedded/thinking', 'reasoning_gym/chain_sum')
     """
-    owner, slash, rest = name.casefold().partition("/")
-    if not slash:  # embedded-thinking
-        owner, _, rest = re.sub(r"[-_:\\ ]", "/", owner, count=1).partition("/")
-    models = [*SMOLLM2, *(f"embedded/{kind}" for kind in (*KINDS, *(f"thinking@{family}" for family in FAMILIES)))]
+    written = re.sub(r"^([^/]*?)[-_:\\ ](?=[^/]*$)", r"\1/", name.casefold())  # embedded-thinking
+    owner, _, rest = written.partition("/")
     sources = [*(f"embedded/{family}" for family in FAMILIES), f"reasoning_gym/{rest}", f"verifiers/{rest}"]
-    for prefix in ("embedded", "smollm2", "reasoning_gym", "verifiers"):
-        known = [one for one in (models if for_models else sources) if one.startswith(prefix)]
-        near = difflib.get_close_matches(f"{prefix}/{rest}", known, n=1, cutoff=0.75)
-        if (
-            near
-            and rest
-            and not name.startswith(f"{prefix}/")
-            and difflib.SequenceMatcher(None, owner, prefix).ratio() > 0.84
-        ):
-            return near[0]
-    return None
+    models = [f"embedded/{kind}" for kind in (*KINDS, *(f"thinking@{family}" for family in FAMILIES))]
+    near = difflib.get_close_matches(written, [*models, *SMOLLM2] if for_models else sources, n=1, cutoff=0.75)
+    prefix = near[0].partition("/")[0] if near and rest else ""
+    is_near = difflib.SequenceMatcher(None, owner, prefix).ratio() > 0.84 and not name.startswith(f"{prefix}/")
+    return near[0] if is_near else None
 
 
 def always_thinks(name: str) -> bool:

@@ -204,7 +204,7 @@ def _correct(words: list[str], model: type[BaseModel]) -> str:
     found: list[str] = []
     kinds: list[Any] = [model]
     for word in filter(None, re.split(r"[.\[\]]+", ".".join(words))):
-        if not word.isdecimal() and list in map(get_origin, kinds):
+        if not word.isdecimal() and any(get_origin(kind) is list for kind in kinds):
             found, kinds = [*found, "0"], _kinds_below(kinds, 0)
         known = [name for kind in kinds for name in getattr(kind, "model_fields", ())]
         found += difflib.get_close_matches(word, known, n=1) or [word]
@@ -239,16 +239,12 @@ def explain_errors(
 
 def _explain(entry: Any, model: Any, prefix: str) -> str:
     keys: list[str | int] = []
-    parent, below = model, model  # the sections of the last key and of the next one
-    annotation: Any = None
+    parent, kinds = model, [model]  # the section of the last key, and the types of what stands at it
     for part in entry["loc"]:
-        if below is not None and isinstance(part, str):
-            parent, annotation = below, getattr(below.model_fields.get(part), "annotation", None)
-            below = _section_below(annotation)
-        elif isinstance(part, str):
-            if not any(get_origin(kind) is dict for kind in (annotation, *get_args(annotation))):
-                break  # pydantic's name of a union's branch
-            annotation = None
+        parent = next((kind for kind in kinds if hasattr(kind, "model_fields")), parent)
+        if isinstance(part, str) and not any(kind is parent or get_origin(kind) is dict for kind in kinds):
+            break  # pydantic's name of a union's branch
+        kinds = _kinds_below(kinds, part)
         keys.append(part)
     kind, rule = entry["type"], entry["msg"]
     if kind == "missing" and isinstance(keys[-1], int):  # in a list of fixed length
@@ -259,7 +255,7 @@ def _explain(entry: Any, model: Any, prefix: str) -> str:
         old = CONFIG_NAMES.get(name)
         new = (old and old.new) or name  # the same name, or today's for an old one, in another section
         for section, field in model.model_fields.items():
-            if (other := _section_below(field.annotation)) is not None and new in other.model_fields:
+            if any(new in getattr(kind, "model_fields", ()) for kind in _kinds_of(field.annotation)):
                 return f"{key}: unknown key; did you mean {section}.{new}?"
         return f"{key}: unknown key{suggest(name, parent.model_fields, above + dot)}"
     if kind == "missing" and entry["loc"][-1] == keys[-1]:
@@ -272,13 +268,6 @@ def _explain(entry: Any, model: Any, prefix: str) -> str:
     if isinstance(value, str) and kind.startswith(("list", "dict", "model", "tuple")):
         quote = "; in YAML a # or a 007 in it needs quotes, and a key is given once"
     return f"{key}: is {shown}; {rule[0].lower()}{rule[1:]}{quote}"
-
-
-def _section_below(annotation: Any) -> type[BaseModel] | None:
-    """The section class in a field's annotation, alone, in a list or in a union with null."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for part in get_args(annotation) if (model := _section_below(part)) is not None), None)
 
 
 def suggest(word: str, known: Iterable[str], above: str = "") -> str:

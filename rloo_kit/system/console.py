@@ -151,10 +151,10 @@ def print_table(renderable: Any) -> None:
         print_text(render_text(renderable))
 
 
-def print_text(text: str) -> None:
+def print_text(text: str, end: str = "\n") -> None:
     """Print text, with ? for what stdout cannot encode: a table's frame must not crash a run."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
 
 
 def format_seconds(seconds: float) -> str:
