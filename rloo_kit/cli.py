@@ -122,7 +122,7 @@ def _options(
 def print_found(found: Any, json: bool) -> None:
     """Print a result, as a table or as JSON."""
     if json:
-        print(dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        print(dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         print_table(found)
 
@@ -145,12 +145,9 @@ def read_config(file: Path, overrides: list[str] | None, read: "Callable[..., Ru
 
 def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
     """`read_config` of a run's config file or of its folder, even if the folder was moved."""
-    from rloo_kit.runs.find import config_file, place_run
+    from rloo_kit.runs.find import find_run
 
-    run = read_config(config_file(source), overrides)
-    if source.is_dir():
-        place_run(run, source)
-    return run
+    return read_config(source, overrides, find_run)
 
 
 def say_activation() -> None:

@@ -400,9 +400,12 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     taken, notes = _taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
     answers = list(table[columns.answer]) if columns.answer in table.column_names else None
+    feature = table.features.get(columns.answer)
     if answers and columns.prefix == "sft.":
-        answers = [_drop_nulls(one, table.features[columns.answer]) for one in answers]
-    if answers and getattr(table.features[columns.answer], "dtype", "") == "float32":  # 0.1, as written
+        answers = [_drop_nulls(one, feature) for one in answers]
+    if answers and hasattr(feature, "int2str"):  # class labels: their names
+        answers = [None if label is None or label < 0 else feature.int2str(label) for label in answers]
+    elif answers and getattr(feature, "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,

@@ -68,8 +68,8 @@ class ToolFormat:
                 problem = "is not prefix-preserving: it renders a turn differently once a result follows"
         if problem:
             raise ConfigError(
-                f"rloo.tools are set, but the chat template of {name} {problem}. Use a model whose template has tools, "
-                "such as Qwen3, or remove rloo.tools and rloo.environment"
+                f"rloo.tools are set, but the chat template of {name} {problem}. Set model.name to one whose template "
+                "has tools (embedded/untaught, smollm2/tools, Qwen3), or remove rloo.tools and rloo.environment"
             )
 
     @property

@@ -11,7 +11,7 @@ from transformers import TrainerState
 
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import RewardSection
+from rloo_kit.config.schema import RewardSection, has_thinking_budget
 from rloo_kit.data.answers import (
     EXACT,
     GYM_REWARD,
@@ -68,7 +68,7 @@ class HeldOutRewards:
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
         self.is_callable = bool(guarded) and all(isinstance(reward, GuardedReward) for reward in guarded)
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
-        self._has_budget, self._toolbox = run.rloo.thinking_budget is not None, open_toolbox(run)
+        self._has_budget, self._toolbox = has_thinking_budget(run.rloo), open_toolbox(run)
         self._size = max(1, run.rloo.generation_batch_size // count_processes())
         steps = run.rloo.max_steps or 1
         self._constant = {"trainer_state": TrainerState(global_step=steps, max_steps=steps)}
