@@ -21,16 +21,7 @@ from rloo_kit.config.section import explain_errors, suggest
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.load import comparable_text
-from rloo_kit.data.sources import (
-    Columns,
-    DataSource,
-    csv_lines,
-    explained,
-    find_file,
-    json_lines,
-    open_parquet,
-    read_file,
-)
+from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_file
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
@@ -42,8 +33,19 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input", "text")
-ANSWER_NAMES = ("answer", "solution", "target", "label", "output", "response", "result")
+# Names of columns as `_simple` spells them. The last ones are an index, or say something of a row: neither of the two.
+_PROMPT = re.compile("prompt|question|problem|instruction|query|input|message|frage|aufgabe|pregunta|domanda|pergunta")
+_ANSWER = re.compile(
+    "((correct|final|gold) )?answer|solution|target|label|output|response|result|antwort|ergebnis|respuesta"
+)
+_NEITHER = re.compile(
+    "(.* )?(id|nr|nummer|index|idx|row|uuid|category|kategorie|difficulty|level|topic|subject|source|split|author|date|"
+    "timestamp|url|language|tag|type)|((s|sl|item|question) )?no|unnamed.*|index level.*|"
+)
+# A UUID or hash, an address, a date, a number behind a word (q-12).
+_KEY = re.compile(r"[\da-f-]{16,}|https?://\S+|\d+([-/.: t]+\d+){2,}z?|[^\W\d]+[-_.:/#]?\d+", re.I)
+_NUMBER = r"[-+$€£]?\s?[\d.,]*\d\s?[%€]?"
+_NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)  # a number or a sentence
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
@@ -80,14 +82,13 @@ class Table:
     """A file with prompts and answers.
 
     Attributes:
-        source: the file, as given. columns: their names. prompt_column, answer_column: two of them.
+        source: the file, as given. prompt_column, answer_column: two of its columns.
         rows: as read. texts: of the prompts; of messages, their contents. are_texts: no prompt is a list of messages.
         gold: the answer of the first row that has one. answer_after: the marker in front of every answer. are_numbers:
         every answer is a number.
     """
 
     source: str
-    columns: list[str]
     prompt_column: str
     answer_column: str
     rows: DataSource
@@ -98,56 +99,112 @@ class Table:
     are_numbers: bool
 
 
-def read_columns(source: str) -> list[str]:
-    """Column names of the file given as `--data`, from its header, first row or schema; raises DataError or ConfigError
-    if it is no such file, or has none."""
+def open_data(source: str) -> dict[str, list[Any]]:
+    """The columns of the file given as `--data`; raises DataError or ConfigError if it is no such file, or has no
+    rows."""
     path = find_file(source)
     if path is None:
         raise ConfigError(
             f"--data {source}: there is no such file; init reads a .csv, .jsonl or .parquet file. For a dataset "
             "from the hub, copy a file of configs/ and set data.source"
         )
-    with explained(path):
-        if path.suffix.lower() == ".parquet":
-            names = open_parquet(path, schema_only=True).names
-        else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                lines = csv_lines(file, path) if path.suffix.lower() == ".csv" else json_lines(file, path)
-                names = list(next(lines, (0, []))[1])
-    if not names:
+    columns = read_columns(path)
+    if not any(columns.values()):
         raise DataError(f"{path} has no rows; it needs a column of prompts and one of answers")
-    return names
+    return columns
 
 
-def guess_columns(names: list[str]) -> tuple[str, str | None]:
-    """Prompt and answer columns by name; else the first column, and the last of the others (None without one).
+def find_columns(
+    source: str, columns: dict[str, list[Any]], prompt: str | None = None, answer: str | None = None
+) -> dict[str, list[str]]:
+    """By flag the columns that it could be: the given one, else by names, else by contents. Raises ConfigError for a
+    column that is not there, a first line without names, and answers that choose from other columns."""
+    for name, flag in ((prompt, "--prompt-column"), (answer, "--answer-column")):
+        if name is not None and name not in columns:
+            raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, columns)}")
+    if not prompt and not answer and source.lower().endswith(".csv") and _lacks_names(columns):
+        names = ", ".join(excerpt(name, 40) for name in columns)
+        raise ConfigError(
+            f"{source}: the first line has no names of columns ({names}); write them in a line above it, for example "
+            "prompt,answer, or pass --prompt-column and --answer-column if they are names"
+        )
+    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
+    asks = [name for name, kind in kinds.items() if kind in ("text", "messages")]
+    named = [name for name in kinds if _PROMPT.fullmatch(_simple(name))]
+    prompts = [prompt] if prompt else [name for name in named if name in asks] or (asks and named + asks)
+    named = [name for name in kinds if _ANSWER.fullmatch(_simple(name))]
+    fits = [name for name, kind in kinds.items() if kind in ("text", "number", "kinds")]
+    answers = [name for name in named if name in fits] or named or fits
+    answers = [answer] if answer else [name for name in answers if [name] != prompts]
+    prompts = [prompt] if prompt else [name for name in prompts if [name] != answers]
+    if len(answers) == 1 and not answer:
+        golds = {str(one).strip().lower() for one in columns[answers[0]]}
+        ends = {_simple(name).rpartition(" ")[2]: name for name in columns}
+        if shown := [ends[end] for end in sorted(golds <= ends.keys() and golds or {"choice", "option"} & ends.keys())]:
+            raise ConfigError(
+                f"{source}: the answers in '{answers[0]}' choose from {', '.join(shown)}, which the prompts do not "
+                f"show; write the choices into the prompts, or pass --answer-column {shlex.quote(answers[0])}"
+            )
+    return {"--prompt-column": prompts, "--answer-column": answers}
 
-    >>> guess_columns(["id", "Question", "answer"]), guess_columns(["sum", "value"]), guess_columns(["text"])
-    (('Question', 'answer'), ('sum', 'value'), ('text', None))
+
+def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
+    """The flags to choose from, each with an example; where nothing fits, every column."""
+    examples = {name: next((one for one in values if not has_no_answer(one)), "") for name, values in columns.items()}
+    lines = [(shlex.join([flag, name]), examples[name]) for flag, names in found.items() for name in names or columns]
+    return "\n".join(f"  {words}  (for example {excerpt(example, 60)})" for words, example in lines)
+
+
+def _simple(name: str) -> str:
+    """A column's name in small words, without a plural's s.
+
+    >>> _simple("Nr."), _simple("questionID"), _simple("Correct_Answers")
+    ('nr', 'question id', 'correct answer')
     """
-
-    def find(known: tuple[str, ...], among: list[str]) -> str | None:
-        by_name = {name.strip().lower(): name for name in reversed(among)}
-        return next((by_name[word] for word in known if word in by_name), None)
-
-    prompt = find(PROMPT_NAMES, names) or names[0]
-    others = [name for name in names if name != prompt]
-    return prompt, find(ANSWER_NAMES, others) or (others[-1] if others else None)
+    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)).strip().lower().removesuffix("s")
 
 
-def check_column(name: str, flag: str, names: list[str]) -> str:
-    """`name`, if the file has it; else raises ConfigError with the nearest of `names`."""
-    if name not in names:
-        raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, names)}")
-    return name
+def _kind_of(name: str, values: list[Any]) -> str:
+    """What a column has: text, number, kinds (few values in many rows), messages; other, for example an index or one
+    value.
+
+    >>> _kind_of("n", ["1", "2", "3"]), _kind_of("sum", ["1+1=", "2+5="]), _kind_of("vote", ["a", "b"] * 4)
+    ('other', 'text', 'kinds')
+    """
+    found = [one for one in values if not has_no_answer(one)]
+    if not all(type(one) in (str, int, float) for one in found):
+        return "messages" if all(isinstance(one, list) and isinstance(one[0], dict) for one in found) else "other"
+    texts, word = [str(one).strip() for one in found], _simple(name)
+    distinct, numbers = len(set(texts)), [int(text) for text in texts if re.fullmatch("[0-9]{1,18}", text)]
+    if distinct == len(texts) > 1 and not _ANSWER.fullmatch(word):  # answers may count: 3, 4, 5
+        in_order = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
+        if (in_order and len(numbers) == distinct) or all(map(_KEY.fullmatch, texts)):
+            return "other"
+    if _NEITHER.fullmatch(word) or distinct <= 1 < len(values):
+        return "other"
+    if 4 * distinct <= len(values) or 2 * len(texts) < len(values):
+        return "kinds"
+    return "number" if 2 * sum(bool(re.fullmatch(_NUMBER, text)) for text in texts) > len(texts) else "text"
+
+
+def _lacks_names(columns: dict[str, list[Any]]) -> bool:
+    """Whether the first line of a CSV file is a row like the others, or the second one has the names."""
+    known, shape = re.compile(f"{_PROMPT.pattern}|{_ANSWER.pattern}"), partial(re.compile(r"\d+").sub, "0")
+    if any(known.fullmatch(_simple(name)) for name in columns):
+        return False
+    firsts = [str(values[0]) for values in columns.values()]
+    return any(known.fullmatch(_simple(one)) for one in firsts) or any(
+        _NO_NAME.fullmatch(name) or (name and shape(name) in map(shape, map(str, values)))
+        for name, values in columns.items()
+    )
 
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
-    columns, path = read_columns(source), find_file(source)
+    path = find_file(source)
     if prompt_column == answer_column:
         raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two different columns")
-    assert path is not None  # `read_columns` has found it
+    assert path is not None  # `open_data` has found it
     rows = read_file(path, Columns(prompt_column, answer_column, answer_required=True))
     texts = []
     for row, prompt in enumerate(rows.prompts):
@@ -167,7 +224,6 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     golds = [find_boxed(gold) or gold for gold in golds]
     return Table(
         source=source,
-        columns=columns,
         prompt_column=prompt_column,
         answer_column=answer_column,
         rows=rows,
@@ -193,11 +249,12 @@ class Fitted(NamedTuple):
 
 
 def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
-    """The model to propose: on a GPU the largest of the shipped configs that fits; on a CPU the embedded one if the
-    prompts are the additions that it knows, else a small language model."""
+    """The model to propose: the embedded one if the prompts are the additions that it knows; else on a GPU the largest
+    of the shipped configs that fits, on a CPU a small language model."""
+    if all(re.fullmatch(r"\d{1,3}\+\d{1,3}=", text.strip()) for text in table.texts):
+        return EMBEDDED
     if not find_machine(gpu_gib).on_cuda:
-        are_additions = all(re.fullmatch(r"\d+\+\d+=", text.strip()) for text in table.texts)
-        return EMBEDDED if are_additions else FOR_CPU[0]
+        return FOR_CPU[0]
     for model in FOR_GPU:
         found = next((one for one in _candidates(model, Path("run.yaml"), table, gpu_gib) if one.fits), None)
         if found is not None and found.values["completion_length"] >= LEAST_TO_THINK:
@@ -346,7 +403,7 @@ def write_starter(
         f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
         "(computed, not measured)",
     ]
-    if others := [name for name in table.columns if name not in (table.prompt_column, table.answer_column)]:
+    if others := [name for name in table.rows.other_names if name not in (table.prompt_column, table.answer_column)]:
         lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
     if not plan.machine.on_cuda and not found.values["is_embedded"]:
         lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))

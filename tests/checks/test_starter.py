@@ -92,7 +92,7 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
     rewards = folder / "sums_rewards.py"
-    rewards.write_text(rewards.read_text(encoding="utf-8").replace("else 0.1", "else 1.00"))
+    rewards.write_text(rewards.read_text(encoding="utf-8").replace("float(answers_agree", "float(1 or answers_agree"))
     with pytest.raises(AssertionError):  # a test that cannot fail
         run_test("test_sums_rewards.py")
 
@@ -136,8 +136,8 @@ def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) 
 @pytest.mark.parametrize("model", ["embedded/thinking@sorting", "embedded/instruct", "smollm2/thinking"])
 def test_any_model_is_taken_that_knows_the_characters(model: str) -> None:
     """Every embedded family but addition was refused with "knows only additions"."""
-    prompts = ["sort(3124)=", "sort(98)="] if "sorting" in model else ["12+34=", "5+6="]
-    write_csv("own.csv", ["prompt", "answer"], [[prompts[n % 2], 1234 + n] for n in range(40)])
+    prompt = "sort({})=" if "sorting" in model else "5+{}="
+    write_csv("own.csv", ["prompt", "answer"], [[prompt.format(n), 1234 + n] for n in range(40)])
     code, _, said = call("--data", "own.csv", "--yes", "--model", model)
     assert code == 0, said
     run = load_config("own.yaml")
@@ -190,7 +190,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no terminal": (["--data", "sums.csv"], "--prompt-column is missing.*accept the proposed values with --yes"),
     "a hub id": (["--data", "openai/gsm8k", "--yes"], "--data openai/gsm8k: there is no such file"),
     "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
-    "one column twice": (["--data", "sums.csv", "--yes", "--answer-column", "prompt"], "both prompt"),
+    "one column twice": (
+        ["--data", "sums.csv", "--prompt-column", "prompt", "--answer-column", "prompt", "--yes"],
+        "both prompt",
+    ),
     "no addition": (
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
         r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct",
@@ -212,12 +215,113 @@ BAD: dict[str, tuple[list[str], str]] = {
 }
 
 
+# Files as people have them: the first line, a row n for n in range(24), and the columns, or what the refusal says.
+# {a} and {b} are two numbers, {c} their sum, {n} the row; `|` separates the first line's encoding or more of the name.
+SUM, WORDS = "{a}+{b}=", "What is {a} plus {b}?"
+FILES: dict[str, tuple[str, str, tuple[str, str] | str]] = {
+    "index of pandas": (",sum,value", f"{{n}},{SUM},{{c}}", ("sum", "value")),
+    "numbered": ("Nr.;Aufgabe;Ergebnis", f"{{n}};{SUM};{{c}}", ("Aufgabe", "Ergebnis")),
+    "ids": ("#,question_id,Prompt,ANSWER", f"{{n}},q{{n}},{SUM},{{c}}", ("Prompt", "ANSWER")),
+    "counted under another name": ("entry,task,value", f"{{n}},{SUM},{{c}}", ("task", "value")),
+    "excel": ("\ufeffFrage;Antwort;Kategorie", f"{SUM};{{c}};Kopf", ("Frage", "Antwort")),
+    "excel with a hint": ("sep=;\nQuestion;Answer", f"{SUM};{{c}}", ("Question", "Answer")),
+    "tabs": ("Answer\tQuestion", f"{{c}}\t{SUM}", ("Question", "Answer")),
+    "answers first": ("value,sum", f"{{c}},{SUM}", ("sum", "value")),
+    "titles": ("Title,Difficulty,Answer", f"{SUM},{{level}},{{c}}", ("Title", "Answer")),
+    "context": ("question,context,answer", f"{WORDS},On page {{a}} of {{b}} it says so,{{c}}", ("question", "answer")),
+    "one instruction": ("instruction,input,output", f"Add.,{SUM},{{c}}", ("input", "output")),
+    "a worked solution": (
+        "problem,solution,answer",
+        f"{WORDS},{{a}} and {{b}} give {{c}},{{c}}",
+        r"--answer-column solution  \(for example '\d+ and .*\n  --answer-column answer  \(for example '\d+'\)",
+    ),
+    "a title and a text": ("Title,Body,Answer", f"Sums of {{a}},{WORDS},{{c}}", "--prompt-column Title .*'Sums.*Body"),
+    "no header": (SUM.format(a=1, b=2) + ",3", f"{SUM},{{c}}", r"first line has no names of columns \('1\+2=', '3'\)"),
+    "choices": (
+        "question,A,B,answer",
+        f"{WORDS},{{c}},{{n}},{{letter}}",
+        "'answer' choose from A, B, which the prompts",
+    ),
+}
+# Neighbours of the fifteen.
+FILES |= {
+    "no header, words": ("Where is Rome?,Italy", "Where is town {n}?,land {n}", "no names of columns"),
+    "no header, more words": (
+        "hound,dog",
+        "hound {n},dog {n}",
+        "--prompt-column hound .*'hound 0'.*--prompt-column dog",
+    ),
+    "a title above": ("My sums,\nquestion,answer", f"{SUM},{{c}}", "no names of columns"),
+    "unknown words": ("Otázka,Odpověď", f"{WORDS},so {{c}}", "--prompt-column Otázka .*\n.*--prompt-column Odpověď"),
+    "unknown answers": ("question,chosen,rejected", f"{WORDS},so {{c}},or {{n}}", "--answer-column chosen .*rejected"),
+    "shuffled": ("place,sum,value", f"{{shuffled}},{SUM},{{c}}", ("sum", "value")),
+    "uuids": ("key,sum,value", f"{{uuid}},{SUM},{{c}}", ("sum", "value")),
+    "dates": ("Timestamp,Your sum,Answer", f"2024/01/{{two}} 10:11:12,{SUM},{{c}}", ("Your sum", "Answer")),
+    "answers that count": ("question,answer", f"{SUM},{{n}}", ("question", "answer")),
+    "answers all alike": ("question,answer,level", f"{SUM},yes,{{level}}", ("question", "answer")),
+    "a question all alike": (
+        "question,context,answer",
+        "Is it good?,It is {c} of {b},{level}",
+        "--prompt-column context",
+    ),
+    "an index alone": ("id,answer", "{n},{c}", "--prompt-column id .*'0'"),
+    "kinds or a number": ("sum,level,value", f"{SUM},{{level}},{{c}}", "--answer-column level .*--answer-column value"),
+    "options": ("question,options,answer", f"{WORDS},one or two or {{n}},{{letter}}", "choose from options"),
+    "spaces": ("  Question ,Correct Answer", f"{SUM},{{c}}", ("  Question ", "Correct Answer")),
+    "latin-1": ("Frage,L\udcf6sung", f"{SUM},{{c}}", "line 1: not UTF-8 text"),
+}
+
+
+def write_file(name: str) -> str:
+    """One of `FILES`, with a random order of the sums."""
+    first, row, _ = FILES[name]
+    chance, lines = random.Random(name), [first]
+    places = chance.sample(range(24), 24)
+    for n in range(24):
+        a, b = chance.randint(10, 99), chance.randint(10, 99)
+        more = {"level": ("easy", "hard")[n % 2], "letter": "AB"[n % 2], "two": f"{n + 1:02}", "shuffled": places[n]}
+        uuid = f"{chance.getrandbits(32):08x}-1111-4222-8333-{chance.getrandbits(48):012x}"
+        lines.append(row.format(a=a, b=b, c=a + b, n=n, uuid=uuid, **more))
+    path = Path(f"{name}.csv")
+    path.write_bytes("\r\n".join(lines).encode("utf-8", "surrogateescape"))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_columns_are_right_or_the_choices_are_shown(name: str, folder: Path) -> None:
+    """`init --yes` trained a model on row numbers; a file without a header lost a row; Excel's hint was a column."""
+    expected, source = FILES[name][2], write_file(name)
+    code, printed, said = call("--data", source, "--yes", "--output", "own.yaml")
+    if isinstance(expected, str):
+        assert code == 2 and not printed and re.search(expected, said, re.S), said
+        assert list(folder.iterdir()) == [folder / source], "nothing is written"
+    else:
+        assert code == 0, said
+        run = load_config("own.yaml")
+        assert (run.data.prompt_column, run.data.answer_column) == expected
+        assert run.model.name == ("smollm2/instruct" if WORDS in FILES[name][1] else "embedded/thinking")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["numbered", "excel", "excel with a hint", "tabs", "answers first", "one instruction"])
+def test_an_accepted_file_is_trained_on(name: str, folder: Path) -> None:
+    """Two steps on each, through the commands that `init` prints."""
+    from tests.test_cli import call as command
+
+    assert call("--data", write_file(name), "--yes", "--output", "own.yaml")[0] == 0
+    small = ["rloo.max_steps=2", "rloo.per_device_train_batch_size=32", "eval.num_prompts=4"]
+    for words in (["preflight", "own.yaml", *small], ["train", "own.yaml", *small]):
+        code, printed, said = command(*words)
+        assert code == 0, (printed, said)
+    assert (folder / "outputs" / "own" / "report.html").is_file()
+
+
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder: Path) -> None:
     """A half-written start is worse than none: the next call finds files that it must not replace."""
     sums(), school(), sums("few.csv", 4)
     files = {"header.csv": "prompt,answer\n", "mine_rewards.py": "# mine\n"}
-    files["blank.csv"] = "prompt,answer\n" + "1+1=,\n" * 6
+    files["blank.csv"] = "prompt,answer\n" + "".join(f"1+{n}=,\n" for n in range(6))
     files["marked.csv"] = "prompt,answer\na,so #### 1\nb,so #### 2\nc,so it is 3\n"
     for name, text in files.items():
         (folder / name).write_text(text)
