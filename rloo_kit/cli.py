@@ -207,8 +207,8 @@ def init(
     elif any(len(names) != 1 for names in found.values()):
         raise ConfigError(f"{source}: which columns have the prompts and the answers? Pass one of each:\n{choices}")
     sure = (names[0] if len(names) == 1 else None for names in found.values())
-    chosen = [_ask(*one, yes) for one in zip(found, given, sure, strict=True)]
-    table = starter.read_table(source, *chosen)
+    prompts, answers = (_ask(*one, yes) for one in zip(found, given, sure, strict=True))
+    table = starter.read_table(source, prompts, answers)
     chosen = _ask("--model", model, starter.suggest_model(table, gpu_gib) if model is None else None, yes)
     print(starter.write_starter(chosen, table, output, gpu_gib, overwrite))
     say_activation()

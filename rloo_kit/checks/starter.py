@@ -33,19 +33,14 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-# Names of columns as `_simple` spells them. The last ones are an index, or say something of a row: neither of the two.
-_PROMPT = re.compile("prompt|question|problem|instruction|query|input|message|frage|aufgabe|pregunta|domanda|pergunta")
-_ANSWER = re.compile(
-    "((correct|final|gold) )?answer|solution|target|label|output|response|result|antwort|ergebnis|respuesta"
-)
-_NEITHER = re.compile(
-    "(.* )?(id|nr|nummer|index|idx|row|uuid|category|kategorie|difficulty|level|topic|subject|source|split|author|date|"
-    "timestamp|url|language|tag|type)|((s|sl|item|question) )?no|unnamed.*|index level.*|"
-)
-# A UUID or hash, an address, a date, a number behind a word (q-12).
+# Names of columns as `_simple` spells them: of prompts, of answers, of neither.
+_PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
+_ANSWER = "((correct|final|gold) )?answer|solution|target|label|output|response|result|antwort|ergebnis|respuesta|答案"
+_NEITHER = "(.* )?(id|nr|row|category|difficulty|level|topic|subject|source|type|date)|((s|sl) )?no|unnamed.*|index.*|"
+# A hash or UUID, an address, a date, q-12; a number; what names no column: a number or a sentence.
 _KEY = re.compile(r"[\da-f-]{16,}|https?://\S+|\d+([-/.: t]+\d+){2,}z?|[^\W\d]+[-_.:/#]?\d+", re.I)
 _NUMBER = r"[-+$€£]?\s?[\d.,]*\d\s?[%€]?"
-_NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)  # a number or a sentence
+_NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
@@ -100,17 +95,15 @@ class Table:
 
 
 def open_data(source: str) -> dict[str, list[Any]]:
-    """The columns of the file given as `--data`; raises DataError or ConfigError if it is no such file, or has no
-    rows."""
+    """The columns of the file given as `--data`; raises DataError or ConfigError if it cannot be used."""
     path = find_file(source)
     if path is None:
-        raise ConfigError(
-            f"--data {source}: there is no such file; init reads a .csv, .jsonl or .parquet file. For a dataset "
-            "from the hub, copy a file of configs/ and set data.source"
-        )
+        where = "copy a file of configs/ and set data.source for a dataset from the hub"
+        raise ConfigError(f"--data {source}: there is no such file (.csv, .jsonl or .parquet); {where}")
     columns = read_columns(path)
-    if not any(columns.values()):
-        raise DataError(f"{path} has no rows; it needs a column of prompts and one of answers")
+    if len(columns) < 2 or not any(columns.values()):
+        what = "no rows" if not any(columns.values()) else f"one column ({', '.join(columns)})"
+        raise DataError(f"{path} has {what}; it needs a column of prompts and one of answers")
     return columns
 
 
@@ -122,46 +115,47 @@ def find_columns(
     for name, flag in ((prompt, "--prompt-column"), (answer, "--answer-column")):
         if name is not None and name not in columns:
             raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, columns)}")
-    if not prompt and not answer and source.lower().endswith(".csv") and _lacks_names(columns):
-        names = ", ".join(excerpt(name, 40) for name in columns)
-        raise ConfigError(
-            f"{source}: the first line has no names of columns ({names}); write them in a line above it, for example "
-            "prompt,answer, or pass --prompt-column and --answer-column if they are names"
-        )
-    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
-    asks = [name for name, kind in kinds.items() if kind in ("text", "messages")]
-    named = [name for name in kinds if _PROMPT.fullmatch(_simple(name))]
-    prompts = [prompt] if prompt else [name for name in named if name in asks] or (asks and named + asks)
-    named = [name for name in kinds if _ANSWER.fullmatch(_simple(name))]
-    fits = [name for name, kind in kinds.items() if kind in ("text", "number", "kinds")]
-    answers = [name for name in named if name in fits] or named or fits
-    answers = [answer] if answer else [name for name in answers if [name] != prompts]
-    prompts = [prompt] if prompt else [name for name in prompts if [name] != answers]
-    if len(answers) == 1 and not answer:
-        golds = {str(one).strip().lower() for one in columns[answers[0]]}
-        ends = {_simple(name).rpartition(" ")[2]: name for name in columns}
-        if shown := [ends[end] for end in sorted(golds <= ends.keys() and golds or {"choice", "option"} & ends.keys())]:
+    shape, known = partial(re.compile(r"\d+").sub, "0"), re.compile(f"{_PROMPT}|{_ANSWER}")
+    has_names = not source.lower().endswith(".csv") or any(known.fullmatch(_simple(name)) for name in columns)
+    for name, values in columns.items():
+        is_value = _NO_NAME.fullmatch(name) or (name and shape(name) in map(shape, map(str, values)))
+        if is_value and not has_names and prompt is None and answer is None:
             raise ConfigError(
-                f"{source}: the answers in '{answers[0]}' choose from {', '.join(shown)}, which the prompts do not "
-                f"show; write the choices into the prompts, or pass --answer-column {shlex.quote(answers[0])}"
+                f"{source}: its first line seems to be a row, and {excerpt(name, 60)} no name of a column; write names "
+                "above it, for example prompt,answer, or pass --prompt-column and --answer-column"
             )
+    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
+
+    def pick(given: str | None, known: str, *wanted: str) -> list[str]:
+        named = [name for name in kinds if re.fullmatch(known, _simple(name))]
+        fits = [name for name, kind in kinds.items() if kind in wanted]
+        return [given] if given is not None else [name for name in named if name in fits] or (fits and named + fits)
+
+    prompts, answers = pick(prompt, _PROMPT, "text", "messages"), pick(answer, _ANSWER, "text", "number", "kinds")
+    answers = [name for name in answers if [name] != prompts]
+    prompts = [name for name in prompts if [name] != answers]
+    golds = {str(one).strip().lower() for name in answers for one in columns[name]}
+    ends = {_simple(name).rpartition(" ")[2]: name for name in columns}
+    shown = [ends[end] for end in sorted(golds if golds <= ends.keys() else {"choice", "option"} & ends.keys())]
+    if len(answers) == 1 and answer is None and shown:
+        raise ConfigError(
+            f"{source}: '{answers[0]}' chooses from {', '.join(shown)}, which the prompts do not show; write the choices "
+            f"into them, or pass --answer-column {shlex.quote(answers[0])}"
+        )
     return {"--prompt-column": prompts, "--answer-column": answers}
 
 
 def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
-    """The flags to choose from, each with an example; where nothing fits, every column."""
-    examples = {name: next((one for one in values if not has_no_answer(one)), "") for name, values in columns.items()}
-    lines = [(shlex.join([flag, name]), examples[name]) for flag, names in found.items() for name in names or columns]
-    return "\n".join(f"  {words}  (for example {excerpt(example, 60)})" for words, example in lines)
+    """The flags to choose from, each with an example; where no column fits, all that are left."""
+    rest = [name for name in columns if [name] not in found.values()]
+    pairs = [(shlex.join([flag, name]), columns[name]) for flag, names in found.items() for name in names or rest]
+    examples = [(words, next((one for one in values if not has_no_answer(one)), "")) for words, values in pairs]
+    return "\n".join(f"  {words}  (for example {excerpt(one, 60)})" for words, one in examples)
 
 
 def _simple(name: str) -> str:
-    """A column's name in small words, without a plural's s.
-
-    >>> _simple("Nr."), _simple("questionID"), _simple("Correct_Answers")
-    ('nr', 'question id', 'correct answer')
-    """
-    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)).strip().lower().removesuffix("s")
+    """A column's name in small words, without a plural's s: `correct answer` for Correct_Answers."""
+    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z\d])", " ", name)).strip().lower().removesuffix("s")
 
 
 def _kind_of(name: str, values: list[Any]) -> str:
@@ -173,39 +167,30 @@ def _kind_of(name: str, values: list[Any]) -> str:
     """
     found = [one for one in values if not has_no_answer(one)]
     if not all(type(one) in (str, int, float) for one in found):
-        return "messages" if all(isinstance(one, list) and isinstance(one[0], dict) for one in found) else "other"
+        return (
+            "messages"
+            if all(isinstance(one, list) and isinstance(one[:1] and one[0], dict) for one in found)
+            else "other"
+        )
     texts, word = [str(one).strip() for one in found], _simple(name)
-    distinct, numbers = len(set(texts)), [int(text) for text in texts if re.fullmatch("[0-9]{1,18}", text)]
-    if distinct == len(texts) > 1 and not _ANSWER.fullmatch(word):  # answers may count: 3, 4, 5
+    distinct = len(set(texts))
+    numbers = [int(float(text)) for text in texts if re.fullmatch(r"[0-9]{1,15}(\.0)?", text)]
+    if distinct == len(texts) > 1 and not re.fullmatch(_ANSWER, word):  # answers may count: 3, 4, 5
         in_order = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
         if (in_order and len(numbers) == distinct) or all(map(_KEY.fullmatch, texts)):
             return "other"
-    if _NEITHER.fullmatch(word) or distinct <= 1 < len(values):
+    if re.fullmatch(_NEITHER, word) or distinct <= 1 < len(values):
         return "other"
-    if 4 * distinct <= len(values) or 2 * len(texts) < len(values):
+    if 4 * distinct <= len(values):
         return "kinds"
     return "number" if 2 * sum(bool(re.fullmatch(_NUMBER, text)) for text in texts) > len(texts) else "text"
 
 
-def _lacks_names(columns: dict[str, list[Any]]) -> bool:
-    """Whether the first line of a CSV file is a row like the others, or the second one has the names."""
-    known, shape = re.compile(f"{_PROMPT.pattern}|{_ANSWER.pattern}"), partial(re.compile(r"\d+").sub, "0")
-    if any(known.fullmatch(_simple(name)) for name in columns):
-        return False
-    firsts = [str(values[0]) for values in columns.values()]
-    return any(known.fullmatch(_simple(one)) for one in firsts) or any(
-        _NO_NAME.fullmatch(name) or (name and shape(name) in map(shape, map(str, values)))
-        for name, values in columns.items()
-    )
-
-
 def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
-    path = find_file(source)
     if prompt_column == answer_column:
         raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two different columns")
-    assert path is not None  # `open_data` has found it
-    rows = read_file(path, Columns(prompt_column, answer_column, answer_required=True))
+    rows = read_file(find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True))
     texts = []
     for row, prompt in enumerate(rows.prompts):
         try:
@@ -216,7 +201,7 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     flag = f"--answer-column {answer_column}"
     golds = [comparable_text(one, rows.where(row), flag).strip() for row, one in found]
     if not golds:
-        raise ConfigError(f"{flag}: {path} has no answer in this column; name the column with the answers")
+        raise ConfigError(f"{flag}: {rows.name} has no answer in this column; name the column with the answers")
     marked = 2 * sum(MARKER in gold for gold in golds) > len(golds)
     if marked:  # the training refuses a row without it
         key = f"data.answer_column: {answer_column}"
@@ -263,11 +248,8 @@ def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
 
 
 def fit(model: str, file: Path, table: Table, gpu_gib: float | None = None) -> Fitted:
-    """The config with the longest completions of which enough fit at once.
-
-    Raises:
-        ConfigError: nothing fits (the message names a model that does); the model's shape is unknown; too few rows;
-            an embedded model with prompts in characters that it was not taught.
+    """The config with the longest completions of which enough fit at once. Raises ConfigError if nothing fits (with a
+    model that does), for a model of unknown shape, too few rows, and characters that an embedded model was not taught.
     """
     if (count := len(table.rows)) < PROMPTS + 1:
         raise ConfigError(
@@ -367,18 +349,12 @@ def name_output(output: Path | None, source: str) -> Path:
 def write_starter(
     model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
 ) -> str:
-    """Write the config of a run, its reward and the reward's test.
+    """Write the config of a run, its reward and the reward's test; returns what was found, with the next commands.
 
     Args:
-        model: hub id, folder or embedded model. table: the data (`read_table`).
-        output: the config, or a folder for it. gpu_gib: memory of another GPU; None: this machine.
-        overwrite: replace existing files.
-
-    Returns:
-        What was found and written, with the next commands.
-
-    Raises:
-        ConfigError: one of the files exists already; see also `fit`.
+        model: hub id, folder or embedded model. table: the data (`read_table`). output: the config, or a folder for it.
+        gpu_gib: memory of another GPU; None: this machine. overwrite: replace existing files, else a ConfigError; for
+            others see `fit`.
     """
     config = name_output(output, table.source)
     module = f"{_as_module(config.stem)}_rewards"

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,8 @@ def read_file(path: Path, columns: Columns) -> DataSource:
     with explained(path):
         if path.suffix.lower() == ".parquet":
             return _read_arrow(path, columns)
-        return _from_dicts(*_read_lines(path, columns.answer), str(path), columns)
+        rows = list(_text_rows(path, columns.answer))
+    return _from_dicts([row for _, row in rows], [f"line {number}" for number, _ in rows], str(path), columns)
 
 
 def read_columns(path: Path) -> dict[str, list[Any]]:
@@ -162,7 +164,7 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
     with explained(path):
         if path.suffix.lower() == ".parquet":
             return dict(open_parquet(path).to_pydict())
-        rows, _ = _read_lines(path)
+        rows = [row for _, row in _text_rows(path)]
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
@@ -179,14 +181,7 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_lines(path: Path, answer: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of a JSONL or CSV file, and their places."""
-    rows = list(_csv_rows(path, answer) if path.suffix.lower() == ".csv" else _json_rows(path))
-    return [row for _, row in rows], [f"line {number}" for number, _ in rows]
-
-
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their lines."""
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
@@ -203,20 +198,24 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _csv_rows(path: Path, answer: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Non-blank records, each with its first line (a quoted field may span several). Of comma, semicolon and tab the
-    one separates that gives the header most fields; with semicolons decimal commas are refused in the column `answer`.
-    """
+def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a JSONL or CSV file with their lines (a quoted field may span several). Of comma, semicolon and tab
+    the one separates that gives two lines the same number of fields, and most; with semicolons decimal commas are
+    refused in `answer`."""
+    if path.suffix.lower() == ".jsonl":
+        yield from _json_rows(path)
+        return
     csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
     with path.open(encoding="utf-8-sig", newline="") as file:
-        head, header, start = next((line for line in file if line.strip()), ""), list[str](), 1
+        head, header, start = list(islice(filter(str.strip, file), 2)), list[str](), 1
         file.seek(0)
-        separator = max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
+        counts = {mark: [*map(len, csv.reader(head, delimiter=mark)), 0, 0] for mark in ",;\t"}
+        separator = max(counts, key=lambda mark: (counts[mark][0] == counts[mark][1] > 1, counts[mark][0]))
         reader = csv.reader(file, delimiter=separator, strict=True)
         try:
             for fields in reader:
                 number, start = start, reader.line_num + 1
-                if not fields or (number == 1 and fields[0].startswith("sep=")):  # Excel's hint
+                if not fields or (number == 1 and fields[0].lower().startswith("sep=")):  # Excel's hint
                     continue
                 if not header and len(set(fields)) < len(fields):
                     raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(fields)}")

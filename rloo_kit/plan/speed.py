@@ -204,7 +204,7 @@ def step_completions(run: RunConfig) -> int:
 
 
 def describe_step(run: RunConfig, work: Workload) -> str:
-    """Time of a step and of all steps on this machine's CPU, in words."""
+    """Time of a step and of all steps on this machine's CPU, in words; from a timing of the moment, which it names."""
     seconds, steps = step_on_cpu_s(run, work), run.rloo.max_steps or 1
 
     def written(seconds: float) -> str:
@@ -215,7 +215,7 @@ def describe_step(run: RunConfig, work: Workload) -> str:
 
     cores = os.cpu_count() or 1
     whole = f"{steps} of them {written(steps * seconds)}"
-    return f"on {cores} CPU cores a step takes about {written(seconds)}, {whole} (computed)"
+    return f"on {cores} CPU cores a step takes about {written(seconds)}, {whole} (computed from their speed just now)"
 
 
 def step_on_cpu_s(run: RunConfig, work: Workload) -> float:
