@@ -139,8 +139,8 @@ def find_columns(
     shown = [ends[end] for end in sorted(golds if golds <= ends.keys() else {"choice", "option"} & ends.keys())]
     if len(answers) == 1 and answer is None and shown:
         raise ConfigError(
-            f"{source}: '{answers[0]}' chooses from {', '.join(shown)}, which the prompts do not show; write the choices "
-            f"into them, or pass --answer-column {shlex.quote(answers[0])}"
+            f"{source}: '{answers[0]}' chooses from {', '.join(shown)}, which the prompts do not show; write them into "
+            f"the prompts, or pass --answer-column {shlex.quote(answers[0])}"
         )
     return {"--prompt-column": prompts, "--answer-column": answers}
 
@@ -207,17 +207,9 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
         key = f"data.answer_column: {answer_column}"
         golds = [comparable_text(one, rows.where(row), key, MARKER) for row, one in found]
     golds = [find_boxed(gold) or gold for gold in golds]
-    return Table(
-        source=source,
-        prompt_column=prompt_column,
-        answer_column=answer_column,
-        rows=rows,
-        texts=texts,
-        are_texts=all(isinstance(prompt, str) for prompt in rows.prompts),
-        gold=golds[0],
-        answer_after=MARKER if marked else None,
-        are_numbers=all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds),
-    )
+    are_numbers = all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds)
+    are_texts, after = all(isinstance(prompt, str) for prompt in rows.prompts), MARKER if marked else None
+    return Table(source, prompt_column, answer_column, rows, texts, are_texts, golds[0], after, are_numbers)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -368,8 +360,8 @@ def write_starter(
         gold = "42"
     answers = dict(zip(("finder", "right", "wrong", "thousand"), FORMS[found.values["form"]], strict=True))
     values = found.values | answers | {"gold": gold, "plan": plan}
-    templates = {config: "run.yaml", reward: "reward.py", test: "test_reward.py"}
-    texts = {path: _render(template, values) for path, template in templates.items()}
+    templates = ((config, "run.yaml"), (reward, "reward.py"), (test, "test_reward.py"))
+    texts = {path: _render(template, values) for path, template in templates}
     config.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

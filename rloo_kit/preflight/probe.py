@@ -324,11 +324,10 @@ def find_form_fault(run: RunConfig, measures: Measures) -> Problem | None:
     is_wrong = measures.pass_rate == 0.0 if measures.pass_rate is not None else own == [] != others and not any(others)
     if not paid or not is_wrong or REGISTRY.keys() & own:
         return None
-    unless = f", unless {' and '.join(own)} grades how nearly right an answer is" if own else ""
+    names, unless = " and ".join(paid), f", unless {' and '.join(own)} grades how nearly right it is" if own else ""
     text = (
-        f"no completion is right, and different rewards come from {' and '.join(paid)} alone: the run would learn that "
+        f"no answer is right, and {names} alone gives different rewards: the run would learn form, not the task{unless}"
     )
-    text += f"form, not the task{unless}"
     return Problem("rewards", text, _advise(0.0), level="warning")
 
 

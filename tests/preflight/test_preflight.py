@@ -303,7 +303,7 @@ ONLY_FORM: dict[str, tuple[float | None, dict[str, tuple[float, float, int]], st
     "a format": (
         0.0,
         {"answer_reward": (1, 0, 0), "think_format_reward": (0.2, 0.4, 3)},
-        "come from think_format_reward alone",
+        "and think_format_reward alone",
     ),
     "two": (
         0.0,
@@ -346,7 +346,7 @@ def test_a_form_bonus_at_a_pass_rate_of_0_is_a_warning(prepare):
     (fault,) = [one for one in found.faults if one.name == "rewards"]
     assert found.go and found.measures.prompts == 16 and found.measures.pass_rate == 0
     assert (
-        "no completion is right, and different rewards come from bonus alone" in fault.text
+        "no answer is right, and bonus alone gives" in fault.text
         and "rloo-kit sft" in fault.text
     ), fault
 
