@@ -73,9 +73,7 @@ def test_the_bound_is_where_steps_take_minutes(monkeypatch: pytest.MonkeyPatch) 
         seconds = speed.step_on_cpu_s(run, work)
         assert seconds == pytest.approx(took, rel=0.25)
         said = speed.describe_step(run, work)
-        assert f"{seconds:.0f} s, 50 of them" in said and "timed just now" in said, (
-            "a busy machine is slower"
-        )
+        assert f"{seconds:.0f} s, 50 of them" in said and "timed just now" in said, "a busy machine is slower"
 
 
 def problem(run: RunConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -345,10 +345,7 @@ def test_a_form_bonus_at_a_pass_rate_of_0_is_a_warning(prepare):
     found = kit.check_preflight(run, policy, data, [*rewards, bonus])
     (fault,) = [one for one in found.faults if one.name == "rewards"]
     assert found.go and found.measures.prompts == 16 and found.measures.pass_rate == 0
-    assert (
-        "no answer is right, and bonus alone gives" in fault.text
-        and "rloo-kit sft" in fault.text
-    ), fault
+    assert "no answer is right, and bonus alone gives" in fault.text and "rloo-kit sft" in fault.text, fault
 
 
 @pytest.mark.slow
