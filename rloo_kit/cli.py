@@ -196,10 +196,15 @@ def init(
     from rloo_kit.checks import starter
 
     source = _ask("--data", data, None, yes)
-    names = starter.read_columns(source)
-    guessed = starter.guess_columns(names)
-    prompts = starter.check_column(_ask("--prompt-column", prompt_column, guessed[0], yes), "--prompt-column", names)
-    answers = starter.check_column(_ask("--answer-column", answer_column, guessed[1], yes), "--answer-column", names)
+    columns, given = starter.open_data(source), (prompt_column, answer_column)
+    found = starter.find_columns(source, columns, *given)
+    choices = starter.list_choices(columns, found)
+    if not yes and _can_ask():
+        print(choices)
+    elif any(len(names) != 1 for names in found.values()):
+        raise ConfigError(f"{source}: which columns have the prompts and the answers? Pass one of each:\n{choices}")
+    sure = (names[0] if len(names) == 1 else None for names in found.values())
+    prompts, answers = (_ask(*one, yes) for one in zip(found, given, sure, strict=True))
     table = starter.read_table(source, prompts, answers)
     chosen = _ask("--model", model, starter.suggest_model(table, gpu_gib) if model is None else None, yes)
     print(starter.write_starter(chosen, table, output, gpu_gib, overwrite))

@@ -21,16 +21,7 @@ from rloo_kit.config.section import explain_errors, suggest
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.load import comparable_text
-from rloo_kit.data.sources import (
-    Columns,
-    DataSource,
-    csv_lines,
-    explained,
-    find_file,
-    json_lines,
-    open_parquet,
-    read_file,
-)
+from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_file
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
@@ -43,8 +34,14 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input", "text")
-ANSWER_NAMES = ("answer", "solution", "target", "label", "output", "response", "result")
+# Names of columns as `_simple` spells them: of prompts, of answers, of neither.
+_PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
+_ANSWER = "((correct|final|gold) )?answer|solution|target|label|output|response|result|antwort|ergebnis|respuesta|答案"
+_NEITHER = "(.* )?(id|nr|row|category|difficulty|level|topic|subject|source|type|date)|((s|sl) )?no|unnamed.*|index.*|"
+# A hash or UUID, an address, a date, q-12; a number; what names no column: a number or a sentence.
+_KEY = re.compile(r"[\da-f-]{16,}|https?://\S+|\d+([-/.: t]+\d+){2,}z?|[^\W\d]+[-_.:/#]?\d+", re.I)
+_NUMBER = r"[-+$€£]?\s?[\d.,]*\d\s?[%€]?"
+_NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
@@ -81,14 +78,13 @@ class Table:
     """A file with prompts and answers.
 
     Attributes:
-        source: the file, as given. columns: their names. prompt_column, answer_column: two of them.
+        source: the file, as given. prompt_column, answer_column: two of its columns.
         rows: as read. texts: of the prompts; of messages, their contents. are_texts: no prompt is a list of messages.
         gold: the answer of the first row that has one. answer_after: the marker in front of every answer. are_numbers:
         every answer is a number.
     """
 
     source: str
-    columns: list[str]
     prompt_column: str
     answer_column: str
     rows: DataSource
@@ -99,57 +95,103 @@ class Table:
     are_numbers: bool
 
 
-def read_columns(source: str) -> list[str]:
-    """Column names of the file given as `--data`, from its header, first row or schema; raises DataError or ConfigError
-    if it is no such file, or has none."""
+def open_data(source: str) -> dict[str, list[Any]]:
+    """The columns of the file given as `--data`; raises DataError or ConfigError if it cannot be used."""
     path = find_file(source)
     if path is None:
+        where = "copy a file of configs/ and set data.source for a dataset from the hub"
+        raise ConfigError(f"--data {source}: there is no such file (.csv, .jsonl or .parquet); {where}")
+    columns = read_columns(path)
+    if len(columns) < 2 or not any(columns.values()):
+        what = "no rows" if not any(columns.values()) else f"one column ({', '.join(columns)})"
+        raise DataError(f"{path} has {what}; it needs a column of prompts and one of answers")
+    return columns
+
+
+def find_columns(
+    source: str, columns: dict[str, list[Any]], prompt: str | None = None, answer: str | None = None
+) -> dict[str, list[str]]:
+    """By flag the columns that it could be: the given one, else by names, else by contents. Raises ConfigError for a
+    column that is not there, a first line without names, and answers that choose from other columns."""
+    for name, flag in ((prompt, "--prompt-column"), (answer, "--answer-column")):
+        if name is not None and name not in columns:
+            raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, columns)}")
+    shape, known = partial(re.compile(r"\d+").sub, "0"), re.compile(f"{_PROMPT}|{_ANSWER}")
+    has_names = not source.lower().endswith(".csv") or any(known.fullmatch(_simple(name)) for name in columns)
+    for name, values in columns.items():
+        is_value = _NO_NAME.fullmatch(name) or (name and shape(name) in map(shape, map(str, values)))
+        if is_value and not has_names and prompt is None and answer is None:
+            raise ConfigError(
+                f"{source}: its first line seems to be a row, and {excerpt(name, 60)} no name of a column; write names "
+                "above it, for example prompt,answer, or pass --prompt-column and --answer-column"
+            )
+    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
+
+    def pick(given: str | None, known: str, *wanted: str) -> list[str]:
+        named = [name for name in kinds if re.fullmatch(known, _simple(name))]
+        fits = [name for name, kind in kinds.items() if kind in wanted]
+        return [given] if given is not None else [name for name in named if name in fits] or (fits and named + fits)
+
+    prompts, answers = pick(prompt, _PROMPT, "text", "messages"), pick(answer, _ANSWER, "text", "number", "kinds")
+    answers = [name for name in answers if [name] != prompts]
+    prompts = [name for name in prompts if [name] != answers]
+    golds = {str(one).strip().lower() for name in answers for one in columns[name]}
+    ends = {_simple(name).rpartition(" ")[2]: name for name in columns}
+    shown = [ends[end] for end in sorted(golds if golds <= ends.keys() else {"choice", "option"} & ends.keys())]
+    if len(answers) == 1 and answer is None and shown:
         raise ConfigError(
-            f"--data {source}: there is no such file; init reads a .csv, .jsonl or .parquet file. For a dataset "
-            "from the hub, copy a file of configs/ and set data.source"
+            f"{source}: '{answers[0]}' chooses from {', '.join(shown)}, which the prompts do not show; write them into "
+            f"the prompts, or pass --answer-column {shlex.quote(answers[0])}"
         )
-    with explained(path):
-        if path.suffix.lower() == ".parquet":
-            names = open_parquet(path, schema_only=True).names
-        else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                lines = csv_lines(file, path) if path.suffix.lower() == ".csv" else json_lines(file, path)
-                names = list(next(lines, (0, []))[1])
-    if not names:
-        raise DataError(f"{path} has no rows; it needs a column of prompts and one of answers")
-    return names
+    return {"--prompt-column": prompts, "--answer-column": answers}
 
 
-def guess_columns(names: list[str]) -> tuple[str, str | None]:
-    """Prompt and answer columns by name; else the first column, and the last of the others (None without one).
+def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
+    """The flags to choose from, each with an example; where no column fits, all that are left."""
+    rest = [name for name in columns if [name] not in found.values()]
+    pairs = [(shlex.join([flag, name]), columns[name]) for flag, names in found.items() for name in names or rest]
+    examples = [(words, next((one for one in values if not has_no_answer(one)), "")) for words, values in pairs]
+    return "\n".join(f"  {words}  (for example {excerpt(one, 60)})" for words, one in examples)
 
-    >>> guess_columns(["id", "Question", "answer"]), guess_columns(["sum", "value"]), guess_columns(["text"])
-    (('Question', 'answer'), ('sum', 'value'), ('text', None))
+
+def _simple(name: str) -> str:
+    """A column's name in small words, without a plural's s: `correct answer` for Correct_Answers."""
+    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z\d])", " ", name)).strip().lower().removesuffix("s")
+
+
+def _kind_of(name: str, values: list[Any]) -> str:
+    """What a column has: text, number, kinds (few values in many rows), messages; other, for example an index or one
+    value.
+
+    >>> _kind_of("n", ["1", "2", "3"]), _kind_of("sum", ["1+1=", "2+5="]), _kind_of("vote", ["a", "b"] * 4)
+    ('other', 'text', 'kinds')
     """
-
-    def find(known: tuple[str, ...], among: list[str]) -> str | None:
-        by_name = {name.strip().lower(): name for name in reversed(among)}
-        return next((by_name[word] for word in known if word in by_name), None)
-
-    prompt = find(PROMPT_NAMES, names) or names[0]
-    others = [name for name in names if name != prompt]
-    return prompt, find(ANSWER_NAMES, others) or (others[-1] if others else None)
-
-
-def check_column(name: str, flag: str, names: list[str]) -> str:
-    """`name`, if the file has it; else raises ConfigError with the nearest of `names`."""
-    if name not in names:
-        raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, names)}")
-    return name
+    found = [one for one in values if not has_no_answer(one)]
+    if not all(type(one) in (str, int, float) for one in found):
+        return (
+            "messages"
+            if all(isinstance(one, list) and isinstance(one[:1] and one[0], dict) for one in found)
+            else "other"
+        )
+    texts, word = [str(one).strip() for one in found], _simple(name)
+    distinct = len(set(texts))
+    numbers = [int(float(text)) for text in texts if re.fullmatch(r"[0-9]{1,15}(\.0)?", text)]
+    if distinct == len(texts) > 1 and not re.fullmatch(_ANSWER, word):  # answers may count: 3, 4, 5
+        in_order = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
+        if (in_order and len(numbers) == distinct) or all(map(_KEY.fullmatch, texts)):
+            return "other"
+    if re.fullmatch(_NEITHER, word) or distinct <= 1 < len(values):
+        return "other"
+    if 4 * distinct <= len(values):
+        return "kinds"
+    return "number" if 2 * sum(bool(re.fullmatch(_NUMBER, text)) for text in texts) > len(texts) else "text"
 
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
-    columns, path = read_columns(source), find_file(source)
     if prompt_column == answer_column:
         raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two different columns")
-    assert path is not None  # `read_columns` has found it
-    rows = read_file(path, Columns(prompt_column, answer_column, answer_required=True))
+    rows = read_file(find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True))
     texts = []
     for row, prompt in enumerate(rows.prompts):
         try:
@@ -160,24 +202,15 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     flag = f"--answer-column {answer_column}"
     golds = [comparable_text(one, rows.where(row), flag).strip() for row, one in found]
     if not golds:
-        raise ConfigError(f"{flag}: {path} has no answer in this column; name the column with the answers")
+        raise ConfigError(f"{flag}: {rows.name} has no answer in this column; name the column with the answers")
     marked = 2 * sum(MARKER in gold for gold in golds) > len(golds)
     if marked:  # the training refuses a row without it
         key = f"data.answer_column: {answer_column}"
         golds = [comparable_text(one, rows.where(row), key, MARKER) for row, one in found]
     golds = [find_boxed(gold) or gold for gold in golds]
-    return Table(
-        source=source,
-        columns=columns,
-        prompt_column=prompt_column,
-        answer_column=answer_column,
-        rows=rows,
-        texts=texts,
-        are_texts=all(isinstance(prompt, str) for prompt in rows.prompts),
-        gold=golds[0],
-        answer_after=MARKER if marked else None,
-        are_numbers=all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds),
-    )
+    are_numbers = all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds)
+    are_texts, after = all(isinstance(prompt, str) for prompt in rows.prompts), MARKER if marked else None
+    return Table(source, prompt_column, answer_column, rows, texts, are_texts, golds[0], after, are_numbers)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -194,11 +227,12 @@ class Fitted(NamedTuple):
 
 
 def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
-    """The model to propose: on a GPU the largest of the shipped configs that fits; on a CPU the embedded one if the
-    prompts are the additions that it knows, else a small language model."""
+    """The model to propose: the embedded one if the prompts are the additions that it knows; else on a GPU the largest
+    of the shipped configs that fits, on a CPU a small language model."""
+    if all(re.fullmatch(r"\d{1,3}\+\d{1,3}=", text.strip()) for text in table.texts):
+        return EMBEDDED
     if not find_machine(gpu_gib).on_cuda:
-        are_additions = all(re.fullmatch(r"\d+\+\d+=", text.strip()) for text in table.texts)
-        return EMBEDDED if are_additions else FOR_CPU[0]
+        return FOR_CPU[0]
     for model in FOR_GPU:
         found = next((one for one in _candidates(model, Path("run.yaml"), table, gpu_gib) if one.fits), None)
         if found is not None and found.values["completion_length"] >= LEAST_TO_THINK:
@@ -207,11 +241,8 @@ def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
 
 
 def fit(model: str, file: Path, table: Table, gpu_gib: float | None = None) -> Fitted:
-    """The config with the longest completions of which enough fit at once.
-
-    Raises:
-        ConfigError: nothing fits (the message names a model that does); the model's shape is unknown; too few rows;
-            an embedded model with prompts in characters that it was not taught.
+    """The config with the longest completions of which enough fit at once. Raises ConfigError if nothing fits (with a
+    model that does), for a model of unknown shape, too few rows, and characters that an embedded model was not taught.
     """
     if (count := len(table.rows)) < PROMPTS + 1:
         raise ConfigError(
@@ -311,18 +342,12 @@ def name_output(output: Path | None, source: str) -> Path:
 def write_starter(
     model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
 ) -> str:
-    """Write the config of a run, its reward and the reward's test.
+    """Write the config of a run, its reward and the reward's test; returns what was found, with the next commands.
 
     Args:
-        model: hub id, folder or embedded model. table: the data (`read_table`).
-        output: the config, or a folder for it. gpu_gib: memory of another GPU; None: this machine.
-        overwrite: replace existing files.
-
-    Returns:
-        What was found and written, with the next commands.
-
-    Raises:
-        ConfigError: one of the files exists already; see also `fit`.
+        model: hub id, folder or embedded model. table: the data (`read_table`). output: the config, or a folder for it.
+        gpu_gib: memory of another GPU; None: this machine. overwrite: replace existing files, else a ConfigError; for
+            others see `fit`.
     """
     config = name_output(output, table.source)
     module = f"{_as_module(config.stem)}_rewards"
@@ -336,8 +361,8 @@ def write_starter(
         gold = "42"
     answers = dict(zip(("finder", "right", "wrong", "thousand"), FORMS[found.values["form"]], strict=True))
     values = found.values | answers | {"gold": gold, "plan": plan}
-    templates = {config: "run.yaml", reward: "reward.py", test: "test_reward.py"}
-    texts = {path: _render(template, values) for path, template in templates.items()}
+    templates = ((config, "run.yaml"), (reward, "reward.py"), (test, "test_reward.py"))
+    texts = {path: _render(template, values) for path, template in templates}
     config.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         write_text(path, text)
@@ -347,7 +372,7 @@ def write_starter(
         f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
         "(computed, not measured)",
     ]
-    if others := [name for name in table.columns if name not in (table.prompt_column, table.answer_column)]:
+    if others := [name for name in table.rows.other_names if name not in (table.prompt_column, table.answer_column)]:
         lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
     if not plan.machine.on_cuda and not found.values["is_embedded"]:
         lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))

@@ -9,8 +9,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.config.checks import FILE_KINDS
@@ -151,9 +152,20 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
 def read_file(path: Path, columns: Columns) -> DataSource:
     """The rows of a JSONL, CSV or Parquet file. Raises DataError, with file and line, for a broken or empty file, a
     malformed row or a missing column."""
-    reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_arrow}[path.suffix.lower()]
     with explained(path):
-        return reader(path, columns)
+        if path.suffix.lower() == ".parquet":
+            return _read_arrow(path, columns)
+        rows = list(_text_rows(path, columns.answer))
+    return _from_dicts([row for _, row in rows], [f"line {number}" for number, _ in rows], str(path), columns)
+
+
+def read_columns(path: Path) -> dict[str, list[Any]]:
+    """The values of such a file by column."""
+    with explained(path):
+        if path.suffix.lower() == ".parquet":
+            return dict(open_parquet(path).to_pydict())
+        rows = [row for _, row in _text_rows(path)]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 @contextmanager
@@ -169,15 +181,8 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_jsonl(path: Path, columns: Columns) -> DataSource:
-    with path.open(encoding="utf-8-sig") as file:
-        lines = list(json_lines(file, path))
-    return _from_dicts([row for _, row in lines], [f"line {number}" for number, _ in lines], str(path), columns)
-
-
-def json_lines(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their lines."""
-    for number, line in enumerate(file, 1):
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -193,41 +198,37 @@ def json_lines(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
         yield number, row
 
 
-def _read_csv(path: Path, columns: Columns) -> DataSource:
-    rows, places = [], []
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        is_european, lines = _separator(file) == ";", csv_lines(file, path)
-        _, header = next(lines, (0, []))
-        if len(set(header)) < len(header):
-            raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(header)}")
-        for number, fields in lines:
-            if len(fields) != len(header):
-                raise DataError(f"{path}, line {number}: {len(fields)} fields, but the header has {len(header)}")
-            rows.append(dict(zip(header, fields, strict=True)))
-            if is_european and re.fullmatch(r"[+-]?\d+,\d+", found := rows[-1].get(columns.answer, "")):
-                raise DataError(f"{path}, line {number}: {found} has a decimal comma; write it with a point")
-            places.append(f"line {number}")
-    return _from_dicts(rows, places, str(path), columns)
-
-
-def csv_lines(file: TextIO, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Non-blank records, each with its first line (a quoted field may span several)."""
-    reader, start = csv.reader(file, delimiter=_separator(file), strict=True), 1
-    try:
-        for fields in reader:
-            if fields:
-                yield start, fields
-            start = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
-
-
-def _separator(file: TextIO) -> str:
-    """Of comma, semicolon and tab the one that gives the header most fields."""
+def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a JSONL or CSV file with their lines (a quoted field may span several). Of comma, semicolon and tab
+    the one separates that gives two lines the same number of fields, and most; with semicolons decimal commas are
+    refused in `answer`."""
+    if path.suffix.lower() == ".jsonl":
+        yield from _json_rows(path)
+        return
     csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
-    head = next((line for line in file if line.strip()), "")
-    file.seek(0)
-    return max(",;\t", key=lambda mark: sum(map(len, csv.reader([head], delimiter=mark))))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        head, header, start = list(islice(filter(str.strip, file), 2)), list[str](), 1
+        file.seek(0)
+        counts = {mark: [*map(len, csv.reader(head, delimiter=mark)), 0, 0] for mark in ",;\t"}
+        separator = max(counts, key=lambda mark: (counts[mark][0] == counts[mark][1] > 1, counts[mark][0]))
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        try:
+            for fields in reader:
+                number, start = start, reader.line_num + 1
+                if not fields or (number == 1 and fields[0].lower().startswith("sep=")):  # Excel's hint
+                    continue
+                if not header and len(set(fields)) < len(fields):
+                    raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(fields)}")
+                if header and len(fields) != len(header):
+                    raise DataError(f"{path}, line {number}: {len(fields)} fields, but the header has {len(header)}")
+                row = dict(zip(header, fields, strict=False))
+                if separator == ";" and answer and re.fullmatch(r"[+-]?\d+,\d+", found := row.get(answer, "")):
+                    raise DataError(f"{path}, line {number}: {found} has a decimal comma; write it with a point")
+                if header:
+                    yield number, row
+                header = header or fields
+        except csv.Error as error:
+            raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
 
 
 def read_rows(rows: Any, columns: Columns) -> DataSource:
@@ -317,14 +318,14 @@ def _taken_columns(
 # ---- what only the stack can read
 
 
-def open_parquet(path: Path, schema_only: bool = False) -> Any:
-    """The table of a Parquet file, or its schema alone; raises DataError if it is none."""
+def open_parquet(path: Path) -> Any:
+    """The table of a Parquet file; raises DataError if it is none."""
     _stack.load_stack()  # before pyarrow, since these libraries ship their own
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return (pyarrow.parquet.read_schema if schema_only else pyarrow.parquet.read_table)(path)
+        return pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a Parquet file that can be read: {str(error).splitlines()[0]}") from error
 

@@ -213,9 +213,8 @@ def describe_step(run: RunConfig, work: Workload) -> str:
         name, size = next(((name, size) for name, size in units if seconds >= 2 * size), ("s", 1))
         return f"{seconds / size:.0f} {name}"
 
-    cores = os.cpu_count() or 1
-    whole = f"{steps} of them {written(steps * seconds)}"
-    return f"on {cores} CPU cores a step takes about {written(seconds)}, {whole} (computed)"
+    whole = f"{steps} of them {written(steps * seconds)} (computed from their speed, timed just now)"
+    return f"on {os.cpu_count() or 1} CPU cores a step takes about {written(seconds)}, {whole}"
 
 
 def step_on_cpu_s(run: RunConfig, work: Workload) -> float:

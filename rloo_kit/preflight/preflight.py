@@ -122,7 +122,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         faults.append(Problem("rollout", text, level="warning"))
         return Preflight(run.run.name or "", tuple(faults), None, time.monotonic() - started)
     first, most = (len(draw_rows(run, data.train, times)) // run.rloo.num_generations for times in (1, WIDER))
-    wider = f" ({most} prompts if few groups have a signal)" if most > first else ""  # `is_unsure` decides
+    wider = f" ({most} prompts if few groups have a signal or no answer is right)" if most > first else ""
     text = f"{first} prompts x {run.rloo.num_generations} completions{wider}, then steps at full length"
     say(fill_text(f"preflight: {text}"))
     hidden = run.model_copy(deep=True)

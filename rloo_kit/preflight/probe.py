@@ -30,6 +30,7 @@ from rloo_kit.models.policy import Policy, inference_mode_of
 from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.results.samples import describe_call, list_steps
+from rloo_kit.rewarding.registry import REGISTRY
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.completions import measure_calls
 from rloo_kit.rollout.engine import prefer_engine
@@ -248,9 +249,10 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
 
 
 def is_unsure(probe: Probe, measures: Measures) -> bool:
-    """Whether few groups have a signal although completions were scored and not cut off, which may be chance."""
+    """Whether few groups have a signal, or no answer is right, although completions were scored and not cut off, which
+    may be chance."""
     assert measures.signal is not None and measures.prompts is not None
-    few = measures.signal <= FEW * measures.prompts
+    few = measures.signal <= FEW * measures.prompts or measures.pass_rate == 0.0
     return few and not is_short(measures) and not bool(probe.batch.scores.isnan().all())
 
 
@@ -296,7 +298,9 @@ def find_rollout_faults(
         fix = f"set {_longer(run, 2 * run.rloo.max_completion_length)}"
         fix += f", or raise rloo.max_turns ({run.rloo.max_turns})" if played else ""
         yield Problem("rollout", found, fix, level="warning")
-    if few:
+    if form := find_form_fault(run, measures):
+        yield form
+    elif few:
         fix = _advise(measures.pass_rate) or "rollout.resample_rounds=2 samples fresh prompts in their place"
         rate = "" if measures.pass_rate is None else f" (pass rate {measures.pass_rate:.2f})"
         found = f"{measures.signal} of {measures.prompts} groups have a signal; in the others all completions earn the "
@@ -309,6 +313,22 @@ def _advise(rate: float | None) -> str:
         return ""
     easier = "take easier prompts (data.source), train on demonstrations first (rloo-kit sft)"
     return f"{easier}, or add a graded reward to rewards" if rate <= NEVER else "take harder prompts (data.source)"
+
+
+def find_form_fault(run: RunConfig, measures: Measures) -> Problem | None:
+    """A warning where no answer is right, and the only rewards that differ do not depend on the task."""
+    found = {name: one for name, one in measures.rewards.items() if run.reward_weights.get(name, 1)}
+    blind = {name for name, one in REGISTRY.items() if "answer" not in getattr(one, "needs", ("answer",))}
+    paid, own = ([name for name in found if found[name].differs and name not in left] for left in ((), blind))
+    others = [one.mean for name, one in found.items() if not one.differs and name not in blind]
+    is_wrong = measures.pass_rate == 0.0 if measures.pass_rate is not None else own == [] != others and not any(others)
+    if not paid or not is_wrong or REGISTRY.keys() & own:
+        return None
+    names, unless = " and ".join(paid), f", unless {' and '.join(own)} grades how nearly right it is" if own else ""
+    text = (
+        f"no answer is right, and {names} alone gives different rewards: the run would learn form, not the task{unless}"
+    )
+    return Problem("rewards", text, _advise(0.0), level="warning")
 
 
 def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) -> Problem:

@@ -1,6 +1,7 @@
 """`rloo-kit init`: what it asks, what it writes, that it fits, and that what it prints next works."""
 
 import csv
+import json
 import random
 import re
 import runpy
@@ -92,7 +93,7 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
     rewards = folder / "sums_rewards.py"
-    rewards.write_text(rewards.read_text(encoding="utf-8").replace("else 0.1", "else 1.00"))
+    rewards.write_text(rewards.read_text(encoding="utf-8").replace("float(answers_agree", "float(1 or answers_agree"))
     with pytest.raises(AssertionError):  # a test that cannot fail
         run_test("test_sums_rewards.py")
 
@@ -136,8 +137,8 @@ def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) 
 @pytest.mark.parametrize("model", ["embedded/thinking@sorting", "embedded/instruct", "smollm2/thinking"])
 def test_any_model_is_taken_that_knows_the_characters(model: str) -> None:
     """Every embedded family but addition was refused with "knows only additions"."""
-    prompts = ["sort(3124)=", "sort(98)="] if "sorting" in model else ["12+34=", "5+6="]
-    write_csv("own.csv", ["prompt", "answer"], [[prompts[n % 2], 1234 + n] for n in range(40)])
+    prompt = "sort({})=" if "sorting" in model else "5+{}="
+    write_csv("own.csv", ["prompt", "answer"], [[prompt.format(n), 1234 + n] for n in range(40)])
     code, _, said = call("--data", "own.csv", "--yes", "--model", model)
     assert code == 0, said
     run = load_config("own.yaml")
@@ -180,6 +181,7 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
     sums("additions of mine.csv", header=("sum", "value"))
     code, printed, said = call(typed="additions of mine.csv\n\n\n\n")
     assert code == 0, said
+    assert re.search(r"--prompt-column sum  \(for example '\d+\+\d+='\)\n  --answer-column value  \(for", printed)
     assert "prompt column [sum]" in printed and "answer column [value]" in printed and "[embedded/thinking]" in printed
     run = load_config("additions_of_mine.yaml")
     assert (run.data.source, run.data.prompt_column) == ("additions of mine.csv", "sum")
@@ -190,14 +192,20 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no terminal": (["--data", "sums.csv"], "--prompt-column is missing.*accept the proposed values with --yes"),
     "a hub id": (["--data", "openai/gsm8k", "--yes"], "--data openai/gsm8k: there is no such file"),
     "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
-    "one column twice": (["--data", "sums.csv", "--yes", "--answer-column", "prompt"], "both prompt"),
+    "one column twice": (
+        ["--data", "sums.csv", "--prompt-column", "prompt", "--answer-column", "prompt", "--yes"],
+        r"Pass one of each:.*--answer-column answer  \(for example",
+    ),
     "no addition": (
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
         r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct",
     ),
     "a header": (["--data", "header.csv", "--yes"], "header.csv has no rows"),
     "few rows": (["--data", "few.csv", "--yes"], "few.csv has 4 rows; .*at least 5"),
-    "no answers": (["--data", "blank.csv", "--yes"], "--answer-column answer: .* no answer"),
+    "no answers": (
+        ["--data", "blank.csv", "--yes", "--answer-column", "answer"],
+        "--answer-column answer: .*blank.csv has no answer",
+    ),
     "a row without the marker": (["--data", "marked.csv", "--yes"], "marked.csv, line 4: the answer has no '####'"),
     "another ending": (["--data", "sums.csv", "--yes", "--output", "run.json"], "--output run.json.yaml"),
     "there already": (
@@ -212,12 +220,122 @@ BAD: dict[str, tuple[list[str], str]] = {
 }
 
 
+# Files as people have them: the first line, row n of 24, and the prompts' and answers' columns or what the refusal
+# says. {a}, {b}: two numbers, {c}: their sum.
+SUM, WORDS = "{a}+{b}=", "What is {a} plus {b}?"
+FILES: dict[str, tuple[str, str, tuple[str, str] | str]] = {
+    "index of pandas": (",sum,value", f"{{n}},{SUM},{{c}}", ("sum", "value")),
+    "numbered": ("Nr.;Aufgabe;Ergebnis", f"{{n}};{SUM};{{c}}", ("Aufgabe", "Ergebnis")),
+    "ids": ("#,question_id,Prompt,ANSWER", f"{{n}},q{{n}},{SUM},{{c}}", ("Prompt", "ANSWER")),
+    "counted by another name": ("entry,task,value", f"{{n}},{SUM},{{c}}", ("task", "value")),
+    "excel": ("\ufeffFrage;Antwort;Thema", f"{SUM};{{c}};sums", ("Frage", "Antwort")),
+    "excel with a hint": ("sep=;\nQuestion;Answer", f"{SUM};{{c}}", ("Question", "Answer")),
+    "tabs": ("Answer\tQuestion", f"{{c}}\t{SUM}", ("Question", "Answer")),
+    "answers first": ("value,sum", f"{{c}},{SUM}", ("sum", "value")),
+    "titles": ("Title,Difficulty,Answer", f"{SUM},{{level}},{{c}}", ("Title", "Answer")),
+    "three texts": ("question,context,answer", f"{SUM},Page {{a}} of {{b}} has it,{{c}}", ("question", "answer")),
+    "one instruction": ("instruction,input,output", f"Add.,{SUM},{{c}}", ("input", "output")),
+    "a worked solution": (
+        "problem,solution,answer",
+        f"{WORDS},{{a}} and {{b}} give {{c}},{{c}}",
+        r"--answer-column solution  \(for example '\d+ and .*\n  --answer-column answer  \(for example '\d+'\)",
+    ),
+    "a title and a text": ("Title,Body,Answer", f"Sums of {{a}},{WORDS},{{c}}", "--prompt-column Title .*'Sums.*Body"),
+    "no header": (SUM.format(a=1, b=2) + ",3", f"{SUM},{{c}}", r"first line seems to be a row, and '1\+2=' no name"),
+    "choices": ("question,A,B,answer", f"{WORDS},{{c}},{{n}},{{letter}}", "'answer' chooses from A, B, which the"),
+}
+FIFTEEN = tuple(FILES)
+FILES |= {
+    "no header, words": ("Where is Rome?,Italy", "Where is town {n}?,land {n}", "'Where is Rome.' no name"),
+    "no header, one word": ("hound,dog", "hound {n},dog {n}", "--prompt-column hound .*'hound 0'.*--prompt-column dog"),
+    "a title above": ("My sums,\nquestion,answer", f"{SUM},{{c}}", "--prompt-column 'My sums' .*'question'"),
+    "unknown words": ("Otázka,Odpověď", f"{WORDS},so {{c}}", "--prompt-column 'Otázka' .*--prompt-column 'Odpověď'"),
+    "unknown answers": ("question,chosen,rejected", f"{WORDS},so {{c}},or {{n}}", "--answer-column chosen .*rejected"),
+    "shuffled": ("place,sum,value", f"{{shuffled}},{SUM},{{c}}", ("sum", "value")),
+    "uuids": ("key,sum,value", f"{{uuid}},{SUM},{{c}}", ("sum", "value")),
+    "numbers with a point": ("n,sum,value", f"{{n}}.0,{SUM},{{c}}", ("sum", "value")),
+    "dates": ("When,Your sum,Answer", f"2024/01/{{two}} 10:11:12,{SUM},{{c}}", ("Your sum", "Answer")),
+    "answers that count": ("question,answer", f"{SUM},{{n}}", ("question", "answer")),
+    "answers all alike": ("question,answer,vote", f"{SUM},yes,{{level}}", "--answer-column answer .*'yes'.*vote"),
+    "questions all alike": ("question,text,answer", "Good?,It is {c} of {b},{level}", "column question .*column text"),
+    "half of an input": ("instruction,input,output", f"{WORDS},{{half}},{{c}}", "column instruction .*column input"),
+    "an index alone": ("id,answer", "{n},{c}", "--prompt-column id .*'0'"),
+    "kinds or a number": ("sum,vote,value", f"{SUM},{{level}},{{c}}", "--answer-column vote .*--answer-column value"),
+    "no answers": ("question,difficulty", f"{SUM},{{level}}", "--answer-column difficulty .*'easy'"),
+    "one column": ("question|answer", f"{SUM}|{{c}}", r"has one column \(question\|answer\)"),
+    "options": ("question,options,answer", f"{WORDS},one or two or {{n}},{{letter}}", "chooses from options"),
+    "numbered choices": ("question,choice1,choice2,label", f"{SUM},{{c}},{{n}},{{one}}", "from choice1, choice2"),
+    "a comma in a name": ("Question (short, clear);Answer", f"{SUM};{{c}}", ("Question (short, clear)", "Answer")),
+    "spaces": ("  Question ,Correct Answer", f"{SUM},{{c}}", ("  Question ", "Correct Answer")),
+    "large sums": ("question,answer", f"1{{a}}0{SUM},{{c}}", ("question", "answer")),
+    "latin-1": ("Frage,L\udcf6sung", f"{SUM},{{c}}", "line 1: not UTF-8 text"),
+}
+
+
+def write_file(name: str) -> str:
+    """One of `FILES`, with random sums."""
+    first, row, _ = FILES[name]
+    chance, lines = random.Random(name), [first]
+    shuffled = chance.sample(range(24), 24)
+    for n in range(24):
+        a, b, odd = chance.randint(10, 99), chance.randint(10, 99), n % 2
+        more = {"level": ("easy", "hard")[odd], "letter": "AB"[odd], "one": odd + 1, "half": f"and {n}" if odd else ""}
+        uuid = f"{chance.getrandbits(32):08x}-1111-4222-8333-{chance.getrandbits(48):012x}"
+        lines.append(row.format(a=a, b=b, c=a + b, n=n, two=f"{n + 1:02}", shuffled=shuffled[n], uuid=uuid, **more))
+    path = Path(f"{name}.csv")
+    path.write_bytes("\r\n".join(lines).encode("utf-8", "surrogateescape"))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_columns_are_right_or_the_choices_are_shown(name: str, folder: Path) -> None:
+    """`init --yes` trained a model on row numbers; a file without a header lost a row; Excel's hint was a column."""
+    expected, source = FILES[name][2], write_file(name)
+    code, printed, said = call("--data", source, "--yes", "--output", "own.yaml")
+    if isinstance(expected, str):
+        assert code == 2 and not printed and re.search(expected, said, re.S), said
+        assert list(folder.iterdir()) == [folder / source], "nothing is written"
+    else:
+        assert code == 0, said
+        run = load_config("own.yaml")
+        assert (run.data.prompt_column, run.data.answer_column) == expected
+        assert run.model.name == ("smollm2/instruct" if name == "large sums" else "embedded/thinking")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FIFTEEN if isinstance(FILES[name][2], tuple)])
+def test_an_accepted_file_is_trained_on(name: str, folder: Path) -> None:
+    """Preflight and two steps on each, through the commands that `init` prints."""
+    assert call("--data", write_file(name), "--yes", "--output", "own.yaml")[0] == 0
+    small = ["rloo.max_steps=2", "rloo.per_device_train_batch_size=32", "eval.num_prompts=4"]
+    for words in (["preflight", "own.yaml", *small], ["train", "own.yaml", *small]):
+        done = CliRunner().invoke(cli.app, words)
+        assert done.exit_code == 0, done.output
+    assert (folder / "outputs" / "own" / "report.html").is_file()
+
+
+def test_rows_of_json_are_read_or_refused_alike(folder: Path) -> None:
+    """Chats are prompts; lists and objects are no answers, and a list of choices is not shown by the question."""
+    talk = [{"role": "user", "content": "1+{}="}]
+    rows: dict[str, tuple[dict[str, Any], str]] = {
+        "messages": ({"id": "{}", "messages": talk, "answer": 7}, ""),
+        "objects": ({"prompt": talk, "reward_model": {"ground_truth": "7"}, "ability": "math"}, "column reward_model"),
+        "choices": ({"question": "1+{}=", "choices": ["6", "7"], "answer": 1}, "from choices"),
+        "empty": ({"question": "1+{}=", "messages": [], "answer": 1}, ""),
+    }
+    for name, (row, refusal) in rows.items():
+        lines = [json.dumps(row).replace("{}", str(n)).replace('"answer": ', f'"answer": {n + 1}') for n in range(9)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        code, _, said = call("--data", f"{name}.jsonl", "--yes")
+        assert code == (2 if refusal else 0) and refusal in said, (name, said)
+
+
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder: Path) -> None:
     """A half-written start is worse than none: the next call finds files that it must not replace."""
     sums(), school(), sums("few.csv", 4)
     files = {"header.csv": "prompt,answer\n", "mine_rewards.py": "# mine\n"}
-    files["blank.csv"] = "prompt,answer\n" + "1+1=,\n" * 6
+    files["blank.csv"] = "prompt,answer\n" + "".join(f"1+{n}=,\n" for n in range(6))
     files["marked.csv"] = "prompt,answer\na,so #### 1\nb,so #### 2\nc,so it is 3\n"
     for name, text in files.items():
         (folder / name).write_text(text)

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rloo_kit.checks.starter import read_columns, read_table
+from rloo_kit.checks.starter import open_data, read_table
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.errors import RlooKitError
 from tests.data.conftest import jsonl, rendered
@@ -106,7 +106,7 @@ def test_a_file_is_read_or_refused_in_a_line(make_run, tmp_path: Path, tiny_toke
     else:
         pyarrow.parquet.write_table(content, path)
     own, compared = make_run(path), make_run(path, reward=("answer_reward", "length_reward"))
-    assert read_columns(path)[:2] == ["prompt", "answer"]
+    assert list(open_data(str(path)))[:2] == ["prompt", "answer"]
     if comparing:
         fails(comparing, read_table, str(path), "prompt", "answer")
         fails(comparing, load_data, compared, tiny_tokenizer)

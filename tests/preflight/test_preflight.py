@@ -20,7 +20,7 @@ from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight import probe
 from rloo_kit.preflight.preflight import leave_untouched
-from rloo_kit.preflight.probe import draw_rows, find_logp_faults
+from rloo_kit.preflight.probe import draw_rows, find_form_fault, find_logp_faults
 from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.generate import GenerateEngine, _Steering
@@ -296,6 +296,56 @@ def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
         assert found.measures.prompts == 16, "drawn again before it is refused"
     assert name != "a reward that fails" or found.measures.rewards["failing"].failed == 32
     assert any("teaches nothing" in one.text for one in found.warnings) == (name == "a reward that always pays")
+
+
+# Share of right answers, by reward (weight, mean, groups in which it differs), and what the warning says, or None.
+ONLY_FORM: dict[str, tuple[float | None, dict[str, tuple[float, float, int]], str | None]] = {
+    "a format": (
+        0.0,
+        {"answer_reward": (1, 0, 0), "think_format_reward": (0.2, 0.4, 3)},
+        "and think_format_reward alone",
+    ),
+    "two": (
+        0.0,
+        {"answer_reward": (1, 0, 0), "length_reward": (1, 1, 2), "thinking_reward": (1, 0, 1)},
+        "length_reward and thinking_reward alone",
+    ),
+    "one's own": (0.0, {"score": (1, 0.05, 4), "answer_reward": (0, 0, 0)}, "score alone .* unless score grades"),
+    "its own answers": (None, {"score": (1, 0, 0), "missing_eos_penalty": (1, -0.5, 4)}, "missing_eos_penalty alone"),
+    "some are right": (0.1, {"answer_reward": (1, 0.1, 0), "think_format_reward": (0.2, 0.4, 3)}, None),
+    "weight 0": (0.0, {"answer_reward": (1, 0, 0), "think_format_reward": (0, 0.4, 3)}, None),
+    "a graded verifier": (0.0, {"reasoning_gym_score": (1, 0.3, 4), "think_format_reward": (1, 0.4, 4)}, None),
+    "unknown": (None, {"score": (1, 0.4, 4), "think_format_reward": (0.2, 0.4, 3)}, None),
+    "lengths alone": (None, {"length_reward": (1, 0.4, 4)}, None),
+    "at its mean": (None, {"score": (1, 0.3, 0), "length_reward": (1, 0.4, 4)}, None),
+}
+
+
+@pytest.mark.parametrize("name", ONLY_FORM)
+def test_a_form_that_alone_is_paid_for_is_named(name):
+    """A bonus for any number in the answer gave a signal in every group at a pass rate of 0, and the verdict was GO."""
+    rate, rewards, expected = ONLY_FORM[name]
+    found = {one: RewardFound(mean, differs, 0) for one, (_, mean, differs) in rewards.items()}
+    run = SimpleNamespace(reward_weights={one: weight for one, (weight, _, _) in rewards.items()})
+    fault = find_form_fault(run, Measures(rewards=found, pass_rate=rate))
+    assert (fault is None) == (expected is None)
+    if fault:
+        assert fault.level == "warning" and fault.key == "data.source" and re.search(expected, fault.text), fault
+
+
+@pytest.mark.slow
+def test_a_form_bonus_at_a_pass_rate_of_0_is_a_warning(prepare):
+    """32 wrong answers may be chance: a wider probe decides, as without a signal."""
+    run, policy, data, rewards = prepare(DEMO)
+    data.train = data.train.map(lambda row: {"answer": f"{row['answer']}7"})
+
+    def bonus(completions: list[str], **_columns: Any) -> list[float]:
+        return [len(text) % 3 / 10 for text in completions]
+
+    found = kit.check_preflight(run, policy, data, [*rewards, bonus])
+    (fault,) = [one for one in found.faults if one.name == "rewards"]
+    assert found.go and found.measures.prompts == 16 and found.measures.pass_rate == 0
+    assert "no answer is right, and bonus alone gives" in fault.text and "rloo-kit sft" in fault.text, fault
 
 
 @pytest.mark.slow
