@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ class ToolHost:
     Raises:
         ConfigError: a tool without hints or docstring, two of one name, an environment without `reset`.
     """
+
+    sources: dict[str, str] = {}  # as those of `_InWorker`
 
     def __init__(self, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None) -> None:
         self.factory, self._functions = factory, list(tools)
@@ -125,6 +127,10 @@ class ToolHost:
             return pack_state(environment)
         except BaseException as error:  # as above
             raise RewardError(f"{what}: {describe_user_error(error)}") from None
+
+    def run(self, timeout_s: float, method: str, *args: Any) -> Any:
+        """Call a method in this process, where the time is not limited, because a thread cannot be ended."""
+        return getattr(self, method)(*args)
 
     def take(self, number: int) -> Any:
         """The environment of row `number` itself."""
@@ -275,17 +281,6 @@ class _InWorker:
         return self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
 
 
-@dataclass
-class _InThisProcess:
-    """A host in this process; a call is not limited, because a thread cannot be ended."""
-
-    host: ToolHost
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def run(self, timeout_s: float, method: str, *args: Any) -> Any:
-        return getattr(self.host, method)(*args)
-
-
 class Toolbox:
     """The tools of a run, from `open_toolbox` or `Toolbox.of`. Calls of different rows may run at the same time, in as
     many processes as there are; those of one row run one after the other.
@@ -312,7 +307,7 @@ class Toolbox:
     def of(cls, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None) -> "Toolbox":
         """The toolbox of Python functions and of a class of environments, called in this process."""
         host = ToolHost(tools, factory)
-        return cls([_InThisProcess(host)], vars(host), 0.0)
+        return cls([host], vars(host), 0.0)
 
     def reset(self, numbers: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Result]:
         """Start the episodes of a batch's rows; the contents are the environments' observations."""
@@ -357,8 +352,8 @@ class Toolbox:
     def environments(self) -> list[Any]:
         """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
         place = self._places[0]
-        if isinstance(place, _InThisProcess):
-            return [place.host.take(number) for number in self._past]
+        if isinstance(place, ToolHost):
+            return [place.take(number) for number in self._past]
         return [EnvironmentView(self, number) for number in self._past]
 
     def _submit(self, number: int, work: Callable[..., Any], *args: Any) -> "Future[Any]":

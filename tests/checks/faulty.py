@@ -138,7 +138,7 @@ FAULTS = (
     Faulty("an environment that cannot start", IN_WORLD,
            ("rloo.environment: World", "prompt, answer", "ValueError", "my_tools.py, line 3"),
            tools(WORLD.replace("int(answer)", "int('x' + answer)"))),
-    Faulty("an environment that starts as gym's do", IN_WORLD, ("rloo.environment: World", "('board', {})", "text or None"),
+    Faulty("an environment that starts as gym's do", IN_WORLD, ("rloo.environment: World", "('board', {})", "or None"),
            tools(WORLD.replace("int(answer)", "int(answer)\n        return 'board', {}"))),
     Faulty("an observation that is too long", IN_WORLD, ("data.max_prompt_length=64", "'board board", "a prompt has"),
            tools(WORLD.replace("int(answer)", "int(answer)\n        return 'board ' * 30"))),
