@@ -122,7 +122,7 @@ def _options(
 def print_found(found: Any, json: bool) -> None:
     """Print a result, as a table or as JSON."""
     if json:
-        print(dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        print(dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         print_table(found)
 
@@ -145,12 +145,9 @@ def read_config(file: Path, overrides: list[str] | None, read: "Callable[..., Ru
 
 def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
     """`read_config` of a run's config file or of its folder, even if the folder was moved."""
-    from rloo_kit.runs.find import config_file, place_run
+    from rloo_kit.runs.find import find_run
 
-    run = read_config(config_file(source), overrides)
-    if source.is_dir():
-        place_run(run, source)
-    return run
+    return read_config(source, overrides, find_run)
 
 
 def say_activation() -> None:
@@ -519,7 +516,7 @@ def ask(
     system: Annotated[str | None, Option(help="System prompt; default: data.system_prompt.")] = None,
     history: Annotated[
         bool | None,
-        Option(help="Keep earlier turns of the dialogue in the prompt; default: yes, except for embedded models."),
+        Option(help="Keep earlier turns of the dialogue in the prompt; default: yes, where the model takes them."),
     ] = None,
     overrides: Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override; repeatable.")] = None,
     json: Annotated[bool, Option("--json", help="Print only one JSON object per question.")] = False,

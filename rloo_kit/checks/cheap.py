@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
 from rloo_kit.data.chat import (
     LightTokenizer,
@@ -218,7 +219,7 @@ def _check_judge(key: str, judge: Any, run: RunConfig, row: dict[str, Any] | Non
 def _columns_of(run: RunConfig, row: dict[str, Any], texts: list[str], ids: list[list[int]]) -> dict[str, list[Any]]:
     """What rewards get of made-up completions of a row, besides the convention's arguments."""
     columns: dict[str, list[Any]] = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
-    if run.rloo.thinking_budget is not None or run.rloo.thinking_budget_total is not None:
+    if has_thinking_budget(run.rloo):
         columns["thinking_forced"] = [False] * len(texts)
     if run.rloo.has_tools:
         columns["completion_mask"] = [[1] * len(one) for one in ids]

@@ -38,6 +38,7 @@ from rloo_kit.plan.shapes import BNB_ENDING
 from rloo_kit.plan.speed import describe_step
 from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
+from rloo_kit.runs.files import write_text
 from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
@@ -339,7 +340,7 @@ def write_starter(
     texts = {path: _render(template, values) for path, template in templates.items()}
     config.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     columns = f"prompts in '{table.prompt_column}', answers in '{table.answer_column}'"
     lines = [
         f"{table.source}: {len(table.rows)} rows, {columns}",

@@ -1,5 +1,6 @@
 """What the name of a model says: built-in models with their task families, and models that think."""
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -70,6 +71,22 @@ def find_family_problem(family: str) -> str | None:
             "model.name=smollm2/instruct; see docs/embedded.md"
         )
     return f"there is no task family '{family}': take {', '.join(FAMILIES)}"
+
+
+def find_near_miss(name: str, for_models: bool) -> str | None:
+    """The built-in name, of a model or of a source or environment, that `name` nearly is; None if it is none.
+
+    >>> find_near_miss("embeded/thinking", True), find_near_miss("reasoning-gym/chain_sum", False)
+    ('embedded/thinking', 'reasoning_gym/chain_sum')
+    """
+    written = re.sub(r"^([^/]*?)[-_:\\ ](?=[^/]*$)", r"\1/", name.casefold())  # embedded-thinking
+    owner, _, rest = written.partition("/")
+    sources = [*(f"embedded/{family}" for family in FAMILIES), f"reasoning_gym/{rest}", f"verifiers/{rest}"]
+    models = [f"embedded/{kind}" for kind in (*KINDS, *(f"thinking@{family}" for family in FAMILIES))]
+    near = difflib.get_close_matches(written, [*models, *SMOLLM2] if for_models else sources, n=1, cutoff=0.75)
+    prefix = near[0].partition("/")[0] if near and rest else ""
+    is_near = difflib.SequenceMatcher(None, owner, prefix).ratio() > 0.84 and not name.startswith(f"{prefix}/")
+    return near[0] if is_near else None
 
 
 def always_thinks(name: str) -> bool:

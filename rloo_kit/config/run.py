@@ -33,9 +33,9 @@ from rloo_kit.config.schema import (
     RunSection,
     VllmSection,
 )
-from rloo_kit.config.section import Section, declared, explain_errors
+from rloo_kit.config.section import Section, apply_override, declared, explain_errors
 from rloo_kit.config.supervised import FULL_SFT_RATE, RewardModelSection, SftSection
-from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file, read_yaml
+from rloo_kit.config.yaml_files import dump_yaml, merge, read_file, read_yaml
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import prepare_standby
 from rloo_kit.system.input_files import expand_user, from_here, places_of, working_folder
@@ -282,7 +282,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     messages = translate_file(values)
     for section, changes in sections.items():
         merge(values, section, changes)
-    changed = {apply_override(values, override): override for override in overrides}
+    changed = {apply_override(values, override, RunConfig): override for override in overrides}
     if isinstance(values.get("rloo"), dict):
         given: Keys = dict.fromkeys(sections.get("rloo") or {})
         given |= {str(where[1]): override for where, override in changed.items() if where[0] == "rloo" and where[1:]}

@@ -3,9 +3,10 @@
 A key is declared only here. `RLOOConfig` gets the fields, defaults, bounds and help of the loop's options from here.
 """
 
+import os
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
 
 from rloo_kit.config.checks import (
     GENERATIONS,
@@ -15,8 +16,9 @@ from rloo_kit.config.checks import (
     find_test_problem,
     find_tool_problems,
 )
-from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2, SMOLLM2_PREFIX, find_embedded_problem
+from rloo_kit.config.model_names import EMBEDDED_PREFIX, SMOLLM2, SMOLLM2_PREFIX, find_embedded_problem, find_near_miss
 from rloo_kit.config.section import Section, TrlDefault, key
+from rloo_kit.system.input_files import places_of
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
@@ -25,6 +27,17 @@ Tracker = Literal[
     "tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "swanlab", "clearml", "neptune", "dvclive", "dagshub",
     "azure_ml", "codecarbon", "flyte", "kubeflow",
 ]  # fmt: skip
+
+
+def _refuse_near_miss(name: str, info: ValidationInfo) -> str:
+    """A misspelt built-in name, which the hub would be asked for; a folder or file may have such a name."""
+    found = find_near_miss(name, for_models=info.field_name in ("name", "model"))
+    if found and not any(map(os.path.exists, places_of(name, "", info.context and info.context.parent))):
+        raise ValueError(f"is {name}, which is not built in; did you mean {found}?")
+    return name
+
+
+Named = Annotated[str, Field(min_length=1), AfterValidator(_refuse_near_miss)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 OnFinding = Literal["warn", "stop", "off"]
@@ -89,8 +102,7 @@ class ModelSection(Section):
     """The policy: which model, loaded how, trained through which adapter."""
 
     prefix: ClassVar[str] = "model."
-    name: str = Field(
-        min_length=1,
+    name: Named = Field(
         description="hub id, local folder, embedded/thinking, embedded/thinking@FAMILY, embedded/instruct, "
         "embedded/untaught, smollm2/instruct, smollm2/thinking, smollm2/tools",
     )
@@ -138,7 +150,7 @@ class SourceSection(Section):
     """One source of a mix."""
 
     prefix: ClassVar[str] = "data.sources.N."
-    source: str = Field(min_length=1, description="as data.source")
+    source: Named = Field(min_length=1, description="as data.source")
     weight: float = key(1.0, "rows are drawn in proportion to the weights", gt=0)
     subset: str | None = key(None, "null: data.subset")
     split: str | None = key(None, "null: data.split")
@@ -159,15 +171,14 @@ class DataSection(Section):
     """Prompts: where they come from, which columns, how they are split."""
 
     prefix: ClassVar[str] = "data."
-    source: str | None = key(
+    source: Named | None = key(
         None, "embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or .parquet file, or a folder of "
         "save_to_disk; required without sources",
-        min_length=1,
     )  # fmt: skip
     sources: list[SourceSection] | None = key(None, "a mix instead of source; see below", min_length=1)
     subset: str | None = key(None, "hub only: the configuration, such as main for gsm8k")
     split: str = key("train", "the split to read (hub, save_to_disk)")
-    test_source: str | None = key(None, "source of the held-out prompts; null: source", min_length=1)
+    test_source: Named | None = key(None, "source of the held-out prompts; null: source")
     test_split: str | None = key(
         None, "the held-out split (hub, save_to_disk); null: test if test_source is set", min_length=1
     )
@@ -244,7 +255,7 @@ class RewardSection(Section):
 
 def _read_report_to(value: Any) -> Any:
     """TRL's forms ('none', a name or a list) as a list."""
-    if value is None or value == "none":
+    if value in (None, "none", ["none"]):
         return []
     return [value] if isinstance(value, str) else value
 
@@ -356,8 +367,8 @@ class RLOOSection(Section):
         None, "with tools: tokens of thinking in all turns together; thinking_budget is for each; null: no limit"
     )
     tools: list[str] = key([], "functions the model may call: module:function or path/to/file.py:function")
-    environment: str | None = key(
-        None, "module:Class with reset(**row), whose public methods are tools; or verifiers/NAME", min_length=1
+    environment: Named | None = key(
+        None, "module:Class with reset(**row), whose public methods are tools; or verifiers/NAME"
     )
     max_turns: Count = key(8, "with tools: turns of the model in one completion")
     max_tool_calls: Count = key(8, "calls in one completion; a later one gets an error as its result")
@@ -431,6 +442,11 @@ class RLOOSection(Section):
         if problems := find_batch_problems(dict(self)) or find_tool_problems(dict(self)):
             raise ValueError("\n".join(problems))
         return self
+
+
+def has_thinking_budget(rloo: Any) -> bool:
+    """Whether a section or an `RLOOConfig` may close thinking, so that rewards get the column `thinking_forced`."""
+    return any(getattr(rloo, key, None) is not None for key in ("thinking_budget", "thinking_budget_total"))
 
 
 class HealthSection(Section):

@@ -1,6 +1,7 @@
 """A strict section of a configuration: keys that map to arguments of `RLOOConfig`, and messages about wrong ones."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
@@ -10,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from rloo_kit.config.old_names import CONFIG_NAMES
-from rloo_kit.config.yaml_files import Key, Lines
+from rloo_kit.config.yaml_files import Key, Lines, read_value, unquote
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.console import hide_secrets
+from rloo_kit.system.input_files import find_unwritable
 
 
 class TrlDefault(NamedTuple):
@@ -102,7 +104,7 @@ def describe_field(field: FieldInfo) -> str:
     metadata = list(field.metadata)
     if get_origin(field.annotation) in (Union, UnionType):  # Annotated[int, Field(ge=1)] | None
         parts = [get_args(part)[1:] for part in get_args(field.annotation) if get_origin(part) is Annotated]
-        metadata += [item for inner in parts for info in inner for item in info.metadata]
+        metadata += [item for inner in parts for info in inner for item in getattr(info, "metadata", ())]
     found = [
         f"{word} {value:g}"
         for item in metadata
@@ -126,6 +128,88 @@ def _describe_type(annotation: Any) -> str:
     if origin is tuple:
         return f"a list of {len(arguments)} ({', '.join(_describe_type(argument) for argument in arguments)})"
     return "a list" if origin is list else "a mapping"
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def apply_override(values: dict[str, Any], override: str, model: type[BaseModel]) -> Key:
+    """Set one `section.key=value` in `values`, the keys of `model`, in place, and return its path; list items are
+    addressed by index. A key whose type is text keeps what is written, but null and nothing are None and quotes around
+    the whole are removed; others are read by `read_value`.
+
+    Raises ConfigError if there is no `=`, if a key is empty or unknown, or if a path goes through a value without keys.
+    """
+    if problem := find_unwritable(override):
+        raise ConfigError(f"the override '{override}' contains {problem}")
+    key, equals, text = re.fullmatch(r"([^=]*?)(\s+=\s+|=|$)(.*)", override, re.DOTALL).groups()  # type: ignore
+    words = key.strip().lstrip("-").split(".")  # an index has ASCII digits (unlike `²` and `٣`), at most 9
+    parts: list[str | int] = [int(p) if p.isascii() and p.isdecimal() and len(p) <= 9 else p for p in words]
+    if not equals or "" in parts:
+        raise ConfigError(f"the override '{override}' is not of the form section.key=value, for example rloo.beta=0.0")
+    place: Any = values
+    kinds: list[Any] = [model]
+    for depth, part in enumerate(parts):
+        start = f"the override '{override}': "
+        above, here = (".".join(map(str, parts[:end])) for end in (depth, depth + 1))
+        if isinstance(place, list):
+            if not isinstance(part, int) or part >= len(place):
+                found = f"{above} is a list of {len(place)}; use an index below that"
+                raise ConfigError(f"{start}{found}{_correct(words, model)}")
+        elif not isinstance(place, dict):
+            raise ConfigError(f"{start}{above} is {excerpt(place)}, which has no keys below it")
+        kinds = _kinds_below(kinds, part)
+        if depth == len(parts) - 1:
+            place[part] = _read_as(text, kinds)
+        elif isinstance(place, dict) and place.get(part) is None:
+            if not kinds and (fix := _correct(words, model)):
+                raise ConfigError(f"{start}{here} is an unknown key{fix}")
+            if kinds and isinstance(parts[depth + 1], int):
+                raise ConfigError(f"{start}{here} is not a list in the file; set {here}=[...]")
+            place[part] = {}
+        place = place[part]
+    return tuple(parts)
+
+
+def _read_as(text: str, kinds: list[Any]) -> Any:
+    """The value of an override, for a key of these types."""
+    words = (kind for kind in kinds if get_origin(kind) is Literal)
+    texts = {str, type(None), *(kind for kind in words if all(isinstance(word, str) for word in get_args(kind)))}
+    if not kinds or not texts.issuperset(kinds) or text == "" or text.strip() == "null":
+        return read_value(text)
+    return text if (quoted := unquote(text)) is None else quoted
+
+
+def _kinds_of(annotation: Any) -> list[Any]:
+    """The types in an annotation, without unions and metadata."""
+    if get_origin(annotation) is Annotated:
+        return _kinds_of(get_args(annotation)[0])
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return [kind for part in get_args(annotation) for kind in _kinds_of(part)] if is_union else [annotation]
+
+
+def _kinds_below(kinds: list[Any], part: str | int) -> list[Any]:
+    """The types of the key or item `part` of values of `kinds`; none for an unknown key."""
+    found: list[Any] = []
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found += _kinds_of(kind.model_fields[part].annotation) if part in kind.model_fields else []
+        else:  # list[item], tuple[item, item], dict[str, value]
+            found += _kinds_of((get_args(kind) or [Any])[-1])
+    return found
+
+
+def _correct(words: list[str], model: type[BaseModel]) -> str:
+    """`; did you mean ...?` with the nearest path in `model`: rewards.0.name for reward[0].nmae; "" without one."""
+    found: list[str] = []
+    kinds: list[Any] = [model]
+    for word in filter(None, re.split(r"[.\[\]]+", ".".join(words))):
+        if not word.isdecimal() and any(get_origin(kind) is list for kind in kinds):
+            found, kinds = [*found, "0"], _kinds_below(kinds, 0)
+        known = [name for kind in kinds for name in getattr(kind, "model_fields", ())]
+        found += difflib.get_close_matches(word, known, n=1) or [word]
+        kinds = _kinds_below(kinds, found[-1])
+    return f"; did you mean {'.'.join(found)}?" if found != words else ""
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -155,16 +239,12 @@ def explain_errors(
 
 def _explain(entry: Any, model: Any, prefix: str) -> str:
     keys: list[str | int] = []
-    parent, below = model, model  # the sections of the last key and of the next one
-    annotation: Any = None
+    parent, kinds = model, [model]  # the section of the last key, and the types of what stands at it
     for part in entry["loc"]:
-        if below is not None and isinstance(part, str):
-            parent, annotation = below, getattr(below.model_fields.get(part), "annotation", None)
-            below = _section_below(annotation)
-        elif isinstance(part, str):
-            if not any(get_origin(kind) is dict for kind in (annotation, *get_args(annotation))):
-                break  # pydantic's name of a union's branch
-            annotation = None
+        parent = next((kind for kind in kinds if hasattr(kind, "model_fields")), parent)
+        if isinstance(part, str) and not any(kind is parent or get_origin(kind) is dict for kind in kinds):
+            break  # pydantic's name of a union's branch
+        kinds = _kinds_below(kinds, part)
         keys.append(part)
     kind, rule = entry["type"], entry["msg"]
     if kind == "missing" and isinstance(keys[-1], int):  # in a list of fixed length
@@ -175,7 +255,7 @@ def _explain(entry: Any, model: Any, prefix: str) -> str:
         old = CONFIG_NAMES.get(name)
         new = (old and old.new) or name  # the same name, or today's for an old one, in another section
         for section, field in model.model_fields.items():
-            if (other := _section_below(field.annotation)) is not None and new in other.model_fields:
+            if any(new in getattr(kind, "model_fields", ()) for kind in _kinds_of(field.annotation)):
                 return f"{key}: unknown key; did you mean {section}.{new}?"
         return f"{key}: unknown key{suggest(name, parent.model_fields, above + dot)}"
     if kind == "missing" and entry["loc"][-1] == keys[-1]:
@@ -185,14 +265,9 @@ def _explain(entry: Any, model: Any, prefix: str) -> str:
     value = entry["input"]
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else excerpt(value, 300)
     quote = " (put it in quotes)" if kind == "string_type" and isinstance(value, (int, float)) else ""
+    if isinstance(value, str) and kind.startswith(("list", "dict", "model", "tuple")):
+        quote = "; in YAML a # or a 007 in it needs quotes, and a key is given once"
     return f"{key}: is {shown}; {rule[0].lower()}{rule[1:]}{quote}"
-
-
-def _section_below(annotation: Any) -> type[BaseModel] | None:
-    """The section class in a field's annotation, alone, in a list or in a union with null."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for part in get_args(annotation) if (model := _section_below(part)) is not None), None)
 
 
 def suggest(word: str, known: Iterable[str], above: str = "") -> str:

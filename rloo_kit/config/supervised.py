@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from rloo_kit.config.schema import Count, LoraSection
+from rloo_kit.config.schema import Count, LoraSection, Named
 from rloo_kit.config.section import Section, key
 
 LORA_SFT_RATE, FULL_SFT_RATE = 2e-4, 2e-5  # common for models of billions of parameters; much smaller ones need more
@@ -14,7 +14,7 @@ class SftSection(Section):
     """Demonstrations to train on before RLOO: where they come from, and for how long."""
 
     prefix: ClassVar[str] = "sft."
-    source: str | None = key(None, "source of the demonstrations; null: data.source", min_length=1)
+    source: Named | None = key(None, "source of the demonstrations; null: data.source")
     subset: str | None = key(None, "hub only; null: data.subset, or none if sft.source is set")
     split: str | None = key(None, "null: data.split, or train if sft.source is set")
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
@@ -57,7 +57,7 @@ class RewardModelSection(Section):
     """Preferences that a reward model is trained on: where they come from, and for how long."""
 
     prefix: ClassVar[str] = "reward_model."
-    source: str = Field(min_length=1, description="source of the pairs, as data.source")
+    source: Named = Field(description="source of the pairs, as data.source")
     subset: str | None = key(None, "hub only")
     split: str = key("train", "the split to read (hub, save_to_disk)")
     prompt_column: str | None = key(
@@ -66,7 +66,7 @@ class RewardModelSection(Section):
     )  # fmt: skip
     chosen_column: str = key("chosen", "column with the better answer, text or messages", min_length=1)
     rejected_column: str = key("rejected", "column with the worse one", min_length=1)
-    model: str | None = key(None, "the model to start from; null: model.name", min_length=1)
+    model: Named | None = key(None, "the model to start from; null: model.name")
     num_pairs: Count | None = key(None, "pairs to draw, held-out ones included; null: all")
     test_size: int | float = key(0.1, "prompts whose pairs are held out: a count, or a share below 1", gt=0)
     max_length: Count | None = key(None, "tokens; longer pairs are left out; null: model.max_seq_length")

@@ -1,18 +1,18 @@
 """YAML 1.2 files (`5e-6` is a number, `no` is text) and overrides, with the line of every key for error messages."""
 
 import json
+import re
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml.representer import SafeRepresenter
 
-from rloo_kit.errors import ConfigError, excerpt
+from rloo_kit.errors import ConfigError
 from rloo_kit.system.input_files import (
     Key,
-    TooManyNodes,
     collect_lines,
-    find_unwritable,
     make_reader,
     parse_yaml,
     read_text,
@@ -58,34 +58,52 @@ def read_yaml(text: str, source: str = "the configuration") -> tuple[dict[str, A
 
 
 def read_value(text: str) -> Any:
-    """A single value from the command line: 0.0, null, true, [1, 2], {r: 8}; anything else is text.
+    """A single value from the command line: 0.0, null, true, [1, 2], {r: 8}. Anything else is text, also what YAML
+    would drop or change in part; quotes around the whole are removed.
 
-    >>> read_value("5e-6"), read_value("[64, 128]"), read_value("null"), read_value("a: b: c")
-    (5e-06, [64, 128], None, 'a: b: c')
-
-    Raises:
-        ConfigError: its aliases expand to more values than a file may have.
+    >>> read_value("5e-6"), read_value("[64, 128]"), read_value("null"), read_value("a: 1 to 5"), read_value("a # b")
+    (5e-06, [64, 128], None, 'a: 1 to 5', 'a # b')
     """
+    if (quoted := unquote(text)) is not None:
+        return quoted
     try:
-        return parse_yaml(text, "the value")[0]
-    except TooManyNodes:
-        raise
+        value = parse_yaml(text, "the value")[0]
+        tokens = [(token.start_mark.index, token.end_mark.index, token.id) for token in make_reader().scan(text)]
     except ConfigError:
         return text
+    between = "".join(text[before[1] : after[0]] for before, after in pairwise(tokens))
+    is_changed = "#" in between or any(kind in _DROPPED or _CHANGED.fullmatch(text[a:b]) for a, b, kind in tokens)
+    is_block = isinstance(value, dict | list) and (text.strip()[0] not in "[{" or ":" not in text and "{" in text)
+    return text if isinstance(value, str) or is_changed or is_block else value
+
+
+_DROPPED = ("<alias>", "<anchor>", "<directive>", "<document end>", "<document start>", "<tag>")
+_CHANGED = re.compile(r"[-+]?(0\d|\d+_)[\d_.]*")  # 007, 1_000: numbers to YAML
+_QUOTED = re.compile(r"""'((?:[^']|'')*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
+
+
+def unquote(text: str) -> str | None:
+    """`text` without the quotes around the whole of it, or None; inside, '' and \\" stand for quotes, as in YAML.
+
+    >>> unquote(' "####" '), unquote("'it''s'"), unquote('"a" and "b"')
+    ('####', "it's", None)
+    """
+    if (found := _QUOTED.fullmatch(text.strip())) is None:
+        return None
+    return found[1].replace("''", "'") if found[2] is None else found[2].replace('\\"', '"')
 
 
 def write_value(value: Any) -> str:
-    """A single value in the form of an override, which `read_value` reads back to the same value; text that YAML would
-    read as another type is quoted.
+    """A single value in the form of an override that gives it back: text that would be read as another type is quoted.
 
-    >>> write_value(None), write_value(True), write_value("outputs/sums"), write_value("outputs #1")
-    ('null', 'true', 'outputs/sums', '"outputs #1"')
+    >>> write_value(None), write_value([True, "a"]), write_value("outputs #1"), write_value("5")
+    ('null', '[true, "a"]', 'outputs #1', '"5"')
     """
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
     if not isinstance(value, str):
-        return repr(value)
-    return value if read_value(value.strip()) == value else json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False)
+    if read_value(value) == value:
+        return value
+    return f'"{value}"' if not {'"', "\\"} & set(value) else "'" + value.replace("'", "''") + "'"
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -98,35 +116,6 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
         there = f"; there are {', '.join(near)}" if near else ""
         raise ConfigError(f"no configuration file at {path}{there}") from None
     return read_yaml(text, str(path))
-
-
-def apply_override(values: dict[str, Any], override: str) -> Key:
-    """Set one `section.key=value` in `values`, in place, and return its path; list items are addressed by index.
-    Raises ConfigError if there is no `=`, if a key is empty, or if a path goes through a value without keys."""
-    key, equals, text = override.partition("=")
-    words = key.strip().lstrip("-").split(".")  # an index has ASCII digits (unlike `²` and `٣`), at most 9
-    parts: list[str | int] = [int(p) if p.isascii() and p.isdecimal() and len(p) <= 9 else p for p in words]
-    if problem := find_unwritable(override):
-        raise ConfigError(f"the override '{override}' contains {problem}")
-    if not equals or "" in parts:
-        raise ConfigError(f"the override '{override}' is not of the form section.key=value, for example rloo.beta=0.0")
-    place: Any = values
-    for depth, part in enumerate(parts):
-        start = f"the override '{override}': "
-        above, here = (".".join(map(str, parts[:end])) for end in (depth, depth + 1))
-        if isinstance(place, list):
-            if not isinstance(part, int) or part >= len(place):
-                raise ConfigError(f"{start}{above} is a list of {len(place)}; use an index below that")
-        elif not isinstance(place, dict):
-            raise ConfigError(f"{start}{above} is {excerpt(place)}, which has no keys below it")
-        if depth == len(parts) - 1:
-            place[part] = read_value(text.strip())
-        elif isinstance(place, dict) and place.get(part) is None:
-            if isinstance(parts[depth + 1], int):
-                raise ConfigError(f"{start}{here} is not a list in the file; set {here}=[...]")
-            place[part] = {}
-        place = place[part]
-    return tuple(parts)
 
 
 def merge(values: dict[str, Any], section: str, changes: Any) -> None:

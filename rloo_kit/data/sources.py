@@ -400,16 +400,29 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     taken, notes = _taken_columns(name, table.column_names, columns, images)
     kept = [column for column in table.column_names if column not in taken]
     answers = list(table[columns.answer]) if columns.answer in table.column_names else None
-    if answers and getattr(table.features[columns.answer], "dtype", "") == "float32":  # 0.1, as written
+    feature = table.features.get(columns.answer)
+    if answers and columns.prefix == "sft.":
+        answers = [_drop_nulls(one, feature) for one in answers]
+    if answers and hasattr(feature, "int2str"):  # class labels: their names
+        answers = [None if label is None or label < 0 else feature.int2str(label) for label in answers]
+    elif answers and getattr(feature, "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     return DataSource(
         name=name,
-        prompts=[parse_conversation(prompt) for prompt in table[columns.prompt]],
+        prompts=[parse_conversation(_drop_nulls(one, table.features[columns.prompt])) for one in table[columns.prompt]],
         answers=answers,
         others=table.select_columns(kept) if kept else None,
         places=places,
         notes=notes,
     )
+
+
+def _drop_nulls(value: Any, feature: Any) -> Any:
+    """Messages without the keys that Arrow adds to an object: those of all objects of the column, with null."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {key: _drop_nulls(one, feature[key]) for key, one in value.items() if one is not None}
+    inner = getattr(feature, "feature", None)  # of a list; a column of datasets.Json has nulls of its own
+    return [_drop_nulls(one, inner) for one in value] if isinstance(value, list) and inner is not None else value
 
 
 def _holds_images(feature: Any) -> bool:
@@ -444,7 +457,7 @@ def arrow_column(key: str, values: list[Any], name: str) -> list[Any]:
         values = [None if isinstance(value, float) and math.isnan(value) else value for value in values]
     if is_plain(values):
         return values
-    if any(map(_is_deep, values)):  # Arrow would overflow the C stack
+    if any(map(is_deep, values)):  # Arrow would overflow the C stack
         raise DataError(f"{name}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself")
     import pyarrow
 
@@ -466,7 +479,7 @@ def is_plain(values: list[Any]) -> bool:
     return len(kinds) < 2 and kinds <= {str, float, bool}
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any) -> bool:
     """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
     left = [(value, 1)]
     while left:
@@ -478,11 +491,14 @@ def _is_deep(value: Any) -> bool:
     return False
 
 
-def plain(value: Any) -> Any:
-    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None."""
+def plain(value: Any, in_array: bool = False) -> Any:
+    """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None.
+    Objects in an array come from Arrow, and lose the keys without a value that it gives them."""
     value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
     for name in ("as_py", "tolist"):
-        value = getattr(value, name)() if hasattr(value, name) else value
-    if not isinstance(value, (list, tuple, dict)) or _is_deep(value):
+        value, in_array = (getattr(value, name)(), True) if hasattr(value, name) else (value, in_array)
+    if not isinstance(value, (list, tuple, dict)) or is_deep(value):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
-    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else list(map(plain, value))
+    if isinstance(value, dict):
+        return {key: plain(item, in_array) for key, item in value.items() if not in_array or item is not None}
+    return [plain(item, in_array) for item in value]

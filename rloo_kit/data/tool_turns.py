@@ -4,10 +4,13 @@ A sampled turn is never rendered again. A result is rendered after a made-up tur
 turn's end token is its text.
 """
 
+import json
 from functools import cached_property
 from typing import Any
 
+from rloo_kit.data.sources import is_deep
 from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.system.input_files import DEEPEST
 from rloo_kit.think_tags import THINK_END, THINK_START
 
 Message = dict[str, Any]
@@ -69,8 +72,8 @@ class ToolFormat:
                 problem = "is not prefix-preserving: it renders a turn differently once a result follows"
         if problem:
             raise ConfigError(
-                f"rloo.tools are set, but the chat template of {name} {problem}. Use a model whose template has tools, "
-                "such as Qwen3, or remove rloo.tools and rloo.environment"
+                f"rloo.tools are set, but the chat template of {name} {problem}. Set model.name to one whose template "
+                "has tools (embedded/untaught, smollm2/tools, Qwen3), or remove rloo.tools and rloo.environment"
             )
 
     @property
@@ -154,7 +157,8 @@ class ToolFormat:
         return text if self.defuse(before + text) == self.defuse(before) + text else f" {text}"
 
     def defuse(self, text: str) -> str:
-        """`text` with a blank inside each of the tokenizer's added tokens and of TAGS, so that it contains none."""
+        """`text` in UTF-8, with a blank inside each of the tokenizer's added tokens and of TAGS: it contains none."""
+        text = text.encode("utf-8", "replace").decode()
         for spelled in (*map(str, self.tokenizer.added_tokens_decoder.values()), *TAGS):
             if len(spelled) > 1 and spelled in text:
                 text = text.replace(spelled, f"{spelled[0]} {spelled[1:]}")
@@ -170,6 +174,16 @@ class ToolFormat:
 
     def _render(self, messages: list[Message], **options: Any) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.options, **options))
+
+
+def check_call(call: Any) -> None:
+    """Raise ValueError if `call` is none, or has what readers of JSON accept and files and processes do not: NaN, half
+    a surrogate pair, deep nesting."""
+    match call:
+        case {"function": {"name": str(name), "arguments": dict()}} if name and not is_deep(call):
+            json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
+        case _:
+            raise ValueError(f"a call is an object with a name and arguments, nested at most {DEEPEST} levels deep")
 
 
 def make_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

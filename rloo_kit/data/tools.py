@@ -4,24 +4,25 @@ ended; in the drop-in trainer, whose tools are Python objects, in this process.
 A process that was ended is replaced, and the environments that it held are built again from their calls so far.
 """
 
-import asyncio
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, excerpt, shorten
+from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, describe_error, excerpt, shorten
 from rloo_kit.system.input_files import find_target
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
-from rloo_kit.system.user_code import PlainState, describe_user_error, import_target, pack_state, read_files
+from rloo_kit.system.user_code import PlainState, describe_user_error, finish, import_target, pack_state, read_files
 
 LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
@@ -72,24 +73,23 @@ class ToolHost:
         methods = _methods(probe)
         self.owns_reward = _has_own(probe, "get_reward", methods, [], ["messages"])
         self.responds = _has_own(probe, "respond", methods, ["messages"])
-        offered = [*self._functions, *methods]
-        names = [tool.__name__ for tool in offered]
+        self.schemas = list(map(_read_schema, [*self._functions, *methods]))
+        names = [schema["function"]["name"] for schema in self.schemas]
         if doubled := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two tools are named {sorted(doubled)[0]}: rename one of them")
-        self.schemas = list(map(_read_schema, offered))
         self._tools = _by_name(self._functions)
 
     def reset(self, number: int, row: dict[str, Any]) -> Result:
         """Start the episode of row `number`; the content is the observation, empty for none."""
         self._live.pop(number, None)
         try:
-            found = _finish(self._take(number).reset(**row))
+            found = finish(self._take(number).reset(**row))
         except BaseException as error:  # sys.exit too: it is the environment's
             return Result("", "failed", f"reset: {describe_user_error(error)}")
         if not isinstance(found, str | None):
             return Result("", "failed", f"reset returned {excerpt(found, 60)}; it returns a text or None")
         self._live[number] = (self._pool[number], self._tools | _by_name(_methods(self._pool[number])))
-        return Result((found or "").encode("utf-8", "replace").decode())
+        return Result(found or "")
 
     def call(self, number: int, past: Past, name: str, arguments: dict[str, Any]) -> Result:
         """Call a tool in the episode of row `number`; `past` rebuilds its environment, if this process has none."""
@@ -100,14 +100,17 @@ class ToolHost:
             tools = self._live[number][1]
         if name not in tools:
             return Result(f"error: there is no tool {excerpt(name)}; there are {', '.join(tools)}", "invalid")
+        tool, read = tools[name]
         try:
-            return _as_result(_finish(tools[name](**arguments)), name)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
+            try:
+                values = _read_arguments(read, arguments)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = ".".join(map(str, first["loc"]))
+                return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
+            return _as_result(finish(tool(**values)), name)
         except BaseException as error:  # sys.exit and KeyboardInterrupt too
-            text = shorten(f"error: {name}: {type(error).__name__}: {error}", 500)
+            text = shorten(f"error: {name}: {describe_error(error)}", 500)
             return Result(text, "failed", f"{name}: {describe_user_error(error)}")
 
     def ask(self, number: int, past: Past, what: str, messages: list[dict[str, Any]]) -> Any:
@@ -118,7 +121,7 @@ class ToolHost:
         environment = self._live[number][0]
         try:
             if what == "respond":
-                found = list(_finish(environment.respond(messages)))
+                found = list(finish(environment.respond(messages)))
                 if not all(isinstance(one, dict) for one in found):
                     raise TypeError(f"it returned {excerpt(found, 60)}, no messages")
                 return found
@@ -156,7 +159,7 @@ class ToolHost:
 def own_reward(environment: Any, messages: list[dict[str, Any]]) -> float:
     """`get_reward()` of an environment, or `get_reward(messages)` if it takes the episode's."""
     method = environment.get_reward
-    return float(_finish(method(messages) if "messages" in inspect.signature(method).parameters else method()))
+    return float(finish(method(messages) if "messages" in inspect.signature(method).parameters else method()))
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
@@ -184,26 +187,60 @@ def _has_own(environment: Any, name: str, tools: list[Any], *calls: list[str]) -
     raise ConfigError(f"rloo.environment: {found}: rename it, or, if it is a tool, return it in the list of tools()")
 
 
-def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Tools whose arguments are checked, and read as their type hints say (the text 12 as a number), by name."""
-    return {tool.__name__: validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool) for tool in tools}
+def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Tools by name, each with what reads its arguments as its hints say: the text 12 as a number, 12 as a text."""
+    rules = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    return {tool.__name__: (tool, validate_call(config=rules)(_as_reader(tool))) for tool in tools}
+
+
+def _read_arguments(read: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The arguments. One that does not fit is tried in its other form: a text as the JSON in it, which calls in XML
+    have for lists; a boolean or a number as text. Raises ValidationError."""
+    try:
+        return read(**arguments)
+    except ValidationError as error:
+        arguments = dict(arguments)
+        for name, value in arguments.items():
+            if any(name == one["loc"][0] for one in error.errors()) and isinstance(value, str | bool | int | float):
+                with suppress(ValueError, RecursionError):
+                    arguments[name] = json.loads(value) if isinstance(value, str) else json.dumps(value)
+    return read(**arguments)
+
+
+def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the name, hints and docstring of a tool, which returns its arguments; raises TypeError for what
+    is none with named arguments."""
+    if inspect.isclass(tool) or isinstance(tool, functools.partial) or not hasattr(tool, "__name__"):
+        raise TypeError("it is no function: write one (def) that calls it")
+    hints, taken = get_type_hints(tool, include_extras=True), inspect.signature(tool).parameters
+    for number, (name, one) in enumerate(taken.items()):
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise TypeError(f"it takes {one}, and the model gives arguments by their names: write them out")
+        if not number and name in ("self", "cls") and name not in hints:
+            raise TypeError("it is a method without its object: name one of an object (file.py:index.search)")
+
+    def read(**arguments: Any) -> dict[str, Any]:
+        return arguments
+
+    typed = rf"(?m)^(\s*(?:{'|'.join(taken)}))\s*\(.*?\)\s*:"  # x (int): ..., in Google's style too
+    head, mark, rest = (inspect.getdoc(tool) or "").partition("Args:")
+    doc = head + mark + re.sub(typed, r"\1:", rest)
+    signed = inspect.Signature([one.replace(annotation=hints.get(name, one.empty)) for name, one in taken.items()])
+    about: Any = SimpleNamespace(__name__=tool.__name__, __doc__=doc, __annotations__=hints, __signature__=signed)
+    return functools.update_wrapper(read, about)
 
 
 def _read_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema  # loads torch: in the worker
 
     try:
-        return dict(get_json_schema(tool))
+        return dict(get_json_schema(_as_reader(tool)))
     except Exception as error:  # of several kinds, each with a sentence on what is missing
+        name = getattr(tool, "__name__", type(tool).__name__)
         raise ConfigError(
-            f"tool {tool.__name__}: {error}. A tool has type hints, and a docstring that says what it does and, below "
-            "`Args:`, what each argument is"
+            f"tool {name}: {error}. A tool is a function with type hints, and a docstring that says what it does and, "
+            "below `Args:`, what each argument is (`x: The number.`)"
         ) from None
-
-
-def _finish(value: Any) -> Any:
-    """The result of an async function, or the value itself."""
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _as_result(value: Any, name: str) -> Result:

@@ -16,7 +16,7 @@ from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, read_rows
 from rloo_kit.data.tasks import worked_rows
-from rloo_kit.data.tool_turns import Message, ToolFormat, make_call
+from rloo_kit.data.tool_turns import Message, ToolFormat, check_call, make_call
 from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
@@ -214,17 +214,15 @@ class _Writer:
         return turns
 
     def _read_call(self, call: Any, place: str) -> dict[str, Any]:
-        found = call.get("function", call) if isinstance(call, dict) else {}
-        name, arguments = found.get("name"), found.get("arguments")
-        if isinstance(arguments, str):
-            with suppress(ValueError):
-                arguments = json.loads(arguments)
-        if name not in self.names or not isinstance(arguments, dict):
-            wanted = '{"name": ..., "arguments": {...}}'
-            raise DataError(
-                f"{place} calls {excerpt(call)}; a call is {wanted} of a tool of the run: {', '.join(self.names)}"
-            )
-        return make_call(name, arguments)
+        with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            found = call.get("function", call)
+            arguments = found["arguments"]
+            made = make_call(found["name"], json.loads(arguments) if isinstance(arguments, str) else arguments)
+            check_call(made)
+            if found["name"] in self.names:
+                return made
+        wanted = '{"name": ..., "arguments": {...}} without NaN, half characters or deep nesting, of a tool of the run'
+        raise DataError(f"{place} calls {excerpt(call)}; a call is {wanted}: {', '.join(self.names)}")
 
     def write(
         self, prompt: str, turns: list[Message], thought: str | None, where: str

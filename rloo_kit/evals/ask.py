@@ -19,7 +19,7 @@ from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import split_turns
 from rloo_kit.runs.find import origin_of
-from rloo_kit.system.console import fill_text, picture_controls, plain_prompt
+from rloo_kit.system.console import fill_text, picture_controls, plain_prompt, print_text
 from rloo_kit.think_tags import count_thinking, split_thinking
 
 
@@ -127,7 +127,7 @@ def ask(
             if live is not None:
                 print()
         if stream:
-            _show(str(given) if live is None else f"({given.summary})", "\n\n" if title == "base" else "\n")
+            print_text(str(given) if live is None else f"({given.summary})", "\n\n" if title == "base" else "\n")
         return replace(given, base=base)
 
     if base is False:
@@ -152,13 +152,7 @@ class LiveText:
         )
         if is_last or not text.endswith("\ufffd"):
             self._start, self._shown = self._shown, len(ids)
-            _show(picture_controls(text[len(before) :]), end="")
-
-
-def _show(text: str, end: str = "\n") -> None:
-    """Print; what the output's encoding lacks becomes a question mark."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
+            print_text(picture_controls(text[len(before) :]), end="")
 
 
 def _sample(

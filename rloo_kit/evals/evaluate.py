@@ -11,7 +11,7 @@ from transformers import TrainerState
 
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import RewardSection
+from rloo_kit.config.schema import RewardSection, has_thinking_budget
 from rloo_kit.data.answers import (
     EXACT,
     GYM_REWARD,
@@ -68,7 +68,7 @@ class HeldOutRewards:
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
         self.is_callable = bool(guarded) and all(isinstance(reward, GuardedReward) for reward in guarded)
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
-        self._has_budget, self._toolbox = run.rloo.thinking_budget is not None, open_toolbox(run)
+        self._has_budget, self._toolbox = has_thinking_budget(run.rloo), open_toolbox(run)
         self._size = max(1, run.rloo.generation_batch_size // count_processes())
         steps = run.rloo.max_steps or 1
         self._constant = {"trainer_state": TrainerState(global_step=steps, max_steps=steps)}
@@ -250,7 +250,7 @@ class AnswerJudge:
         reward_funcs: in place of `run.rewards`, as `train` takes them; None: those.
 
     Attributes:
-        judged_by: from `find_judge`.
+        judged_by: from `find_judge`. weight: the reward's, 1 for exact match.
         unscored: completions so far that the reward could not judge; they count as wrong.
     """
 
@@ -259,7 +259,10 @@ class AnswerJudge:
     ) -> None:
         self.unscored = 0
         given = {reward_name(reward): reward for reward in reward_funcs or ()}
-        self.judged_by = find_judge(gold, given if reward_funcs is not None else (one.name for one in run.rewards))
+        weights = {name: getattr(one, "weight", 1.0) for name, one in given.items()}
+        weights = run.reward_weights if reward_funcs is None else weights
+        self.judged_by = find_judge(gold, weights)
+        self.weight = weights.get(self.judged_by or "", 1.0)
         self.gold = None if self.judged_by is None else gold
         by_text = any(not isinstance(answer, GymRow) for answer in self.gold or ())
         own = given.get(self.judged_by) if self.judged_by in REWARDS_WITH_ANSWERS else None
@@ -382,7 +385,8 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
         if (found := mean_of_completions(by_prompt(thinking, num_samples), num_samples)) is not None:
             measured.measures[THINKING] = found
     if verdicts is not None and (accuracy := mean_of_completions(by_prompt(verdicts, num_samples), num_samples)):
-        measured.judged_by, measured.measures["accuracy"] = judge.judged_by, accuracy
+        measured.judged_by, measured.judge_weight = judge.judged_by, judge.weight
+        measured.measures["accuracy"] = accuracy
         rights = [round(share * num_samples) for share in accuracy.per_prompt or () if share is not None]
         measured.pass_at_k = {
             k: _mean([pass_at_k(right, num_samples, k) for right in rights]) for k in sorted(set(run.eval.pass_at_k))

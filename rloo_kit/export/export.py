@@ -25,7 +25,7 @@ from rloo_kit.models.source import dtype_name, find_source
 from rloo_kit.plan.shapes import find_shape
 from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.runs.checkpoints import publish
-from rloo_kit.runs.files import now, read_object, saving, write_json
+from rloo_kit.runs.files import now, read_object, saving, write_json, write_text
 from rloo_kit.runs.find import RUN_FILE, TRAINED, describe_origin, find_run, with_name
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import available_gib
@@ -128,8 +128,8 @@ def export_model(
             certificate, verdict = _certify(to, written, run, reference)
             shown = public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
             card = write_card(run, to, shown, verdict, written.loading)
-            (staged / "README.md").write_text(card, encoding="utf-8")
-            (staged / RUN_FILE).write_text(describe_origin(run, find_base(run, base)), encoding="utf-8")
+            write_text(staged / "README.md", card)
+            write_text(staged / RUN_FILE, describe_origin(run, find_base(run, base)))
             files = {
                 path.relative_to(staged).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
                 for path in sorted(staged.rglob("*"))

@@ -31,7 +31,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.models.source import write_shards
 from rloo_kit.results.changes import compare
 from rloo_kit.results.verdict import load_evaluation
-from rloo_kit.runs.files import read_object
+from rloo_kit.runs.files import read_object, write_json, write_text
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 from rloo_kit.system.environment import cache_folder
 from rloo_kit.system.processes import say
@@ -202,7 +202,7 @@ def write_adapter(job: Job) -> Written:
     name, included = name_base(job.base)
     settings = json.loads((job.staged / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = name
-    (job.staged / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(job.staged / ADAPTER_CONFIG, settings)
     if included:
         shutil.copytree(job.base, job.staged / name)
     follow_umask(job.staged)
@@ -280,7 +280,7 @@ def write_gguf(job: Job) -> Written:
     if modelfile is None:
         usage.append("no Modelfile for Ollama: the chat template is not ChatML")
     else:
-        (job.staged / "Modelfile").write_text(modelfile, encoding="utf-8")
+        write_text(job.staged / "Modelfile", modelfile)
     return Written(
         kind=kind,
         model=file,
@@ -310,7 +310,7 @@ def _drop_machine(folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     kept = {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
-    file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(file, kept)
 
 
 WRITERS = {"adapter": write_adapter, "merged": write_merged, "gguf": write_gguf, "vllm": write_merged}

@@ -3,6 +3,7 @@
 Tensors are written one by one with the `gguf` package, with the names, types and keys of llama.cpp's converter.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ ARCHITECTURES = {"qwen3": "qwen2", "llama": "smollm"}
 # llama.cpp refuses a BPE without merges, and a byte-level one may have none. This byte never occurs in UTF-8 text.
 NO_MERGE = ["ÿ ÿ"]
 _NAMES = ("temperature", "top_p", "top_k", "min_p")
-# Qwen3's model cards, for the models that think and for those that do not.
+# Qwen3's model cards, for the models that think and for those that do not; SmolLM2's, with transformers' top_k.
 SAMPLING = {True: (0.6, 0.95, 20, 0.0), False: (0.7, 0.8, 20, 0.0)}
-_USER, _QUESTION = "<|im_start|>user\n", "1+1?"
-_TURN = "<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n"
+SAMPLING_SMOLLM2 = (0.2, 0.9, 50, 0.0)
+_QUESTION = "1+1?"
+_TURNS = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}"
+# A prompt in ChatML: its system message, and what follows the user's.
+_CHATML = re.compile(r"(?s)(?:<\|im_start\|>system\n(.*)<\|im_end\|>\n)?<\|im_start\|>user\n1\+1\?<\|im_end\|>\n(.*)")
 
 
 def check_gguf(config: Any) -> None:
@@ -166,25 +170,27 @@ def quantise(source: Path, file: Path) -> str | None:
 
 
 def write_modelfile(run: RunConfig, policy: Policy, gguf_name: str) -> str | None:
-    """The text of `Modelfile` for a GGUF file in the same folder: prompt layout, stop tokens and sampling parameters,
-    which Ollama does not read from a GGUF. None if the chat template is not ChatML, the only one that is supported.
+    """The text of `Modelfile` for a GGUF file in the same folder: prompt layout, system prompt (the run's, else the
+    template's own), stop tokens and sampling parameters, which Ollama does not read from a GGUF. None if the chat
+    template is not ChatML, the only one that is supported; the family `plain` has none.
 
-    The sampling parameters are the model's own (`generation_config.json`), with Qwen3's as defaults.
+    The sampling parameters are the model's own (`generation_config.json`), with its model card's as defaults.
     """
-    if policy.family == "plain":
-        return None
-    text = render_prompt(policy.tokenizer, _QUESTION, policy.family, run.model.enable_thinking)
-    turn = f"{_USER}{_QUESTION}<|im_end|>\n"
-    if not text.startswith(turn):
-        return None
-    opening = text.removeprefix(turn)  # the end of a prompt, from the assistant's turn on
+    layout, system, thinking = "{{ .Prompt }}", None, run.model.enable_thinking
+    if policy.family != "plain":
+        prompt = render_prompt(policy.tokenizer, _QUESTION, policy.family, thinking, run.data.system_prompt)
+        found = _CHATML.fullmatch(prompt)
+        if found is None:
+            return None
+        system, layout = found[1], _TURNS + found[2]
     own = policy.model.generation_config
-    defaults = SAMPLING[thinks(policy.family, run.model.enable_thinking)]
+    is_smollm2 = policy.model.config.model_type == "llama"
+    defaults = SAMPLING_SMOLLM2 if is_smollm2 else SAMPLING[thinks(policy.family, thinking)]
     chosen = [getattr(own, name, None) if own.do_sample else None for name in _NAMES]
     values = [value if given is None else given for given, value in zip(chosen, defaults, strict=True)]
-    lines = [f"FROM ./{gguf_name}", f'TEMPLATE """{{{{- range .Messages }}}}{_TURN}{{{{ end }}}}{opening}"""']
-    if run.data.system_prompt:
-        lines.append('SYSTEM """' + run.data.system_prompt.replace('"""', '\\"\\"\\"') + '"""')
+    lines = [f"FROM ./{gguf_name}", f'TEMPLATE """{layout}"""']
+    if system:
+        lines.append('SYSTEM """' + system.replace('"""', '\\"\\"\\"') + '"""')
     stops = policy.tokenizer.convert_ids_to_tokens(find_end_ids(policy))
     lines += [f'PARAMETER stop "{token}"' for token in stops]
     lines += [f"PARAMETER {name} {value:g}" for name, value in zip(_NAMES, values, strict=True)]

@@ -145,7 +145,7 @@ UNSCORED = ("all_none", "reward_failures")
 def is_solved(seen: Series, context: Context) -> bool:
     """Whether the run has learnt its task: accuracy of SOLVED or above; if no reward compares answers, rewards at their
     ceiling, or a mean reward that has risen by half of its standard deviation and is near its maximum."""
-    answers = answer_metric(seen)
+    answers = answer_metric(seen, context)
     if answers or seen.all("eval/accuracy"):
         return max(*seen.last("eval/accuracy", 1), 0.0, mean(last_of(seen, answers, 5))) >= SOLVED
     parts = {found[1]: last_of(seen, name, 5) for name in seen.names() if (found := REWARD_MEAN.fullmatch(name))}
@@ -159,9 +159,10 @@ def is_solved(seen: Series, context: Context) -> bool:
     return risen and best is not None and mean(now) >= best[0] - 0.25 * mean(spread)
 
 
-def answer_metric(seen: Series) -> str:
-    """The metric that is the accuracy on the training prompts; empty if no reward compares answers."""
-    return next((name for one in ANSWERS if seen.all(name := f"rewards/{one}/mean")), "")
+def answer_metric(seen: Series, context: Context) -> str:
+    """The metric that is the accuracy on the training prompts; empty if no reward with a weight compares answers."""
+    paid = [one for one in ANSWERS if context.weights.get(one, 1.0)]
+    return next((name for one in paid if seen.all(name := f"rewards/{one}/mean")), "")
 
 
 def last_of(seen: Series, name: str, count: int) -> list[float]:
@@ -289,7 +290,7 @@ def truncation(seen: Series, context: Context) -> Evidence | None:
     follows=(*UNSCORED, "truncation"),
 )
 def cold_start(seen: Series, context: Context) -> Evidence | None:
-    points = seen.all(answer_metric(seen))
+    points = seen.all(answer_metric(seen, context))
     if len(points) < 2 or seen.step < context.no_signal_steps or seen.step > 200:
         return None
     values = [point.value for point in points]
@@ -382,7 +383,11 @@ def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
         return Evidence(low.step, text)
     name = "completions/most_common_ratio"
     same = seen.lasting(name, lambda share: share >= 0.9, 5)
-    if same is None or mean(seen.first(name, 5)) > 0.5 or mean(last_of(seen, answer_metric(seen), 5)) >= SOLVED:
+    if (
+        same is None
+        or mean(seen.first(name, 5)) > 0.5
+        or mean(last_of(seen, answer_metric(seen, context), 5)) >= SOLVED
+    ):
         return None
     share = last_of(seen, name, 1)[0]
     return Evidence(same.step, f"{text}, and {share:.0%} of the completions, of all prompts, are identical")
@@ -405,7 +410,7 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
         return None
     cut, cut_first = mean(last_of(seen, clipped, 5)), mean(seen.first(clipped, 5) or [0.0])
     into_limit = mean(now) >= 1.5 * begun and cut > (CLIPPED.high or 1) >= cut_first
-    answers = answer_metric(seen)
+    answers = answer_metric(seen, context)
     for_nothing = mean(now) >= 2 * begun and bool(answers) and not has_risen(seen, answers)
     if not into_limit and not for_nothing:
         return None
@@ -422,7 +427,7 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "entropy_collapse"),
 )  # fmt: skip
 def length_collapse(seen: Series, context: Context) -> Evidence | None:
-    answers, forced = answer_metric(seen), mean(seen.first("thinking/forced_ratio", 5) or [0.0])
+    answers, forced = answer_metric(seen, context), mean(seen.first("thinking/forced_ratio", 5) or [0.0])
     if context.wants_shorter(forced) and not has_risen(seen, answers, -1):
         return None
     limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
@@ -470,7 +475,7 @@ def never_closed(seen: Series, context: Context) -> Evidence | None:
 def reward_hacking(seen: Series, context: Context) -> Evidence | None:
     """Held-out accuracy, or the answer reward, falls from its best, while the reward does not fall and one of its parts
     rises."""
-    answers = answer_metric(seen)
+    answers = answer_metric(seen, context)
     for truth, margin, count in (("eval/accuracy", 0.05, 1), (answers, 0.1, 5)):
         now, best = seen.last(truth, count), seen.best_mean(truth, count, count)
         if len(seen.all(truth)) < 2 * count or not now or best is None:

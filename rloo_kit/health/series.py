@@ -50,7 +50,9 @@ class Series:
 
     def add(self, row: Row) -> None:
         """Add a row; several rows may have the same step (a held-out evaluation)."""
-        if self._rows and row["step"] > self.step:
+        if not self._rows:
+            self._covered = min(self._covered, row["step"])
+        elif row["step"] > self.step:
             self._covered = row["step"] - self.step
         self._rows += 1
         self.step = row["step"]

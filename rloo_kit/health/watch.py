@@ -60,6 +60,7 @@ class HealthWatch:
 
     def observe(self, row: Row) -> list[Finding]:
         """Add one logged row and return the new findings to report."""
+        before = self._seen.step
         self._seen.add(row)
         firing = []
         for rule in RULES.values():
@@ -70,6 +71,7 @@ class HealthWatch:
                 continue
             firing.append(rule.name)
             if (found := self._found.get(rule.name)) is not None:
+                found.since = found.since if found.last >= before else evidence.since  # it had ceased
                 found.last, found.found = row["step"], evidence.text
                 continue
             values = defaultdict(lambda: "unset", self.context.rloo)

@@ -11,6 +11,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.config.checks import find_prompt_problem
+from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
@@ -66,7 +67,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
         reference_model=trainer.ref_model,
         checkpointing=args.gradient_checkpointing_kwargs,
     )
-    has_budget = limits.thinking_budget is not None or limits.thinking_total is not None
+    has_budget = has_thinking_budget(args)
     return RLOOStep(
         settings,
         sampler,

@@ -48,7 +48,8 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
     judge = find_judge(gold_answers(test), names)
     known = [*(["accuracy"] if judge else []), *([] if foreign or not names else ["reward", *names])]
     if wanted == "auto":
-        wanted = leading_measure(judge is not None, judge, not foreign or judge is None)
+        weight = next((one.weight for name, one in zip(names, guarded, strict=True) if name == judge), 1.0)
+        wanted = leading_measure(judge is not None, judge, weight, not foreign or judge is None)
     for name in (wanted, wanted.rpartition(":")[2]):  # a module:function is logged under its function's name
         if name in known:
             return name

@@ -26,7 +26,7 @@ from rloo_kit.collective import gather_objects
 from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
+from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection, has_thinking_budget
 from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
 from rloo_kit.data.chat import template_options
 from rloo_kit.data.tools import EnvironmentReward, Toolbox, open_named, tool_schemas
@@ -364,7 +364,7 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
                     "which the trainer tokenizes"
                 )
     columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
-    if columns is not None and getattr(args, "thinking_budget", None) is not None:
+    if columns is not None and has_thinking_budget(args):
         columns = [*columns, "thinking_forced"]
     if columns is not None and toolbox is not None:
         columns = [*columns, "completion_mask", "turns", *(["environments"] if toolbox.environment else [])]

@@ -180,7 +180,7 @@ class RLOOTrainer(trl.RLOOTrainer):
 
         def backward(loss: torch.Tensor) -> None:
             steps = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
-            parallel.backward(loss * share / steps)
+            self.accelerator.backward(loss * share / steps)
 
         return self.rloo.loss(parallel.model_of_passes(model), batch, rows, backward, micro_steps) * share
 

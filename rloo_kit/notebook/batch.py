@@ -19,8 +19,8 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_v
 
 from rloo_kit.checks.cheap import find_faults
 from rloo_kit.config.run import load_config
-from rloo_kit.config.section import Section, explain_errors, suggest
-from rloo_kit.config.yaml_files import Key, apply_override, read_file
+from rloo_kit.config.section import Section, apply_override, explain_errors, suggest
+from rloo_kit.config.yaml_files import Key, read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
 from rloo_kit.system.input_files import (
@@ -209,7 +209,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
             f"{path} is the config of a single run, not a batch; use rloo-kit train {path}, or name a notebook that "
             "reads it in a batch file such as configs/batch_arithmetic.yaml"
         )
-    changed: dict[Key, str] = {apply_override(values, override): override for override in overrides}
+    changed: dict[Key, str] = {apply_override(values, override, BatchFile): override for override in overrides}
     if "jobs" in values:
         raise ConfigError(f"{path}: {NO_JOBS}")
     if values.get("name") is None:

@@ -169,7 +169,8 @@ def _read_as_field(key: str, value: Any) -> Any:
 
 def _split_overrides(value: Any) -> list[str]:
     try:
-        items = shlex.split(value) if isinstance(value, str) else list(value)
+        words = shlex.split(value.replace("\\", "\0")) if isinstance(value, str) else value  # a backslash stays
+        items = [item.replace("\0", "\\") if words is not value else item for item in words]
     except (TypeError, ValueError) as error:
         raise ValueError(f'it takes text such as "rloo.temperature=0.9 eval.num_samples=4" ({error})') from None
     for item in items:

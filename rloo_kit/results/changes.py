@@ -53,7 +53,7 @@ class Change:
     @property
     def is_reward(self) -> bool:
         """Whether it is a reward, which may be any number, and not a share."""
-        return self.measure.endswith("reward")
+        return self.measure not in (*SHARES, THINKING)
 
     @property
     def rose(self) -> bool:
@@ -73,7 +73,8 @@ class Change:
 
     def __str__(self) -> str:
         """For example: Accuracy rose from 26 % to 93 % (+67 points, 95 % CI 64 to 70, 1,000 held-out prompts)."""
-        name = f"The held-out {self.name}" if self.is_reward else self.name.capitalize()
+        kind = "" if self.name.endswith("reward") else "reward "
+        name = f"The held-out {kind}{self.name}" if self.is_reward else self.name.capitalize()
         verb = "rose" if self.rose else "fell" if self.fell else "went"
         unit = "" if self.is_reward else " %"
         ends = f"from {self._text(self.before.value)}{unit} to {self._text(self.after.value)}{unit}"
@@ -147,7 +148,8 @@ class Comparison:
         leading: the measure that decides, "accuracy" or "reward". word: for the accuracy: that, "exact match", or empty
             where it says nothing.
         changes: by measure: "accuracy" and "reward", and the deciding one at temperature 0 ("greedy_accuracy").
-        apart: whether the own intervals of the deciding measure do not overlap; None if one of the two lacks it.
+        apart: whether the own intervals of the deciding measure do not overlap; None if one of the two lacks it, or if
+            they overlap although the change is significant.
         made_differently: descriptions of settings whose difference makes the means incomparable.
     """
 
@@ -182,7 +184,9 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     old, new = before.measure(leading), after.measure(leading)
     apart = None
     if old is not None and new is not None:
-        apart = old.high < new.low or new.high < old.low
+        lead = changes.get(leading)
+        is_apart = old.high < new.low or new.high < old.low
+        apart = None if not is_apart and lead is not None and (lead.rose or lead.fell) else is_apart
     return Comparison(leading, word, changes, apart, tuple(setting_differences(before, after)))
 
 

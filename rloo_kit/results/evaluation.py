@@ -32,9 +32,10 @@ TOOLS["failure_frequency"] = "calls on which a tool failed", ".1%"
 TOOLS["invalid_frequency"] = "calls of no tool, or with wrong arguments", ".1%"
 
 
-def leading_measure(has_accuracy: bool, judged_by: str | None, has_reward: bool) -> str:
-    """The deciding measure: "accuracy" where a reward of the run compares answers, else "reward" if there is one."""
-    return "reward" if has_reward and (not has_accuracy or judged_by == EXACT) else "accuracy"
+def leading_measure(has_accuracy: bool, judged_by: str | None, judge_weight: float, has_reward: bool) -> str:
+    """The deciding measure: "accuracy" where a reward of the run with a weight compares answers, else "reward" if there
+    is one."""
+    return "reward" if has_reward and (not has_accuracy or judged_by == EXACT or not judge_weight) else "accuracy"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Evaluation:
             "rewards/NAME": each reward's own, without its weight; "thinking_tokens": of all completions, those in full
             that never close their thinking (THINKING).
             "win_rate": the share of comparisons that `judge` decided for the policy, a tie counted half.
-        judged_by: the run's reward that judged the answers, or EXACT; None without an accuracy.
+        judged_by: the run's reward that judged the answers, or EXACT; None without an accuracy. judge_weight: its
+            weight; with 0 the accuracy is shown and decides nothing.
         judge: against whom, and who compared; "" without. judge_digest: of its url, rubric, template and options.
         judge_agreement: share of answers on which both orders agree.
         pass_at_k: k -> probability that one of k completions is right.
@@ -107,6 +109,7 @@ class Evaluation:
     max_completion_length: Number
     measures: dict[str, Measured] = field(default_factory=dict)
     judged_by: str | None = None
+    judge_weight: float = 1.0
     judge: str = ""
     judge_digest: str = ""
     judge_agreement: Share | None = None
@@ -130,9 +133,10 @@ class Evaluation:
     @property
     def leading(self) -> str:
         """The measure that decides: "accuracy", "reward", or "win_rate" where no reward of the run compares answers."""
-        if "win_rate" in self.measures and self.judged_by in (None, EXACT):
+        if "win_rate" in self.measures and (self.judged_by in (None, EXACT) or not self.judge_weight):
             return "win_rate"
-        return leading_measure("accuracy" in self.measures, self.judged_by, "reward" in self.measures)
+        has_accuracy, has_reward = "accuracy" in self.measures, "reward" in self.measures
+        return leading_measure(has_accuracy, self.judged_by, self.judge_weight, has_reward)
 
     @property
     def rewards(self) -> dict[str, Measured]:

@@ -6,7 +6,6 @@ A page is a template and plain values. Only `embed_json` and the kit's own files
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 TONES = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong", "done": "right"}
 TONES |= {"failed": "wrong", "killed": "wrong"}
-_SURROGATES = re.compile("[\ud800-\udfff]")  # lone ones, which UTF-8 cannot encode
 _IN_SCRIPTS = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
@@ -94,7 +92,7 @@ def _environment() -> "Environment":
 
 def show_text(value: Any) -> str:
     """Any value as printable text: control characters as their symbols."""
-    return _SURROGATES.sub("\ufffd", picture_controls(str(value)))
+    return picture_controls(str(value))
 
 
 def embed_json(value: Any) -> str:

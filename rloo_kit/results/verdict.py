@@ -2,14 +2,16 @@
 
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding
-from rloo_kit.health.series import CEILING, at_ceiling, is_number
+from rloo_kit.health.series import CEILING, Series, at_ceiling, is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import THINKING, Evaluation, rewards_differ, setting_differences, shared_measures
@@ -145,43 +147,20 @@ class Verdict:
 def judge_run(
     run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
 ) -> Verdict:
-    """The verdict on a run.
+    """The verdict on a run: the first of OUTCOMES that is true of it, with what else was measured.
 
     Args:
         result: its folder, steps, stopped, adapter_step, metrics, method and findings are read.
         before, after: evaluations of the same prompts; None if the run was not evaluated.
     """
-    change = None
-    if before is not None and after is not None and not setting_differences(before, after):
-        change = next((change_of(name, before, after) for name in shared_measures(before, after)), None)
-    solved = _was_solved(run, result, before, after, change)
-    shorter, is_open = _describe_shorter(run, before, after, change), False
-    kind, sentence, cause = _decide(result, before, after, change, solved, shorter)
-    if change is not None and before is not None and after is not None:
-        words = measured_words(before, after, change.measure)
-        sentence += f", {words}" if words else ""
-        if kind == "learnt":
-            greedy = change_of(f"greedy_{change.measure}", before, after)  # a sharper policy does not raise it
-            if greedy is not None:
-                old, new = greedy.before.value, greedy.after.value
-                shares = f"{100 * old:.0f} % to {100 * new:.0f} %"
-                sentence += f"; greedy from {f'{old:.2f} to {new:.2f}' if greedy.is_reward else shares}"
-        thinking = change_of(THINKING, before, after)
-        is_asked = Context.of(run).wants_shorter(before.forced_share)
-        is_open = kind == "no evidence" and thinking is not None and thinking.fell and is_asked
-        if thinking is not None and (kind == "learnt" or thinking.fell) and not (shorter and shorter in sentence):
-            sentence += f"; thinking from {thinking.before.value:,.0f} to {thinking.after.value:,.0f} tokens"
-        if kind == "learnt" and result.adapter_step not in (None, result.steps):
-            step = result.adapter_step
-            sentence += f"; the weights are the best evaluation's, of step {step}, so part of it is luck"
-    if accepted := read_object(result.folder / "status.json").get("changed"):
-        sentence += f"; the run continued {accepted}"
-    advice = cause.fix if cause is not None else _advise(kind, result, change)
+    facts = _Facts(run, result, before, after)
+    outcome = next(one for one in OUTCOMES if facts.meet(one.when))
+    kind, cause = outcome.kind, facts.findings.get(outcome.cause)
+    sentence = "".join([outcome.sentence.format_map(facts.texts), *facts.list_more(outcome)])
+    advice = cause.fix if cause is not None else _advise(kind, facts)
     is_tied = kind in ("no evidence", "no signal") and (cause is None or cause.name in BY_SUCCESS)
-    if solved and is_tied and result.stopped in (None, EARLY, "no signal"):
-        advice = f"it was solved before training{solved}: use harder prompts (data.source)"
-    if is_open and cause is None and result.stopped in (None, EARLY):
-        advice = "evaluate on more prompts (eval.num_prompts, data.test_size): if it is as right is still open"
+    if facts.solved and is_tied and result.stopped in (None, EARLY, "no signal"):
+        advice = f"it was solved before training{facts.solved}: use harder prompts (data.source)"
     place = shlex.quote(str(result.folder))
     commands: tuple[str, ...] = (f"rloo-kit show {place}",)
     if kind == "learnt":
@@ -190,8 +169,8 @@ def judge_run(
             question = "..."
         quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
         commands = (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")
-    rule = None if cause is None else cause.name
-    return Verdict(kind, f"{sentence}.", f"{advice}." if advice else "", commands, change, rule)
+    rule, first = None if cause is None else cause.name, sentence[:1].upper()
+    return Verdict(kind, f"{first}{sentence[1:]}.", f"{advice}." if advice else "", commands, facts.change, rule)
 
 
 def record_verdict(folder: Path, verdict: Verdict) -> None:
@@ -202,44 +181,133 @@ def record_verdict(folder: Path, verdict: Verdict) -> None:
         run_dir.set_status(state, verdict=verdict.to_dict())
 
 
-def _decide(
-    result: TrainResult,
-    before: Evaluation | None,
-    after: Evaluation | None,
-    change: Change | None,
-    solved: str,
-    shorter: str,
-) -> tuple[Kind, str, Finding | None]:
-    """Kind, sentence, and the finding that explains them."""
-    lasting = {one.name: one for one in result.lasting}
-    fallen = lasting.get("broken_policy")
-    blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
-    measured = "" if change is None else f"; {_lower(str(change))}"
-    gamed = lasting.get("reward_hacking")
-    if gamed is not None and not (change is not None and not change.is_reward and change.rose):
-        return "gamed", f"The policy earns reward in an unintended way: {gamed.found}{measured}", gamed
-    if change is not None and change.rose:
-        return "learnt", str(change), None
-    if shorter:
-        return "learnt", shorter, None
-    if change is not None and change.fell:
-        reward = None if before is None or after is None else change_of("reward", before, after)
-        if reward is not None and reward.rose and not change.is_reward:
-            return "gamed", f"{reward}, but {_lower(str(change))}", None
-        return "broken", str(change), fallen or next(iter(result.findings), None)
-    if fallen is not None:
-        return "broken", f"The policy broke: {fallen.found}{measured}", fallen
-    if blind is not None:
-        return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.found}{measured}", blind
-    first = next(iter(result.lasting), None)
-    if result.stopped == "running":
-        return "no evidence", f"The run has not ended; it is at step {result.steps}", first
-    tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
-    if tied and not solved and all(one == 1.0 for one in tied):  # in a run too short for the health rule, too
-        return "no signal", f"In every step all completions of a prompt earned the same reward{measured}", None
-    if result.stopped not in (None, EARLY):
-        return "no evidence", f"The run ended early, at step {result.steps} ({result.stopped})", None
-    return "no evidence", _why_not_compared(before, after) if change is None else str(change), first
+class Outcome(NamedTuple):
+    """A row of the table of verdicts: the facts that have to be true ("not ...": false), the sentence, and the finding
+    whose fix is the advice, if there is one."""
+
+    kind: Kind
+    when: str
+    sentence: str
+    cause: str = ""
+
+
+# The first row that is true counts. lead: a reward that rose without deciding; also: the change of what decides.
+OUTCOMES = (
+    Outcome("gamed", "hacked, not right", "the policy earns reward in an unintended way: {hacked}{also}", "hacked"),
+    Outcome("learnt", "rose", "{change}{yet}", "alarm"),
+    Outcome("learnt", "shorter", "{shorter}{yet}", "alarm"),
+    Outcome("gamed", "fell, paid", "{lead}{change}"),
+    Outcome("broken", "fell", "{change}", "worst"),
+    Outcome("broken", "broken", "{lead}the policy broke: {broken}{also}", "broken"),
+    Outcome("no evidence", "blind, lead", "{lead}{blind}{also}", "blind"),
+    Outcome("no signal", "blind", "nothing could be learnt since step {since}: {blind}{also}", "blind"),
+    Outcome("no evidence", "running", "the run has not ended; it is at step {steps}", "first"),
+    Outcome("no signal", "tied, not lead", "in every step all completions of a prompt earned the same reward{also}"),
+    Outcome("no evidence", "cut", "{lead}{ended}{also}"),
+    Outcome("no evidence", "change", "{lead}{change}", "first"),
+    Outcome("no evidence", "", "{lead}{why}", "first"),
+)
+
+
+class _Facts:
+    """What OUTCOMES read of a run: `findings` and `texts` by name, and the names in `true`."""
+
+    def __init__(
+        self, run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None
+    ) -> None:
+        self.run, self.result, self.sides = run, result, None
+        if before is not None and after is not None and not setting_differences(before, after):
+            self.sides = before, after
+        self.change = change = self.change_of(*shared_measures(before, after))
+        self.solved = _was_solved(run, result, before, after, change)
+        lasting = {one.name: one for one in result.lasting}
+        alarming = [one for one in result.lasting if one.level == "alarming"]
+        blind = min(
+            (one for one in alarming if one.name in NO_SIGNAL), key=lambda x: NO_SIGNAL.index(x.name), default=None
+        )
+        alarm = next((one for one in alarming if one.name not in BY_SUCCESS), None)
+        broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
+        self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
+        self.findings |= {"first": first, "worst": broken or next(iter(result.findings), None)}
+        text, paid, risen = _lower(str(change or "")), self.change_of("reward"), self._describe_risen()
+        self.texts = {name: "" if one is None else one.found for name, one in self.findings.items()} | {
+            "lead": f"{risen}, but " if risen else "",
+            "change": text,
+            "also": f"; {text}" if text else "",
+            "yet": f", but {alarm.found}" if alarm is not None else "",
+            "shorter": _describe_shorter(run, before, after, change),
+            "why": _lower(_why_not_compared(before, after)),
+            "steps": f"{result.steps:,}",
+            "ended": f"the run ended early, at step {result.steps} ({result.stopped})",
+            "since": str(blind.since) if blind is not None else "",
+        }
+        tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
+        facts: dict[str, Any] = self.texts | {
+            "rose": change is not None and change.rose,
+            "fell": change is not None and change.fell,
+            "right": change is not None and change.rose and not change.is_reward,
+            "paid": paid is not None and paid.rose,
+            "running": result.stopped == "running",
+            "cut": result.stopped not in (None, EARLY),
+            "tied": tied and not self.solved and all(share == 1.0 for share in tied),
+        }
+        self.true = {name for name, value in facts.items() if value}
+
+    def meet(self, when: str) -> bool:
+        """Whether a row's facts are true."""
+        names = filter(None, when.split(", "))
+        return all((name.removeprefix("not ") in self.true) != name.startswith("not ") for name in names)
+
+    def change_of(self, *names: str) -> Change | None:
+        """The change of the first of these measures that both evaluations have."""
+        if self.sides is None:
+            return None
+        return next(filter(None, (change_of(name, *self.sides) for name in names)), None)
+
+    def _describe_risen(self) -> str:
+        """The weighted sum, or a reward in it, that rose on the held-out prompts without deciding; where nothing was
+        compared, or "nothing could be learnt" is near, the reward in training."""
+        change, weights = self.change, self.run.reward_weights
+        if change is not None:
+            others = {"reward", *(name for name, weight in weights.items() if weight > 0)} - {change.measure}
+            changes = map(self.change_of, sorted(others, key=lambda name: name != "reward"))
+            if (risen := next((one for one in changes if one is not None and one.rose), None)) is not None:
+                return _lower(str(risen))
+        seen = Series()
+        for row in self.result.metrics:
+            seen.add(row)
+        values = [point.value for point in seen.all("reward")]
+        count = min(len(values) // 2, 5)
+        is_asked = change is None or (self.findings["blind"] is not None and not change.fell)
+        if not is_asked or count < 2:
+            return ""
+        old, new = fmean(values[:count]), fmean(values[-count:])
+        if new - old <= 2 * seen.noise("reward") * (2 / count) ** 0.5:  # about a 95 % interval
+            return ""
+        return f"the reward in training rose from {old:.2f} to {new:.2f} (means of the first and the last {count} rows)"
+
+    def list_more(self, outcome: Outcome) -> Iterator[str]:
+        """What else was measured, to follow the row's sentence."""
+        result, change, reward, thinking = self.result, self.change, self.change_of("reward"), self.change_of(THINKING)
+        if change is not None and self.sides is not None:
+            if words := measured_words(*self.sides, change.measure):
+                yield f", {words}"
+            # sampled accuracy rises with a sharper policy, too
+            greedy = self.change_of(f"greedy_{change.measure}", "greedy_accuracy", "greedy_reward")
+            if greedy is not None:
+                (old, new), form = (greedy.before.value, greedy.after.value), ".2f" if greedy.is_reward else ".0%"
+                yield f"; greedy from {old:{form}} to {new:{form}}".replace("%", " %")
+            if reward is not None and reward.fell and change.measure != "reward":
+                yield f"; {_lower(str(reward))}"
+            is_worth = thinking is not None and (outcome.kind == "learnt" or thinking.fell)
+            if thinking is not None and is_worth and "{shorter}" not in outcome.sentence:
+                yield f"; thinking from {thinking.before.value:,.0f} to {thinking.after.value:,.0f} tokens"
+        if outcome.kind == "learnt" and result.adapter_step not in (None, result.steps):
+            yield f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
+        if "cut" in self.true and "running" not in self.true and "{ended}" not in outcome.sentence:
+            yield f"; {self.texts['ended']}"
+        if accepted := read_object(result.folder / "status.json").get("changed"):
+            yield f"; the run continued {accepted}"
 
 
 def _describe_shorter(
@@ -313,8 +381,11 @@ def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> st
     return "The evaluations have neither an accuracy nor a reward (data.answer_column, rewards)"
 
 
-def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
+def _advise(kind: Kind, facts: "_Facts") -> str:
     """What to do, for a verdict without a finding that says it."""
+    run, result, change = facts.run, facts.result, facts.change
+    section: Any = run.rloo if result.method == "rloo" else run.sft
+    longer = f"{result.method}.{'num_train_epochs' if section.max_steps is None else 'max_steps'}"
     if kind == "gamed":
         return "read the best completions, then fix the reward or change the weights of rewards"
     if kind == "no signal":
@@ -324,22 +395,33 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
         )
     if kind == "broken":
         keep = ", and keep the best weights with eval.every_steps and eval.save_best"
-        return f"lower {result.method}.learning_rate{keep if result.method == 'rloo' else ' or sft.max_steps'}"
+        return f"lower {result.method}.learning_rate{keep if result.method == 'rloo' else f' or {longer}'}"
     if kind == "learnt" or result.stopped == "running":
         return ""
     if result.stopped not in (None, EARLY):
         return "continue with --resume"
-    if change is None:
+    if change is None or facts.sides is None:
         return "evaluate it: run.evaluate=true, with the same eval.* before and after"
+    thinking, measured = facts.change_of(THINKING), facts.sides[1].num_prompts
+    if thinking is not None and thinking.fell and Context.of(run).wants_shorter(facts.sides[0].forced_share):
+        return f"evaluate on more prompts ({_find_more(run, measured, None)}): if it is as right is still open"
     value, low, _ = change.difference.ends
     if value > 0 and value - low > CLOSE:
         count = change.difference.count * ((value - low) / max(value, CLOSE)) ** 2
         more = max(-(-int(1.2 * count) // 100) * 100, change.difference.count + 100)
-        return (
-            f"train longer ({result.method}.max_steps), or evaluate on about {more:,} prompts (eval.num_prompts) to "
-            "resolve a change of this size"
-        )
-    return f"train longer ({result.method}.max_steps) or with a higher {result.method}.learning_rate"
+        where = _find_more(run, measured, more)
+        return f"train longer ({longer}), or evaluate on about {more:,} prompts ({where}) to resolve such a change"
+    return f"train longer ({longer}) or with a higher {result.method}.learning_rate"
+
+
+def _find_more(run: RunConfig, measured: int, wanted: int | None) -> str:
+    """The keys with which more prompts than the `measured` ones are held out and evaluated; `wanted`: so many."""
+    limit, data = run.eval.num_prompts, run.data
+    rows = "more rows in data.test_source or data.test_split" if data.separate_test else "data.test_size"
+    if limit is None or limit > measured:  # all that are held out were measured
+        return rows if limit is None or (wanted or measured) <= limit else f"{rows}, eval.num_prompts"
+    enough = isinstance(data.test_size, int) and wanted is not None and data.test_size >= wanted
+    return "eval.num_prompts" if enough else f"eval.num_prompts, {rows}"
 
 
 def _lower(text: str) -> str:

@@ -8,8 +8,6 @@ import asyncio
 import functools
 import inspect
 import math
-import os
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -29,6 +27,7 @@ from rloo_kit.rewarding.signature import (
     takes_two,
 )
 from rloo_kit.rewards.text import as_text
+from rloo_kit.system.user_code import submit
 
 # By the type of the completions, in Python's error if code indexes a text as messages, or reads messages as a text.
 OTHER_FORM: dict[type, tuple[str, str]] = {
@@ -330,20 +329,11 @@ def is_relative(reward: Any) -> bool:
 
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The future of a coroutine of an async guard; also in a notebook, whose thread already runs a loop."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
+    """The future of a coroutine of an async guard."""
+    future = submit(coroutine)
     PENDING.add(future)
     future.add_done_callback(PENDING.discard)
     return future
-
-
-@functools.cache
-def _event_loop(pid: int) -> asyncio.AbstractEventLoop:
-    """The one loop of a process's async rewards, in evaluations and trainers: a client that a reward keeps belongs to
-    the loop of its first call."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rloo-kit-async-rewards", daemon=True).start()
-    return loop
 
 
 def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:

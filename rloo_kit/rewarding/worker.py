@@ -4,7 +4,6 @@
 source by its digest.
 """
 
-import asyncio
 import functools
 import inspect
 import re
@@ -30,7 +29,7 @@ from rloo_kit.rewarding.guard import (
 from rloo_kit.rewarding.signature import Signature, make_sendable, read_result, read_signature
 from rloo_kit.rewards.text import as_ids
 from rloo_kit.system.isolation import WORKERS, LateError, Worker, worker_environment
-from rloo_kit.system.user_code import describe_user_error, digest_texts, import_target, make_plain, read_files
+from rloo_kit.system.user_code import describe_user_error, digest_texts, finish, import_target, make_plain, read_files
 
 
 def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
@@ -93,7 +92,6 @@ def _read_main(made: Any) -> str:
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
 LOGS = ("log_extra", "log_metric")  # their calls come back with the reply and are made in this process
 NOT_SENT = ("trainer_state", *LOGS)
-_LOOP = asyncio.Runner()  # for all calls: a client that the reward keeps belongs to the loop of its first
 _REWARDS: "weakref.WeakSet[WorkerReward]" = weakref.WeakSet()
 
 
@@ -258,9 +256,7 @@ def call_reward(sent: dict[str, Any], logged: list[str], size: int) -> tuple[lis
 
     logs = {"log_extra": log_extra, "log_metric": log_metric}
     try:
-        result = _reward(**sent, **{key: logs[key] for key in logged})
-        if inspect.iscoroutine(result):
-            result = _LOOP.run(result)
+        result = finish(_reward(**sent, **{key: logs[key] for key in logged}))
         values, problem = read_result(result, size)
     except BaseException as error:  # sys.exit and KeyboardInterrupt too
         raise RewardError(describe_user_error(error)) from None

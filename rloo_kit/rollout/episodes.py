@@ -8,13 +8,14 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3_template
 
 from rloo_kit.data.chat import detect_family, thinks
-from rloo_kit.data.tool_turns import Message, ToolFormat
+from rloo_kit.data.tool_turns import Message, ToolFormat, check_call
 from rloo_kit.data.tools import Result, Toolbox
 from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.rollout.types import Rollout, Span, split_turns
@@ -47,8 +48,8 @@ class ToolParser:
 
     Raises ConfigError if none reads a call back that the chat template has written."""
 
-    def __init__(self, form: ToolFormat) -> None:
-        self.form, self.tokenizer = form, form.tokenizer
+    def __init__(self, form: ToolFormat, schemas: Sequence[dict[str, Any]] = ()) -> None:
+        self.form, self.tokenizer, self._schemas = form, form.tokenizer, list(map(_typed, schemas))
         self._prefix = self.tokenizer(form.generation_prompt, add_special_tokens=False)["input_ids"]
         own = getattr(self.tokenizer, "response_template", None)
         if own is None:
@@ -58,6 +59,10 @@ class ToolParser:
         for self.tokenizer.response_template in filter(None, candidates):
             turn, calls = form.example
             written = self.tokenizer(turn, add_special_tokens=False)["input_ids"]
+            self._template = deepcopy(self.tokenizer.response_template)
+            parts = [one.get("content_args", {}) for one in self._template["fields"].values()]
+            # XML has no types; read as JSON, 00123 is a text and 12345 a number
+            self._tools = self._schemas if [one for one in parts if one.pop("value_parser", None)] else None
             if self.read(written)[0].get("tool_calls") == calls:
                 return
         self.tokenizer.response_template = own
@@ -70,16 +75,21 @@ class ToolParser:
         """A turn (C,) as a message, and what is wrong with its calls; "" if nothing is."""
         as_written = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         try:
-            message = dict(self.tokenizer.parse_response(ids, prefix=self._prefix))
-        except (ValueError, TypeError) as error:
+            message = dict(self.tokenizer.parse_response(ids, self._template, prefix=self._prefix, tools=self._tools))
+            for one in message.get("tool_calls") or []:
+                check_call(one)
+        except Exception as error:  # a parser raises what it likes: json a RecursionError for a thousand brackets
             return as_written, str(error).replace("\n", " ")
         message["content"] = str(message.get("content") or "").removesuffix(self.tokenizer.eos_token)
-        for one in message.get("tool_calls") or []:
-            call = one.get("function")
-            is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
-            if not is_call or not isinstance(call.get("arguments"), dict):
-                return as_written, "a call is an object with a name and arguments"
         return message, ""
+
+
+def _typed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A tool's schema with those of its arguments that cannot be text as well as something else."""
+    function = schema["function"]
+    arguments = function["parameters"]["properties"].items()
+    kept = {name: one for name, one in arguments if one.get("type") == "string" or "string" not in one.get("type", ())}
+    return {"function": {"name": function["name"], "parameters": {"properties": kept}}}
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str
     """
     family = detect_family(tokenizer, model_name)
     form = ToolFormat(tokenizer, thinks(family, options.get("enable_thinking")), model_name, **options)
-    return ToolUse(toolbox, ToolParser(form), limits)
+    return ToolUse(toolbox, ToolParser(form, toolbox.schemas), limits)
 
 
 class Episodes:
@@ -167,7 +177,8 @@ class Episodes:
             messages = [one | {"content": str(one.get("content") or "")} for one in found]
         else:
             results = [*zip(asked[0], found, strict=True), *asked[1]]
-            messages = [{"role": "tool", "name": name, "content": one.content} for name, one in results]
+            defuse = self.parser.form.defuse
+            messages = [{"role": "tool", "name": defuse(name), "content": one.content} for name, one in results]
             episode.calls += [(name, one.kind) for name, one in results]
             episode.failures += [one.detail for _, one in results if one.kind == "failed"]
         if not messages:

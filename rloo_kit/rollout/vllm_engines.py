@@ -28,6 +28,7 @@ from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.models.vllm import InProcessVllm
 from rloo_kit.rollout.types import Call, CompletionState, Engine, Sampling
 from rloo_kit.rollout.vllm_client import ServerLostError, VllmClient
+from rloo_kit.runs.files import write_text
 from rloo_kit.system.processes import hold_signals, is_main_process
 
 _requests = count()  # of this process: each name is used once
@@ -237,7 +238,7 @@ class ServerEngine(Engine):
         try:
             self._made_folder |= not self._folder.exists()
             (self._folder / name).mkdir(parents=True)  # fails if it exists
-            (self._folder / name / MARKER).write_text(self._settings.run, encoding="utf-8")
+            write_text(self._folder / name / MARKER, self._settings.run)
         except OSError as error:
             raise RolloutServerError(
                 f"the adapter cannot be written into {self._folder}: {error.strerror or error}; set "

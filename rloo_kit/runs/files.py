@@ -69,8 +69,8 @@ def wait_for_saves(timeout_s: float | None = None) -> bool:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """`write_bytes` of `text` as UTF-8."""
-    return write_bytes(path, text.encode())
+    """`write_bytes` of `text` as UTF-8; a lone surrogate, which that cannot encode, is escaped as in JSON."""
+    return write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
@@ -215,9 +215,9 @@ def row_step(row: dict[str, Any]) -> int | None:
 
 
 def to_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    """One line per row. NaN and infinities become null; a lone surrogate, which UTF-8 cannot encode, is escaped."""
+    """One line per row. NaN and infinities become null; a lone surrogate is escaped."""
     text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
-    return text.encode("utf-8", errors="backslashreplace")
+    return text.encode("utf-8", "backslashreplace")
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from rloo_kit.config.run import THINKING_LENGTH, RunConfig, load_config
-from rloo_kit.config.section import explain_errors
-from rloo_kit.config.yaml_files import apply_override, dump_yaml
+from rloo_kit.config.section import apply_override, explain_errors
+from rloo_kit.config.yaml_files import dump_yaml
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
@@ -141,7 +141,7 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     if isinstance(positions := read_object(folder / MODEL_CONFIG).get("max_position_embeddings"), int):
         values["model"]["max_seq_length"] = min(positions, THINKING_LENGTH)
     for override in overrides:
-        apply_override(values, override)
+        apply_override(values, override, RunConfig)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

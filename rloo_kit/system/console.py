@@ -25,9 +25,11 @@ WIDTH = 100  # columns of a file, a pipe or a notebook: a cell of JupyterLab on 
 NARROWEST = 40  # columns that tables are laid out for
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
 # A model may write control characters; pages and terminals get the symbols that picture them. Those of C1 (0x9b starts
-# a sequence like ESC [) and those that reverse a text have none.
+# a sequence like ESC [) and those that reverse a text have none, nor have lone surrogates, which UTF-8 cannot encode.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-_PICTURED |= dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
+_PICTURED |= dict.fromkeys(
+    (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFFD
+)
 _SECRET_OF_URL = re.compile(r"//\S*[@?#]\S*")
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook bar
@@ -149,10 +151,10 @@ def print_table(renderable: Any) -> None:
         print_text(render_text(renderable))
 
 
-def print_text(text: str) -> None:
+def print_text(text: str, end: str = "\n") -> None:
     """Print text, with ? for what stdout cannot encode: a table's frame must not crash a run."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
 
 
 def format_seconds(seconds: float) -> str:

@@ -27,10 +27,6 @@ is_file = os.path.isfile  # unlike Path.is_file False for an impossible name, to
 _TAG = "tag:yaml.org,2002:"
 
 
-class TooManyNodes(ConfigError):
-    """A YAML text that expands to more values than a reader can hold in memory."""
-
-
 class Constructor(SafeConstructor):
     """Plain values only: dates are text; binary data, sets and pairs are refused, and so is text that no file, table
     or terminal can take."""
@@ -190,19 +186,19 @@ def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -
     """The value of a YAML text (None for an empty one) and its tree of nodes, for their lines.
 
     Raises:
-        TooManyNodes: aliases (`*name`) make it more than `MOST_NODES` values.
-        ConfigError: it is not YAML, nested too deeply, gives a key twice or has a value that its tag does not take.
+        ConfigError: it is not YAML, nested too deeply, gives a key twice, has a value that its tag does not take, or
+            more than `MOST_NODES` values, repeated ones by aliases (`*name`) counted.
     """
     yaml = make_reader(version)
     try:
         node = yaml.compose(text)
         if node is not None and _count_nodes(node, {}) > MOST_NODES:
-            raise TooManyNodes(
+            raise ConfigError(
                 f"{source}: with its aliases (*name) written out it has more than {MOST_NODES:,} values, which is the "
                 "limit; repeat less by aliases"
             )
         return None if node is None else yaml.constructor.construct_document(node), node
-    except TooManyNodes:
+    except ConfigError:
         raise
     except RecursionError:
         line, problem = "", "nested too deeply, or an alias (*name) inside the value that it names"

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from rloo_kit.errors import ConfigError, excerpt
-from rloo_kit.system.console import hide_secrets
+from rloo_kit.system.console import hide_secrets, print_text
 from rloo_kit.system.gpu import find_gpus
 
 WORLD_SIZE, RANK, LOCAL_RANK = "WORLD_SIZE", "RANK", "LOCAL_RANK"
@@ -70,7 +70,7 @@ def is_distributed() -> bool:
 def say(text: object) -> None:
     """Print a line at once, in the main process only."""
     if is_main_process():
-        print(text, flush=True)
+        print_text(str(text))
 
 
 def _read(name: str, default: int, least: int = 0) -> int:

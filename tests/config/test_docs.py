@@ -5,6 +5,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -145,6 +146,33 @@ def test_tables_say_what_the_code_says() -> None:
         assert found is not None, f"{PAGE.name} has no table for {name}"
         assert found[2] == expected, f"the table of {name} is out of date: python {Path(__file__).name}"
     assert set(SECTIONS) - set(NESTED) == set(RunConfig.model_fields)
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> set[str]:
+    """The keys of a section and of those in it; those of a list without their number."""
+    found = set()
+    for name, field in section.model_fields.items():
+        found.add(f"{prefix}{name}")
+        inner = [kind for one, _ in parts(field.annotation) for kind in (one, *get_args(one)) if isinstance(kind, type)]
+        for kind in inner:
+            found |= keys_of(kind, f"{prefix}{name}.") if issubclass(kind, Section) else set()
+    return found
+
+
+def test_keys_in_the_pages_exist() -> None:
+    """A key that was renamed stays in a sentence, where no table is written again."""
+    root, keys = PAGE.parents[1], keys_of(RunConfig)
+    named = re.compile(rf"(?<![\w./])((?:{'|'.join(FIELDS)})(?:\.\w+)+)(?![\w/(])")
+    methods = {"model.generate", "model.add_adapter"}  # of a model in Python
+    unknown = [
+        f"{path.name}: {key}"
+        for path in [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("references/*.md")]
+        if path.name not in ("CHANGELOG.md", "log.md")  # what was
+        for code in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8"))
+        for key in named.findall(code)
+        if re.sub(r"\.(\d+|N)(?=\.|$)", "", key) not in keys | methods and not key.endswith((".py", ".json", ".jsonl"))
+    ]
+    assert not unknown, "\n".join(unknown)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ WRONG = {
     "rloo.max_steps=many": "rloo.max_steps: is 'many'|valid integer",
     "rloo.max_steps=true": "rloo.max_steps: is true|number",
     "rloo.reward_clip_range=[1]": "rloo.reward_clip_range: is [1]|item 1 is missing",
-    "data.split=5": "data.split: is 5|put it in quotes",
+    "rloo.beta=0.1 # high": "rloo.beta: is '0.1 # high'|valid number",
+    "rloo.tools=[a.py:f # g]": "rloo.tools: is '[a.py:f # g]'|valid list; in YAML a # or a 007 in it needs quotes",
+    "run={name: 007}": "run: is '{name: 007}'|a 007 in it needs quotes",
+    "model.lora={r: 8, r: 16}": "model.lora: is '{r: 8, r: 16}'|a key is given once",
+    "rloo.beta=&a 0.1": "rloo.beta: is '&a 0.1'|valid number",
+    "data.split=null": "data.split: is null|valid string",
     "rollout.engine=fast": "rollout.engine: is 'fast'|'auto', 'native', 'generate', 'vllm' or 'server'",
     # bounds
     "rloo={max_steps: 1, scale_rewards: group, normalize_advantages: true}": "set rloo.scale_rewards=none or "
@@ -84,6 +89,18 @@ WRONG = {
     "rewards=[{name: answer_reward}, {name: relative_length_penalty, params: {find: boxed}}]": "rewards: relative_"
     "length_penalty takes the reward answer_reward with equal params ({'find': 'boxed'})",
     "rewards=[{name: relative_length_penalty}]": "answer_reward with equal params (none) next to it",
+    # near misses of built-in names, for which the hub was asked for two minutes
+    "model.name=embeded/thinking": "model.name: is embeded/thinking|did you mean embedded/thinking?",
+    "model.name=SmolLM2-instruct": "did you mean smollm2/instruct?",
+    "model.name=embeded/thinking@sortin": "did you mean embedded/thinking@sorting?",
+    "data.source=embeded/addition": "data.source: is embeded/addition|did you mean embedded/addition?",
+    "data={sources: [{source: reasoning-gym/gcd}]}": "data.sources.0.source: is|did you mean reasoning_gym/gcd?",
+    "sft.source=embeded/sorting": "sft.source: is embeded/sorting|did you mean embedded/sorting?",
+    "reward_model={source: a.csv, model: smolm2/tools}": "reward_model.model: is|did you mean smollm2/tools?",
+    "rloo.environment=verifers/gsm8k": "rloo.environment: is verifers/gsm8k|did you mean verifiers/gsm8k?",
+    # trackers
+    "rloo.report_to=wandbb": "rloo.report_to.0: is 'wandbb'|'wandb'",
+    "rloo.report_to=[all]": "rloo.report_to.0: is 'all'|'wandb'",
     "run.name=a/b": "name is 'a/b'|no slash",
 }
 
@@ -108,6 +125,14 @@ def test_refusals_name_the_key_the_value_and_the_fix(path: Path, override: str) 
     message = refusal(path, *override.split("|"))
     assert not [part for part in WRONG[override].split("|") if part not in message], message
     assert override.split("|")[-1] in message and "pydantic" not in message and "validation error" not in message
+
+
+def test_a_folder_of_that_name_is_no_near_miss(path: Path) -> None:
+    """A built-in name comes close to many; what is there is meant. A hub id of another owner is looked up there."""
+    (path.parent / "embeded" / "thinking").mkdir(parents=True)
+    assert load_config(path, "model.name=embeded/thinking").model.name == str(path.parent / "embeded" / "thinking")
+    for name in ("HuggingFaceTB/SmolLM2-135M-Instruct", "acme/embedded-thinking", "embeddings/thinker", "gpt2"):
+        assert load_config(path, f"model.name={name}").model.name == name
 
 
 def test_vllm_in_the_process_is_for_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

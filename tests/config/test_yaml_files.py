@@ -1,10 +1,13 @@
 """YAML as people write it, overrides, and values that survive being written and read."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rloo_kit.config.yaml_files import apply_override, dump_yaml, read_file, read_value, read_yaml
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.section import apply_override
+from rloo_kit.config.yaml_files import dump_yaml, read_file, read_value, read_yaml, write_value
 from rloo_kit.errors import ConfigError
 
 
@@ -63,15 +66,40 @@ def test_broken_yaml_says_where(tmp_path: Path, text: str, place: str, found: st
         ("rloo.beta", "'rloo.beta' is not of the form section.key=value"),
         ("rloo..beta=3", "is not of the form"),
         ("model.name.x=3", "model.name is 'm', which has no keys below it"),
-        ("rewards.1.weight=3", "rewards is a list of 1"),
+        ("rewards.1.weight=3", "rewards is a list of 1; use an index below that"),
+        ("reward.0.name=b", "did you mean rewards.0.name?"),
+        ("reward.nmae=b", "did you mean rewards.0.name?"),
+        ("rewards.name=b", "did you mean rewards.0.name?"),
+        ("rewards[0].name=b", "did you mean rewards.0.name?"),
+        ("rlo.beta=1", "did you mean rloo.beta?"),
         ("eval.pass_at_k.0=3", "set eval.pass_at_k=[...]"),
     ],
 )
 def test_overrides_that_lead_nowhere(override: str, message: str) -> None:
     """An override that does not reach its key must not create a new key."""
     with pytest.raises(ConfigError) as caught:
-        apply_override({"model": {"name": "m"}, "rewards": [{"name": "a"}]}, override)
+        apply_override({"model": {"name": "m"}, "rewards": [{"name": "a"}]}, override, RunConfig)
     assert message in str(caught.value)
+
+
+TEXTS = [
+    "####", "Be brief # no filler", "007", "Answer:", "yes", "1e3", "[a]", "{x}", "*a", "&b", "!tag", "2024-01-01", "~",
+    " x ", "a\nb", "key: value", "- a", "| x", "true", "1_000", "a = b", '"a" and "b"', "\\boxed{}", "# x", "don't",
+]  # fmt: skip
+UNTYPED = {"1e3": 1000.0, "[a]": ["a"], "true": True, "~": None}  # of `params`, whose types the reward knows
+
+
+@pytest.mark.parametrize("key", ["data.answer_after", "rloo.tools.0", "rewards.0.name", "rewards.0.params.rubric"])
+def test_text_stays_text(key: str) -> None:
+    """`answer_after=####` was a comment in YAML, so null; a system prompt lost its end, and a rubric was a mapping."""
+    for text in TEXTS:
+        quoted, wanted = write_value(text), UNTYPED.get(text, text) if "params" in key else text
+        for written, meant in ((text, wanted), (quoted, text), ("null", None), ("", None), ('"####"', "####")):
+            values: dict[str, Any] = {"rewards": [{"name": "a", "params": {}}], "rloo": {"tools": [""]}}
+            path = apply_override(values, f"{key}={written}", RunConfig)
+            for part in path:
+                values = values[part]
+            assert values == meant and type(values) is type(meant), written
 
 
 def test_what_is_written_is_read_back() -> None:

@@ -2,6 +2,8 @@
 through checks that fail, hang and die, which `first_hour_worker.py` plays in the place of a worker.
 """
 
+import json
+import re
 import subprocess
 import sys
 import time
@@ -35,6 +37,21 @@ def test_the_pages_show_what_was_measured(module: Any) -> None:
     for path in tables.PAGES:
         page = path.read_text(encoding="utf-8")
         assert module("reporting").with_tables(page, tables.TABLES) == page, f"{path}: python benchmarks/tables.py"
+
+
+def test_the_pages_quote_one_run_of_the_demo() -> None:
+    """README.md and docs/results.md had the verdicts of two revisions, of a command that gives the same each time."""
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md")]
+    quoted = {" ".join(re.findall(r"learnt: Accuracy rose .*?\.\n", page, re.DOTALL)[0].split()) for page in pages}
+    (sentence,) = quoted
+    run = json.loads((FOLDER / "results" / "demo_learning.json").read_text(encoding="utf-8"))["runs"][0]
+    old, new = run["before"], run["after"]
+    for words, name, unit, scale in (
+        ("Accuracy rose", "accuracy", " %", 100),
+        ("greedy", "greedy_accuracy", " %", 100),
+        ("thinking", "mean_thinking_tokens", "", 1),
+    ):
+        assert f"{words} from {scale * old[name]:.0f}{unit} to {scale * new[name]:.0f}" in sentence
 
 
 def test_stand_in_computes_what_trl_s_head_computes(module: Any) -> None:

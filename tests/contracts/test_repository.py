@@ -1,5 +1,6 @@
 """The files of the repository: nothing of one machine in them, nothing binary, and documents that are true of it."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -108,6 +109,35 @@ def test_no_package_shadows_a_library() -> None:
         found = importlib.util.find_spec(name)
         places = list(found.submodule_search_locations or []) if found else []
         assert not any(str(ROOT / "tests") in place for place in places), f"`import {name}` finds {places}"
+
+
+# Files in another format than text, of the kernel, or between two processes of the kit.
+OTHER_WRITERS = {
+    "cli.py: os.fdopen", "export/loaders.py: write_text", "export/parity.py: write_text", "export/parity.py: open",
+    "loop/memory_watch.py: write_text", "models/embedded.py: write_bytes", "rewarding/jailed.py: open",
+    "runs/files.py: open", "system/isolation.py: write_text", "system/processes.py: open",
+}  # fmt: skip
+
+
+def test_one_writer_of_text() -> None:
+    """`before.json` failed on half an emoji, which `metrics.jsonl` survived: `runs/files.py` writes both."""
+    found = set()
+    for path in (ROOT / "rloo_kit").rglob("*.py"):
+        for call in (
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+        ):
+            name = ast.unparse(call.func)
+            last = name.rpartition(".")[2]
+            modes = [
+                one.value
+                for one in (*call.args, *(word.value for word in call.keywords))
+                if isinstance(one, ast.Constant)
+            ]
+            opens = last in ("open", "fdopen") and any(re.fullmatch("[wax]b?[+]?", str(mode)) for mode in modes)
+            is_paths = last in ("write_text", "write_bytes") and "." in name and len(call.args) == 1
+            if opens or is_paths or name == "json.dump":
+                found.add(f"{path.relative_to(ROOT / 'rloo_kit')}: {name if last == 'fdopen' else last}")
+    assert found == OTHER_WRITERS
 
 
 def test_words_that_read_as_translated_stay_out() -> None:

@@ -8,6 +8,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,21 @@ def test_trl_method_is_the_one_that_was_read(name):
     found = fingerprint(getattr(RLOOTrainer, name))
     expected = (STOOD_IN_FOR | LEANED_ON)[name]
     assert found == expected, f"trl.RLOOTrainer.{name} changed: {found}, written down {expected}"
+
+
+def test_the_page_has_what_stock_trl_says_without_a_gpu(tmp_path):
+    """Troubleshooting had Triton's message alone, and a CPU build of torch comes without Triton."""
+    import torch
+    import trl
+    from trl.trainer import utils
+
+    if torch.cuda.is_available():
+        pytest.skip("this process sees a GPU")
+    page = (Path(__file__).resolve().parents[2] / "references" / "troubleshooting.md").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="bf16/gpu") as refused:
+        trl.RLOOConfig(output_dir=str(tmp_path))
+    assert f"`{str(refused.value).split('.')[0]}`" in page
+    if utils._ChunkedLogProbFunction is None:
+        with pytest.raises(AttributeError) as failed:
+            utils._ChunkedLogProbFunction.apply()
+        assert f"`{failed.value}`" in page

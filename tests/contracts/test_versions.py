@@ -38,8 +38,12 @@ def test_the_lock_holds_every_dependency_within_its_range(lock: str, further: li
 def test_a_missing_tracker_is_refused_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It came as a traceback out of transformers, after the model had been loaded and evaluated."""
     monkeypatch.setitem(sys.modules, "wandb", None)  # blocks the import, installed or not
-    with pytest.raises(ConfigError, match=r"rloo.report_to names wandb, which is not installed: run pip install wandb"):
-        check_trackers(["wandb"])
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setattr("rloo_kit.system.versions.installed_version", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(["wandb", "kubeflow", "mlflow", "azure_ml"])
+    assert "report_to names trackers that are not installed (wandb, mlflow, azure_ml)" in str(caught.value)
+    assert "run pip install wandb mlflow azureml-core, or leave out" in str(caught.value)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", ModuleType("tensorboardX"))
     check_trackers(["tensorboard"])

@@ -1,8 +1,11 @@
 """Tools that fail in the ways that tools do, and an environment that counts."""
 
+import asyncio
+import functools
 import os
 import sys
 import time
+from typing import Any, Literal
 
 
 def good(a: int, b: int = 1) -> int:
@@ -74,6 +77,103 @@ def control() -> str:
 async def later() -> list[int]:
     """Return a list, asynchronously."""
     return [1, 2]
+
+
+@functools.lru_cache
+def cached(x: int, *, y: "str | None" = None) -> str:
+    """Show its arguments.
+
+    Args:
+        x (int): the first.
+        y (`str | None`, *optional*): the second.
+    """
+    return repr((x, y))
+
+
+def typed(
+    text: str = "", texts: list[str] = [], by: dict[str, str] = {}, one: Literal["1", "2"] = "1",  # noqa: B006
+    either: int | str = 0, yes: bool = False, number: float = 0.0, maybe: "int | None" = None,
+) -> str:  # fmt: skip
+    """Show its arguments.
+
+    Args:
+        text: a.
+        texts: b.
+        by: c.
+        one: d.
+        either: e.
+        yes: f.
+        number: g.
+        maybe: h.
+    """
+    given = {"text": text, "texts": texts, "by": by, "one": one, "either": either, "yes": yes, "number": number}
+    return repr([value for value in (*given.values(), maybe) if value and value != "1"])
+
+
+def deep_error() -> str:
+    """Raise an error whose text no tokenizer takes."""
+    raise OSError("no file \ud83d")
+
+
+async def leaves() -> str:
+    """Leave the program, asynchronously."""
+    sys.exit("enough")
+
+
+class Client:
+    """A client that belongs to the loop of its first call, as those of HTTP libraries do."""
+
+    loop: Any = None
+
+    async def ask(self, text: str) -> str:
+        """Ask.
+
+        Args:
+            text: any.
+        """
+        self.loop = self.loop or asyncio.get_running_loop()
+        return text if self.loop is asyncio.get_running_loop() and self.loop.is_running() else "another loop"
+
+    @staticmethod
+    def static(text: str) -> str:
+        """Return it.
+
+        Args:
+            text: any.
+        """
+        return text
+
+    def __call__(self, text: str) -> str:
+        """Return it.
+
+        Args:
+            text: any.
+        """
+        return text
+
+
+client = Client()
+partly = functools.partial(good, b=3)
+
+
+def takes_any(*texts: str) -> str:
+    """Take any.
+
+    Args:
+        texts: any.
+    """
+    return str(texts)
+
+
+def numpy_style(x: int) -> int:
+    """Return it.
+
+    Parameters
+    ----------
+    x : int
+        any.
+    """
+    return x
 
 
 class Counter:

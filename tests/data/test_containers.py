@@ -23,6 +23,8 @@ TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "What
 MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
 SEEN = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat's 1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 DAY = datetime.datetime(2026, 1, 2)
+FEATURES = {"prompt": datasets.Value("string"), "answer": datasets.ClassLabel(names=["A", "B"])}
+CLASSES = datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": [1, -1]}, datasets.Features(FEATURES))
 NO_TEXT = "it must be text or a number where a reward compares it"
 
 
@@ -79,6 +81,7 @@ FILES: dict[str, tuple[Any, Any, str]] = {
     "map.parquet": (
         parquet(answer=["2", "3"], more=pyarrow.array([[("x", "1")]] * 2, MAP)), "Arrow type map", "Arrow type map",
     ),
+    "classes.parquet": (CLASSES, {"answer": "B"}, ""),  # MMLU's right letter was 1, which no completion has
     "decimals.parquet": (parquet(answer=[Decimal("1.50"), None]), {"answer": Decimal("1.50")}, ""),
     "single.parquet": (parquet(answer=pyarrow.array([0.1, 2], pyarrow.float32())), {"answer": 0.1}, ""),
 }  # fmt: skip
@@ -98,7 +101,7 @@ def test_a_file_is_read_or_refused_in_a_line(make_run, tmp_path: Path, tiny_toke
     path = tmp_path / name
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8")
-    elif isinstance(content, pandas.DataFrame):
+    elif isinstance(content, pandas.DataFrame | datasets.Dataset):
         content.to_parquet(path)
     else:
         pyarrow.parquet.write_table(content, path)

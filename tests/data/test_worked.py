@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from datasets import Dataset
 
 from rloo_kit.checks.cheap import PreflightError, find_tokenizer, refuse_worked_faults
 from rloo_kit.config.run import RunConfig
@@ -254,6 +257,9 @@ def test_turns_with_tools_are_those_of_a_rollout(make_run: Any, tools: tuple[str
         ([CALLING, RESULT | {"name": "sub"}, SAID], r"message 2 is a result of 'sub', and the call is add"),
         ([SAID | {"tool_calls": [{"name": "sub", "arguments": {}}]}, RESULT, SAID], r"message 1 calls .*sub.*: add"),
         ([SAID | {"tool_calls": [{"name": "add", "arguments": "a=2"}]}, RESULT, SAID], r"message 1 calls .*a=2.*: add"),
+        ([SAID | {"tool_calls": [{"function": "add"}]}, RESULT, SAID], r"message 1 calls .*add.*: add"),
+        ([SAID | {"tool_calls": [{"name": "add", "arguments": "[" * 9999}]}, RESULT, SAID], r"message 1 calls .*: add"),
+        ([SAID | {"tool_calls": [{"name": "add", "arguments": {"a": "\ud83d"}}]}, RESULT, SAID], r"calls .*half char"),
         ([CALLING, RESULT, {"role": "assistant", "content": "1"}], r"1 of 1 demonstrations have no </think>"),
         ([CALLING, RESULT, SAID | {"content": "1<|im_end|>2"}], r"control token <\|im_end\|>"),
     ],
@@ -262,6 +268,29 @@ def test_turns_that_no_rollout_has_are_refused(make_run, tools, talk, message):
     """A result without its call, or a call that nobody answers, teaches a form that is never sampled."""
     with pytest.raises(DataError, match=f"line 1: .*{message}|{message}"):
         texts(make_run([{"prompt": "?", "completion": talk}], "untaught", tools))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset", "arrow", "pandas", "jsonl"])
+def test_nulls_of_arrow_are_not_imitated(make_run, tools, tmp_path, kind):
+    """Arrow gives each object of a column the keys of all of them: calls were imitated with arguments of other tools.
+    A null in a JSON file is the user's."""
+    by_line = [
+        {"a": "2", "b": "3"}, {"a": "2", "b": None}, {"c": {"e": [{"f": None, "g": "1"}, None]}}, {"c": {"h": "1"}}
+    ]  # fmt: skip
+    talks = [
+        [CALLING | {"tool_calls": [{"function": {"name": "add", "arguments": one}}]}, RESULT, SAID] for one in by_line
+    ]
+    rows = [{"prompt": "?", "completion": talk} for talk in talks]
+    run, table = make_run(rows, "untaught", tools, max_length=2000), pyarrow.Table.from_pylist(rows)
+    given = {"arrow": table, "dataset": Dataset(table), "pandas": table.to_pandas().to_dict("records")}.get(kind)
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        run.sft.source = str(tmp_path / "rows.parquet")
+    if kind != "jsonl":
+        by_line[1:3] = {"a": "2"}, {"c": {"e": [{"g": "1"}, None]}}
+    found = texts(run, rows=given)
+    wanted = [f'"arguments": {json.dumps(one)}}}\n</tool_call>' for one in by_line]
+    assert [one in text for one, text in zip(wanted, found, strict=True)] == [True] * 4, found
 
 
 def test_calls_need_tools(make_run):

@@ -17,11 +17,12 @@ from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.difficulty import measure_pass_rates
 from rloo_kit.evals.evaluate import evaluate
+from rloo_kit.loop.held_out import choose_measure
 from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Evaluation, setting_differences
 from rloo_kit.results.intervals import wilson
 from rloo_kit.results.samples import list_steps
-from rloo_kit.rewarding.registry import build_rewards
+from rloo_kit.rewarding.registry import build_rewards, make_rewards
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.rollout import completions
 from rloo_kit.rollout.completions import generate_completions
@@ -310,6 +311,9 @@ def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
     run.rloo.thinking_budget = None
     evaluate(run, policy, data, reward_funcs=[watching])
     assert "thinking_forced" not in calls[-1][3]
+    vars(run.rloo)["thinking_budget_total"] = 4  # the budget of all turns with tools, alone
+    evaluate(run, policy, data, reward_funcs=[watching])
+    assert any(calls[-1][3]["thinking_forced"])
 
 
 def test_a_reward_that_fails_leaves_its_samples_out(make_run, make_policy, capsys):
@@ -373,6 +377,17 @@ def test_an_answer_reward_made_in_python_judges_with_its_own_settings(make_run, 
     assert 0 < measured.value("accuracy") == measured.value("reward") and "greedy_reward" not in measured.measures
     configured = make_run([{"name": "answer_reward", "params": {"find": "last_number"}}], greedy=False, num_samples=8)
     assert evaluate(configured, policy, rows).value("accuracy") == measured.value("accuracy")
+
+
+def test_an_answer_reward_of_weight_0_measures_and_decides_nothing(make_run, make_policy):
+    """Added to select prompts by difficulty, it decided the verdict and which weights were kept."""
+    policy, rows = digits_policy(make_policy), make_dataset(["7"] * NUM_PROMPTS)
+    for weight, leading in ((0.0, "reward"), (0.1, "accuracy")):
+        run = make_run([{"name": "length_reward"}, {"name": "answer_reward", "weight": weight}], greedy=False)
+        measured = evaluate(run, policy, rows)
+        assert (measured.judged_by, measured.leading) == ("answer_reward", leading)
+        assert choose_measure(run, rows, make_rewards(run, policy.tokenizer)) == leading
+        assert measured.value("accuracy") is not None
 
 
 @pytest.mark.parametrize("gold", [{"sum": 7, "steps": ["1+6"]}, [7, 8], True, "7 because 1+6 = 7 #### 7"])

@@ -1,6 +1,8 @@
 """GGUF files, read by gguf's own reader; tests/export/test_export.py has llama.cpp read them."""
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf as reading
@@ -12,6 +14,7 @@ import rloo_kit as kit
 from rloo_kit.errors import ExportError
 from rloo_kit.export.gguf import check_gguf, compare_gguf, write_gguf, write_modelfile
 from rloo_kit.export.merge import list_weights
+from rloo_kit.models.embedded import SMOLLM2_TOOLS
 from rloo_kit.models.source import find_source
 
 
@@ -71,17 +74,42 @@ def test_the_modelfile_opens_the_thinking(trained: Any) -> None:
     run.data.system_prompt = 'Add. Say """done""".'
     text = write_modelfile(run, policy, "x-f16.gguf")
     assert text is not None and text.startswith("FROM ./x-f16.gguf\n")
-    template = text.split('TEMPLATE """')[1].split('"""')[0]
-    assert template.endswith("{{ end }}<|im_start|>assistant\n<think>\n")
-    # Go's template, followed by hand for one turn
-    turn = template.removeprefix("{{- range .Messages }}").replace("{{ end }}", "")
-    shown = turn.replace("{{ .Role }}", "user").replace("{{ .Content }}", "1+1?")
-    chat = [{"role": "user", "content": "1+1?"}]
-    assert shown == policy.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert fill(text) == render(policy, [{"role": "user", "content": "1+1?"}])
+    assert fill(text).endswith("<|im_start|>assistant\n<think>\n")
     assert 'SYSTEM """Add. Say \\"\\"\\"done\\"\\"\\"."""' in text
     assert 'PARAMETER stop "<|im_end|>"' in text and "PARAMETER temperature 0.6\nPARAMETER top_p 0.95" in text
-    policy.tokenizer.chat_template, kept = "{{ messages[0].content }}", policy.tokenizer.chat_template
-    try:
-        assert write_modelfile(run, policy, "x.gguf") is None
-    finally:
-        policy.tokenizer.chat_template = kept
+
+
+def fill(modelfile: str, system: str = "") -> str:
+    """The prompt of Ollama for one turn: its template, followed by hand."""
+    template = modelfile.split('TEMPLATE """')[1].split('"""')[0]
+    turn, opening = template.removeprefix("{{- range .Messages }}").split("{{ end }}")
+    turns = {"system": system, "user": "1+1?"} if system else {"user": "1+1?"}
+    shown = [turn.replace("{{ .Role }}", role).replace("{{ .Content }}", text) for role, text in turns.items()]
+    return "".join(shown) + opening
+
+
+def render(policy: Any, chat: list[dict[str, str]]) -> str:
+    return str(policy.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def test_each_layout_has_its_modelfile(trained: Any) -> None:
+    """SmolLM2's template opens with a system message of its own, which was no reason to write none; without a template
+    Ollama would take the file's chat template, and complete another text than the trained one."""
+    run, policy, _, _ = trained
+    config = AutoConfig.for_model("llama", vocab_size=49152)
+    model = SimpleNamespace(config=config, generation_config=policy.model.generation_config)
+    smollm2 = SimpleNamespace(tokenizer=copy.deepcopy(policy.tokenizer), family="instruct", model=model)
+    smollm2.tokenizer.chat_template = SMOLLM2_TOOLS
+    text = write_modelfile(run, smollm2, "x.gguf")
+    assert text is not None
+    system = text.split('SYSTEM """')[1].split('"""')[0]
+    assert "named SmolLM" in system and fill(text, system) == render(smollm2, [{"role": "user", "content": "1+1?"}])
+    assert 'PARAMETER stop "<|im_end|>"' in text and "PARAMETER temperature 0.2\nPARAMETER top_p 0.9\n" in text
+
+    smollm2.family = "plain"
+    text = write_modelfile(run, smollm2, "x.gguf")
+    assert text is not None and 'TEMPLATE """{{ .Prompt }}"""\nPARAMETER stop "<|im_end|>"' in text
+
+    smollm2.family, smollm2.tokenizer.chat_template = "instruct", "{{ messages[0].content }}"
+    assert write_modelfile(run, smollm2, "x.gguf") is None

@@ -261,7 +261,8 @@ def test_a_finding_is_reported_once() -> None:
     watch = HealthWatch(make_context())
     assert [len(watch.observe(row)) for row in number([TIED] * 6 + [WELL] * 3 + [TIED] * 6)] == [0, 0, 1] + [0] * 12
     (found,) = watch.findings
-    assert (found.since, found.last) == (1, 15) and watch.holds(found)
+    assert (found.since, found.last) == (10, 15) and watch.holds(found)
+    assert "6 steps in a row" in found.found, "they were counted from the first time, three healthy steps included"
 
 
 def test_steps_that_reuse_a_rollout_count_with_it() -> None:

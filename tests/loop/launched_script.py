@@ -3,8 +3,8 @@
 
     torchrun --nproc_per_node 2 launched_script.py '{"config": ..., "out": ..., "sharding": "fsdp2", "jobs": [...]}'
 
-`sharding` ("fsdp2", "zero3") shares the weights out, which accelerate does on accelerators only: `parallel_step` says
-what is replaced for it.
+`sharding` shares the weights out, which accelerate does on accelerators only: `parallel_step` says what is replaced for
+it.
 """
 
 import json
@@ -87,7 +87,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 def main(settings: dict[str, Any]) -> None:
     kit.setup_environment()
     if settings.get("sharding"):
-        shard_on_the_cpu(settings["sharding"])
+        shard_on_the_cpu()
     jobs = {"train": train, "fail": fail, "measure": measure}
     found = [jobs[job.get("do", "train")](settings | job) for job in settings["jobs"]]
     Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))

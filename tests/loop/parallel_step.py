@@ -3,9 +3,8 @@
     python parallel_step.py '{"folder": ..., "out": ..., "processes": 1, "cases": {...}}'        (or under a launcher)
 
 Model, adapter, prompts, completions and rewards are the same whatever the number of processes: 8 completions a step.
-`sharding` is "fsdp2", "zero3" or nothing. accelerate shards on accelerators only, so its choice of a backend is the one
-thing that is replaced: gloo and the CPU. What it does then (`fully_shard`, clipping, state dicts) is its own, and so is
-DeepSpeed's part, but for a kernel for shared memory that it would compile first.
+`sharding` is "fsdp2" or nothing. accelerate shards on accelerators only, so its choice of a backend is the one thing
+that is replaced: gloo and the CPU. What it does then (`fully_shard`, clipping, state dicts) is its own.
 """
 
 import json
@@ -19,29 +18,18 @@ FSDP_VARIABLES = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }  # fmt: skip
-ZERO_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none", "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-}  # fmt: skip
 # (tokens of the completion, whether the model ended it), row by row; the last rows of the first group are long
 LENGTHS = ((3, True), (9, True), (6, False), (2, True), (5, True), (7, True), (1, True), (4, False))
 EOS = 258
 
 
-def shard_on_the_cpu(kind: str) -> None:
-    os.environ.update({"ACCELERATE_TORCH_DEVICE": "cpu"} | (FSDP_VARIABLES if kind == "fsdp2" else ZERO_VARIABLES))
+def shard_on_the_cpu() -> None:
+    os.environ.update({"ACCELERATE_TORCH_DEVICE": "cpu"} | FSDP_VARIABLES)
     import torch
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    if kind == "zero3":
-        import deepspeed
-
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-        deepspeed.init_distributed("gloo")
-    else:
-        torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo")
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
 
 
@@ -119,23 +107,18 @@ def train(settings: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         trainer._generate_single_turn = canned
 
     def whole(tensor: Any) -> Any:
-        if hasattr(tensor, "ds_id"):
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            return safe_get_full_fp32_param(tensor).clone()
         return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
     class Keep(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             named = trainer.model.named_parameters()
-            if settings.get("sharding") != "zero3":  # DeepSpeed has taken its step by now, and the gradients with it
-                gradients.append({name: whole(value.grad) for name, value in named if value.requires_grad})
+            gradients.append({name: whole(value.grad) for name, value in named if value.requires_grad})
 
     trainer.add_callback(Keep())
     trainer.rollout_listeners.append(rows.extend)
     trainer.train()
     weights = {name: whole(value) for name, value in trainer.model.named_parameters() if value.requires_grad}
-    sharded = any(hasattr(value, "to_local") or hasattr(value, "ds_id") for value in trainer.model.parameters())
+    sharded = any(hasattr(value, "to_local") for value in trainer.model.parameters())
     return {
         "gradients": gradients, "weights": weights, "logs": trainer.state.log_history, "rows": rows,
         "describe": trainer.describe(), "rank": accelerator.process_index, "world": accelerator.num_processes,
@@ -145,7 +128,7 @@ def train(settings: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 def main(settings: dict[str, Any]) -> None:
     if settings.get("sharding"):
-        shard_on_the_cpu(settings["sharding"])
+        shard_on_the_cpu()
     import torch
 
     for name, case in settings["cases"].items():

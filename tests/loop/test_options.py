@@ -9,7 +9,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.section import declared
-from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.errors import BackendError, ConfigError, RlooKitError
 from rloo_kit.loop import options
 from rloo_kit.loop.options import RLOOConfig, check_options, training_arguments
 from tests.choices import choices
@@ -137,6 +137,23 @@ def test_both_sides_have_the_same_defaults_and_choices(tmp_path):
             assert getattr(RLOOConfig(str(tmp_path), **extra, **rollout, **{name: choice}), name) == choice
             section = entry.section.prefix[:-1]
             RunConfig.model_validate(MINIMAL | {section: MINIMAL.get(section, {}) | extra | url | {entry.key: choice}})
+
+
+@pytest.mark.parametrize("budget", [{}, {"thinking_budget": 4}, {"thinking_budget_total": 4}])
+def test_a_reward_may_ask_for_what_a_budget_tells(budget, make_trainer):
+    """With `thinking_budget_total` alone the trainer refused a reward that reads `thinking_forced`."""
+
+    def asks(completion_ids, thinking_forced, **columns):
+        return [0.0] * len(completion_ids)
+
+    def build():
+        return make_trainer(asks, **budget)
+
+    if budget:
+        assert build().reward_funcs[0].reward is asks
+    else:
+        with pytest.raises(RlooKitError, match="thinking_forced"):
+            build()
 
 
 def test_values_are_read_as_a_files_are(tmp_path):

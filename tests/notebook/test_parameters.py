@@ -112,9 +112,9 @@ def test_which_cells_count(cells: list[str], overrides: list[str]) -> None:
         ("eval_prompts", "null", "eval.num_prompts=null"),
         ("run_name", "no", "run.name=no"),
         ("run_name", "true", 'run.name="true"'),
-        ("run_name", "007", 'run.name="007"'),
+        ("run_name", "007", "run.name=007"),
         ("run_name", 7, 'run.name="7"'),
-        ("run_name", " [a] # b: ", 'run.name=" [a] # b: "'),
+        ("run_name", " [a] # b: ", "run.name= [a] # b: "),
     ],
 )
 def test_text_is_understood(name: str, given: Any, override: str) -> None:
@@ -150,6 +150,7 @@ def test_switches_are_understood(given: Any, meant: bool) -> None:
         ("output_dir", "", "is ''; it takes the folder that runs are written into"),
         ("config", "", "is ''; it takes a file"),
         ("overwrite", "perhaps", "is 'perhaps'; it takes True or False"),
+        ("max_steps", "20 # few", "is '20 # few'; input should be a valid integer"),
         ("overrides", "rloo.temperature 0.9", "'rloo.temperature' in it is not section.key=value"),
         ("overrides", "eval.thinking_budgets=[4, 8]", "'8]' in it is not section.key=value; quote an item"),
         ("overrides", "run.name='x", 'it takes text such as "rloo.temperature=0.9'),
@@ -212,6 +213,16 @@ def test_without_cells_known_names_count(extra: dict[str, Any]) -> None:
         read_parameters({"config": CONFIG, "max_steps": 2.5} | extra)
     with pytest.raises(ConfigError, match="config: not set.* '# Parameters'"):
         read_parameters({"max_steps": 3} | extra)
+
+
+def test_text_stays_text_in_overrides() -> None:
+    """`data.answer_after="####"` was null in the run, and a backslash outside of quotes was gone."""
+    items = (
+        'data.answer_after="####" \'data.system_prompt=Be brief # "no" filler\' sft.prompt_column=\\boxed run.name=007'
+    )
+    run = kit.load_config(*[(found := read(with_value("overrides", items))).config, *found.overrides])
+    assert (run.data.answer_after, run.data.system_prompt) == ("####", 'Be brief # "no" filler')
+    assert (run.sft.prompt_column, run.name) == ("\\boxed", "007")
 
 
 def test_one_key_is_not_given_twice() -> None:

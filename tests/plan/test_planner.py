@@ -236,3 +236,17 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
     assert plan.vllm is not None and plan.rows == plan.vllm.max_num_seqs
     asked = load_config(CONFIGS / "arithmetic_thinking.yaml", "rollout.engine=vllm")
     assert "rollout_rows" not in planned_limits(asked, policy)
+
+
+def test_the_page_has_the_rows_of_each_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/plan.md had a row more here and three fewer there: its table is typed in by hand."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    page = (CONFIGS.parent / "docs" / "plan.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| ([\d.]+B) \| (.+) \|$", page, re.MULTILINE)
+    assert len(lines) == 5
+    for size, cells in lines:
+        name = f"model.name=unsloth/Qwen3-{size}-unsloth-bnb-4bit"
+        run = load_config(CONFIGS / "qwen3_0_6b.yaml", name, "rloo.gradient_accumulation_steps=64")
+        plans = [plan_vram(run, gpu_gib=gib) for gib in (8, 12, 16, 24, 40)]
+        found = ["-" if plan.verdict == "does not fit" else str(plan.rows) for plan in plans]
+        assert cells.split(" | ") == found, size

@@ -66,3 +66,4 @@ def test_from_a_csv_to_an_exported_model(shell: Any) -> None:
     for target in ("merged", "gguf"):
         printed = shell("export", "outputs/sums", "--to", target)
         assert "checked with" in " ".join(printed.split()), f"{target} was read back by its own loader"
+    assert 'PARAMETER stop "<|im_end|>"' in (run / "export" / "gguf" / "Modelfile").read_text()

@@ -84,12 +84,12 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
         # with logging_steps 5 and 62 steps every alarm counted as over
         ((), "truncation", {"steps": 62, "metrics": [{"step": 30}]}, "no signal", "what it saw", "rloo.key"),
         ((300, 20), "", {}, "broken", "fell from 75 % to 5 %", "rloo.learning_rate"),
-        ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.max_steps"),
-        ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.max_steps"),
+        ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.num_train_epochs"),
+        ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.num_train_epochs"),
         ((300, 20), "broken_policy", {}, "broken", "fell from 75 % to 5 %", "rloo.key"),
         ((), "broken_policy", {}, "broken", "what it saw", "rloo.key"),
         ((200, 199), "reward_hacking", {}, "gamed", "what it saw", "rloo.key"),
-        ((100, 300), "reward_hacking", {}, "learnt", "rose from 25 % to 75 %", ""),
+        ((100, 300), "reward_hacking", {}, "learnt", "400 held-out prompts), but what it saw", "rloo.key"),
         ((88,), "", {"steps": 7, "stopped": "interrupted"}, "no evidence", "step 7", "--resume"),
         ((88,), "", {"steps": 1, "stopped": "running", "metrics": [{"step": 1, "frac_score_zero_std": 1.0}]},
          "no evidence", "has not ended", ""),
@@ -165,7 +165,7 @@ def test_few_prompts_widen_the_margin_which_is_said(run: RunConfig) -> None:
     assert [one.kind for one in verdicts] == ["learnt", "no evidence"]
     assert "95 % CI -6.1 to 6.1" in verdicts[0].sentence
     assert verdicts[0].sentence.endswith("; a loss of 7 points is ruled out.")
-    assert "eval.num_prompts" in verdicts[1].next
+    assert "data.test_size" in verdicts[1].next, "all that were held out are measured"
 
 
 def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) -> None:

@@ -1,14 +1,20 @@
 """Completions of several turns in the engines: a reply is inserted as it is, and rows that wait hold nobody up."""
 
+import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl
 
+from rloo_kit.data.tool_turns import ToolFormat
+from rloo_kit.data.tools import Toolbox
+from rloo_kit.rollout.episodes import ToolParser
 from rloo_kit.rollout.types import Limits, split_turns
-from tests.episodes import Echo
+from tests.episodes import Echo, with_tools
 from tests.rollout.models import (
     BUDGET,
     END_OF_TEXT,
@@ -122,3 +128,88 @@ def test_no_room_for_a_reply_ends_the_completion(make_model):
     assert all(len(ids) <= 8 for ids in found.completion_ids)
     for ids, context in zip(found.completion_ids, found.context, strict=True):
         assert not context or context[-1][1] < len(ids)
+
+
+BROKEN = {  # what stands in <tool_call>, as JSON, and words of what the model reads
+    "1,200 open brackets": ('{"name": "f", "arguments": {"x": ' + "[" * 1200, "cursion"),
+    "1,200 brackets": ('{"name": "f", "arguments": {"x": ' + "[" * 1200 + "]" * 1200 + "}}", "cursion"),
+    "200 brackets": ('{"name": "f", "arguments": {"x": ' + "[" * 200 + "]" * 200 + "}}", "nested at most 100 levels"),
+    "200 objects": ('{"name": "f", "arguments": ' + '{"x": ' * 200 + "1" + "}" * 201, "nested at most 100 levels"),
+    "half a pair": ('{"name": "f", "arguments": {"x": ["\\ud83d"]}}', "surrogates not allowed"),
+    "half a pair in a key": ('{"name": "f", "arguments": {"\\ud83d": 1}}', "surrogates not allowed"),
+    "half a pair in the name": ('{"name": "\\udc00", "arguments": {}}', "surrogates not allowed"),
+    "NaN": ('{"name": "f", "arguments": {"x": {"y": NaN}}}', "not JSON compliant"),
+    "infinity": ('{"name": "f", "arguments": {"x": [1e400]}}', "not JSON compliant"),
+    "5,000 digits": ('{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}", "4300 digits"),
+    "a list": ('["f", {}]', "a call is an object with a name and arguments"),
+    "arguments in a list": ('{"name": "f", "arguments": [1]}', "a call is an object with a name and arguments"),
+    "arguments as text": ('{"name": "f", "arguments": "{}"}', "a call is an object with a name and arguments"),
+    "no arguments": ('{"name": "f"}', "a call is an object with a name and arguments"),
+    "a number as the name": ('{"name": 1, "arguments": {}}', "a call is an object with a name and arguments"),
+    "no name": ('{"name": "", "arguments": {"messages": []}}', "a call is an object with a name and arguments"),
+    "null": ("null", "a call is an object with a name and arguments"),
+    "nothing": ("", "could not parse"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_call_that_nothing_can_take_is_unreadable(tiny_tokenizer, case):
+    """A repeated bracket ended a run by a RecursionError, half a surrogate pair where a file or a template had it. A
+    call without a name stood for an environment's reply."""
+    text, words = BROKEN[case]
+    parser = ToolParser(ToolFormat(with_tools(tiny_tokenizer), True))
+    message, problem = parser.read(
+        parser.tokenizer(f"</think>\n\n<tool_call>\n{text}\n</tool_call><|im_end|>")["input_ids"]
+    )
+    assert "tool_calls" not in message and message["content"] and words in problem, problem
+    pickle.dumps(message), message["content"].encode()
+
+
+def show(
+    text: str,
+    count: int = 1,
+    both: int | str = 0,
+    maybe: str | None = None,
+    many: list[str] = [],  # noqa: B006
+) -> str:
+    """Show.
+
+    Args:
+        text: a.
+        count: b.
+        both: c.
+        maybe: d.
+        many: e.
+    """
+    return repr((text, count, both, maybe, *many))
+
+
+XML = [  # the text of each parameter, what the turn has, what the tool gets
+    ({"text": "12345"}, {"text": "12345"}, "('12345', 1, 0, None)"),
+    ({"text": "00123", "count": "007"}, {"text": "00123", "count": 7}, "('00123', 7, 0, None)"),
+    ({"text": "1.50", "count": "3.0"}, {"text": "1.50", "count": "3.0"}, "('1.50', 3, 0, None)"),
+    ({"text": "[1]", "many": '["1", "b"]'}, {"text": "[1]", "many": ["1", "b"]}, "('[1]', 1, 0, None, '1', 'b')"),
+    ({"text": "NaN", "both": "007"}, {"text": "NaN", "both": "007"}, "('NaN', 1, '007', None)"),
+    ({"text": "true", "maybe": "null"}, {"text": "true", "maybe": None}, "('true', 1, 0, None)"),
+    ({"text": "null", "maybe": "1e400"}, {"text": "null", "maybe": "1e400"}, "('null', 1, 0, '1e400')"),
+    ({"text": "x", "many": "[" * 1200}, None, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "read", "got"), XML, ids=lambda one: str(one)[:30])
+def test_calls_in_xml_are_read_by_the_tools_hints(tiny_tokenizer, given, read, got):
+    """Qwen3.5 writes parameters without types, and 12345 for a text was a number, 1.50 was 1.5."""
+    tokenizer, toolbox = with_tools(tiny_tokenizer), Toolbox.of([show], None)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3_5_nothink_training.jinja").read_text()
+    parser = ToolParser(ToolFormat(tokenizer), toolbox.schemas)
+    written = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in given.items())
+    turn = f"<tool_call>\n<function=show>\n{written}</function>\n</tool_call><|im_end|>"
+    message, problem = parser.read(tokenizer(turn, add_special_tokens=False)["input_ids"])
+    if read is None:
+        assert "cursion" in problem
+        return
+    assert message["tool_calls"][0]["function"]["arguments"] == read
+    toolbox.reset([0], [{}])
+    for arguments in (read, given):
+        if given.get("maybe") != "null":
+            assert toolbox.call(0, [("show", arguments)]).result()[0].content == got

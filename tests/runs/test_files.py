@@ -1,18 +1,34 @@
 """Atomic file writes, the git revision of a checkout, what ending a kernel needs (running saves, open runs), and which
 checkpoints are deleted and which stay."""
 
+import json
+import math
 import os
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rloo_kit.cli import print_found
+from rloo_kit.results.pages import embed_json, make_page, show_text
 from rloo_kit.runs import files as saves
 from rloo_kit.runs import folder
 from rloo_kit.runs.checkpoints import list_checkpoints, prune, publish, read_checkpoint, seal
-from rloo_kit.runs.files import git_revision, running_saves, saved_paths, saving, wait_for_saves
+from rloo_kit.runs.files import (
+    append_rows,
+    git_revision,
+    read_json,
+    read_rows,
+    running_saves,
+    saved_paths,
+    saving,
+    wait_for_saves,
+)
 from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.rollouts import Rollouts, read_rollouts
+from rloo_kit.system.processes import say
 from tests.runs.test_run_dir import Run
 
 
@@ -119,3 +135,24 @@ def test_a_checkpoint_reads_back_as_it_was_sealed(write):
     found = read_checkpoint(write(3))
     assert found.step == 3 and found.run == RUN and found.find_damage() == ""
     assert sorted(found.files) == ["optimizer.pt", "state..1"]
+
+
+HOSTILE = "\ud83d|\ude00|\0|\u2028|\x1b[31m|\u202eabc|</script><!--|\x85|\r\n" + "x" * 1_000_000
+ROW = {"step": 1, "text": HOSTILE, HOSTILE: [HOSTILE, math.nan]}
+
+
+def test_files_survive_every_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`before.json` raised UnicodeEncodeError on half of an emoji, after the evaluation that it was to keep."""
+    wanted = {"step": 1, "text": HOSTILE, HOSTILE: [HOSTILE, None]}
+    assert read_json(saves.write_json(tmp_path / "a.json", ROW)) == wanted
+    append_rows(tmp_path / "a.jsonl", [ROW, ROW])
+    assert list(read_rows(tmp_path / "a.jsonl")) == [wanted] * 2
+    Rollouts(tmp_path).append([ROW])
+    assert next(iter(read_rollouts(tmp_path)))["text"] == HOSTILE
+    page = make_page("comparison.html.jinja", title=HOSTILE, heading="", summary=[HOSTILE], tables=[], curves=None)
+    assert "</script><!--" not in saves.write_text(tmp_path / "a.html", page).read_text(encoding="utf-8")
+    assert "</script" not in embed_json({"text": show_text(HOSTILE)})
+    say(HOSTILE)
+    capsys.readouterr()
+    print_found(SimpleNamespace(to_dict=lambda: wanted), json=True)
+    assert json.loads(capsys.readouterr().out) == wanted

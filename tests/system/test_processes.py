@@ -147,7 +147,6 @@ def test_several_processes_take_transformers(how, be, monkeypatch):
     [
         ("unsloth", None, "set model.backend=transformers"),  # in a notebook whose set-up did not name it
         ("auto", "ACCELERATE_USE_FSDP", "FSDP cannot shard 4-bit weights"),
-        ("auto", "ACCELERATE_USE_DEEPSPEED", "DeepSpeed cannot shard 4-bit weights"),
     ],
 )
 def test_a_config_that_several_processes_cannot_have_is_refused(backend, variable, message, be, monkeypatch):
@@ -185,15 +184,13 @@ def test_accelerate_reads_our_launch_files(file, monkeypatch):
     from accelerate.commands import launch
 
     chosen = []
-    for name in ("multi_gpu_launcher", "deepspeed_launcher", "simple_launcher"):
+    for name in ("multi_gpu_launcher", "simple_launcher"):
         monkeypatch.setattr(launch, name, lambda args, name=name: chosen.append((name, args)))
     words = ["--config_file", str(file), "--num_processes", "2", "-m", "rloo_kit.cli", "train", "x.yaml"]
     launch.launch_command(launch.launch_command_parser().parse_args(words))
     [(name, args)] = chosen
-    assert name == ("deepspeed_launcher" if "deepspeed" in file.stem else "multi_gpu_launcher")
+    assert name == "multi_gpu_launcher"
     assert args.num_processes == 2 and args.module and args.training_script_args == ["train", "x.yaml"]
-    if file.stem == "deepspeed_zero3":
-        assert args.zero_stage == 3
 
 
 def test_the_fsdp_file_means_fsdp_2(monkeypatch):

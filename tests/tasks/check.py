@@ -162,18 +162,26 @@ class Checks:
             self.say("verdict", f"learnt, although the change is {change}")
         if kind in ("no evidence", "no signal") and change.low > 0:
             self.say("verdict", f"{kind}, although the change is {change}")
+        reward = self.run.change("reward")
+        is_risen = self.run.leads != "reward" and kind != "learnt" and reward is not None and reward.low > 0
+        said = found.get("sentence", "")
+        if is_risen and (not said.startswith("The held-out reward rose") or "could be learnt" in said):
+            self.say("verdict", f"the reward rose ({reward}), and it is not said first: {said}")
         if kind == "broken" and not change.high < 0:
             self.say("verdict", f"broken, although the change is {change}")
         self._change_numbers("status.json", found.get("change"), *self.run.sides.values())
         before, after = (side.measure(self.run.leads) for side in self.run.sides.values())
-        if moved := re.match(rf"(.*?) (rose|fell|went) from ({NUMBER})( ?%)? to ({NUMBER})", found.get("sentence", "")):
+        sentence = found.get("sentence", "")
+        if self.run.leads != "reward" and sentence.startswith("The held-out reward"):
+            sentence = sentence.partition("), but ")[2]  # after the reward that rose, and decides nothing
+        if moved := re.match(rf"(.*?) (rose|fell|went) from ({NUMBER})( ?%)? to ({NUMBER})", sentence):
             verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "went"
             scale = 100 if moved[4] else 1
             shown = _measure_in(moved[1]), moved[2], _is_near(moved[3], before, scale), _is_near(moved[5], after, scale)
             if shown != (self.run.leads, verb, True, True):
                 self.say("verdict", f"{found['sentence']!r}, recomputed {verb} from {before} to {after}")
         advice = found.get("next", "")
-        if kind == "learnt" and advice:
+        if kind == "learnt" and bool(advice) != bool(found.get("rule")):
             self.say("verdict", f"learnt, but the advice is {advice!r}")
         if self.task.advice and not any(word in advice for word in self.task.advice):
             self.say("verdict", f"the advice has none of {self.task.advice}: {advice!r}")

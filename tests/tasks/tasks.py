@@ -1,4 +1,4 @@
-"""Eight kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
+"""Nine kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
 
 import json
 import random
@@ -123,6 +123,22 @@ def long(completions, **_):
         0,
         1,
         steps=8,
+        greedy=True,
+    ),
+    Task(  # a newcomer's: no answer is ever right, the form is paid for, and the completions are cut off
+        "newcomer",
+        lambda a, b: str(a + b + 1000),
+        """
+def long(completions, **_):
+    return [min(size(text), 60) / 60 for text in completions]
+""",
+        ({"name": "answer_reward"}, {"name": "rewards.py:long", "weight": 0.5}),
+        0,
+        1.5,
+        leads="accuracy",
+        kinds=("no evidence",),
+        advice=("rloo.max_completion_length", "easier prompts"),
+        steps=14,
         greedy=True,
     ),
     Task(
