@@ -85,6 +85,9 @@ def find_reward_faults(
             faults.append(Problem("tools", f"{found} ({', '.join(row)}): {started.detail}"))
             made = []
         else:
+            with catching("tools", faults):
+                form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run))
+                form.observe(row, started.content, toolbox.max_prompt_length)
             row = row | {"environments": toolbox.environments()[0]}
     for index, name in enumerate(names):
         key, reward, called = f"rewards.{index}", reward_funcs and reward_funcs[index], None

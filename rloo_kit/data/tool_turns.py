@@ -9,10 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from rloo_kit.data.sources import is_deep
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.system.input_files import DEEPEST
+from rloo_kit.think_tags import THINK_END, THINK_START
 
 Message = dict[str, Any]
+
+TAGS = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")  # which some tokenizers have as plain text
+MARK = "rloo_question"  # the user's message in a prompt that is rendered to see what follows it
 
 PROBE = {
     "type": "function",
@@ -115,11 +119,47 @@ class ToolFormat:
         whole = self._render([*turns, *messages], add_generation_prompt=True)
         return whole.split(self._end, ends)[-1]
 
+    def observe(self, row: dict[str, Any], text: str, limit: int | None = None) -> Any:
+        """The prompt of a row with `text`, from its environment's `reset`, as the end of the user's last message
+        (known as `user_message` or `question`). Raises DataError if a rendered prompt does not end with that message,
+        or becomes longer than `limit` tokens."""
+        prompt, asked = row["prompt"], str(row.get("user_message") or row.get("question") or "")
+        if not text:
+            return prompt
+        if not isinstance(prompt, str):
+            last = max((number for number, one in enumerate(prompt) if one["role"] == "user"), default=-1)
+            content = prompt[last]["content"]
+            text = self._fuse(str(content), text)
+            content = content + (text if isinstance(content, str) else [{"type": "text", "text": text}])
+            return [*prompt[:last], prompt[last] | {"content": content}, *prompt[last:][1:]]
+        tail, is_bare = self._follow(""), asked.endswith(prompt)  # bare: as it is given, of the family plain
+        head = prompt.removesuffix(tail)
+        if not is_bare and not (prompt.endswith(tail) and head.rstrip().endswith(asked.strip())):
+            raise DataError(
+                "the environment's reset returned a text, but the prompt does not end with the user's message as the "
+                "chat template renders it: give the text in the prompt, and return None"
+            )
+        text = self._fuse(head, text)
+        found = head + (self._follow(text) if prompt.endswith(tail) else text)
+        if limit is not None and (count := len(self.tokenizer(found)["input_ids"])) > limit:
+            with_it = f"with what the environment's reset returned ({excerpt(text, 60)}) a prompt has {count} tokens"
+            raise DataError(f"{with_it}; the limit is data.max_prompt_length={limit}: raise it, or return less")
+        return found
+
+    def _follow(self, text: str) -> str:
+        """`text`, and what the template writes from there on, if a user's message ends with it."""
+        asked = {"role": "user", "content": MARK + text}
+        return self._render([asked], add_generation_prompt=True).partition(MARK)[2]
+
+    def _fuse(self, before: str, text: str) -> str:
+        """`text` without control tokens, those too that the end of `before` would begin."""
+        text = self.defuse(text)
+        return text if self.defuse(before + text) == self.defuse(before) + text else f" {text}"
+
     def defuse(self, text: str) -> str:
-        """`text` with a blank inside each of the tokenizer's added tokens, so that it contains none, and in UTF-8."""
+        """`text` in UTF-8, with a blank inside each of the tokenizer's added tokens and of TAGS: it contains none."""
         text = text.encode("utf-8", "replace").decode()
-        for token in self.tokenizer.added_tokens_decoder.values():
-            spelled = str(token)
+        for spelled in (*map(str, self.tokenizer.added_tokens_decoder.values()), *TAGS):
             if len(spelled) > 1 and spelled in text:
                 text = text.replace(spelled, f"{spelled[0]} {spelled[1:]}")
         return text

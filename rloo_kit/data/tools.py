@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
@@ -22,12 +22,13 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, describe_error, excerpt, shorten
 from rloo_kit.system.input_files import find_target
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
-from rloo_kit.system.user_code import describe_user_error, finish, import_target, make_plain, read_files
+from rloo_kit.system.user_code import PlainState, describe_user_error, finish, import_target, pack_state, read_files
 
 LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
 LONGEST_RESULT = 100_000  # characters that leave the process
-NO_TOOLS = ("reset", "get_reward", "respond", "tools")  # public methods that are not offered to the model
+# Public methods that the kit calls, with their arguments; they are not offered to the model.
+NO_TOOLS = {"reset": "**row", "tools": "", "respond": "messages", "get_reward": "[messages]"}
 
 Call = tuple[str, dict[str, Any]]  # name and arguments; of an environment's own reply: "", {"messages": [...]}
 Past = tuple[dict[str, Any], list[Call]]  # the row that an environment was reset with, and its calls so far
@@ -59,16 +60,20 @@ class ToolHost:
         ConfigError: a tool without hints or docstring, two of one name, an environment without `reset`.
     """
 
+    sources: dict[str, str] = {}  # as those of `_InWorker`
+
     def __init__(self, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None) -> None:
         self.factory, self._functions = factory, list(tools)
         self._pool: dict[int, Any] = {}  # instances by row, reused by later batches
         self._live: dict[int, tuple[Any, dict[str, Any]]] = {}  # by row: the environment, and its tools by name
         probe = self._take(0) if factory is not None else None
-        self.environment = None if probe is None else str(getattr(probe, "name", type(probe).__name__))
-        self.owns_reward, self.responds = hasattr(probe, "get_reward"), hasattr(probe, "respond")
+        self.environment = None if probe is None else type(probe).__name__
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
-        self.schemas = list(map(_read_schema, [*self._functions, *_methods(probe)]))
+        methods = _methods(probe)
+        self.owns_reward = _has_own(probe, "get_reward", methods, [], ["messages"])
+        self.responds = _has_own(probe, "respond", methods, ["messages"])
+        self.schemas = list(map(_read_schema, [*self._functions, *methods]))
         names = [schema["function"]["name"] for schema in self.schemas]
         if doubled := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two tools are named {sorted(doubled)[0]}: rename one of them")
@@ -81,14 +86,16 @@ class ToolHost:
             found = finish(self._take(number).reset(**row))
         except BaseException as error:  # sys.exit too: it is the environment's
             return Result("", "failed", f"reset: {describe_user_error(error)}")
+        if not isinstance(found, str | None):
+            return Result("", "failed", f"reset returned {excerpt(found, 60)}; it returns a text or None")
         self._live[number] = (self._pool[number], self._tools | _by_name(_methods(self._pool[number])))
-        return Result("" if found is None else str(found))
+        return Result(found or "")
 
     def call(self, number: int, past: Past, name: str, arguments: dict[str, Any]) -> Result:
         """Call a tool in the episode of row `number`; `past` rebuilds its environment, if this process has none."""
         tools = self._tools
         if self.factory is not None:
-            if (lost := self._restore(number, past)) is not None:
+            if (lost := self.restore(number, past)) is not None:
                 return lost
             tools = self._live[number][1]
         if name not in tools:
@@ -109,17 +116,24 @@ class ToolHost:
     def ask(self, number: int, past: Past, what: str, messages: list[dict[str, Any]]) -> Any:
         """The environment's "respond" (its messages after a turn without a call, none if the episode is over),
         "get_reward", or "view" (its attributes as plain values); raises RewardError."""
-        if (lost := self._restore(number, past)) is not None:
+        if (lost := self.restore(number, past)) is not None:
             raise RewardError(lost.detail)
         environment = self._live[number][0]
         try:
             if what == "respond":
-                return list(finish(environment.respond(messages)))
+                found = list(finish(environment.respond(messages)))
+                if not all(isinstance(one, dict) for one in found):
+                    raise TypeError(f"it returned {excerpt(found, 60)}, no messages")
+                return found
             if what == "get_reward":
                 return own_reward(environment, messages)
-            return make_plain({name: value for name, value in vars(environment).items() if not name.startswith("_")})
+            return pack_state(environment)
         except BaseException as error:  # as above
             raise RewardError(f"{what}: {describe_user_error(error)}") from None
+
+    def run(self, timeout_s: float, method: str, *args: Any) -> Any:
+        """Call a method in this process, where the time is not limited, because a thread cannot be ended."""
+        return getattr(self, method)(*args)
 
     def take(self, number: int) -> Any:
         """The environment of row `number` itself."""
@@ -131,7 +145,7 @@ class ToolHost:
             self._pool[number] = self.factory()
         return self._pool[number]
 
-    def _restore(self, number: int, past: Past) -> Result | None:
+    def restore(self, number: int, past: Past) -> Result | None:
         """Make sure that row `number` has its environment, in the state after `past`; a failed Result if not."""
         if number not in self._live:
             found = self.reset(number, past[0])
@@ -145,18 +159,32 @@ class ToolHost:
 def own_reward(environment: Any, messages: list[dict[str, Any]]) -> float:
     """`get_reward()` of an environment, or `get_reward(messages)` if it takes the episode's."""
     method = environment.get_reward
-    return float(finish(method(messages) if inspect.signature(method).parameters else method()))
+    return float(finish(method(messages) if "messages" in inspect.signature(method).parameters else method()))
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
     """The tools of an environment: what its `tools()` returns, or its public methods."""
     if environment is None:
         return []
-    if hasattr(environment, "tools"):
-        return list(environment.tools())
+    if _has_own(environment, "tools", [], []):
+        if not isinstance(found := environment.tools(), list | tuple) or not all(map(callable, found)):
+            raise ConfigError(f"rloo.environment: tools() returned {excerpt(found, 60)}; it returns a list of tools")
+        return list(found)
     members = inspect.getmembers(type(environment), inspect.isfunction)  # of the class: a property may be a program
     names = [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
     return [getattr(environment, name) for name in names]
+
+
+def _has_own(environment: Any, name: str, tools: list[Any], *calls: list[str]) -> bool:
+    """Whether the kit calls an environment's method, which is no tool; ConfigError if it fits no call's arguments."""
+    if (method := getattr(environment, name, None)) is None or method in tools:
+        return False
+    for arguments in calls:
+        with suppress(TypeError, ValueError):
+            inspect.signature(method).bind(**dict.fromkeys(arguments))
+            return True
+    found = f"{type(environment).__name__}.{name} is not the {name}({NO_TOOLS[name]}) that the kit calls"
+    raise ConfigError(f"rloo.environment: {found}: rename it, or, if it is a tool, return it in the list of tools()")
 
 
 def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
@@ -247,6 +275,8 @@ def open_host(tools: list[str], environment: str | None, folders: list[str]) -> 
         _host = ToolHost([import_target(tool, folders) for tool in tools], factory)
     except ConfigError as error:
         raise RewardError(str(error)) from None
+    if environment is not None and environment.startswith(LIBRARY):
+        _host.environment = environment
     return {name: getattr(_host, name) for name in ("schemas", "environment", "owns_reward", "responds")}
 
 
@@ -288,17 +318,6 @@ class _InWorker:
         return self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
 
 
-@dataclass
-class _InThisProcess:
-    """A host in this process; a call is not limited, because a thread cannot be ended."""
-
-    host: ToolHost
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def run(self, timeout_s: float, method: str, *args: Any) -> Any:
-        return getattr(self.host, method)(*args)
-
-
 class Toolbox:
     """The tools of a run, from `open_toolbox` or `Toolbox.of`. Calls of different rows may run at the same time, in as
     many processes as there are; those of one row run one after the other.
@@ -308,6 +327,7 @@ class Toolbox:
         environment: name of the environment's class, None without one.
         owns_reward: the environment has `get_reward`. responds: it may answer turns without a call.
         sources: digests of the user's files.
+        max_prompt_length: limit of a prompt with what `reset` returned, in tokens; None in the drop-in trainer.
     """
 
     def __init__(self, places: Sequence[Any], described: dict[str, Any], timeout_s: float) -> None:
@@ -316,6 +336,7 @@ class Toolbox:
         self.owns_reward, self.responds = bool(described["owns_reward"]), bool(described["responds"])
         self.sources: dict[str, str] = places[0].sources
         self._places, self._timeout_s = places, timeout_s
+        self.max_prompt_length: int | None = None
         self._threads = [ThreadPoolExecutor(1, "rloo-kit-tools") for _ in places]
         self._past: dict[int, Past] = {}
 
@@ -323,7 +344,7 @@ class Toolbox:
     def of(cls, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None) -> "Toolbox":
         """The toolbox of Python functions and of a class of environments, called in this process."""
         host = ToolHost(tools, factory)
-        return cls([_InThisProcess(host)], vars(host), 0.0)
+        return cls([host], vars(host), 0.0)
 
     def reset(self, numbers: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Result]:
         """Start the episodes of a batch's rows; the contents are the environments' observations."""
@@ -333,9 +354,9 @@ class Toolbox:
             return [Result("")] * len(numbers)
         return [one.result() for one in [self._submit(number, self._reset, row) for number, row in pairs]]
 
-    def _reset(self, run: Callable[..., Any], number: int, row: dict[str, Any]) -> Result:
+    def _reset(self, place: Any, number: int, row: dict[str, Any]) -> Result:
         try:
-            return Result(*run("reset", number, row))
+            return Result(*place.run(self._timeout_s, "reset", number, row))
         except RewardError as error:
             return _failed("reset", error)
 
@@ -343,12 +364,12 @@ class Toolbox:
         """Make calls in the episode of row `number`, one after the other."""
         return self._submit(number, self._call_all, self._past, calls)
 
-    def _call_all(self, run: Callable[..., Any], number: int, pasts: dict[int, Past], calls: Sequence[Call]) -> Any:
+    def _call_all(self, place: Any, number: int, pasts: dict[int, Past], calls: Sequence[Call]) -> Any:
         found = []
         for name, arguments in calls:
             row, before = pasts[number]
             try:
-                found.append(Result(*run("call", number, (row, before), name, arguments)))
+                found.append(Result(*self._run(place, "call", number, (row, before), name, arguments)))
                 pasts[number] = (row, [*before, (name, arguments)])
             except RewardError as error:  # its process has ended, and the next one would likewise
                 found.append(_failed(name, error))
@@ -358,9 +379,9 @@ class Toolbox:
         """`ToolHost.ask` of the environment of row `number`; the future may have a RewardError."""
         return self._submit(number, self._ask, self._past, what, messages)
 
-    def _ask(self, run: Callable[..., Any], number: int, pasts: dict[int, Past], what: str, messages: Any) -> Any:
+    def _ask(self, place: Any, number: int, pasts: dict[int, Past], what: str, messages: Any) -> Any:
         row, before = pasts[number]
-        found = run("ask", number, (row, before), what, messages)
+        found = self._run(place, "ask", number, (row, before), what, messages)
         if what == "respond":
             pasts[number] = (row, [*before, ("", {"messages": messages})])
         return found
@@ -368,15 +389,20 @@ class Toolbox:
     def environments(self) -> list[Any]:
         """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
         place = self._places[0]
-        if isinstance(place, _InThisProcess):
-            return [place.host.take(number) for number in self._past]
+        if isinstance(place, ToolHost):
+            return [place.take(number) for number in self._past]
         return [EnvironmentView(self, number) for number in self._past]
 
     def _submit(self, number: int, work: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """`work(run, number, ...)` in the thread of the row's process; `run` calls a method of its host."""
+        """`work(place, number, ...)` in the thread of the row's process."""
         index = number % len(self._places)
-        run = functools.partial(self._places[index].run, self._timeout_s)
-        return self._threads[index].submit(work, run, number, *args)
+        return self._threads[index].submit(work, self._places[index], number, *args)
+
+    def _run(self, place: Any, method: str, number: int, past: Past, *args: Any) -> Any:
+        """Call a method of a host; an environment that its process lost is built again before, in a time of its own."""
+        if self.environment is not None:
+            place.run(self._timeout_s * (len(past[1]) + 1), "restore", number, past)
+        return place.run(self._timeout_s, method, number, past, *args)
 
 
 def _failed(name: str, error: Exception) -> Result:
@@ -387,22 +413,22 @@ def _failed(name: str, error: Exception) -> Result:
 
 class EnvironmentView:
     """An environment that lives in the tools' process: its attributes, read when asked for, and its own reward. In a
-    reward's process it is a namespace of the attributes."""
+    reward's process it is a `PlainState`."""
 
     def __init__(self, toolbox: Toolbox, number: int) -> None:
-        self._toolbox, self._number = toolbox, number
+        self.__toolbox, self.__number = toolbox, number  # names that no environment has
 
     def get_reward(self, messages: list[dict[str, Any]]) -> float:
         """The environment's own reward of the episode's messages."""
-        return float(self._toolbox.ask(self._number, "get_reward", messages).result())
+        return float(self.__toolbox.ask(self.__number, "get_reward", messages).result())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of Python's protocols
+        if name.startswith("__"):  # of Python's protocols
             raise AttributeError(name)
-        return getattr(SimpleNamespace(**self._toolbox.ask(self._number, "view", []).result()), name)
+        return getattr(PlainState(self.__reduce__()[1][0]), name)
 
     def __reduce__(self) -> Any:
-        return SimpleNamespace, (), self._toolbox.ask(self._number, "view", []).result()
+        return PlainState, (self.__toolbox.ask(self.__number, "view", []).result(),)
 
 
 def read_library_rows(source: str, count: int | None, env: Sequence[str]) -> list[dict[str, Any]]:
@@ -435,7 +461,10 @@ def open_toolbox(run: RunConfig) -> Toolbox | None:
     Raises:
         ConfigError: a tool or the environment cannot be imported or offered, with its name.
     """
-    return open_named(run.rloo, run.source and run.source.parent) if run.rloo.has_tools else None
+    toolbox = open_named(run.rloo, run.source and run.source.parent) if run.rloo.has_tools else None
+    if toolbox is not None:
+        toolbox.max_prompt_length = run.data.max_prompt_length
+    return toolbox
 
 
 def open_named(section: Any, next_to: Path | None) -> Toolbox:

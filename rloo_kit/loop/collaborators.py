@@ -20,7 +20,7 @@ from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.guard import GuardedReward
 from rloo_kit.rewarding.signature import overflowing
-from rloo_kit.rollout.episodes import Episode, Episodes, ToolUse, add_observation, episode_columns
+from rloo_kit.rollout.episodes import Episode, Episodes, ToolUse, episode_columns
 from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout, Span, split_turns
 
 
@@ -53,7 +53,7 @@ class Sampler:
         prompts = [row["prompt"] for row in rows]
         if self.tools is not None:
             self._episodes = self.tools.begin(rows)
-            prompts = list(map(add_observation, rows, self._episodes.observations))
+            prompts = self._episodes.prompts
         prompt_ids, completion_ids, texts = self.trainer._generate(prompts)
         nothing: list[list[Span]] = [[] for _ in rows]
         rollout = self._rollout or Rollout(completion_ids, nothing, None, nothing)

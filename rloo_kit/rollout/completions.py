@@ -16,7 +16,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import build_engine
-from rloo_kit.rollout.episodes import Episode, ToolUse, add_observation
+from rloo_kit.rollout.episodes import Episode, ToolUse
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import FOREIGN, Engine, Limits, OnTokens, Progress, Span, split_turns
 from rloo_kit.system.processes import is_distributed
@@ -128,7 +128,7 @@ def generate_completions(
         pairs = zip(rows or [{}] * len(prompts), prompts, strict=True)
         given = [dict(row) | {"prompt": prompt} for row, prompt in pairs for _ in range(num_samples)]
         episodes, repeats = tools.begin(given), 1
-        prompts = list(map(add_observation, given, episodes.observations))
+        prompts = episodes.prompts
     prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
     _check_lengths(policy, prompt_ids, limits.max_completion_length)
     prefixes = [ids for ids in prompt_ids for _ in range(repeats)]  # prompt-major

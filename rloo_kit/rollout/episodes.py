@@ -17,7 +17,7 @@ from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3
 from rloo_kit.data.chat import detect_family, thinks
 from rloo_kit.data.tool_turns import Message, ToolFormat, check_call
 from rloo_kit.data.tools import Result, Toolbox
-from rloo_kit.errors import ConfigError, DataError, RewardError
+from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.rollout.types import Rollout, Span, split_turns
 
 NO_NAME = "unknown"  # of the tool that a call without a readable name asks for
@@ -124,7 +124,7 @@ class Episodes:
     """The dialogue of one batch of completions with the run's tools; see `Dialogue`.
 
     Attributes:
-        observations: what the environments answered to `reset(**row)`, "" for nothing.
+        prompts: of the rows, with what the environments answered to `reset(**row)`; raises as `ToolFormat.observe`.
         episodes: one for each row.
     """
 
@@ -132,7 +132,8 @@ class Episodes:
         self.toolbox, self.parser, self.limits = use.toolbox, use.parser, use.limits
         self.episodes = [Episode() for _ in rows]
         started = self.toolbox.reset(range(len(rows)), rows)
-        self.observations = [one.content for one in started]
+        observe, limit = self.parser.form.observe, self.toolbox.max_prompt_length
+        self.prompts = [observe(row, one.content, limit) for row, one in zip(rows, started, strict=True)]
         for episode, one in zip(self.episodes, started, strict=True):
             if one.kind == "failed":
                 episode.calls.append(("reset", one.kind))
@@ -202,24 +203,6 @@ class Episodes:
                 content = self.parser.tokenizer.decode(last, skip_special_tokens=True)
                 episode.messages.append({"role": "assistant", "content": content})
         return self.episodes
-
-
-def add_observation(row: dict[str, Any], observation: str) -> Any:
-    """The prompt of a row with an environment's observation behind the user's last message; raises DataError if that
-    message is not found in a rendered prompt."""
-    prompt = row["prompt"]
-    if not observation:
-        return prompt
-    if not isinstance(prompt, str):
-        return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
-    question = row.get("user_message") or row.get("question") or ""
-    before, found, after = prompt.rpartition(question)
-    if not question or not found:
-        raise DataError(
-            "the environment's reset returned an observation, but the prompt does not contain the user's message, "
-            "behind which it would go: give the observation in the prompt, and return None"
-        )
-    return before + question + observation + after
 
 
 def episode_columns(

@@ -26,6 +26,7 @@ from rloo_kit.errors import RewardError, describe_error, excerpt
 
 _LOCK = threading.Lock()  # two threads that come first get one loop
 MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
+LONGEST_STATE = 100_000  # characters of an attribute as Python writes it
 
 
 def read_files(module: str, folders: list[str]) -> dict[str, str]:
@@ -146,6 +147,32 @@ def make_plain(value: Any) -> Any:
         return [make_plain(item) for item in value]
     to_list = getattr(value, "tolist", None)
     return make_plain(to_list()) if callable(to_list) else excerpt(value, 60)
+
+
+def pack_state(thing: Any) -> dict[str, Any]:
+    """The attributes of an object, its class's and properties too, that are literals of Python, for `PlainState`."""
+    state = {}
+    for name in dir(thing):
+        with suppress(Exception):  # a property is a program, and so is a repr
+            value = getattr(thing, name)
+            text = repr(value.tolist() if hasattr(value, "tolist") else value)  # arrays and tensors
+            if not name.startswith("__") and len(text) <= LONGEST_STATE:
+                state[name] = value if isinstance(value, float) else repr(ast.literal_eval(text))  # inf is no literal
+    return state
+
+
+class PlainState:
+    """An environment as rewards get it: those of its attributes that left its process."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            with suppress(ValueError, SyntaxError):  # a secret was masked
+                vars(self)[name] = ast.literal_eval(value) if isinstance(value, str) else value
+
+    def __getattr__(self, name: str) -> Any:
+        kinds = f"numbers, texts, and lists, tuples, sets and dicts of them, up to {LONGEST_STATE:,} characters"
+        has = f"of its attributes {kinds}, leave its process: {', '.join(vars(self))}"
+        raise AttributeError(f"the environment's {name} is not there; {has}")
 
 
 def describe_user_error(error: BaseException) -> str:

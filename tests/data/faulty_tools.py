@@ -195,14 +195,39 @@ class Counter:
         Args:
             by: how far.
         """
-        if by == 13:
-            time.sleep(60)
+        time.sleep({13: 60, 4: 0.4}.get(by, 0))
         self.count += by
         return str(self.count)
 
     def get_reward(self) -> float:
         """What was counted."""
         return float(self.count)
+
+
+class Stateful:
+    """Has attributes of all kinds."""
+
+    rounds = 3
+    __slots__ = ("__dict__", "place")
+
+    def reset(self, **row: object) -> None:
+        """Set them."""
+        self._solved, self.place, self.visited, self.counts = True, (0, 1), {(0, 1)}, {1: "a"}
+        self.best, self.clock, self.words = float("inf"), object(), "x" * 200_000
+
+    @property
+    def won(self) -> bool:
+        """A property."""
+        return self._solved
+
+    @property
+    def broken(self) -> bool:
+        """One that fails."""
+        raise KeyError("broken")
+
+    def look(self) -> str:
+        """Look."""
+        return "wall"
 
 
 def no_hints(a):

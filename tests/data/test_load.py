@@ -9,11 +9,11 @@ import datasets
 import pytest
 from tokenizers import processors
 
-from rloo_kit.data.chat import prompt_identity
+from rloo_kit.data.chat import embedded_tokenizer, prompt_identity
 from rloo_kit.data.load import Data, load_data, prepare_data
+from rloo_kit.data.tool_turns import ToolFormat
 from rloo_kit.errors import DataError
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rollout.episodes import add_observation
 from tests.data.conftest import BOTH, jsonl, plain, rendered
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
@@ -415,7 +415,8 @@ def test_a_column_question_of_the_file_s_own_is_not_taken_for_the_user_s_message
     (row,) = load_data(run, tiny_tokenizer, rows=given).train.to_list()
     assert (row["question"], row["user_message"], row["answer"]) == ("Where from?", ASKED, "Norway")
     assert prepare_data(run, tiny_tokenizer, given).train.row(0) == row, "cheap checks and rewards see the same row"
-    shown = add_observation(row, " (1 of 2)")
+    form = ToolFormat(embedded_tokenizer("untaught", "compact"))
+    shown = form.observe(row, " (1 of 2)")
     assert shown == row["prompt"].replace(ASKED, f"{ASKED} (1 of 2)") and PASSAGE in shown
     seen = []
 

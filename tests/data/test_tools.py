@@ -1,6 +1,7 @@
 """Tools in their process: what a fault costs the model, and what its user sees."""
 
 import asyncio
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data import tools
-from rloo_kit.data.tools import Result, Toolbox, open_toolbox
+from rloo_kit.data.tools import Result, Toolbox, ToolHost, open_toolbox, own_reward
 from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.rewarding.worker import end_workers
 
@@ -120,7 +121,7 @@ def test_async_tools_in_a_process_that_runs_a_loop():
 
     async def call_twice() -> list[str]:
         results = [toolbox.call(number, [("ask", {"text": "a"})]).result() for number in (0, 1)]
-        return [one.content for (one,) in results] + [toolbox._places[0].host.call(0, ({}, []), "later", {}).content]
+        return [one.content for (one,) in results] + [toolbox._places[0].call(0, ({}, []), "later", {}).content]
 
     assert asyncio.run(call_twice()) == ["a", "a", "[1, 2]"]
 
@@ -139,6 +140,93 @@ def test_an_environment_survives_the_death_of_its_process():
     assert toolbox.environments()[0].count == 11
     (lost,) = toolbox.call(2, [("step", {"by": 1})]).result()
     assert lost.kind == "failed" and "cannot be started" in lost.content
+
+
+def test_an_environment_is_built_again_in_a_time_of_its_own():
+    """Three calls of 0.4 s, repeated before the next one, were more than its limit of 1 s: the row was lost for good,
+    and with each of its calls the process of all others."""
+    toolbox = toolbox_of(environment=f"{FILE}:Counter")
+    toolbox.reset([0, 1], [{}, {}])
+    slow = [("step", {"by": 4})] * 3
+    assert [one.content for one in toolbox.call(0, slow).result()] == ["4", "8", "12"]
+    assert toolbox.call(1, [("step", {"by": 13})]).result()[0].kind == "failed"
+    assert [one.content for one in toolbox.call(0, slow).result()] == ["16", "20", "24"]
+
+
+class World:
+    """What the environments below have in common."""
+
+    def reset(self, answer: object = None, **row: object) -> Any:
+        """Return what the row says."""
+        return answer
+
+
+def text_tool(self, x: str) -> str:
+    """Take it.
+
+    Args:
+        x: what.
+    """
+    return x
+
+
+RESERVED: dict[str, tuple[dict[str, Any], str]] = {  # members of the class, words of the error or what is offered
+    "respond as a tool": ({"respond": text_tool}, r"World.respond is not the respond\(messages\)"),
+    "respond without messages": ({"respond": lambda self: []}, "World.respond"),
+    "respond with more": ({"respond": lambda self, messages, turn: []}, "World.respond"),
+    "respond as a text": ({"respond": "yes"}, "World.respond"),
+    "respond in tools()": ({"respond": text_tool, "tools": lambda self: [self.respond]}, "['text_tool'] False False"),
+    "tools as a tool": ({"tools": lambda self: "a saw"}, "tools.. returned 'a saw'"),
+    "tools that takes something": ({"tools": text_tool}, r"World.tools is not the tools\(\)"),
+    "tools as a list": ({"tools": ["hammer", "saw"]}, "World.tools"),
+    "tools of nothing": ({"tools": lambda self: None}, "tools.. returned None"),
+    "get_reward with the answer": ({"get_reward": lambda self, answer: 1.0}, "World.get_reward"),
+    "get_reward as a number": ({"get_reward": 1.0}, "World.get_reward"),
+    "get_reward with a default": ({"get_reward": lambda self, scale=1.0: scale}, "[] True False"),
+    "as documented": ({"get_reward": lambda self, messages: 1.0, "respond": lambda self, messages: []}, "[] True True"),
+    "a name that is no text": ({"name": ["x"], "look": text_tool}, "['text_tool'] False False"),
+    "no reset": ({"reset": None}, "no method reset"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESERVED)
+def test_methods_that_the_kit_calls_are_not_taken_for_tools(case):
+    """As in tau-bench, `respond(content)` answers the customer: it was offered to nobody, and called with all messages
+    after each turn without a call; its text came back as one message a letter."""
+    members, words = RESERVED[case]
+    kind = type("World", (World,), members)
+    if words.startswith("["):
+        host = ToolHost([], kind)
+        offered = [one["function"]["name"] for one in host.schemas]
+        assert f"{offered} {host.owns_reward} {host.responds}" == words and host.environment == "World"
+        assert not host.owns_reward or own_reward(kind(), []) == 1.0
+    else:
+        with pytest.raises(ConfigError, match=words):
+            ToolHost([], kind)
+
+
+@pytest.mark.parametrize("found", [("text", {}), {"text": 1}, ["text"], 3, 0, b"text", None, "", "text", "half \ud83d"])
+def test_an_observation_is_a_text_or_none(found):
+    """Of gym's (observation, info) the model read the tuple as Python writes it."""
+    result, fine = ToolHost([], World).reset(0, {"answer": found}), isinstance(found, str | None)
+    assert (result.kind, result.content) == (("ok", found or "") if fine else ("failed", ""))
+    assert fine or f"reset returned {found!r}" in result.detail
+
+
+def test_rewards_read_what_an_environment_holds():
+    """TRL's examples keep their state in names with an underscore, because public methods are tools: rewards saw no
+    such name, no class's, no slot and no property. What is no plain value is named."""
+    toolbox = toolbox_of(environment=f"{FILE}:Stateful")
+    toolbox.reset([0], [{}])
+    (seen,) = toolbox.environments()
+    for one in (seen, pickle.loads(pickle.dumps(seen))):
+        values = one._solved, one.rounds, one.won, one.place, one.visited, one.counts, one.best
+        assert values == (True, 3, True, (0, 1), {(0, 1)}, {1: "a"}, float("inf"))
+        with pytest.raises(
+            AttributeError, match="environment's clock .* _solved, best, counts, place, rounds, visited, won"
+        ):
+            one.clock  # noqa: B018
+        assert not hasattr(one, "words") and not hasattr(one, "broken") and not hasattr(one, "look")
 
 
 def test_tools_of_several_processes(tmp_path):
@@ -219,7 +307,7 @@ def test_a_limit_that_falls_into_a_key_leaves_none_of_it(monkeypatch):
 @pytest.mark.usefixtures("fresh")
 def test_an_environment_never_shows_a_key_that_it_was_given(monkeypatch):
     """Its observation becomes part of the prompt, its messages and attributes of rollouts/ and of the rewards' columns.
-    Numbers stay numbers, names stay names."""
+    Numbers stay numbers."""
     monkeypatch.setenv("MY_API_KEY", KEY)
     toolbox = toolbox_of(environment=f"{LEAKING}:Leaky", tool_env=["MY_API_KEY"])
     good, bad = toolbox.reset([0, 1], [{}, {"fail": 1}])
@@ -231,7 +319,7 @@ def test_an_environment_never_shows_a_key_that_it_was_given(monkeypatch):
     with pytest.raises(RewardError, match=r"no reward from https://host/\?key=\*\*\*"):
         toolbox.ask(0, "get_reward", []).result()
     (seen, _) = toolbox.environments()
-    assert (seen.url, seen.one, seen.parts) == ("https://host/?key=***", 1, [{"key": "***", KEY: 1.0}])
+    assert (seen.url, seen.one, seen.parts) == ("https://host/?key=***", 1, [{"key": "***", "***": 1.0}])
 
 
 @pytest.mark.usefixtures("fresh")
