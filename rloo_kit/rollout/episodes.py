@@ -4,6 +4,7 @@ A turn that has ended is parsed by transformers; its calls are made in the tools
 sampled; the results are rendered as the chat template does and tokenized alone. No sampled id changes.
 """
 
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -132,8 +133,9 @@ class Episodes:
         self.toolbox, self.parser, self.limits = use.toolbox, use.parser, use.limits
         self.episodes = [Episode() for _ in rows]
         started = self.toolbox.reset(range(len(rows)), rows)
-        observe, limit = self.parser.form.observe, self.toolbox.max_prompt_length
-        self.prompts = [observe(row, one.content, limit) for row, one in zip(rows, started, strict=True)]
+        form, limit = self.parser.form, self.toolbox.max_prompt_length
+        pairs = zip(rows, started, strict=True)
+        self.prompts = [add_observation(row, one.content, form, limit) for row, one in pairs]
         for episode, one in zip(self.episodes, started, strict=True):
             if one.kind == "failed":
                 episode.calls.append(("reset", one.kind))
@@ -203,6 +205,14 @@ class Episodes:
                 content = self.parser.tokenizer.decode(last, skip_special_tokens=True)
                 episode.messages.append({"role": "assistant", "content": content})
         return self.episodes
+
+
+def add_observation(row: dict[str, Any], text: str, form: ToolFormat | None = None, limit: int | None = None) -> Any:
+    """`ToolFormat.observe`; without a format, of a prompt in ChatML whose last turn is the user's."""
+    if form is not None:
+        return form.observe(row, text, limit)
+    head, end, rest = row["prompt"].rpartition("<|im_end|>")
+    return head + re.sub(r"<(?=[|/a-z])", "< ", text) + end + rest
 
 
 def episode_columns(
