@@ -84,7 +84,7 @@ def find_near_miss(name: str, for_models: bool) -> str | None:
     sources = [*(f"embedded/{family}" for family in FAMILIES), f"reasoning_gym/{rest}", f"verifiers/{rest}"]
     models = [f"embedded/{kind}" for kind in (*KINDS, *(f"thinking@{family}" for family in FAMILIES))]
     near = difflib.get_close_matches(written, [*models, *SMOLLM2] if for_models else sources, n=1, cutoff=0.75)
-    prefix = near[0].partition("/")[0] if near and rest else ""
+    prefix = near[0].partition("/")[0] if near and rest else "/"
     is_near = difflib.SequenceMatcher(None, owner, prefix).ratio() > 0.84 and not name.startswith(f"{prefix}/")
     return near[0] if is_near else None
 

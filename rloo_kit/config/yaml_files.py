@@ -73,8 +73,9 @@ def read_value(text: str) -> Any:
         return text
     between = "".join(text[before[1] : after[0]] for before, after in pairwise(tokens))
     is_changed = "#" in between or any(kind in _DROPPED or _CHANGED.fullmatch(text[a:b]) for a, b, kind in tokens)
-    is_block = isinstance(value, dict | list) and (text.strip()[0] not in "[{" or ":" not in text and "{" in text)
-    return text if isinstance(value, str) or is_changed or is_block else value
+    is_set = ":" not in text and "{" in re.sub(r"\{\s*\}", "", text)  # {a, b}
+    is_block = isinstance(value, dict | list) and text.strip()[0] not in "[{"
+    return text if isinstance(value, str) or is_changed or is_set or is_block else value
 
 
 _DROPPED = ("<alias>", "<anchor>", "<directive>", "<document end>", "<document start>", "<tag>")

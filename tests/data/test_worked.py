@@ -235,7 +235,9 @@ def test_turns_with_tools_are_those_of_a_rollout(make_run: Any, tools: tuple[str
     first, second = ("two sums\n</think>\n\n", "so</think>\n\n") if thinks else ("", "")
     turns = [f"{first}I add.\n{tool_call}\n{tool_call}", second + tool_call, f"{first}done"]
     parser = ToolParser(ToolFormat(tokenizer, thinks))
-    dialogue = ToolUse(Toolbox.of([add], None), parser, RLOOSection(max_steps=1, tool_result_tokens=8)).begin([{}])
+    dialogue = ToolUse(Toolbox.of([add], None), parser, RLOOSection(max_steps=1, tool_result_tokens=8)).begin(
+        [{"prompt": "?"}]
+    )
     rollout = Scripted(tokenizer, [turns]).sample([found[0].prompt_ids], Limits(1000), dialogue=dialogue)
     assert found[0].completion_ids == rollout.completion_ids[0]
     assert found[0].context == rollout.context[0] and len(found[0].context) == 2
