@@ -262,7 +262,7 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
     if found is None:
         return None
     share = last_of(seen, "rewards/failed_ratio", 1)[0]
-    return Evidence(found.step, f"a reward failed on {share:.0%} of the samples, {in_a_row(seen, found.step)}")
+    return Evidence(found.begins, f"a reward failed on {share:.0%} of the samples, {in_a_row(seen, found.begins)}")
 
 
 @rule(

@@ -109,7 +109,9 @@ class RunOverview:
                 text = f"  {one['rule'].replace('_', ' ')} since step {one['since']}{over}: {one['evidence']}"
                 parts.append(Text(fill_text(f"{text}. {one['cause']}. To do: {one['fix']}")))
         if others := [text for one in self.judgements if (text := str(one)) in self.actions]:
-            parts.append(Text(f"\nWorth checking, mean of the last {self.last} logged steps"))
+            is_alarming = any(one.level == "alarming" and str(one) in others for one in self.judgements)
+            title = "Alarming, so the exit code is 1" if is_alarming else "Worth checking"
+            parts.append(Text(f"\n{title}, mean of the last {self.last} logged steps"))
             parts += [Text(fill_text(f"  {one}")) for one in others]
         return Group(*parts)
 

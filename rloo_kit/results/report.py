@@ -196,7 +196,7 @@ def _settings(
     return {
         "model": run.model.name,
         "data": " + ".join(run.data.all_sources) if is_rloo else run.sft.source or run.data.source,
-        "rewards": ", ".join(entry.name for entry in run.rewards) if is_rloo else None,
+        "rewards": ", ".join(entry.name for entry in run.rewards) or run.rloo.environment if is_rloo else None,
         "hardware": recorded.get("machine"),
         "steps": f"{result.steps:,}",
         "K, completions per prompt": run.rloo.num_generations if is_rloo else None,

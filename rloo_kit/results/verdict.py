@@ -11,10 +11,17 @@ from typing import Any, Literal, NamedTuple
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding
-from rloo_kit.health.series import CEILING, Series, at_ceiling, is_number
+from rloo_kit.health.series import CEILING, CLIPPED, Series, at_ceiling, is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.changes import Change, change_of
-from rloo_kit.results.evaluation import THINKING, Evaluation, rewards_differ, setting_differences, shared_measures
+from rloo_kit.results.evaluation import (
+    MEASURES,
+    THINKING,
+    Evaluation,
+    rewards_differ,
+    setting_differences,
+    shared_measures,
+)
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, plain_prompt
@@ -217,7 +224,8 @@ class _Facts:
     ) -> None:
         self.run, self.result, self.sides = run, result, None
         if before is not None and after is not None and not setting_differences(before, after):
-            self.sides = before, after
+            is_edited = rewards_differ(before, after) and "reward" in (before.leading, after.leading)
+            self.sides = None if is_edited else (before, after)
         self.change = change = self.change_of(*shared_measures(before, after))
         self.solved = _was_solved(run, result, before, after, change)
         lasting = {one.name: one for one in result.lasting}
@@ -228,7 +236,7 @@ class _Facts:
         alarm = next((one for one in alarming if one.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
         self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
-        self.findings |= {"first": first, "worst": broken or next(iter(result.findings), None)}
+        self.findings |= {"first": first, "worst": broken or first}
         text, paid, risen = _lower(str(change or "")), self.change_of("reward"), self._describe_risen()
         self.texts = {name: "" if one is None else one.found for name, one in self.findings.items()} | {
             "lead": f"{risen}, but " if risen else "",
@@ -265,12 +273,12 @@ class _Facts:
         return next(filter(None, (change_of(name, *self.sides) for name in names)), None)
 
     def _describe_risen(self) -> str:
-        """The weighted sum, or a reward in it, that rose on the held-out prompts without deciding; where nothing was
-        compared, or "nothing could be learnt" is near, the reward in training."""
+        """The weighted sum, a reward in it or a measure that rose on the held-out prompts without deciding; where
+        nothing was compared, or "nothing could be learnt" is near, the reward in training."""
         change, weights = self.change, self.run.reward_weights
         if change is not None:
-            others = {"reward", *(name for name, weight in weights.items() if weight > 0)} - {change.measure}
-            changes = map(self.change_of, sorted(others, key=lambda name: name != "reward"))
+            others = ["reward", *(name for name, weight in weights.items() if weight > 0), *MEASURES]
+            changes = (self.change_of(name) for name in others if name != change.measure)
             if (risen := next((one for one in changes if one is not None and one.rose), None)) is not None:
                 return _lower(str(risen))
         seen = Series()
@@ -286,6 +294,11 @@ class _Facts:
             return ""
         return f"the reward in training rose from {old:.2f} to {new:.2f} (means of the first and the last {count} rows)"
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether nearly all held-out completions reach the limit, in a run too short for the health rule, too."""
+        return self.sides is not None and CLIPPED.is_alarming(self.sides[1].truncated_share)
+
     def list_more(self, outcome: Outcome) -> Iterator[str]:
         """What else was measured, to follow the row's sentence."""
         result, change, reward, thinking = self.result, self.change, self.change_of("reward"), self.change_of(THINKING)
@@ -294,7 +307,8 @@ class _Facts:
                 yield f", {words}"
             # sampled accuracy rises with a sharper policy, too
             greedy = self.change_of(f"greedy_{change.measure}", "greedy_accuracy", "greedy_reward")
-            if greedy is not None:
+            is_named = "{lead}" in outcome.sentence and self.texts["lead"].startswith("greedy")
+            if greedy is not None and greedy.measure != change.measure and not is_named:
                 (old, new), form = (greedy.before.value, greedy.after.value), ".2f" if greedy.is_reward else ".0%"
                 yield f"; greedy from {old:{form}} to {new:{form}}".replace("%", " %")
             if reward is not None and reward.fell and change.measure != "reward":
@@ -302,6 +316,8 @@ class _Facts:
             is_worth = thinking is not None and (outcome.kind == "learnt" or thinking.fell)
             if thinking is not None and is_worth and "{shorter}" not in outcome.sentence:
                 yield f"; thinking from {thinking.before.value:,.0f} to {thinking.after.value:,.0f} tokens"
+            if self.is_cut_off and not any("truncated" in text for text in self.texts.values()):
+                yield f"; {self.sides[1].truncated_share:.0%} of the held-out completions are truncated"
         if outcome.kind == "learnt" and result.adapter_step not in (None, result.steps):
             yield f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
         if "cut" in self.true and "running" not in self.true and "{ended}" not in outcome.sentence:
@@ -386,6 +402,7 @@ def _advise(kind: Kind, facts: "_Facts") -> str:
     run, result, change = facts.run, facts.result, facts.change
     section: Any = run.rloo if result.method == "rloo" else run.sft
     longer = f"{result.method}.{'num_train_epochs' if section.max_steps is None else 'max_steps'}"
+    longer = "eval.patience" if result.stopped == EARLY else longer
     if kind == "gamed":
         return "read the best completions, then fix the reward or change the weights of rewards"
     if kind == "no signal":
@@ -394,14 +411,20 @@ def _advise(kind: Kind, facts: "_Facts") -> str:
             "reward"
         )
     if kind == "broken":
-        keep = ", and keep the best weights with eval.every_steps and eval.save_best"
-        return f"lower {result.method}.learning_rate{keep if result.method == 'rloo' else f' or {longer}'}"
+        if result.method != "rloo":
+            return f"lower sft.learning_rate or {longer}"
+        is_kept = run.eval.every_steps and run.eval.save_best
+        keep = "" if is_kept else ", and keep the best weights with eval.every_steps and eval.save_best"
+        return f"lower rloo.learning_rate{keep}"
     if kind == "learnt" or result.stopped == "running":
         return ""
     if result.stopped not in (None, EARLY):
-        return "continue with --resume"
+        return "continue with --resume" if result.method == "rloo" else "start again with --overwrite"
     if change is None or facts.sides is None:
-        return "evaluate it: run.evaluate=true, with the same eval.* before and after"
+        return "evaluate it: run.evaluate=true, with the same eval.* and rewards before and after"
+    if facts.is_cut_off:
+        limit = run.rloo.max_completion_length
+        return f"raise rloo.max_completion_length (currently {limit}), and model.max_seq_length with it"
     thinking, measured = facts.change_of(THINKING), facts.sides[1].num_prompts
     if thinking is not None and thinking.fell and Context.of(run).wants_shorter(facts.sides[0].forced_share):
         return f"evaluate on more prompts ({_find_more(run, measured, None)}): if it is as right is still open"
@@ -411,7 +434,7 @@ def _advise(kind: Kind, facts: "_Facts") -> str:
         more = max(-(-int(1.2 * count) // 100) * 100, change.difference.count + 100)
         where = _find_more(run, measured, more)
         return f"train longer ({longer}), or evaluate on about {more:,} prompts ({where}) to resolve such a change"
-    return f"train longer ({longer}) or with a higher {result.method}.learning_rate"
+    return f"train longer ({longer})" + (f" or with a higher {result.method}.learning_rate" if value >= 0 else "")
 
 
 def _find_more(run: RunConfig, measured: int, wanted: int | None) -> str:

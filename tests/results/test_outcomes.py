@@ -67,6 +67,7 @@ class Case:
     tokens: tuple[int, int] | None = None
     state: str = "finished"
     weight: float = 1.0
+    truncated: float = 0.0
     evaluation: dict[str, Any] = field(default_factory=dict)
 
 
@@ -138,6 +139,18 @@ CASES = {
         "no evidence", ["The held-out reward went"], "train longer", {"rewards/answer_reward/mean": [0.0] * STEPS},
         FLAT, FLAT, weight=0.0,
     ),
+    "accuracy of weight 0 rose": Case(
+        "no evidence", ["Accuracy rose from 20 % to 80 %", "but 97% of", "; the held-out reward went"],
+        "max_completion_length", CUT, UP, FLAT, weight=0.0,
+    ),
+    "greedy rose alone": Case(
+        "no evidence", ["Greedy accuracy rose from 5 % to 95 %", "but 97% of", "; accuracy went"],
+        "max_completion_length", CUT, FLAT, greedy=(10, 190),
+    ),
+    "cut off, in a short run": Case(
+        "no evidence", ["Accuracy went", "; 97% of the held-out completions are truncated"],
+        "raise rloo.max_completion_length (currently 120)", {}, FLAT, truncated=0.97,
+    ),
     "not evaluated": Case("no evidence", ["The run was not evaluated"], "run.evaluate", {}),
     "not evaluated, risen": Case(
         "no evidence", ["The reward in training rose", "but the run was not evaluated"], "run.evaluate", RISING
@@ -161,7 +174,7 @@ def side(case: Case, place: int) -> Evaluation | None:
     if case.tokens is not None:
         found.forced_share = 0.6
         found.measures["thinking_tokens"] = mean_of([case.tokens[place] * (0.9 + 0.2 * (n % 2)) for n in range(COUNT)])
-    found.prompts_digest = "same"
+    found.prompts_digest, found.truncated_share = "same", case.truncated
     return found
 
 
@@ -235,14 +248,16 @@ def test_no_combination_contradicts_its_page(tmp_path: Path) -> None:
         found = result(run, *[finding(rule)] * bool(rule), stopped=stopped)
         verdict = judge_run(run, found, side(case, 0), side(case, 1))
         text = f"{case}, {rule}, {stopped}: {verdict}"
-        rose = UP in (right, reward)
+        rose = UP in (right, reward, greedy)
         assert not (rose and ("could be learnt" in verdict.sentence or verdict.kind == "no signal")), text
         assert (verdict.kind == "learnt") == ((right or reward) == UP and (rule != "reward_hacking" or right == UP)), (
             text
         )
-        if rose and right != DOWN and rule != "reward_hacking" and stopped != "running":
+        if UP in (right, reward) and right != DOWN and rule != "reward_hacking" and stopped != "running":
             assert " rose from 20 % to 80 %" in verdict.sentence or " rose from 0.20 to 0.80" in verdict.sentence, text
             assert verdict.sentence.index(" rose ") < 20, text
-        assert ("greedy from 20 % to 80 %" in verdict.sentence) == bool(greedy), text
+        said = verdict.sentence.lower()
+        assert said.count("greedy from 20 % to 80 %") + said.count("greedy accuracy rose from") == bool(greedy), text
+        assert not (stopped == "early" and "max_steps" in verdict.next), "patience stopped it"
         assert bool(verdict.next) or verdict.kind == "learnt" or stopped == "running", text
         assert stopped != "interrupted" or "ended early, at step 30 (interrupted)" in verdict.sentence, text

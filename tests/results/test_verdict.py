@@ -91,6 +91,9 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
         ((200, 199), "reward_hacking", {}, "gamed", "what it saw", "rloo.key"),
         ((100, 300), "reward_hacking", {}, "learnt", "400 held-out prompts), but what it saw", "rloo.key"),
         ((88,), "", {"steps": 7, "stopped": "interrupted"}, "no evidence", "step 7", "--resume"),
+        ((88,), "", {"steps": 7, "stopped": "interrupted", "method": "sft"}, "no evidence", "step 7", "--overwrite"),
+        # the cause of steps that are over
+        ((300, 20), "truncation", {"metrics": [{"step": 40}]}, "broken", "fell", "lower rloo.learning_rate"),
         ((88,), "", {"steps": 1, "stopped": "running", "metrics": [{"step": 1, "frac_score_zero_std": 1.0}]},
          "no evidence", "has not ended", ""),
         ((88, 368), "", {"adapter_step": 10}, "learnt", "of step 10, so part of it is luck", ""),
@@ -184,6 +187,13 @@ def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
     verdict = judge_run(run, result(run), before, after)
     assert verdict.kind == "gamed" and "reward rose from 0.20 to 0.90" in verdict.sentence
     assert "accuracy fell" in verdict.sentence
+
+
+def test_an_edited_reward_that_decides_is_not_compared_by_exact_match(run: RunConfig) -> None:
+    """ "Exact match went from 0.0 % to 0.0 %: train longer", of a run that only its own reward judges."""
+    sides = [replace(by_reward(200), sources=text) for text in ("before", "after")]
+    verdict = judge_run(run, result(run), *sides)
+    assert verdict.change is None and "A reward was edited" in verdict.sentence and "rewards before" in verdict.next
 
 
 def test_evaluations_made_differently_are_not_compared(run: RunConfig) -> None:

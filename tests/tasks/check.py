@@ -172,8 +172,9 @@ class Checks:
         self._change_numbers("status.json", found.get("change"), *self.run.sides.values())
         before, after = (side.measure(self.run.leads) for side in self.run.sides.values())
         sentence = found.get("sentence", "")
-        if self.run.leads != "reward" and sentence.startswith("The held-out reward"):
-            sentence = sentence.partition("), but ")[2]  # after the reward that rose, and decides nothing
+        leads = ("The held-out greedy", "Greedy", *(["The held-out reward"] if self.run.leads != "reward" else []))
+        if sentence.startswith(leads):
+            sentence = sentence.partition("), but ")[2]  # after what rose, and decides nothing
         if moved := re.match(rf"(.*?) (rose|fell|went) from ({NUMBER})( ?%)? to ({NUMBER})", sentence):
             verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "went"
             scale = 100 if moved[4] else 1
