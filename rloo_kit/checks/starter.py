@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import string
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,14 +35,23 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-# Names of columns as `_simple` spells them: of prompts, of answers, of neither.
-_PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
-_ANSWER = "((correct|final|gold) )?answer|solution|target|label|output|response|result|antwort|ergebnis|respuesta|答案"
-_NEITHER = "(.* )?(id|nr|row|category|difficulty|level|topic|subject|source|type|date)|((s|sl) )?no|unnamed.*|index.*|"
-# A hash or UUID, an address, a date, q-12; a number; what names no column: a number or a sentence.
-_KEY = re.compile(r"[\da-f-]{16,}|https?://\S+|\d+([-/.: t]+\d+){2,}z?|[^\W\d]+[-_.:/#]?\d+", re.I)
+# Words of columns' names: of prompts, of answers, of answers or remarks on them; ends and whole names of neither.
+_PROMPT = (
+    r"prompt|question|problem|instruction|query|input|message|conversation|fragen?|aufgaben?|pregunta|domanda|\w*问题"
+)
+_ANSWER = r"answer|solution|target|reply|gold|expected|reference|completion|\w*antwort(en)?|\w*l(ö|oe)sung(en)?|\w*答案"
+_ANSWER += "|respuesta|risposta|r[ée]ponse|solución|soluzione"
+_WEAK = "label|output|response|result|ergebnis?(se)?"
+_NEITHER = (
+    "(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date)|((s|sl) )?no|unnamed.*|index.*"
+)
+_NEITHER += "|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+|"
+# A hash or UUID, an address, a date, a number with few words; a number; what names no column: a number or a sentence.
+_KEY = r"[\da-f-]{16,}|https?://\S+|\d+([-/.: t]+\d+){2,}z?|(?!.{40})@*([^\W\d]+@+){0,2}([^\W\d]+@*)?\d+@*([^\W\d]+@*){0,2}"
+_KEY = _KEY.replace("@", r"[\s.:;,()\[\]{}#/№§°*-]")
 _NUMBER = r"[-+$€£]?\s?[\d.,]*\d\s?[%€]?"
 _NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)
+_USABLE = ("text", "number", "kinds", "messages")  # of a prompt; of an answer all but messages
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
@@ -80,7 +90,7 @@ class Table:
     Attributes:
         source: the file, as given. prompt_column, answer_column: two of its columns.
         rows: as read. texts: of the prompts; of messages, their contents. are_texts: no prompt is a list of messages.
-        gold: the answer of the first row that has one. answer_after: the marker in front of every answer. are_numbers:
+        golds: the answers of the rows that have one. answer_after: the marker in front of every answer. are_numbers:
         every answer is a number.
     """
 
@@ -90,7 +100,7 @@ class Table:
     rows: DataSource
     texts: list[str]
     are_texts: bool
-    gold: str
+    golds: list[str]
     answer_after: str | None
     are_numbers: bool
 
@@ -111,12 +121,14 @@ def open_data(source: str) -> dict[str, list[Any]]:
 def find_columns(
     source: str, columns: dict[str, list[Any]], prompt: str | None = None, answer: str | None = None
 ) -> dict[str, list[str]]:
-    """By flag the columns that it could be: the given one, else by names, else by contents. Raises ConfigError for a
-    column that is not there, a first line without names, and answers that choose from other columns."""
+    """By flag the columns that it could be, one if that is sure: an answer by name, a prompt by name or as the only
+    text left. Raises ConfigError for flags without a column each, no names, and answers that choose from columns."""
+    if prompt is not None and prompt == answer:
+        raise ConfigError(f"--prompt-column and --answer-column are both {prompt}; name two different columns")
     for name, flag in ((prompt, "--prompt-column"), (answer, "--answer-column")):
         if name is not None and name not in columns:
             raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, columns)}")
-    shape, known = partial(re.compile(r"\d+").sub, "0"), re.compile(f"{_PROMPT}|{_ANSWER}")
+    shape, known = partial(re.compile(r"\d+").sub, "0"), re.compile(f"{_PROMPT}|{_ANSWER}|{_WEAK}")
     has_names = not source.lower().endswith(".csv") or any(known.fullmatch(_simple(name)) for name in columns)
     for name, values in columns.items():
         is_value = _NO_NAME.fullmatch(name) or (name and shape(name) in map(shape, map(str, values)))
@@ -125,30 +137,39 @@ def find_columns(
                 f"{source}: its first line seems to be a row, and {excerpt(name, 60)} no name of a column; write names "
                 "above it, for example prompt,answer, or pass --prompt-column and --answer-column"
             )
-    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
-
-    def pick(given: str | None, known: str, *wanted: str) -> list[str]:
-        named = [name for name in kinds if re.fullmatch(known, _simple(name))]
-        fits = [name for name, kind in kinds.items() if kind in wanted]
-        return [given] if given is not None else [name for name in named if name in fits] or (fits and named + fits)
-
-    prompts, answers = pick(prompt, _PROMPT, "text", "messages"), pick(answer, _ANSWER, "text", "number", "kinds")
-    answers = [name for name in answers if [name] != prompts]
-    prompts = [name for name in prompts if [name] != answers]
-    golds = {str(one).strip().lower() for name in answers for one in columns[name]}
-    ends = {_simple(name).rpartition(" ")[2]: name for name in columns}
-    shown = [ends[end] for end in sorted(golds if golds <= ends.keys() else {"choice", "option"} & ends.keys())]
-    if len(answers) == 1 and answer is None and shown:
+    stems = {name: re.sub(r"\b[a-h]$|(?<=.)\d$", "#", _simple(name)) for name in columns}
+    stems = {name: stem for name, stem in stems.items() if not re.fullmatch(_NEITHER, stem.strip("# ") or "a")}
+    alike = {
+        "choice",
+        "option",
+        *(stem for stem, count in Counter(stems.values()).items() if "#" in stem and count > 1),
+    }
+    options = [name for name, stem in stems.items() if stem in alike]
+    if options and (prompt is None or answer is None):
         raise ConfigError(
-            f"{source}: '{answers[0]}' chooses from {', '.join(shown)}, which the prompts do not show; write them into "
-            f"the prompts, or pass --answer-column {shlex.quote(answers[0])}"
+            f"{source}: the answer chooses from {', '.join(options)}, which the prompts do not show; write them into "
+            "the prompts, or pass --prompt-column and --answer-column"
         )
+    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
+    named = [name for name in kinds if _has_word(name, _PROMPT)]
+    golds = [name for name in kinds if _has_word(name, f"{_ANSWER}|{_WEAK}") and name not in named]
+    answers = [answer] if answer is not None else [name for name in golds if kinds[name] not in ("constant", "empty")]
+    rest = {name: kind for name, kind in kinds.items() if name not in answers}
+    prompts = [name for name in named if kinds[name] not in ("index", "empty")] or named
+    prompts = [prompt] if prompt is not None else prompts or [n for n in rest if rest[n] in ("text", "messages")]
+    if answer is None and len(answers) == 1 and kinds[answers[0]] != "index":
+        others = [name for name in rest if rest[name] in _USABLE[:3] and [name] != prompts]
+        answers = answers if kinds[answers[0]] in _USABLE[:3] and (_has_word(answers[0], _ANSWER) or not others) else []
+    if prompt is None and len(prompts) == 1:  # the only text may be the answer
+        prompts = prompts if kinds[prompts[0]] in _USABLE and (named or len(answers) == 1) else []
     return {"--prompt-column": prompts, "--answer-column": answers}
 
 
 def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
-    """The flags to choose from, each with an example; where no column fits, all that are left."""
+    """The flags to choose from, each with an example; where no column fits, those that are left, without indexes."""
     rest = [name for name in columns if [name] not in found.values()]
+    fit = [name for name in rest if _kind_of(name, columns[name]) not in ("index", "empty")]
+    rest = fit if len(fit) >= list(found.values()).count([]) else rest
     pairs = [(shlex.join([flag, name]), columns[name]) for flag, names in found.items() for name in names or rest]
     examples = [(words, next((one for one in values if not has_no_answer(one)), "")) for words, values in pairs]
     return "\n".join(f"  {words}  (for example {excerpt(one, 60)})" for words, one in examples)
@@ -159,38 +180,42 @@ def _simple(name: str) -> str:
     return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z\d])", " ", name)).strip().lower().removesuffix("s")
 
 
-def _kind_of(name: str, values: list[Any]) -> str:
-    """What a column has: text, number, kinds (few values in many rows), messages; other, for example an index or one
-    value.
+def _has_word(name: str, words: str) -> bool:
+    """Whether a word of the name is one of `words`, and the name is not that of an index or a remark."""
+    found = (re.fullmatch(words, word.removesuffix("s")) for word in _simple(name).split())
+    return any(found) and not re.fullmatch(_NEITHER, _simple(name))
 
-    >>> _kind_of("n", ["1", "2", "3"]), _kind_of("sum", ["1+1=", "2+5="]), _kind_of("vote", ["a", "b"] * 4)
-    ('other', 'text', 'kinds')
+
+def _kind_of(name: str, values: list[Any]) -> str:
+    """What a column has: text, number, kinds (few values in many rows), messages; index (also a topic or a date),
+    constant, empty; other.
+
+    >>> [_kind_of("x", values) for values in (["1", "2", "3"], ["(1)", "2a"], ["1+1=", "2+5="], ["a", "b"] * 4)]
+    ['index', 'index', 'text', 'kinds']
     """
-    found = [one for one in values if not has_no_answer(one)]
+    found = [one for one in values if not has_no_answer(one) and one not in ([], {})]
+    if not found:
+        return "empty"
     if not all(type(one) in (str, int, float) for one in found):
-        return (
-            "messages"
-            if all(isinstance(one, list) and isinstance(one[:1] and one[0], dict) for one in found)
-            else "other"
-        )
-    texts, word = [str(one).strip() for one in found], _simple(name)
+        return "messages" if all(isinstance(one, list) and isinstance(one[0], dict) for one in found) else "other"
+    texts = [str(one).strip() for one in found]
     distinct = len(set(texts))
     numbers = [int(float(text)) for text in texts if re.fullmatch(r"[0-9]{1,15}(\.0)?", text)]
-    if distinct == len(texts) > 1 and not re.fullmatch(_ANSWER, word):  # answers may count: 3, 4, 5
-        in_order = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
-        if (in_order and len(numbers) == distinct) or all(map(_KEY.fullmatch, texts)):
-            return "other"
-    if re.fullmatch(_NEITHER, word) or distinct <= 1 < len(values):
-        return "other"
-    if 4 * distinct <= len(values):
+    if len(numbers) == distinct:
+        counts = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
+    else:
+        counts = all(re.fullmatch(_KEY, text, re.I) for text in texts)
+    if re.fullmatch(_NEITHER, _simple(name)) or (counts and distinct == len(values) > 1):
+        return "index"
+    if distinct <= 1 < len(values):
+        return "constant"
+    if 4 * distinct <= len(values) and all(len(text.split()) <= 3 for text in texts):
         return "kinds"
     return "number" if 2 * sum(bool(re.fullmatch(_NUMBER, text)) for text in texts) > len(texts) else "text"
 
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
-    if prompt_column == answer_column:
-        raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two different columns")
     rows = read_file(find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True))
     texts = []
     for row, prompt in enumerate(rows.prompts):
@@ -210,7 +235,7 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     golds = [find_boxed(gold) or gold for gold in golds]
     are_numbers = all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds)
     are_texts, after = all(isinstance(prompt, str) for prompt in rows.prompts), MARKER if marked else None
-    return Table(source, prompt_column, answer_column, rows, texts, are_texts, golds[0], after, are_numbers)
+    return Table(source, prompt_column, answer_column, rows, texts, are_texts, golds, after, are_numbers)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -356,7 +381,7 @@ def write_starter(
     if there and not overwrite:
         raise ConfigError(f"{there}: there already; --overwrite replaces, --output OTHER.yaml writes elsewhere")
     found = fit(model, config, table, gpu_gib)
-    gold, plan = table.gold, found.plan
+    gold, plan = table.golds[0], found.plan
     if gold.count("{") != gold.count("}") or THINK_END in gold:  # no completion could give such an answer
         gold = "42"
     answers = dict(zip(("finder", "right", "wrong", "thousand"), FORMS[found.values["form"]], strict=True))
@@ -374,6 +399,14 @@ def write_starter(
     ]
     if others := [name for name in table.rows.other_names if name not in (table.prompt_column, table.answer_column)]:
         lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
+    long = next((one for one in table.golds if len(one.split()) > 3 or len(one) > 40), "")
+    if long and not table.are_numbers:
+        has_one = all(len(re.findall(r"\d+(?:[.,]\d+)*", one)) == 1 for one in table.golds)
+        advice = " (its one number alone is compared as a number)" if has_one else ""
+        lines.append(
+            f"answers are sentences, as {excerpt(long, 60)}, and only the same words count as right: put the bare answer"
+            f"{advice} into '{table.answer_column}', or change the reward in {reward}"
+        )
     if not plan.machine.on_cuda and not found.values["is_embedded"]:
         lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))
     elif plan.step:
