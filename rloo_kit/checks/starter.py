@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import string
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -36,22 +35,17 @@ from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
 # Words of columns' names: of prompts, of answers, of answers or remarks on them; ends and whole names of neither.
-_PROMPT = (
-    r"prompt|question|problem|instruction|query|input|message|conversation|fragen?|aufgaben?|pregunta|domanda|\w*问题"
-)
-_ANSWER = r"answer|solution|target|reply|gold|expected|reference|completion|\w*antwort(en)?|\w*l(ö|oe)sung(en)?|\w*答案"
+_PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
+_ANSWER = r"answer|solution|target|reply|gold|expected|reference|completion|\w*antwort(en)?|\w*l(ö|oe)sung(en)?|答案"
 _ANSWER += "|respuesta|risposta|r[ée]ponse|solución|soluzione"
 _WEAK = "label|output|response|result|ergebnis?(se)?"
-_NEITHER = (
-    "(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date)|((s|sl) )?no|unnamed.*|index.*"
-)
-_NEITHER += "|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+|"
+_NEITHER = r"(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date) ?\d*|((s|sl) )?no|index.*"
+_NEITHER += "|unnamed.*|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+|"
 # A hash or UUID, an address, a date, a number with few words; a number; what names no column: a number or a sentence.
-_KEY = r"[\da-f-]{16,}|https?://\S+|\d+([-/.: t]+\d+){2,}z?|(?!.{40})@*([^\W\d]+@+){0,2}([^\W\d]+@*)?\d+@*([^\W\d]+@*){0,2}"
-_KEY = _KEY.replace("@", r"[\s.:;,()\[\]{}#/№§°*-]")
+_SHORT = r"(?!.{40})@*([^\W\d]+@+){0,2}([^\W\d]+@*)?\d+@*([^\W\d]+@*){0,2}".replace("@", r"[\s.:;,()\[\]{}#/№§°*-]")
+_KEY = re.compile(rf"[\da-f-]{{16,}}|https?://\S+|\d+([-/.: t]+\d+){{2,}}z?|{_SHORT}", re.I)
 _NUMBER = r"[-+$€£]?\s?[\d.,]*\d\s?[%€]?"
 _NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)
-_USABLE = ("text", "number", "kinds", "messages")  # of a prompt; of an answer all but messages
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
@@ -137,32 +131,31 @@ def find_columns(
                 f"{source}: its first line seems to be a row, and {excerpt(name, 60)} no name of a column; write names "
                 "above it, for example prompt,answer, or pass --prompt-column and --answer-column"
             )
-    stems = {name: re.sub(r"\b[a-h]$|(?<=.)\d$", "#", _simple(name)) for name in columns}
-    stems = {name: stem for name, stem in stems.items() if not re.fullmatch(_NEITHER, stem.strip("# ") or "a")}
-    alike = {
-        "choice",
-        "option",
-        *(stem for stem, count in Counter(stems.values()).items() if "#" in stem and count > 1),
-    }
-    options = [name for name, stem in stems.items() if stem in alike]
+    names = [name for name in columns if not re.fullmatch(_NEITHER, _simple(name))]
+    marks = [re.sub(r"\b[a-h]$|(?<=.)\d$", "#", _simple(name)) for name in names]
+    alike = {"choice", "option", *(mark for mark in marks if "#" in mark and marks.count(mark) > 1)}
+    options = [name for name, mark in zip(names, marks, strict=True) if mark in alike]
     if options and (prompt is None or answer is None):
         raise ConfigError(
             f"{source}: the answer chooses from {', '.join(options)}, which the prompts do not show; write them into "
             "the prompts, or pass --prompt-column and --answer-column"
         )
     kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
-    named = [name for name in kinds if _has_word(name, _PROMPT)]
-    golds = [name for name in kinds if _has_word(name, f"{_ANSWER}|{_WEAK}") and name not in named]
-    answers = [answer] if answer is not None else [name for name in golds if kinds[name] not in ("constant", "empty")]
-    rest = {name: kind for name, kind in kinds.items() if name not in answers}
-    prompts = [name for name in named if kinds[name] not in ("index", "empty")] or named
-    prompts = [prompt] if prompt is not None else prompts or [n for n in rest if rest[n] in ("text", "messages")]
-    if answer is None and len(answers) == 1 and kinds[answers[0]] != "index":
-        others = [name for name in rest if rest[name] in _USABLE[:3] and [name] != prompts]
-        answers = answers if kinds[answers[0]] in _USABLE[:3] and (_has_word(answers[0], _ANSWER) or not others) else []
-    if prompt is None and len(prompts) == 1:  # the only text may be the answer
-        prompts = prompts if kinds[prompts[0]] in _USABLE and (named or len(answers) == 1) else []
-    return {"--prompt-column": prompts, "--answer-column": answers}
+    named = [prompt] if prompt is not None else [name for name in kinds if _has_word(name, _PROMPT)]
+    golds = [name for name in kinds if _has_word(name, f"{_ANSWER}|{_WEAK}") and not _has_word(name, _PROMPT)]
+    golds = [answer] if answer is not None else [name for name in golds if kinds[name] not in ("constant", "empty")]
+    texts = [name for name, kind in kinds.items() if kind in ("text", "messages") and name not in golds]
+    asked = [name for name in named if kinds.get(name) not in ("index", "empty")] or named or texts
+    others = [
+        name for name in kinds if kinds[name] in ("text", "number", "kinds") and name not in golds and [name] != asked
+    ]
+    if answer is None and len(golds) == 1:
+        is_sure = _has_word(golds[0], _ANSWER) or not others
+        golds = golds if is_sure and kinds[golds[0]] in ("text", "number", "kinds", "index") else []
+    if prompt is None and len(asked) == 1:  # the only text may be the answer
+        is_sure = kinds[asked[0]] not in ("index", "constant", "empty", "other") and (named or len(golds) == 1)
+        asked = asked if is_sure else []
+    return {"--prompt-column": asked, "--answer-column": golds}
 
 
 def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
@@ -201,10 +194,8 @@ def _kind_of(name: str, values: list[Any]) -> str:
     texts = [str(one).strip() for one in found]
     distinct = len(set(texts))
     numbers = [int(float(text)) for text in texts if re.fullmatch(r"[0-9]{1,15}(\.0)?", text)]
-    if len(numbers) == distinct:
-        counts = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
-    else:
-        counts = all(re.fullmatch(_KEY, text, re.I) for text in texts)
+    counts = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
+    counts = counts if len(numbers) == distinct else all(map(_KEY.fullmatch, texts))
     if re.fullmatch(_NEITHER, _simple(name)) or (counts and distinct == len(values) > 1):
         return "index"
     if distinct <= 1 < len(values):
@@ -355,10 +346,8 @@ def _candidates(model: str, file: Path, table: Table, gpu_gib: float | None) -> 
 def name_output(output: Path | None, source: str) -> Path:
     """Path of the config: `output`, a file or a folder; by default NAME.yaml here, named after the data file."""
     name = f"{_as_module(Path(source).stem)}.yaml"
-    if output is None:
-        return Path(name)
-    if output.is_dir():
-        return output / name
+    if output is None or output.is_dir():
+        return (output or Path()) / name
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output}: a config file must end in .yaml; use --output {output}.yaml")
     return output
@@ -402,11 +391,9 @@ def write_starter(
     long = next((one for one in table.golds if len(one.split()) > 3 or len(one) > 40), "")
     if long and not table.are_numbers:
         has_one = all(len(re.findall(r"\d+(?:[.,]\d+)*", one)) == 1 for one in table.golds)
-        advice = " (its one number alone is compared as a number)" if has_one else ""
-        lines.append(
-            f"answers are sentences, as {excerpt(long, 60)}, and only the same words count as right: put the bare answer"
-            f"{advice} into '{table.answer_column}', or change the reward in {reward}"
-        )
+        bare = "its number alone, which is then compared as a number," if has_one else "the bare answer"
+        advice = f"put {bare} into '{table.answer_column}', or change the reward in {reward}"
+        lines.append(f"answers are sentences, as {excerpt(long, 60)}; only the same words are right: {advice}")
     if not plan.machine.on_cuda and not found.values["is_embedded"]:
         lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))
     elif plan.step:

@@ -181,9 +181,9 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
     sums("additions of mine.csv", header=("sum", "value"))
     code, printed, said = call(typed="none.csv\nadditions of mine.csv\nsun\nsum\nsum\nvalue\n\n")
     assert code == 0, said
-    assert re.search(r"--prompt-column sum  \(for example '\d+\+\d+='\)\n  --answer-column value  \(for", printed)
+    assert re.search(r"--prompt-column sum  \(for example '\d+\+\d+='\).*\n  --answer-column value  \(f", printed, re.S)
     for again in (
-        "--data none.csv: there is no such file",
+        "no file none.csv",
         "--prompt-column sun: there is no",
         "two different columns",
     ):
@@ -191,6 +191,20 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
     assert "[embedded/thinking]" in printed
     run = load_config("additions_of_mine.yaml")
     assert (run.data.source, run.data.prompt_column) == ("additions of mine.csv", "sum")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [("Paris is it.", False), ("It is the town {}a.", True), ("6{} km", False)]
+)
+def test_answers_that_are_sentences_are_named(answer: str, said: bool) -> None:
+    """A reward that pays for a whole sentence alone was written without a word."""
+    rows = [[f"What is {n} plus 3?", answer.format(n)] for n in range(9)] + [["How many?", "some"]]
+    code, printed, _ = call("--data", write_csv("own.csv", ["question", "answer"], rows), "--yes")
+    assert code == 0 and ("answers are sentences, as 'It is the town 0a.'" in printed) is said
+    assert ("put the bare answer into 'answer', or change the reward in own_rewards.py" in printed) is said
+    write_csv("own.csv", ["question", "answer"], [[one, answer.format(1)] for one, _ in rows])
+    code, printed, _ = call("--data", "own.csv", "--yes", "--answer-column", "answer", "--overwrite")
+    assert code == 0 and ("put its number alone, which is then compared as a number, into" in printed) is said
 
 
 BAD: dict[str, tuple[list[str], str]] = {
@@ -283,16 +297,17 @@ FILES |= {
     "a question and a hint": ("question,hint", f"{SUM},see {{a}} {{b}}", "--answer-column hint .*'see"),
     "a question and a score": ("question,score", f"{SUM},0.{{a}}", "--answer-column score .*'0"),
     "a verdict": ("question,result,expected", f"{SUM},{{level}},{{c}}", "--answer-column result .*column expected"),
-    "a weak word": ("text,note,label", f"{WORDS},{{a}}{{level}},{{level}}", "--answer-column note .*column label"),
+    "a weak word": ("text,note,label", f"{WORDS},see {{a}} of {{b}},{{level}}", "--answer-column note .*column label"),
     "a weak word alone": ("text,label", f"{SUM},{{c}}", ("text", "label")),
     "ultrachat": ("prompt,prompt_id,messages", f"{WORDS},{{uuid}},{WORDS} {{c}}", "column prompt .*column messages"),
     "prompt and text": ("Question,text_answer,note", "{one}+1=,{c},It is {c}", ("Question", "text_answer")),
     "remarks": ("question,answer,answer_length,wrong_answer", f"{SUM},{{c}},2,{{n}}", ("question", "answer")),
     "both words": ("text,question_answer", f"{SUM},{{c}}", "--answer-column text "),
-    "titles with numbers": (
-        "Problem,text,answer",
-        f"Problem {{n}},{WORDS},{{c}}",
-        r"each:\n  --prompt-column text .*\n  --answer-column answer",
+    "titles with numbers": ("Problem,text,answer", f"Problem {{n}},{WORDS},{{c}}", r"each:\n  --prompt-column text .*"),
+    "a weak word that counts": (
+        "text,note,label",
+        f"{WORDS},see {{a}} of {{b}},{{n}}",
+        "--answer-column note .*n label",
     ),
     "numbers in brackets": ("n,sum,answer", f"({{n}}),{SUM},{{c}}", ("sum", "answer")),
     "numbers with a letter": ("n,sum,answer", f"No. {{n}}a:,{SUM},{{c}}", ("sum", "answer")),
