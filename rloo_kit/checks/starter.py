@@ -34,13 +34,14 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-# Words of columns' names: of prompts, of answers, of answers or remarks on them; ends and whole names of neither.
+# Words of columns' names: of prompts, of answers, of answers or remarks on them; whole names of indexes, of neither.
 _PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
 _ANSWER = r"answer|solution|target|reply|gold|expected|reference|completion|\w*antwort(en)?|\w*l(ö|oe)sung(en)?|答案"
 _ANSWER += "|respuesta|risposta|r[ée]ponse|solución|soluzione"
 _WEAK = "label|output|response|result|ergebnis?(se)?"
-_NEITHER = r"(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date) ?\d*|((s|sl) )?no|index.*"
-_NEITHER += "|unnamed.*|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+|"
+_INDEX = r"(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date) ?\d*|((s|sl) )?no|index.*"
+_INDEX += "|unnamed.*|"
+_NEITHER = f"{_INDEX}|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+"
 # A hash or UUID, an address, a date, a number with few words; a number; what names no column: a number or a sentence.
 _SHORT = r"(?!.{40})@*([^\W\d]+@+){0,2}([^\W\d]+@*)?\d+@*([^\W\d]+@*){0,2}".replace("@", r"[\s.:;,()\[\]{}#/№§°*-]")
 _KEY = re.compile(rf"[\da-f-]{{16,}}|https?://\S+|\d+([-/.: t]+\d+){{2,}}z?|{_SHORT}", re.I)
@@ -131,7 +132,7 @@ def find_columns(
                 f"{source}: its first line seems to be a row, and {excerpt(name, 60)} no name of a column; write names "
                 "above it, for example prompt,answer, or pass --prompt-column and --answer-column"
             )
-    names = [name for name in columns if not re.fullmatch(_NEITHER, _simple(name))]
+    names = [name for name in columns if not re.fullmatch(_INDEX, _simple(name))]
     marks = [re.sub(r"\b[a-h]$|(?<=.)\d$", "#", _simple(name)) for name in names]
     alike = {"choice", "option", *(mark for mark in marks if "#" in mark and marks.count(mark) > 1)}
     options = [name for name, mark in zip(names, marks, strict=True) if mark in alike]
@@ -144,17 +145,15 @@ def find_columns(
     named = [prompt] if prompt is not None else [name for name in kinds if _has_word(name, _PROMPT)]
     golds = [name for name in kinds if _has_word(name, f"{_ANSWER}|{_WEAK}") and not _has_word(name, _PROMPT)]
     golds = [answer] if answer is not None else [name for name in golds if kinds[name] not in ("constant", "empty")]
-    texts = [name for name, kind in kinds.items() if kind in ("text", "messages") and name not in golds]
+    rest = [name for name in kinds if kinds[name] in ("text", "messages", "number", "kinds") and name not in golds]
+    texts = [name for name in rest if kinds[name] in ("text", "messages")]
     asked = [name for name in named if kinds.get(name) not in ("index", "empty")] or named or texts
-    others = [
-        name for name in kinds if kinds[name] in ("text", "number", "kinds") and name not in golds and [name] != asked
-    ]
-    if answer is None and len(golds) == 1:
-        is_sure = _has_word(golds[0], _ANSWER) or not others
-        golds = golds if is_sure and kinds[golds[0]] in ("text", "number", "kinds", "index") else []
-    if prompt is None and len(asked) == 1:  # the only text may be the answer
-        is_sure = kinds[asked[0]] not in ("index", "constant", "empty", "other") and (named or len(golds) == 1)
-        asked = asked if is_sure else []
+    if answer is None and len(golds) == 1 and not _has_word(golds[0], _ANSWER):
+        golds += [name for name in rest if [name] != asked]
+    if answer is None and len(golds) == 1 and kinds[golds[0]] in ("messages", "other"):
+        golds = []
+    if prompt is None and len(asked) == 1 and not (asked[0] in rest and (named or len(golds) == 1)):
+        asked = []  # the only text may be the answer
     return {"--prompt-column": asked, "--answer-column": golds}
 
 
