@@ -196,8 +196,7 @@ def init(
     from rloo_kit.checks import starter
 
     source = _ask("--data", data, None, yes, starter.open_data)
-    columns = starter.open_data(source)
-    found = starter.find_columns(source, columns, prompt_column, answer_column)
+    found = starter.find_columns(source, columns := starter.open_data(source), prompt_column, answer_column)
     choices = starter.list_choices(columns, found)
     if not yes and _can_ask():
         print(choices)

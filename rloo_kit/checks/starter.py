@@ -149,7 +149,7 @@ def find_columns(
     texts = [name for name in rest if kinds[name] in ("text", "messages")]
     asked = [name for name in named if kinds.get(name) not in ("index", "empty")] or named or texts
     if answer is None and len(golds) == 1 and not _has_word(golds[0], _ANSWER):
-        golds += [name for name in rest if [name] != asked]
+        golds += [name for name in rest if name not in named and [name] != asked]
     if answer is None and len(golds) == 1 and kinds[golds[0]] in ("messages", "other"):
         golds = []
     if prompt is None and len(asked) == 1 and not (asked[0] in rest and (named or len(golds) == 1)):
@@ -160,8 +160,8 @@ def find_columns(
 def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
     """The flags to choose from, each with an example; where no column fits, those that are left, without indexes."""
     rest = [name for name in columns if [name] not in found.values()]
-    fit = [name for name in rest if _kind_of(name, columns[name]) not in ("index", "empty")]
-    rest = fit if len(fit) >= list(found.values()).count([]) else rest
+    plain = [name for name in rest if _kind_of(name, columns[name]) not in ("index", "empty")]
+    rest = plain if len(plain) >= list(found.values()).count([]) else rest
     pairs = [(shlex.join([flag, name]), columns[name]) for flag, names in found.items() for name in names or rest]
     examples = [(words, next((one for one in values if not has_no_answer(one)), "")) for words, values in pairs]
     return "\n".join(f"  {words}  (for example {excerpt(one, 60)})" for words, one in examples)
@@ -355,13 +355,8 @@ def name_output(output: Path | None, source: str) -> Path:
 def write_starter(
     model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
 ) -> str:
-    """Write the config of a run, its reward and the reward's test; returns what was found, with the next commands.
-
-    Args:
-        model: hub id, folder or embedded model. table: the data (`read_table`). output: the config, or a folder for it.
-        gpu_gib: memory of another GPU; None: this machine. overwrite: replace existing files, else a ConfigError; for
-            others see `fit`.
-    """
+    """Write the config of a run into `output`, a file or folder, its reward and the reward's test; returns what was
+    found, with the next commands. Raises ConfigError as `fit` does, and for existing files without `overwrite`."""
     config = name_output(output, table.source)
     module = f"{_as_module(config.stem)}_rewards"
     reward, test = config.with_name(f"{module}.py"), config.with_name(f"test_{module}.py")
@@ -411,10 +406,6 @@ def _render(template: str, values: dict[str, Any]) -> str:
 
 
 def _as_module(stem: str) -> str:
-    """A file's stem as an importable module name.
-
-    >>> _as_module("my data-2"), _as_module("2024")
-    ('my_data_2', 'data_2024')
-    """
+    """A file's stem as an importable module name: my_data_2 for `my data-2`, data_2024 for `2024`."""
     name = re.sub(r"\W+", "_", stem).strip("_")
     return name if name.isidentifier() else f"data_{name}".rstrip("_")
