@@ -204,7 +204,7 @@ def init(
         raise ConfigError(f"{source}: which columns have the prompts and the answers? Pass one of each:\n{choices}")
     sure = [names[0] if len(names) == 1 else None for names in found.values()]
     check = partial(starter.find_columns, source, columns)
-    prompts = _ask("--prompt-column", prompt_column, sure[0], yes, check)
+    prompts = _ask("--prompt-column", prompt_column, sure[0], yes, partial(check, answer=answer_column))
     answers = _ask("--answer-column", answer_column, sure[1], yes, partial(check, prompts))
     table = starter.read_table(source, prompts, answers)
     chosen = _ask("--model", model, starter.suggest_model(table, gpu_gib) if model is None else None, yes)

@@ -191,6 +191,9 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
     assert "[embedded/thinking]" in printed
     run = load_config("additions_of_mine.yaml")
     assert (run.data.source, run.data.prompt_column) == ("additions of mine.csv", "sum")
+    words = ("--data", "additions of mine.csv", "--answer-column", "value", "--overwrite")
+    code, printed, said = call(*words, typed="value\nsum\n\n")
+    assert code == 0 and "are both value; name two different columns" in printed, said
 
 
 @pytest.mark.parametrize(
