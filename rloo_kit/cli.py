@@ -195,24 +195,25 @@ def init(
     """Write a config for your own data that fits this machine, and a reward with its test."""
     from rloo_kit.checks import starter
 
-    source = _ask("--data", data, None, yes)
-    columns, given = starter.open_data(source), (prompt_column, answer_column)
-    found = starter.find_columns(source, columns, *given)
+    source = _ask("--data", data, None, yes, starter.open_data)
+    found = starter.find_columns(source, columns := starter.open_data(source), prompt_column, answer_column)
     choices = starter.list_choices(columns, found)
     if not yes and _can_ask():
         print(choices)
     elif any(len(names) != 1 for names in found.values()):
         raise ConfigError(f"{source}: which columns have the prompts and the answers? Pass one of each:\n{choices}")
-    sure = (names[0] if len(names) == 1 else None for names in found.values())
-    prompts, answers = (_ask(*one, yes) for one in zip(found, given, sure, strict=True))
+    sure = [names[0] if len(names) == 1 else None for names in found.values()]
+    check = partial(starter.find_columns, source, columns)
+    prompts = _ask("--prompt-column", prompt_column, sure[0], yes, partial(check, answer=answer_column))
+    answers = _ask("--answer-column", answer_column, sure[1], yes, partial(check, prompts))
     table = starter.read_table(source, prompts, answers)
     chosen = _ask("--model", model, starter.suggest_model(table, gpu_gib) if model is None else None, yes)
     print(starter.write_starter(chosen, table, output, gpu_gib, overwrite))
     say_activation()
 
 
-def _ask(flag: str, given: str | None, proposed: str | None, take_it: bool) -> str:
-    """The value of a flag; of a missing one the proposed value with --yes, else what is typed at the terminal."""
+def _ask(flag: str, given: str | None, proposed: str | None, take_it: bool, check: Callable[[str], Any] = str) -> str:
+    """The value of a flag; of a missing one the proposed value with --yes, else what is typed and passes `check`."""
     if given is not None:
         return given
     if take_it and proposed is not None:
@@ -220,7 +221,13 @@ def _ask(flag: str, given: str | None, proposed: str | None, take_it: bool) -> s
     if take_it or not _can_ask():
         there = f" (for example {flag} {proposed}), or accept the proposed values with --yes" if proposed else ""
         raise ConfigError(f"{flag} is missing, and there is no terminal to ask at: pass it{there}")
-    return str(typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed))
+    while True:
+        typed = str(typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed))
+        try:
+            check(typed)
+            return typed
+        except RlooKitError as error:
+            print(error)
 
 
 def _can_ask() -> bool:

@@ -34,12 +34,17 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-# Names of columns as `_simple` spells them: of prompts, of answers, of neither.
+# Words of columns' names: of prompts, of answers, of answers or remarks on them; whole names of indexes, of neither.
 _PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
-_ANSWER = "((correct|final|gold) )?answer|solution|target|label|output|response|result|antwort|ergebnis|respuesta|答案"
-_NEITHER = "(.* )?(id|nr|row|category|difficulty|level|topic|subject|source|type|date)|((s|sl) )?no|unnamed.*|index.*|"
-# A hash or UUID, an address, a date, q-12; a number; what names no column: a number or a sentence.
-_KEY = re.compile(r"[\da-f-]{16,}|https?://\S+|\d+([-/.: t]+\d+){2,}z?|[^\W\d]+[-_.:/#]?\d+", re.I)
+_ANSWER = r"answer|solution|target|reply|gold|expected|reference|completion|\w*antwort(en)?|\w*l(ö|oe)sung(en)?|答案"
+_ANSWER += "|respuesta|risposta|r[ée]ponse|solución|soluzione"
+_WEAK = "label|output|response|result|ergebnis?(se)?"
+_INDEX = r"(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date) ?\d*|((s|sl) )?no|index.*"
+_INDEX += "|unnamed.*|"
+_NEITHER = f"{_INDEX}|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+"
+# A hash or UUID, an address, a date, a number with few words; a number; what names no column: a number or a sentence.
+_SHORT = r"(?!.{40})@*([^\W\d]+@+){0,2}([^\W\d]+@*)?\d+@*([^\W\d]+@*){0,2}".replace("@", r"[\s.:;,()\[\]{}#/№§°*-]")
+_KEY = re.compile(rf"[\da-f-]{{16,}}|https?://\S+|\d+([-/.: t]+\d+){{2,}}z?|{_SHORT}", re.I)
 _NUMBER = r"[-+$€£]?\s?[\d.,]*\d\s?[%€]?"
 _NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)
 EMBEDDED = "embedded/thinking"
@@ -80,7 +85,7 @@ class Table:
     Attributes:
         source: the file, as given. prompt_column, answer_column: two of its columns.
         rows: as read. texts: of the prompts; of messages, their contents. are_texts: no prompt is a list of messages.
-        gold: the answer of the first row that has one. answer_after: the marker in front of every answer. are_numbers:
+        golds: the answers of the rows that have one. answer_after: the marker in front of every answer. are_numbers:
         every answer is a number.
     """
 
@@ -90,7 +95,7 @@ class Table:
     rows: DataSource
     texts: list[str]
     are_texts: bool
-    gold: str
+    golds: list[str]
     answer_after: str | None
     are_numbers: bool
 
@@ -111,12 +116,14 @@ def open_data(source: str) -> dict[str, list[Any]]:
 def find_columns(
     source: str, columns: dict[str, list[Any]], prompt: str | None = None, answer: str | None = None
 ) -> dict[str, list[str]]:
-    """By flag the columns that it could be: the given one, else by names, else by contents. Raises ConfigError for a
-    column that is not there, a first line without names, and answers that choose from other columns."""
+    """By flag the columns that it could be, one if that is sure: an answer by name, a prompt by name or as the only
+    text left. Raises ConfigError for flags without a column each, no names, and answers that choose from columns."""
+    if prompt is not None and prompt == answer:
+        raise ConfigError(f"--prompt-column and --answer-column are both {prompt}; name two different columns")
     for name, flag in ((prompt, "--prompt-column"), (answer, "--answer-column")):
         if name is not None and name not in columns:
             raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, columns)}")
-    shape, known = partial(re.compile(r"\d+").sub, "0"), re.compile(f"{_PROMPT}|{_ANSWER}")
+    shape, known = partial(re.compile(r"\d+").sub, "0"), re.compile(f"{_PROMPT}|{_ANSWER}|{_WEAK}")
     has_names = not source.lower().endswith(".csv") or any(known.fullmatch(_simple(name)) for name in columns)
     for name, values in columns.items():
         is_value = _NO_NAME.fullmatch(name) or (name and shape(name) in map(shape, map(str, values)))
@@ -125,30 +132,36 @@ def find_columns(
                 f"{source}: its first line seems to be a row, and {excerpt(name, 60)} no name of a column; write names "
                 "above it, for example prompt,answer, or pass --prompt-column and --answer-column"
             )
-    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
-
-    def pick(given: str | None, known: str, *wanted: str) -> list[str]:
-        named = [name for name in kinds if re.fullmatch(known, _simple(name))]
-        fits = [name for name, kind in kinds.items() if kind in wanted]
-        return [given] if given is not None else [name for name in named if name in fits] or (fits and named + fits)
-
-    prompts, answers = pick(prompt, _PROMPT, "text", "messages"), pick(answer, _ANSWER, "text", "number", "kinds")
-    answers = [name for name in answers if [name] != prompts]
-    prompts = [name for name in prompts if [name] != answers]
-    golds = {str(one).strip().lower() for name in answers for one in columns[name]}
-    ends = {_simple(name).rpartition(" ")[2]: name for name in columns}
-    shown = [ends[end] for end in sorted(golds if golds <= ends.keys() else {"choice", "option"} & ends.keys())]
-    if len(answers) == 1 and answer is None and shown:
+    names = [name for name in columns if not re.fullmatch(_INDEX, _simple(name))]
+    marks = [re.sub(r"\b[a-h]$|(?<=.)\d$", "#", _simple(name)) for name in names]
+    alike = {"choice", "option", *(mark for mark in marks if "#" in mark and marks.count(mark) > 1)}
+    options = [name for name, mark in zip(names, marks, strict=True) if mark in alike]
+    if options and (prompt is None or answer is None):
         raise ConfigError(
-            f"{source}: '{answers[0]}' chooses from {', '.join(shown)}, which the prompts do not show; write them into "
-            f"the prompts, or pass --answer-column {shlex.quote(answers[0])}"
+            f"{source}: the answer chooses from {', '.join(options)}, which the prompts do not show; write them into "
+            "the prompts, or pass --prompt-column and --answer-column"
         )
-    return {"--prompt-column": prompts, "--answer-column": answers}
+    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
+    named = [prompt] if prompt is not None else [name for name in kinds if _has_word(name, _PROMPT)]
+    golds = [name for name in kinds if _has_word(name, f"{_ANSWER}|{_WEAK}") and not _has_word(name, _PROMPT)]
+    golds = [answer] if answer is not None else [name for name in golds if kinds[name] not in ("constant", "empty")]
+    rest = [name for name in kinds if kinds[name] in ("text", "messages", "number", "kinds") and name not in golds]
+    texts = [name for name in rest if kinds[name] in ("text", "messages")]
+    asked = [name for name in named if kinds.get(name) not in ("index", "empty")] or named or texts
+    if answer is None and len(golds) == 1 and not _has_word(golds[0], _ANSWER):
+        golds += [name for name in rest if name not in named and [name] != asked]
+    if answer is None and len(golds) == 1 and kinds[golds[0]] in ("messages", "other"):
+        golds = []
+    if prompt is None and len(asked) == 1 and not (asked[0] in rest and (named or len(golds) == 1)):
+        asked = []  # the only text may be the answer
+    return {"--prompt-column": asked, "--answer-column": golds}
 
 
 def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
-    """The flags to choose from, each with an example; where no column fits, all that are left."""
+    """The flags to choose from, each with an example; where no column fits, those that are left, without indexes."""
     rest = [name for name in columns if [name] not in found.values()]
+    plain = [name for name in rest if _kind_of(name, columns[name]) not in ("index", "empty")]
+    rest = plain if len(plain) >= list(found.values()).count([]) else rest
     pairs = [(shlex.join([flag, name]), columns[name]) for flag, names in found.items() for name in names or rest]
     examples = [(words, next((one for one in values if not has_no_answer(one)), "")) for words, values in pairs]
     return "\n".join(f"  {words}  (for example {excerpt(one, 60)})" for words, one in examples)
@@ -159,38 +172,40 @@ def _simple(name: str) -> str:
     return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z\d])", " ", name)).strip().lower().removesuffix("s")
 
 
-def _kind_of(name: str, values: list[Any]) -> str:
-    """What a column has: text, number, kinds (few values in many rows), messages; other, for example an index or one
-    value.
+def _has_word(name: str, words: str) -> bool:
+    """Whether a word of the name is one of `words`, and the name is not that of an index or a remark."""
+    found = (re.fullmatch(words, word.removesuffix("s")) for word in _simple(name).split())
+    return any(found) and not re.fullmatch(_NEITHER, _simple(name))
 
-    >>> _kind_of("n", ["1", "2", "3"]), _kind_of("sum", ["1+1=", "2+5="]), _kind_of("vote", ["a", "b"] * 4)
-    ('other', 'text', 'kinds')
+
+def _kind_of(name: str, values: list[Any]) -> str:
+    """What a column has: text, number, kinds (few values in many rows), messages; index (also a topic or a date),
+    constant, empty; other.
+
+    >>> [_kind_of("x", values) for values in (["1", "2", "3"], ["(1)", "2a"], ["1+1=", "2+5="], ["a", "b"] * 4)]
+    ['index', 'index', 'text', 'kinds']
     """
-    found = [one for one in values if not has_no_answer(one)]
+    found = [one for one in values if not has_no_answer(one) and one not in ([], {})]
+    if not found:
+        return "empty"
     if not all(type(one) in (str, int, float) for one in found):
-        return (
-            "messages"
-            if all(isinstance(one, list) and isinstance(one[:1] and one[0], dict) for one in found)
-            else "other"
-        )
-    texts, word = [str(one).strip() for one in found], _simple(name)
+        return "messages" if all(isinstance(one, list) and isinstance(one[0], dict) for one in found) else "other"
+    texts = [str(one).strip() for one in found]
     distinct = len(set(texts))
     numbers = [int(float(text)) for text in texts if re.fullmatch(r"[0-9]{1,15}(\.0)?", text)]
-    if distinct == len(texts) > 1 and not re.fullmatch(_ANSWER, word):  # answers may count: 3, 4, 5
-        in_order = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
-        if (in_order and len(numbers) == distinct) or all(map(_KEY.fullmatch, texts)):
-            return "other"
-    if re.fullmatch(_NEITHER, word) or distinct <= 1 < len(values):
-        return "other"
-    if 4 * distinct <= len(values):
+    counts = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
+    counts = counts if len(numbers) == distinct else all(map(_KEY.fullmatch, texts))
+    if re.fullmatch(_NEITHER, _simple(name)) or (counts and distinct == len(values) > 1):
+        return "index"
+    if distinct <= 1 < len(values):
+        return "constant"
+    if 4 * distinct <= len(values) and all(len(text.split()) <= 3 for text in texts):
         return "kinds"
     return "number" if 2 * sum(bool(re.fullmatch(_NUMBER, text)) for text in texts) > len(texts) else "text"
 
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
-    if prompt_column == answer_column:
-        raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two different columns")
     rows = read_file(find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True))
     texts = []
     for row, prompt in enumerate(rows.prompts):
@@ -210,7 +225,7 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     golds = [find_boxed(gold) or gold for gold in golds]
     are_numbers = all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds)
     are_texts, after = all(isinstance(prompt, str) for prompt in rows.prompts), MARKER if marked else None
-    return Table(source, prompt_column, answer_column, rows, texts, are_texts, golds[0], after, are_numbers)
+    return Table(source, prompt_column, answer_column, rows, texts, are_texts, golds, after, are_numbers)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -330,10 +345,8 @@ def _candidates(model: str, file: Path, table: Table, gpu_gib: float | None) -> 
 def name_output(output: Path | None, source: str) -> Path:
     """Path of the config: `output`, a file or a folder; by default NAME.yaml here, named after the data file."""
     name = f"{_as_module(Path(source).stem)}.yaml"
-    if output is None:
-        return Path(name)
-    if output.is_dir():
-        return output / name
+    if output is None or output.is_dir():
+        return (output or Path()) / name
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output}: a config file must end in .yaml; use --output {output}.yaml")
     return output
@@ -342,13 +355,8 @@ def name_output(output: Path | None, source: str) -> Path:
 def write_starter(
     model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
 ) -> str:
-    """Write the config of a run, its reward and the reward's test; returns what was found, with the next commands.
-
-    Args:
-        model: hub id, folder or embedded model. table: the data (`read_table`). output: the config, or a folder for it.
-        gpu_gib: memory of another GPU; None: this machine. overwrite: replace existing files, else a ConfigError; for
-            others see `fit`.
-    """
+    """Write the config of a run into `output`, a file or folder, its reward and the reward's test; returns what was
+    found, with the next commands. Raises ConfigError as `fit` does, and for existing files without `overwrite`."""
     config = name_output(output, table.source)
     module = f"{_as_module(config.stem)}_rewards"
     reward, test = config.with_name(f"{module}.py"), config.with_name(f"test_{module}.py")
@@ -356,7 +364,7 @@ def write_starter(
     if there and not overwrite:
         raise ConfigError(f"{there}: there already; --overwrite replaces, --output OTHER.yaml writes elsewhere")
     found = fit(model, config, table, gpu_gib)
-    gold, plan = table.gold, found.plan
+    gold, plan = table.golds[0], found.plan
     if gold.count("{") != gold.count("}") or THINK_END in gold:  # no completion could give such an answer
         gold = "42"
     answers = dict(zip(("finder", "right", "wrong", "thousand"), FORMS[found.values["form"]], strict=True))
@@ -374,6 +382,12 @@ def write_starter(
     ]
     if others := [name for name in table.rows.other_names if name not in (table.prompt_column, table.answer_column)]:
         lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
+    long = next((one for one in table.golds if len(one.split()) > 3 or len(one) > 40), "")
+    if long and not table.are_numbers:
+        has_one = all(len(re.findall(r"\d+(?:[.,]\d+)*", one)) == 1 for one in table.golds)
+        bare = "its number alone, which is then compared as a number," if has_one else "the bare answer"
+        advice = f"put {bare} into '{table.answer_column}', or change the reward in {reward}"
+        lines.append(f"answers are sentences, as {excerpt(long, 60)}; only the same words are right: {advice}")
     if not plan.machine.on_cuda and not found.values["is_embedded"]:
         lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))
     elif plan.step:
@@ -392,10 +406,6 @@ def _render(template: str, values: dict[str, Any]) -> str:
 
 
 def _as_module(stem: str) -> str:
-    """A file's stem as an importable module name.
-
-    >>> _as_module("my data-2"), _as_module("2024")
-    ('my_data_2', 'data_2024')
-    """
+    """A file's stem as an importable module name: my_data_2 for `my data-2`, data_2024 for `2024`."""
     name = re.sub(r"\W+", "_", stem).strip("_")
     return name if name.isidentifier() else f"data_{name}".rstrip("_")

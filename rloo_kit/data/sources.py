@@ -27,6 +27,7 @@ TAKEN_COLUMNS = (
 QUESTION = "question"  # the user's last message; `prompt` is the rendered template
 USER_MESSAGE = "user_message"  # the same, where `question` is a column of the source's own
 IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
+_DECIMAL_COMMA = re.compile(r"[^\w,([{]*\d[\d.]*,\d+[^\d,)\]}]{,12}")  # with a currency or unit
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dic
                 if header and len(fields) != len(header):
                     raise DataError(f"{path}, line {number}: {len(fields)} fields, but the header has {len(header)}")
                 row = dict(zip(header, fields, strict=False))
-                if separator == ";" and answer and re.fullmatch(r"[+-]?\d+,\d+", found := row.get(answer, "")):
+                if separator == ";" and answer and _DECIMAL_COMMA.fullmatch(found := row.get(answer, "")):
                     raise DataError(f"{path}, line {number}: {found} has a decimal comma; write it with a point")
                 if header:
                     yield number, row

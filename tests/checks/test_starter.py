@@ -179,12 +179,35 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
     """People who sit in front of a terminal should not have to know the flags."""
     monkeypatch.setattr("rloo_kit.cli._can_ask", lambda: True)
     sums("additions of mine.csv", header=("sum", "value"))
-    code, printed, said = call(typed="additions of mine.csv\n\n\n\n")
+    code, printed, said = call(typed="none.csv\nadditions of mine.csv\nsun\nsum\nsum\nvalue\n\n")
     assert code == 0, said
-    assert re.search(r"--prompt-column sum  \(for example '\d+\+\d+='\)\n  --answer-column value  \(for", printed)
-    assert "prompt column [sum]" in printed and "answer column [value]" in printed and "[embedded/thinking]" in printed
+    assert re.search(r"--prompt-column sum  \(for example '\d+\+\d+='\).*\n  --answer-column value  \(f", printed, re.S)
+    for again in (
+        "no file none.csv",
+        "--prompt-column sun: there is no",
+        "two different columns",
+    ):
+        assert again in printed
+    assert "[embedded/thinking]" in printed
     run = load_config("additions_of_mine.yaml")
     assert (run.data.source, run.data.prompt_column) == ("additions of mine.csv", "sum")
+    words = ("--data", "additions of mine.csv", "--answer-column", "value", "--overwrite")
+    code, printed, said = call(*words, typed="value\nsum\n\n")
+    assert code == 0 and "are both value; name two different columns" in printed, said
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [("Paris is it.", False), ("It is the town {}a.", True), ("6{} km", False)]
+)
+def test_answers_that_are_sentences_are_named(answer: str, said: bool) -> None:
+    """A reward that pays for a whole sentence alone was written without a word."""
+    rows = [[f"What is {n} plus 3?", answer.format(n)] for n in range(9)] + [["How many?", "some"]]
+    code, printed, _ = call("--data", write_csv("own.csv", ["question", "answer"], rows), "--yes")
+    assert code == 0 and ("answers are sentences, as 'It is the town 0a.'" in printed) is said
+    assert ("put the bare answer into 'answer', or change the reward in own_rewards.py" in printed) is said
+    write_csv("own.csv", ["question", "answer"], [[one, answer.format(1)] for one, _ in rows])
+    code, printed, _ = call("--data", "own.csv", "--yes", "--answer-column", "answer", "--overwrite")
+    assert code == 0 and ("put its number alone, which is then compared as a number, into" in printed) is said
 
 
 BAD: dict[str, tuple[list[str], str]] = {
@@ -194,7 +217,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
     "one column twice": (
         ["--data", "sums.csv", "--prompt-column", "prompt", "--answer-column", "prompt", "--yes"],
-        r"Pass one of each:.*--answer-column answer  \(for example",
+        "are both prompt; name two different columns",
     ),
     "no addition": (
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
@@ -224,17 +247,17 @@ BAD: dict[str, tuple[list[str], str]] = {
 # says. {a}, {b}: two numbers, {c}: their sum.
 SUM, WORDS = "{a}+{b}=", "What is {a} plus {b}?"
 FILES: dict[str, tuple[str, str, tuple[str, str] | str]] = {
-    "index of pandas": (",sum,value", f"{{n}},{SUM},{{c}}", ("sum", "value")),
+    "index of pandas": (",sum,answer", f"{{n}},{SUM},{{c}}", ("sum", "answer")),
     "numbered": ("Nr.;Aufgabe;Ergebnis", f"{{n}};{SUM};{{c}}", ("Aufgabe", "Ergebnis")),
     "ids": ("#,question_id,Prompt,ANSWER", f"{{n}},q{{n}},{SUM},{{c}}", ("Prompt", "ANSWER")),
-    "counted by another name": ("entry,task,value", f"{{n}},{SUM},{{c}}", ("task", "value")),
+    "counted by another name": ("entry,task,expected", f"{{n}},{SUM},{{c}}", ("task", "expected")),
     "excel": ("\ufeffFrage;Antwort;Thema", f"{SUM};{{c}};sums", ("Frage", "Antwort")),
     "excel with a hint": ("sep=;\nQuestion;Answer", f"{SUM};{{c}}", ("Question", "Answer")),
     "tabs": ("Answer\tQuestion", f"{{c}}\t{SUM}", ("Question", "Answer")),
-    "answers first": ("value,sum", f"{{c}},{SUM}", ("sum", "value")),
+    "answers first": ("answer_text,sum", f"{{c}},{SUM}", ("sum", "answer_text")),
     "titles": ("Title,Difficulty,Answer", f"{SUM},{{level}},{{c}}", ("Title", "Answer")),
     "three texts": ("question,context,answer", f"{SUM},Page {{a}} of {{b}} has it,{{c}}", ("question", "answer")),
-    "one instruction": ("instruction,input,output", f"Add.,{SUM},{{c}}", ("input", "output")),
+    "one instruction": ("instruction,input,output", f"Add.,{SUM},{{c}}", "-column instruction .*'Add.'.*column input"),
     "a worked solution": (
         "problem,solution,answer",
         f"{WORDS},{{a}} and {{b}} give {{c}},{{c}}",
@@ -242,7 +265,7 @@ FILES: dict[str, tuple[str, str, tuple[str, str] | str]] = {
     ),
     "a title and a text": ("Title,Body,Answer", f"Sums of {{a}},{WORDS},{{c}}", "--prompt-column Title .*'Sums.*Body"),
     "no header": (SUM.format(a=1, b=2) + ",3", f"{SUM},{{c}}", r"first line seems to be a row, and '1\+2=' no name"),
-    "choices": ("question,A,B,answer", f"{WORDS},{{c}},{{n}},{{letter}}", "'answer' chooses from A, B, which the"),
+    "choices": ("question,A,B,answer", f"{WORDS},{{c}},{{n}},{{letter}}", "the answer chooses from A, B, which the"),
 }
 FIFTEEN = tuple(FILES)
 FILES |= {
@@ -250,10 +273,14 @@ FILES |= {
     "no header, one word": ("hound,dog", "hound {n},dog {n}", "--prompt-column hound .*'hound 0'.*--prompt-column dog"),
     "a title above": ("My sums,\nquestion,answer", f"{SUM},{{c}}", "--prompt-column 'My sums' .*'question'"),
     "unknown words": ("Otázka,Odpověď", f"{WORDS},so {{c}}", "--prompt-column 'Otázka' .*--prompt-column 'Odpověď'"),
-    "unknown answers": ("question,chosen,rejected", f"{WORDS},so {{c}},or {{n}}", "--answer-column chosen .*rejected"),
-    "shuffled": ("place,sum,value", f"{{shuffled}},{SUM},{{c}}", ("sum", "value")),
-    "uuids": ("key,sum,value", f"{{uuid}},{SUM},{{c}}", ("sum", "value")),
-    "numbers with a point": ("n,sum,value", f"{{n}}.0,{SUM},{{c}}", ("sum", "value")),
+    "unknown answers": (
+        "question,chosen,rejected",
+        f"{WORDS},so {{c}},or {{a}} {{b}}",
+        "--answer-column chosen .*rejected",
+    ),
+    "shuffled": ("place,sum,answer", f"{{shuffled}},{SUM},{{c}}", ("sum", "answer")),
+    "uuids": ("key,sum,answer", f"{{uuid}},{SUM},{{c}}", ("sum", "answer")),
+    "numbers with a point": ("n,sum,answer", f"{{n}}.0,{SUM},{{c}}", ("sum", "answer")),
     "dates": ("When,Your sum,Answer", f"2024/01/{{two}} 10:11:12,{SUM},{{c}}", ("Your sum", "Answer")),
     "answers that count": ("question,answer", f"{SUM},{{n}}", ("question", "answer")),
     "answers all alike": ("question,answer,vote", f"{SUM},yes,{{level}}", "--answer-column answer .*'yes'.*vote"),
@@ -263,11 +290,49 @@ FILES |= {
     "kinds or a number": ("sum,vote,value", f"{SUM},{{level}},{{c}}", "--answer-column vote .*--answer-column value"),
     "no answers": ("question,difficulty", f"{SUM},{{level}}", "--answer-column difficulty .*'easy'"),
     "one column": ("question|answer", f"{SUM}|{{c}}", r"has one column \(question\|answer\)"),
+    "asked four times": ("question,answer,note", "{one}+1=,{one},It is {c}", ("question", "answer")),
     "options": ("question,options,answer", f"{WORDS},one or two or {{n}},{{letter}}", "chooses from options"),
     "numbered choices": ("question,choice1,choice2,label", f"{SUM},{{c}},{{n}},{{one}}", "from choice1, choice2"),
     "a comma in a name": ("Question (short, clear);Answer", f"{SUM};{{c}}", ("Question (short, clear)", "Answer")),
     "spaces": ("  Question ,Correct Answer", f"{SUM},{{c}}", ("  Question ", "Correct Answer")),
     "large sums": ("question,answer", f"1{{a}}0{SUM},{{c}}", ("question", "answer")),
+    "an unnamed answer": ("task,value", f"{SUM},{{c}}", "--answer-column value "),
+    "a table of numerals": ("number,roman", "{n},{roman}", "column number .*'0'.*column roman .*--answer-column roman"),
+    "a question and a hint": ("question,hint", f"{SUM},see {{a}} {{b}}", "--answer-column hint .*'see"),
+    "a question and a score": ("question,score", f"{SUM},0.{{a}}", "--answer-column score .*'0"),
+    "a verdict": ("question,result,expected", f"{SUM},{{level}},{{c}}", "--answer-column result .*column expected"),
+    "a weak word": (
+        "text,note,label",
+        f"{WORDS},see {{a}} of {{b}},{{level}}",
+        "--answer-column label .*--answer-column note",
+    ),
+    "half named": (
+        "instruction,input,output",
+        f"{WORDS},{SUM},{{c}}",
+        r"-column input [^\n]*\n  --answer-column output",
+    ),
+    "a weak word alone": ("text,label", f"{SUM},{{c}}", ("text", "label")),
+    "ultrachat": ("prompt,prompt_id,messages", f"{WORDS},{{uuid}},{WORDS} {{c}}", "column prompt .*column messages"),
+    "prompt and text": ("Question,text_answer,note", "{one}+1=,{c},It is {c}", ("Question", "text_answer")),
+    "remarks": ("question,answer,answer_length,wrong_answer", f"{SUM},{{c}},2,{{n}}", ("question", "answer")),
+    "both words": ("text,question_answer", f"{SUM},{{c}}", "--answer-column text "),
+    "titles with numbers": ("Problem,text,answer", f"Problem {{n}},{WORDS},{{c}}", r"each:\n  --prompt-column text .*"),
+    "a weak word that counts": (
+        "text,note,label",
+        f"{WORDS},see {{a}} of {{b}},{{n}}",
+        "--answer-column label .*--answer-column note",
+    ),
+    "numbers in brackets": ("n,sum,answer", f"({{n}}),{SUM},{{c}}", ("sum", "answer")),
+    "numbers with a letter": ("n,sum,answer", f"No. {{n}}a:,{SUM},{{c}}", ("sum", "answer")),
+    "lettered columns": ("question,option_a,option_b,answer", f"{SUM},{{a}},{{b}},{{c}}", "option_a, option_b, which"),
+    "numbered columns": ("Frage,wahl1,wahl2,Lösung", f"{SUM},{{a}},{{b}},{{c}}", "chooses from wahl1, wahl2, which"),
+    "wrong answers": (
+        "question,answer,wrong_answer1,wrong_answer2",
+        f"{SUM},{{c}},{{a}},{{b}}",
+        "chooses from wrong_an",
+    ),
+    "a decimal comma": ("question;answer", f"{SUM};{{a}},{{b}} km", "line 2: .* km has a decimal comma"),
+    "a comma and a currency": ("question;answer", f"{SUM};€ 1.{{a}}0,{{b}}", "line 2: € .* has a decimal comma"),
     "latin-1": ("Frage,L\udcf6sung", f"{SUM},{{c}}", "line 1: not UTF-8 text"),
 }
 
@@ -280,6 +345,7 @@ def write_file(name: str) -> str:
     for n in range(24):
         a, b, odd = chance.randint(10, 99), chance.randint(10, 99), n % 2
         more = {"level": ("easy", "hard")[odd], "letter": "AB"[odd], "one": odd + 1, "half": f"and {n}" if odd else ""}
+        more["roman"] = "IVXLC"[n % 5] + "IVXLC"[n // 5]
         uuid = f"{chance.getrandbits(32):08x}-1111-4222-8333-{chance.getrandbits(48):012x}"
         lines.append(row.format(a=a, b=b, c=a + b, n=n, two=f"{n + 1:02}", shuffled=shuffled[n], uuid=uuid, **more))
     path = Path(f"{name}.csv")
@@ -298,6 +364,7 @@ def test_columns_are_right_or_the_choices_are_shown(name: str, folder: Path) -> 
     else:
         assert code == 0, said
         run = load_config("own.yaml")
+        assert "are sentences" not in printed
         assert (run.data.prompt_column, run.data.answer_column) == expected
         assert run.model.name == ("smollm2/instruct" if name == "large sums" else "embedded/thinking")
 
@@ -320,7 +387,7 @@ def test_rows_of_json_are_read_or_refused_alike(folder: Path) -> None:
     rows: dict[str, tuple[dict[str, Any], str]] = {
         "messages": ({"id": "{}", "messages": talk, "answer": 7}, ""),
         "objects": ({"prompt": talk, "reward_model": {"ground_truth": "7"}, "ability": "math"}, "column reward_model"),
-        "choices": ({"question": "1+{}=", "choices": ["6", "7"], "answer": 1}, "from choices"),
+        "choices": ({"question": "1+{}=", "choices": ["6", "7"], "answer": 1}, "chooses from choices, "),
         "empty": ({"question": "1+{}=", "messages": [], "answer": 1}, ""),
     }
     for name, (row, refusal) in rows.items():
