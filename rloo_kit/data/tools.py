@@ -20,9 +20,10 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, describe_error, excerpt, shorten
+from rloo_kit.system import user_code
 from rloo_kit.system.input_files import find_target
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
-from rloo_kit.system.user_code import PlainState, describe_user_error, finish, import_target, pack_state, read_files
+from rloo_kit.system.user_code import PlainState, describe_user_error, finish, import_target, read_files
 
 LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
@@ -127,7 +128,7 @@ class ToolHost:
                 return found
             if what == "get_reward":
                 return own_reward(environment, messages)
-            return pack_state(environment)
+            return user_code.pack_state(environment)
         except BaseException as error:  # as above
             raise RewardError(f"{what}: {describe_user_error(error)}") from None
 
@@ -170,8 +171,9 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
         if not isinstance(found := environment.tools(), list | tuple) or not all(map(callable, found)):
             raise ConfigError(f"rloo.environment: tools() returned {excerpt(found, 60)}; it returns a list of tools")
         return list(found)
-    members = inspect.getmembers(type(environment), inspect.isfunction)  # of the class: a property may be a program
-    names = [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
+    members = inspect.getmembers(type(environment), callable)  # of the class: a property may be a program
+    functions = [name for name, one in members if inspect.isfunction(inspect.unwrap(getattr(one, "__func__", one)))]
+    names = [name for name in functions if not name.startswith("_") and name not in NO_TOOLS]
     return [getattr(environment, name) for name in names]
 
 
@@ -212,6 +214,11 @@ def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
     is none with named arguments."""
     if inspect.isclass(tool) or isinstance(tool, functools.partial) or not hasattr(tool, "__name__"):
         raise TypeError("it is no function: write one (def) that calls it")
+    body = inspect.unwrap(tool) if hasattr(tool, "cache_parameters") else tool  # of functools
+    if inspect.iscoroutinefunction(body) and not inspect.iscoroutinefunction(tool):
+        raise TypeError("it is a cached async function, whose results can be read once: cache inside of the function")
+    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+        raise TypeError("it yields, and a tool returns its result: return a list")
     hints, taken = get_type_hints(tool, include_extras=True), inspect.signature(tool).parameters
     for number, (name, one) in enumerate(taken.items()):
         if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
@@ -246,7 +253,7 @@ def _read_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 def _as_result(value: Any, name: str) -> Result:
     """What a tool returned as text: a text as it is, anything else as JSON."""
     try:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(user_code.make_plain(value, True), ensure_ascii=False)
         text = text.encode("utf-8", "replace").decode()
         if value is None:
             raise TypeError

@@ -97,8 +97,8 @@ class Parity:
             found.append(f"the log-prob of a token differs by {self.largest:.2g} nats (limit {limits.largest:.2g})")
         if self.mean > limits.mean:
             found.append(f"log-probs differ by {self.mean:.2g} nats on average (limit {limits.mean:.2g})")
-        if self.equal < limits.equal * self.prompts:
-            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
+        if self.equal < (least := int(limits.equal * self.prompts)):
+            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {least})")
         if self.unseen > MOST_UNSEEN * self.tokens:
             found.append(f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20 (limit 2%)")
         return found
