@@ -66,8 +66,8 @@ class ToolHost:
     def __init__(self, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None) -> None:
         self.factory, self._functions = factory, list(tools)
         self._pool: dict[int, Any] = {}  # instances by row, reused by later batches
-        self._live: dict[int, tuple[Any, dict[str, Any]]] = {}  # by row: the environment, and its tools by name
-        probe = self._take(0) if factory is not None else None
+        self._live: dict[int, dict[str, Any]] = {}  # by row: the tools by name
+        probe = self.take(0) if factory is not None else None
         self.environment = None if probe is None else type(probe).__name__
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
@@ -84,21 +84,19 @@ class ToolHost:
         """Start the episode of row `number`; the content is the observation, empty for none."""
         self._live.pop(number, None)
         try:
-            found = finish(self._take(number).reset(**row))
+            found = finish(self.take(number).reset(**row))
         except BaseException as error:  # sys.exit too: it is the environment's
             return Result("", "failed", f"reset: {describe_user_error(error)}")
         if not isinstance(found, str | None):
             return Result("", "failed", f"reset returned {excerpt(found, 60)}; it returns a text or None")
-        self._live[number] = (self._pool[number], self._tools | _by_name(_methods(self._pool[number])))
+        self._live[number] = self._tools | _by_name(_methods(self._pool[number]))
         return Result(found or "")
 
     def call(self, number: int, past: Past, name: str, arguments: dict[str, Any]) -> Result:
         """Call a tool in the episode of row `number`; `past` rebuilds its environment, if this process has none."""
-        tools = self._tools
-        if self.factory is not None:
-            if (lost := self.restore(number, past)) is not None:
-                return lost
-            tools = self._live[number][1]
+        if self.factory is not None and (lost := self.restore(number, past)) is not None:
+            return lost
+        tools = self._live.get(number, self._tools)
         if name not in tools:
             return Result(f"error: there is no tool {excerpt(name)}; there are {', '.join(tools)}", "invalid")
         tool, read = tools[name]
@@ -107,8 +105,7 @@ class ToolHost:
                 values = _read_arguments(read, arguments)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
-                where = ".".join(map(str, first["loc"]))
-                return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
+                return Result(f"error: {name}: argument {'.'.join(map(str, first['loc']))}: {first['msg']}", "invalid")
             return _as_result(finish(tool(**values)), name)
         except BaseException as error:  # sys.exit and KeyboardInterrupt too
             text = shorten(f"error: {name}: {describe_error(error)}", 500)
@@ -119,7 +116,7 @@ class ToolHost:
         "get_reward", or "view" (its attributes as plain values); raises RewardError."""
         if (lost := self.restore(number, past)) is not None:
             raise RewardError(lost.detail)
-        environment = self._live[number][0]
+        environment = self._pool[number]
         try:
             if what == "respond":
                 found = list(finish(environment.respond(messages)))
@@ -138,9 +135,6 @@ class ToolHost:
 
     def take(self, number: int) -> Any:
         """The environment of row `number` itself."""
-        return self._live[number][0] if number in self._live else self._take(number)
-
-    def _take(self, number: int) -> Any:
         assert self.factory is not None
         if number not in self._pool:
             self._pool[number] = self.factory()
@@ -173,8 +167,7 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
         return list(found)
     members = inspect.getmembers(type(environment), callable)  # of the class: a property may be a program
     functions = [name for name, one in members if inspect.isfunction(inspect.unwrap(getattr(one, "__func__", one)))]
-    names = [name for name in functions if not name.startswith("_") and name not in NO_TOOLS]
-    return [getattr(environment, name) for name in names]
+    return [getattr(environment, name) for name in functions if not name.startswith("_") and name not in NO_TOOLS]
 
 
 def _has_own(environment: Any, name: str, tools: list[Any], *calls: list[str]) -> bool:
@@ -396,9 +389,8 @@ class Toolbox:
     def environments(self) -> list[Any]:
         """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
         place = self._places[0]
-        if isinstance(place, ToolHost):
-            return [place.take(number) for number in self._past]
-        return [EnvironmentView(self, number) for number in self._past]
+        make = place.take if isinstance(place, ToolHost) else functools.partial(EnvironmentView, self)
+        return list(map(make, self._past))
 
     def _submit(self, number: int, work: Callable[..., Any], *args: Any) -> "Future[Any]":
         """`work(place, number, ...)` in the thread of the row's process."""
@@ -476,11 +468,10 @@ def open_toolbox(run: RunConfig) -> Toolbox | None:
 
 def open_named(section: Any, next_to: Path | None) -> Toolbox:
     """The tools that `run.rloo` or an `RLOOConfig` names; files are looked for in `next_to` too."""
-    targets, folders = list[str](), list[str]()
-    for named in (*section.tools, *([section.environment] if section.environment else [])):
-        target, found = find_target(named, "rloo.tools", next_to)
-        targets.append(target)
-        folders += [str(one) for one in found if str(one) not in folders]
+    names = [*section.tools, *filter(None, [section.environment])]
+    found = [find_target(named, "rloo.tools", next_to) for named in names]
+    targets = [target for target, _ in found]
+    folders = dict.fromkeys(str(one) for _, places in found for one in places)
     environment = targets.pop() if section.environment else None
     limits = section.tool_timeout_s, section.tool_processes, tuple(section.tool_env)
     return _open(tuple(targets), environment, tuple(folders), *limits)

@@ -95,8 +95,7 @@ def ask(
         stream: print, to a terminal the whole text while it is sampled, elsewhere the answer once it is done.
 
     Raises:
-        ConfigError: a budget for a model that does not think, or one that leaves nothing of `max_tokens`; no base; an
-            environment that a question without a row cannot start.
+        ConfigError: a budget that the model or `max_tokens` has no room for; no base; an environment that needs a row.
         QuestionTooLongError: the question leaves too little of `model.max_seq_length`.
         DataError: the question cannot be rendered.
     """

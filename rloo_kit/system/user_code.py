@@ -82,15 +82,13 @@ def import_target(target: str, folders: list[str]) -> Any:
     sys.path[:0] = folders
     module_name, _, name = target.rpartition(":")
     try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module: Any = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0]):
             looked = f"it was looked for in {', '.join(dict.fromkeys(sys.path[:2]))} and among the installed ones"
             raise RewardError(f"there is no module '{module_name}'; {looked}") from None
         raise RewardError(f"importing '{module_name}' failed: {describe_user_error(error)}") from None
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found: Any = functools.reduce(lambda one, part: getattr(one, part, None), name.split("."), module)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
@@ -154,7 +152,7 @@ def make_plain(value: Any, exact: bool = False) -> Any:
         if isinstance(value, kind):
             return (kind if exact and kind is not deque else list)([make_plain(item, exact) for item in value])
     if exact:
-        raise TypeError(f"{excerpt(value, 60)} is no plain value")
+        raise TypeError
     return excerpt(value, 60)
 
 
