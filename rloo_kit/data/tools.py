@@ -20,9 +20,10 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, describe_error, excerpt, shorten
+from rloo_kit.system import user_code
 from rloo_kit.system.input_files import find_target
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
-from rloo_kit.system.user_code import PlainState, describe_user_error, finish, import_target, pack_state, read_files
+from rloo_kit.system.user_code import PlainState, describe_user_error, finish, import_target, read_files
 
 LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
@@ -65,8 +66,8 @@ class ToolHost:
     def __init__(self, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None) -> None:
         self.factory, self._functions = factory, list(tools)
         self._pool: dict[int, Any] = {}  # instances by row, reused by later batches
-        self._live: dict[int, tuple[Any, dict[str, Any]]] = {}  # by row: the environment, and its tools by name
-        probe = self._take(0) if factory is not None else None
+        self._live: dict[int, dict[str, Any]] = {}  # by row: the tools by name
+        probe = self.take(0) if factory is not None else None
         self.environment = None if probe is None else type(probe).__name__
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
@@ -83,21 +84,19 @@ class ToolHost:
         """Start the episode of row `number`; the content is the observation, empty for none."""
         self._live.pop(number, None)
         try:
-            found = finish(self._take(number).reset(**row))
+            found = finish(self.take(number).reset(**row))
         except BaseException as error:  # sys.exit too: it is the environment's
             return Result("", "failed", f"reset: {describe_user_error(error)}")
         if not isinstance(found, str | None):
             return Result("", "failed", f"reset returned {excerpt(found, 60)}; it returns a text or None")
-        self._live[number] = (self._pool[number], self._tools | _by_name(_methods(self._pool[number])))
+        self._live[number] = self._tools | _by_name(_methods(self._pool[number]))
         return Result(found or "")
 
     def call(self, number: int, past: Past, name: str, arguments: dict[str, Any]) -> Result:
         """Call a tool in the episode of row `number`; `past` rebuilds its environment, if this process has none."""
-        tools = self._tools
-        if self.factory is not None:
-            if (lost := self.restore(number, past)) is not None:
-                return lost
-            tools = self._live[number][1]
+        if self.factory is not None and (lost := self.restore(number, past)) is not None:
+            return lost
+        tools = self._live.get(number, self._tools)
         if name not in tools:
             return Result(f"error: there is no tool {excerpt(name)}; there are {', '.join(tools)}", "invalid")
         tool, read = tools[name]
@@ -106,8 +105,7 @@ class ToolHost:
                 values = _read_arguments(read, arguments)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
-                where = ".".join(map(str, first["loc"]))
-                return Result(f"error: {name}: argument {where}: {first['msg']}", "invalid")
+                return Result(f"error: {name}: argument {'.'.join(map(str, first['loc']))}: {first['msg']}", "invalid")
             return _as_result(finish(tool(**values)), name)
         except BaseException as error:  # sys.exit and KeyboardInterrupt too
             text = shorten(f"error: {name}: {describe_error(error)}", 500)
@@ -118,7 +116,7 @@ class ToolHost:
         "get_reward", or "view" (its attributes as plain values); raises RewardError."""
         if (lost := self.restore(number, past)) is not None:
             raise RewardError(lost.detail)
-        environment = self._live[number][0]
+        environment = self._pool[number]
         try:
             if what == "respond":
                 found = list(finish(environment.respond(messages)))
@@ -127,7 +125,7 @@ class ToolHost:
                 return found
             if what == "get_reward":
                 return own_reward(environment, messages)
-            return pack_state(environment)
+            return user_code.pack_state(environment)
         except BaseException as error:  # as above
             raise RewardError(f"{what}: {describe_user_error(error)}") from None
 
@@ -137,9 +135,6 @@ class ToolHost:
 
     def take(self, number: int) -> Any:
         """The environment of row `number` itself."""
-        return self._live[number][0] if number in self._live else self._take(number)
-
-    def _take(self, number: int) -> Any:
         assert self.factory is not None
         if number not in self._pool:
             self._pool[number] = self.factory()
@@ -170,9 +165,9 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
         if not isinstance(found := environment.tools(), list | tuple) or not all(map(callable, found)):
             raise ConfigError(f"rloo.environment: tools() returned {excerpt(found, 60)}; it returns a list of tools")
         return list(found)
-    members = inspect.getmembers(type(environment), inspect.isfunction)  # of the class: a property may be a program
-    names = [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
-    return [getattr(environment, name) for name in names]
+    members = inspect.getmembers(type(environment), callable)  # of the class: a property may be a program
+    functions = [name for name, one in members if inspect.isfunction(inspect.unwrap(getattr(one, "__func__", one)))]
+    return [getattr(environment, name) for name in functions if not name.startswith("_") and name not in NO_TOOLS]
 
 
 def _has_own(environment: Any, name: str, tools: list[Any], *calls: list[str]) -> bool:
@@ -212,6 +207,11 @@ def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
     is none with named arguments."""
     if inspect.isclass(tool) or isinstance(tool, functools.partial) or not hasattr(tool, "__name__"):
         raise TypeError("it is no function: write one (def) that calls it")
+    body = inspect.unwrap(tool) if hasattr(tool, "cache_parameters") else tool  # of functools
+    if inspect.iscoroutinefunction(body) and not inspect.iscoroutinefunction(tool):
+        raise TypeError("it is a cached async function, whose results can be read once: cache inside of the function")
+    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+        raise TypeError("it yields, and a tool returns its result: return a list")
     hints, taken = get_type_hints(tool, include_extras=True), inspect.signature(tool).parameters
     for number, (name, one) in enumerate(taken.items()):
         if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
@@ -246,7 +246,7 @@ def _read_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 def _as_result(value: Any, name: str) -> Result:
     """What a tool returned as text: a text as it is, anything else as JSON."""
     try:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(user_code.make_plain(value, True), ensure_ascii=False)
         text = text.encode("utf-8", "replace").decode()
         if value is None:
             raise TypeError
@@ -389,9 +389,8 @@ class Toolbox:
     def environments(self) -> list[Any]:
         """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
         place = self._places[0]
-        if isinstance(place, ToolHost):
-            return [place.take(number) for number in self._past]
-        return [EnvironmentView(self, number) for number in self._past]
+        make = place.take if isinstance(place, ToolHost) else functools.partial(EnvironmentView, self)
+        return list(map(make, self._past))
 
     def _submit(self, number: int, work: Callable[..., Any], *args: Any) -> "Future[Any]":
         """`work(place, number, ...)` in the thread of the row's process."""
@@ -469,11 +468,10 @@ def open_toolbox(run: RunConfig) -> Toolbox | None:
 
 def open_named(section: Any, next_to: Path | None) -> Toolbox:
     """The tools that `run.rloo` or an `RLOOConfig` names; files are looked for in `next_to` too."""
-    targets, folders = list[str](), list[str]()
-    for named in (*section.tools, *([section.environment] if section.environment else [])):
-        target, found = find_target(named, "rloo.tools", next_to)
-        targets.append(target)
-        folders += [str(one) for one in found if str(one) not in folders]
+    names = [*section.tools, *filter(None, [section.environment])]
+    found = [find_target(named, "rloo.tools", next_to) for named in names]
+    targets = [target for target, _ in found]
+    folders = dict.fromkeys(str(one) for _, places in found for one in places)
     environment = targets.pop() if section.environment else None
     limits = section.tool_timeout_s, section.tool_processes, tuple(section.tool_env)
     return _open(tuple(targets), environment, tuple(folders), *limits)

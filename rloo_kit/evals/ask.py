@@ -10,7 +10,7 @@ from typing import Any
 from rloo_kit.config.model_names import RECORD
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
-from rloo_kit.data.tools import tool_schemas
+from rloo_kit.data.tools import open_toolbox
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.evals.evaluate import last_turn, open_tools
 from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
@@ -95,7 +95,7 @@ def ask(
         stream: print, to a terminal the whole text while it is sampled, elsewhere the answer once it is done.
 
     Raises:
-        ConfigError: a budget for a model that does not think, or one that leaves nothing of `max_tokens`; no base.
+        ConfigError: a budget that the model or `max_tokens` has no room for; no base; an environment that needs a row.
         QuestionTooLongError: the question leaves too little of `model.max_seq_length`.
         DataError: the question cannot be rendered.
     """
@@ -113,9 +113,13 @@ def ask(
         if isinstance(question, dict):  # rendered already
             prompt, asked = question["prompt"], plain_prompt(question["prompt"])
         else:
-            rendering = run.model.enable_thinking, system, tool_schemas(run)
+            toolbox = open_toolbox(run)
+            rendering = run.model.enable_thinking, system, toolbox.schemas if toolbox else None
             prompt = render_prompt(policy.tokenizer, question, policy.family, *rendering)
             asked = question if isinstance(question, str) else str(question[-1]["content"])
+            for one in toolbox.reset([0], [{"question": asked}]) if toolbox else ():
+                if one.kind == "failed":
+                    raise ConfigError(f"{one.detail}. A question has no row: give the arguments of reset defaults")
         limits = _find_limits(run, policy, len(policy.tokenizer(prompt)["input_ids"]), budget, max_tokens)
         row = question if isinstance(question, dict) else {"question": asked}  # for an environment
         live = LiveText(policy.tokenizer) if stream and sys.stdout.isatty() else None

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,8 @@ class Parity:
             found.append(f"the log-prob of a token differs by {self.largest:.2g} nats (limit {limits.largest:.2g})")
         if self.mean > limits.mean:
             found.append(f"log-probs differ by {self.mean:.2g} nats on average (limit {limits.mean:.2g})")
-        if self.equal < limits.equal * self.prompts:
-            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
+        if self.equal < (least := int(limits.equal * self.prompts)):
+            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {least})")
         if self.unseen > MOST_UNSEEN * self.tokens:
             found.append(f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20 (limit 2%)")
         return found
@@ -129,9 +129,8 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
 
 def find_missing(loader: str) -> str | None:
     """Why a program cannot be run; None if it can."""
-    if loader != "llama.cpp" or is_importable("xllamacpp"):
-        return None
-    return "xllamacpp is not installed (pip install xllamacpp)"
+    is_there = loader != "llama.cpp" or is_importable("xllamacpp")
+    return None if is_there else "xllamacpp is not installed (pip install xllamacpp)"
 
 
 def check_parity(reference: Reference, loader: str, model: Path, kind: str, **request: Any) -> Parity:
@@ -161,7 +160,7 @@ def check_parity(reference: Reference, loader: str, model: Path, kind: str, **re
     if not differences or any(value != value for value in differences):
         raise ExportError(f"{REFUSED}: its log-probs in {loader} are not finite")
     holds = TYPES.get(kind, kind)
-    allowed = (OF_FILE[holds], OF_COMPUTING[reference.compute])
+    largest, mean, share = zip(astuple(OF_FILE[holds]), astuple(OF_COMPUTING[reference.compute]), strict=True)
     lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
     parity = Parity(
         loader=loader,
@@ -174,11 +173,7 @@ def check_parity(reference: Reference, loader: str, model: Path, kind: str, **re
         mean=sum(differences) / len(differences),
         equal=equal,
         unseen=unseen,
-        limits=Tolerance(
-            max(one.largest for one in allowed) + lost,
-            max(one.mean for one in allowed) + lost,
-            min(one.equal for one in allowed),
-        ),
+        limits=Tolerance(max(largest) + lost, max(mean) + lost, min(share)),
     )
     if parity.problems:
         raise ExportError(

@@ -41,6 +41,7 @@ KNOWN = {
     "resume": "(resume from the last checkpoint)",
     "overwrite": "(delete a run in the folder)",
 }
+BACKSLASH = r"""(?s)('[^']*'|"(?:\\.|[^"\\])*"|\\["' ])|\\"""  # quoted, as shlex reads it; or one that stays
 SECTIONS: dict[str, type[Section]] = {
     name: one.annotation
     for name, one in RunConfig.model_fields.items()
@@ -169,7 +170,7 @@ def _read_as_field(key: str, value: Any) -> Any:
 
 def _split_overrides(value: Any) -> list[str]:
     try:
-        words = shlex.split(value.replace("\\", "\0")) if isinstance(value, str) else value  # a backslash stays
+        words = shlex.split(re.sub(BACKSLASH, lambda one: one[1] or "\0", value)) if isinstance(value, str) else value
         items = [item.replace("\0", "\\") if words is not value else item for item in words]
     except (TypeError, ValueError) as error:
         raise ValueError(f'it takes text such as "rloo.temperature=0.9 eval.num_samples=4" ({error})') from None

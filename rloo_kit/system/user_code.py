@@ -10,14 +10,17 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +30,7 @@ from rloo_kit.errors import RewardError, describe_error, excerpt
 _LOCK = threading.Lock()  # two threads that come first get one loop
 MOST_FILES = 100  # that are read for a digest: a large package of the user's would take seconds
 LONGEST_STATE = 100_000  # characters of an attribute as Python writes it
+_KINDS: dict[str, Any] = {one.__name__: one for one in (dict, list, tuple, set, frozenset, bytes)}
 
 
 def read_files(module: str, folders: list[str]) -> dict[str, str]:
@@ -78,15 +82,13 @@ def import_target(target: str, folders: list[str]) -> Any:
     sys.path[:0] = folders
     module_name, _, name = target.rpartition(":")
     try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module: Any = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0]):
             looked = f"it was looked for in {', '.join(dict.fromkeys(sys.path[:2]))} and among the installed ones"
             raise RewardError(f"there is no module '{module_name}'; {looked}") from None
         raise RewardError(f"importing '{module_name}' failed: {describe_user_error(error)}") from None
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found: Any = functools.reduce(lambda one, part: getattr(one, part, None), name.split("."), module)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
@@ -137,40 +139,50 @@ def _event_loop(pid: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def make_plain(value: Any) -> Any:
-    """`value` in the types of JSON: arrays and tensors as numbers and lists, anything else as its text."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+def make_plain(value: Any, exact: bool = False) -> Any:
+    """`value` in the types of JSON: arrays and tensors as numbers and lists, enums as their values, anything else as
+    its text. `exact`: keys, tuples and sets stay, and anything else is a TypeError."""
+    value = value.value if isinstance(value, Enum) else value
+    value = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    if value is None or isinstance(value, bool | int | float | str) or (exact and isinstance(value, bytes)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): make_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [make_plain(item) for item in value]
-    to_list = getattr(value, "tolist", None)
-    return make_plain(to_list()) if callable(to_list) else excerpt(value, 60)
+        return {make_plain(key, True) if exact else str(key): make_plain(item, exact) for key, item in value.items()}
+    for kind in (list, tuple, set, frozenset, deque):
+        if isinstance(value, kind):
+            return (kind if exact and kind is not deque else list)([make_plain(item, exact) for item in value])
+    if exact:
+        raise TypeError
+    return excerpt(value, 60)
 
 
-def pack_state(thing: Any) -> dict[str, Any]:
-    """The attributes of an object, its class's and properties too, that are literals of Python, for `PlainState`."""
+def pack_state(thing: Any) -> dict[str, str]:
+    """The attributes of an object, its class's and properties too, that are plain values, for `PlainState`."""
     state = {}
-    for name in dir(thing):
-        with suppress(Exception):  # a property is a program, and so is a repr
-            value = getattr(thing, name)
-            text = repr(value.tolist() if hasattr(value, "tolist") else value)  # arrays and tensors
-            if not name.startswith("__") and len(text) <= LONGEST_STATE:
-                state[name] = value if isinstance(value, float) else repr(ast.literal_eval(text))  # inf is no literal
+    for name in [one for one in dir(thing) if not one.startswith("__")]:
+        with suppress(BaseException):  # a property is a program: its sys.exit takes no other attribute along
+            value = make_plain(getattr(thing, name), exact=True)
+            if len(repr(value)) <= LONGEST_STATE:
+                state[name] = json.dumps(_pack(value))
     return state
+
+
+def _pack(value: Any) -> Any:
+    """A plain value for JSON: each collection under the name of its type, a dict as tuples."""
+    items = value.items() if isinstance(value, dict) else value
+    return {type(value).__name__: [*map(_pack, items)]} if type(value) in _KINDS.values() else value
 
 
 class PlainState:
     """An environment as rewards get it: those of its attributes that left its process."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            with suppress(ValueError, SyntaxError):  # a secret was masked
-                vars(self)[name] = ast.literal_eval(value) if isinstance(value, str) else value
+    def __init__(self, state: dict[str, str]) -> None:
+        for name, text in state.items():
+            with suppress(ValueError):  # a secret was masked
+                vars(self)[name] = json.loads(text, object_hook=lambda one: _KINDS[min(one)](*one.values()))
 
     def __getattr__(self, name: str) -> Any:
-        kinds = f"numbers, texts, and lists, tuples, sets and dicts of them, up to {LONGEST_STATE:,} characters"
+        kinds = f"ints, floats, texts, arrays, and lists, tuples, sets and dicts, up to {LONGEST_STATE:,} characters"
         has = f"of its attributes {kinds}, leave its process: {', '.join(vars(self))}"
         raise AttributeError(f"the environment's {name} is not there; {has}")
 

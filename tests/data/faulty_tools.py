@@ -1,11 +1,18 @@
 """Tools that fail in the ways that tools do, and an environment that counts."""
 
 import asyncio
+import enum
 import functools
+import math
 import os
 import sys
 import time
+from collections import Counter as Counts
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
+
+import numpy as np
 
 
 def good(a: int, b: int = 1) -> int:
@@ -88,6 +95,35 @@ def cached(x: int, *, y: "str | None" = None) -> str:
         y (`str | None`, *optional*): the second.
     """
     return repr((x, y))
+
+
+@functools.cache
+def keeps_number(x: int) -> Any:
+    """Return numbers of NumPy.
+
+    Args:
+        x: any.
+    """
+    return {np.int64(x): [np.float32(0.5), np.arange(x)]}
+
+
+@functools.cache
+async def caches_async() -> str:
+    """Return a text."""
+    return "x"
+
+
+def yields() -> Iterator[str]:
+    """Yield a text."""
+    yield "x"
+
+
+async def yields_async() -> AsyncIterator[str]:
+    """Yield a text."""
+    yield "x"
+
+
+caches_yields = functools.cache(yields)
 
 
 def typed(
@@ -204,6 +240,12 @@ class Counter:
         return float(self.count)
 
 
+class Mode(enum.Enum):
+    """An enum."""
+
+    FAST = "fast"
+
+
 class Stateful:
     """Has attributes of all kinds."""
 
@@ -214,6 +256,9 @@ class Stateful:
         """Set them."""
         self._solved, self.place, self.visited, self.counts = True, (0, 1), {(0, 1)}, {1: "a"}
         self.best, self.clock, self.words = float("inf"), object(), "x" * 200_000
+        self.hands = {"r": np.float64(1), (1,): [-math.inf, np.int64(2)]}
+        self.mode, self.seen = Mode.FAST, Counts("aab")
+        self.queue, self.past, self.cell = deque([1]), {frozenset({1}), frozenset()}, np.arange(2)
 
     @property
     def won(self) -> bool:
@@ -224,6 +269,11 @@ class Stateful:
     def broken(self) -> bool:
         """One that fails."""
         raise KeyError("broken")
+
+    @property
+    def leaves(self) -> bool:
+        """One that ends the process."""
+        sys.exit("enough")
 
     def look(self) -> str:
         """Look."""

@@ -1,6 +1,7 @@
 """Tools in their process: what a fault costs the model, and what its user sees."""
 
 import asyncio
+import functools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,11 +106,13 @@ def test_arguments_are_read_as_the_hints_say(name, value, got):
 
 def test_kinds_of_functions():
     """Cached, static and bound ones, hints in quotes and keyword-only ones: transformers read few of them."""
-    toolbox = toolbox_of("cached", "client.ask", "Client.static")
+    toolbox = toolbox_of("cached", "client.ask", "Client.static", "keeps_number")
     assert toolbox.schemas[0]["function"]["parameters"]["properties"]["y"]["description"] == "the second."
     toolbox.reset([0], [{}])
     calls = [("cached", {"x": "4", "y": 5}), *[("ask", {"text": "a"})] * 3, ("static", {"text": 1})]
-    assert [one.content for one in toolbox.call(0, calls).result()] == ["(4, '5')", "a", "a", "a", "1"]
+    calls += [("keeps_number", {"x": 2})]
+    numbers = '{"2": [0.5, [0, 1]]}'
+    assert [one.content for one in toolbox.call(0, calls).result()] == ["(4, '5')", "a", "a", "a", "1", numbers]
 
 
 def test_async_tools_in_a_process_that_runs_a_loop():
@@ -170,6 +173,15 @@ def text_tool(self, x: str) -> str:
     return x
 
 
+def len_tool(x: str) -> int:
+    """Its length.
+
+    Args:
+        x: what.
+    """
+    return len(x)
+
+
 RESERVED: dict[str, tuple[dict[str, Any], str]] = {  # members of the class, words of the error or what is offered
     "respond as a tool": ({"respond": text_tool}, r"World.respond is not the respond\(messages\)"),
     "respond without messages": ({"respond": lambda self: []}, "World.respond"),
@@ -185,6 +197,12 @@ RESERVED: dict[str, tuple[dict[str, Any], str]] = {  # members of the class, wor
     "get_reward with a default": ({"get_reward": lambda self, scale=1.0: scale}, "[] True False"),
     "as documented": ({"get_reward": lambda self, messages: 1.0, "respond": lambda self, messages: []}, "[] True True"),
     "a name that is no text": ({"name": ["x"], "look": text_tool}, "['text_tool'] False False"),
+    "a cached method": ({"look": functools.lru_cache(text_tool)}, "['text_tool'] False False"),
+    "a method of the class": ({"look": classmethod(text_tool)}, "['text_tool'] False False"),
+    "a cached method of the class": ({"look": classmethod(functools.cache(text_tool))}, "['text_tool'] False False"),
+    "a function of the class": ({"look": staticmethod(len_tool)}, "['len_tool'] False False"),
+    "a nested class": ({"Kind": Result, "rule": property(text_tool)}, "[] False False"),
+    "a cached property": ({"view": functools.cached_property(text_tool), "size": len}, "[] False False"),
     "no reset": ({"reset": None}, "no method reset"),
 }  # fmt: skip
 
@@ -215,18 +233,20 @@ def test_an_observation_is_a_text_or_none(found):
 
 def test_rewards_read_what_an_environment_holds():
     """TRL's examples keep their state in names with an underscore, because public methods are tools: rewards saw no
-    such name, no class's, no slot and no property. What is no plain value is named."""
+    such name, no class's, no slot and no property. What is no plain value is named. One infinity or number of NumPy in
+    a list kept all of it in the process, and a property that called sys.exit every attribute."""
     toolbox = toolbox_of(environment=f"{FILE}:Stateful")
     toolbox.reset([0], [{}])
     (seen,) = toolbox.environments()
     for one in (seen, pickle.loads(pickle.dumps(seen))):
         values = one._solved, one.rounds, one.won, one.place, one.visited, one.counts, one.best
         assert values == (True, 3, True, (0, 1), {(0, 1)}, {1: "a"}, float("inf"))
-        with pytest.raises(
-            AttributeError, match="environment's clock .* _solved, best, counts, place, rounds, visited, won"
-        ):
+        assert (one.hands, one.mode) == ({"r": 1.0, (1,): [-float("inf"), 2]}, "fast")
+        values = one.seen, one.queue, one.past, one.cell
+        assert values == ({"a": 2, "b": 1}, [1], {frozenset({1}), frozenset()}, [0, 1])
+        with pytest.raises(AttributeError, match="environment's clock .* _solved, best, cell, .* visited, won"):
             one.clock  # noqa: B018
-        assert not hasattr(one, "words") and not hasattr(one, "broken") and not hasattr(one, "look")
+        assert not any(hasattr(one, name) for name in ("words", "broken", "leaves", "look"))
 
 
 def test_tools_of_several_processes(tmp_path):
@@ -251,6 +271,10 @@ def test_tools_of_several_processes(tmp_path):
         ({"tools": [f"{FILE}:Client.no_such"]}, "has no 'Client.no_such'"),
         ({"tools": [f"{FILE}:takes_any"]}, "tool takes_any: it takes .texts.*by their names"),
         ({"tools": [f"{FILE}:numpy_style"]}, "tool numpy_style: .*'x'.*below `Args:`"),
+        ({"tools": [f"{FILE}:caches_async"]}, "tool caches_async: it is a cached async function"),
+        ({"tools": [f"{FILE}:yields"]}, "tool yields: it yields"),
+        ({"tools": [f"{FILE}:yields_async"]}, "tool yields_async: it yields"),
+        ({"tools": [f"{FILE}:caches_yields"]}, "tool yields: it yields"),
         ({"tools": ["no_such_module:f"]}, "there is no module 'no_such_module'"),
         ({"environment": f"{FILE}:good"}, "good"),
     ],

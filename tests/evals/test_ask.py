@@ -219,6 +219,15 @@ def add(a: int, b: int) -> int:
         b: the second one.
     """
     return a + b
+
+
+class World:
+    def reset(self, answer, **row):
+        self.answer = answer
+
+    def look(self) -> str:
+        """Look."""
+        return self.answer
 '''
 
 
@@ -262,6 +271,23 @@ def test_each_turn_is_shown_with_its_calls_and_results(
     assert [line.partition(": Expec")[0].partition(": json")[0] for line in lines] == shown
     assert summary == f"({given.summary})"
     assert given.tokens == sum(len(tiny_tokenizer(turn)["input_ids"]) + 1 for turn in turns)
+
+
+def test_an_environment_that_needs_a_row_is_refused_before_the_question_is_asked(
+    trained, tools, tiny_tokenizer, monkeypatch, capsys
+):
+    """The model answered after `error: the environment cannot be started`, and the reason was printed twice."""
+    run, policy = trained
+    run, policy = run.model_copy(deep=True), replace(policy, tokenizer=with_tools(tiny_tokenizer))
+    run.rloo.environment, run.rloo.max_completion_length, run.model.max_seq_length = f"{tools}:World", 380, 512
+    scripted = Scripted(policy.tokenizer, [[call("look"), "</think>a"]])
+    monkeypatch.setattr(completions, "build_engine", lambda *_, **__: scripted)
+    with pytest.raises(ConfigError, match="^reset: TypeError: .*'answer'.* give the arguments of reset defaults$"):
+        ask(run, policy, "1+2=", base=True)
+    assert not any(capsys.readouterr())
+    run.data.system_prompt = None
+    row = {"prompt": policy.tokenizer.eos_token + "1+2=", "answer": "3"}
+    assert [one["content"] for one in ask(run, policy, row, stream=False).turns] == ["", "3", "a"]
 
 
 # ------------------------------------------------------------------------------------------------ the text as it grows

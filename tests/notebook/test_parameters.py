@@ -225,6 +225,18 @@ def test_text_stays_text_in_overrides() -> None:
     assert (run.sft.prompt_column, run.name) == ("\\boxed", "007")
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        (r'"say \"hi\" now"', 'say "hi" now'), (r'"a\\b \d"', r"a\b \d"), (r"'a \"b\" \\'", r'a \"b\" \\'),
+        (r"\"x\"\ y", '"x" y'), (r"it\'s", "it's"), (r"a\b", r"a\b"), (r'"it\'s"', r"it\'s"),
+    ],
+)  # fmt: skip
+def test_quotes_are_escaped_as_on_the_command_line(text: str, prompt: str) -> None:
+    """The run had say \\hi\\ now: a backslash stayed, and the quotes were gone."""
+    assert read(with_value("overrides", f"data.system_prompt={text}")).overrides == [f"data.system_prompt={prompt}"]
+
+
 def test_one_key_is_not_given_twice() -> None:
     """`overrides` won over a parameter in the same cell, and the printed table differed from the run."""
     assert refusal(OWN + "overrides = '--rloo.max_steps=5'\n").endswith("rloo.max_steps=60; set max_steps instead")
