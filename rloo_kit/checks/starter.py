@@ -380,7 +380,9 @@ def write_starter(
         f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
         "(computed, not measured)",
     ]
-    if others := [name for name in table.rows.other_names if name not in (table.prompt_column, table.answer_column)]:
+    if others := [
+        name for name in table.rows.other_names if name not in ("", table.prompt_column, table.answer_column)
+    ]:
         lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
     long = next((one for one in table.golds if len(one.split()) > 3 or len(one) > 40), "")
     if long and not table.are_numbers:

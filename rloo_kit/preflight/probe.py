@@ -28,7 +28,7 @@ from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import Policy, inference_mode_of
 from rloo_kit.preflight.trial_steps import Tell, make_trainer
-from rloo_kit.results.intervals import clustered, wilson
+from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rewarding.registry import REGISTRY
 from rloo_kit.rewarding.worker import end_workers
@@ -334,15 +334,15 @@ def find_form_fault(run: RunConfig, measures: Measures) -> Problem | None:
 def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) -> Problem:
     """Why no group has a signal."""
     count, rate = len(probe.batch), measures.pass_rate
-    name, bound, fix = "rollout", wilson(0.0, count).high or 0.0, _advise(rate)
+    name, fix = "rollout", _advise(rate)
     columns = zip(probe.rewards, probe.batch.judged.rewards_per_func.T.tolist(), strict=True)
     earned = {reward: [value for value in values if value == value] for reward, values in columns}
     if probe.batch.scores.isnan().all():
         name, why, fix = "rewards", f"no reward scored any of {count} completions", "fix rewards"
     elif rate == 0.0:
-        why = f"0 of {count} answers are correct, a pass rate below {bound:.0%}"
+        why = f"0 of {count} answers are correct"
     elif rate == 1.0:
-        why = f"all of {count} answers are correct, a pass rate above {1 - bound:.0%}"
+        why = f"all of {count} answers are correct"
     elif rate is None and at_ceiling(run.reward_weights, earned):
         why, fix = f"the rewards of {count} completions cannot rise", _advise(1.0)
     else:
