@@ -150,7 +150,7 @@ class SourceSection(Section):
     """One source of a mix."""
 
     prefix: ClassVar[str] = "data.sources.N."
-    source: Named = Field(min_length=1, description="as data.source")
+    source: Named = Field(description="as data.source")
     weight: float = key(1.0, "rows are drawn in proportion to the weights", gt=0)
     subset: str | None = key(None, "null: data.subset")
     split: str | None = key(None, "null: data.split")

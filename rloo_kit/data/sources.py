@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rloo_kit import _stack
 from rloo_kit.config.checks import FILE_KINDS
@@ -182,8 +182,8 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+def _json_rows(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
@@ -204,7 +204,8 @@ def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dic
     the one separates that gives two lines the same number of fields, and most; with semicolons decimal commas are
     refused in `answer`."""
     if path.suffix.lower() == ".jsonl":
-        yield from _json_rows(path)
+        with path.open(encoding="utf-8-sig") as lines:
+            yield from _json_rows(lines, path)
         return
     csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
     with path.open(encoding="utf-8-sig", newline="") as file:

@@ -20,10 +20,17 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, describe_error, excerpt, shorten
-from rloo_kit.system import user_code
 from rloo_kit.system.input_files import find_target
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
-from rloo_kit.system.user_code import PlainState, describe_user_error, finish, import_target, read_files
+from rloo_kit.system.user_code import (
+    PlainState,
+    describe_user_error,
+    finish,
+    import_target,
+    make_plain,
+    pack_state,
+    read_files,
+)
 
 LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
@@ -125,7 +132,7 @@ class ToolHost:
                 return found
             if what == "get_reward":
                 return own_reward(environment, messages)
-            return user_code.pack_state(environment)
+            return pack_state(environment)
         except BaseException as error:  # as above
             raise RewardError(f"{what}: {describe_user_error(error)}") from None
 
@@ -246,7 +253,7 @@ def _read_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 def _as_result(value: Any, name: str) -> Result:
     """What a tool returned as text: a text as it is, anything else as JSON."""
     try:
-        text = value if isinstance(value, str) else json.dumps(user_code.make_plain(value, True), ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(make_plain(value, True), ensure_ascii=False)
         text = text.encode("utf-8", "replace").decode()
         if value is None:
             raise TypeError
@@ -297,8 +304,10 @@ class _InWorker:
 
     def __post_init__(self) -> None:
         self.sources = self.read_sources()
+        self.live: set[int] = set()  # rows whose environments the process has
 
     def open(self) -> dict[str, Any]:
+        self.live.clear()
         if self.read_sources() != self.sources:
             raise WholeBatchError("a file of the tools changed after they were loaded: put it back, or start again")
         try:
@@ -315,7 +324,15 @@ class _InWorker:
     def run(self, timeout_s: float, method: str, *args: Any) -> Any:
         if not self.worker.running:
             self.open()
-        return self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
+        found = self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
+        if method in ("reset", "restore"):
+            self.live.add(args[0])
+        return found
+
+    def restore(self, timeout_s: float, number: int, past: Past) -> None:
+        """Build the environment of a row again, if its process was replaced; each call so far has `timeout_s`."""
+        if not (self.worker.running and number in self.live):
+            self.run(timeout_s * (len(past[1]) + 1), "restore", number, past)
 
 
 class Toolbox:
@@ -399,8 +416,8 @@ class Toolbox:
 
     def _run(self, place: Any, method: str, number: int, past: Past, *args: Any) -> Any:
         """Call a method of a host; an environment that its process lost is built again before, in a time of its own."""
-        if self.environment is not None:
-            place.run(self._timeout_s * (len(past[1]) + 1), "restore", number, past)
+        if self.environment is not None and isinstance(place, _InWorker):
+            place.restore(self._timeout_s, number, past)
         return place.run(self._timeout_s, method, number, past, *args)
 
 

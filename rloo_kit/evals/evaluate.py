@@ -259,8 +259,9 @@ class AnswerJudge:
     ) -> None:
         self.unscored = 0
         given = {reward_name(reward): reward for reward in reward_funcs or ()}
-        weights = {name: getattr(one, "weight", 1.0) for name, one in given.items()}
-        weights = run.reward_weights if reward_funcs is None else weights
+        weights = run.reward_weights
+        if reward_funcs is not None:
+            weights = {name: getattr(one, "weight", 1.0) for name, one in given.items()}
         self.judged_by = find_judge(gold, weights)
         self.weight = weights.get(self.judged_by or "", 1.0)
         self.gold = None if self.judged_by is None else gold

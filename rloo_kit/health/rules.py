@@ -383,11 +383,8 @@ def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
         return Evidence(low.step, text)
     name = "completions/most_common_ratio"
     same = seen.lasting(name, lambda share: share >= 0.9, 5)
-    if (
-        same is None
-        or mean(seen.first(name, 5)) > 0.5
-        or mean(last_of(seen, answer_metric(seen, context), 5)) >= SOLVED
-    ):
+    right = mean(last_of(seen, answer_metric(seen, context), 5))
+    if same is None or mean(seen.first(name, 5)) > 0.5 or right >= SOLVED:
         return None
     share = last_of(seen, name, 1)[0]
     return Evidence(same.step, f"{text}, and {share:.0%} of the completions, of all prompts, are identical")

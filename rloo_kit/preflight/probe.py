@@ -321,7 +321,9 @@ def find_form_fault(run: RunConfig, measures: Measures) -> Problem | None:
     blind = {name for name, one in REGISTRY.items() if "answer" not in getattr(one, "needs", ("answer",))}
     paid, own = ([name for name in found if found[name].differs and name not in left] for left in ((), blind))
     others = [one.mean for name, one in found.items() if not one.differs and name not in blind]
-    is_wrong = measures.pass_rate == 0.0 if measures.pass_rate is not None else own == [] != others and not any(others)
+    is_wrong = measures.pass_rate == 0.0
+    if measures.pass_rate is None:  # the user's own rewards judge
+        is_wrong = not own and bool(others) and not any(others)
     if not paid or not is_wrong or REGISTRY.keys() & own:
         return None
     names, unless = " and ".join(paid), f", unless {' and '.join(own)} grades how nearly right it is" if own else ""

@@ -230,9 +230,7 @@ class _Facts:
         self.solved = _was_solved(run, result, before, after, change)
         lasting = {one.name: one for one in result.lasting}
         alarming = [one for one in result.lasting if one.level == "alarming"]
-        blind = min(
-            (one for one in alarming if one.name in NO_SIGNAL), key=lambda x: NO_SIGNAL.index(x.name), default=None
-        )
+        blind = next((one for name in NO_SIGNAL for one in alarming if one.name == name), None)
         alarm = next((one for one in alarming if one.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
         self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
@@ -256,7 +254,7 @@ class _Facts:
             "right": change is not None and change.rose and not change.is_reward,
             "paid": paid is not None and paid.rose,
             "running": result.stopped == "running",
-            "cut": result.stopped not in (None, EARLY),
+            "cut": result.stopped not in (None, EARLY, "running"),
             "tied": tied and not self.solved and all(share == 1.0 for share in tied),
         }
         self.true = {name for name, value in facts.items() if value}
@@ -320,7 +318,7 @@ class _Facts:
                 yield f"; {self.sides[1].truncated_share:.0%} of the held-out completions are truncated"
         if outcome.kind == "learnt" and result.adapter_step not in (None, result.steps):
             yield f"; the weights are the best evaluation's, of step {result.adapter_step}, so part of it is luck"
-        if "cut" in self.true and "running" not in self.true and "{ended}" not in outcome.sentence:
+        if "cut" in self.true and "{ended}" not in outcome.sentence:
             yield f"; {self.texts['ended']}"
         if accepted := read_object(result.folder / "status.json").get("changed"):
             yield f"; the run continued {accepted}"
