@@ -15,6 +15,7 @@ from rloo_kit.errors import ExportError, shorten
 from rloo_kit.export import loaders
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.types import Limits
 from rloo_kit.system.versions import is_importable
 
 ENGINE = "generate"  # both backends have it, and it does not start vLLM
@@ -115,15 +116,15 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
     """The trained policy's greedy completions of rendered prompts, with log-probabilities."""
     limit = min(run.eval.max_completion_length or run.rloo.max_completion_length, LONGEST)
     plain = replace(policy, precision="no")  # other programs have no autocast
-    made = generate_completions(plain, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
+    made = generate_completions(plain, prompts, Limits(limit), temperature=0, engine=ENGINE)
     base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
     table = base.get_input_embeddings().weight
     rows = []
     with policy.inference_mode():
         for text, completion in zip(prompts, made, strict=True):
-            ids = policy.tokenizer(text)["input_ids"]
-            logps, _ = loaders.score(policy.model, ids, completion.ids)
-            rows.append({"text": text, "ids": ids, "completion": completion.ids, "logps": logps})
+            logps, _ = loaders.score(policy.model, completion.prompt_ids, completion.ids)
+            ids = {"ids": completion.prompt_ids, "completion": completion.ids}
+            rows.append({"text": text, **ids, "logps": logps})
     return Reference(rows, limit, str(table.dtype).removeprefix("torch."), str(policy.model.device), table.shape[0])
 
 

@@ -27,14 +27,16 @@ from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.episodes import make_tool_use
-from rloo_kit.rollout.thinking_budget import make_limits
+from rloo_kit.rollout.thinking_budget import limits_of
 from rloo_kit.rollout.types import FOREIGN, Engine, Filters
 from rloo_kit.think_tags import ThinkTags
 
 PROMPT_TOKENS = 2048  # room for the prompt in vLLM, unless vllm_max_model_length says otherwise
 
 # Methods of TRL that the step stands in for: a subclass's override of them is not called.
-BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
+BYPASSED = (
+    "_generate_and_score_completions", "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies",
+)  # fmt: skip
 
 Settings = TypeVar("Settings")
 
@@ -46,8 +48,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
     """The step of a trainer that TRL has built, with its tools; raises ConfigError or BackendError for options that
     cannot work."""
     args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
-    budgets = args.thinking_budget, args.answer_budget, args.thinking_close
-    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets, args.thinking_budget_total)
+    limits = limits_of(args, tokenizer, tags)
     tools = None
     if toolbox is not None:
         options, name = trainer.chat_template_kwargs or {}, trainer.model.config.name_or_path
@@ -71,7 +72,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
     return RLOOStep(
         settings,
         sampler,
-        Rewarder(trainer, parallel, tells_forced=has_budget, toolbox=toolbox),
+        Rewarder(trainer, parallel, has_budget, toolbox=toolbox),
         scorer,
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,

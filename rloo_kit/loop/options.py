@@ -35,6 +35,7 @@ from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy, keep_values
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rewarding.guard import guard
+from rloo_kit.rewarding.score import name_columns
 from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system import environment
@@ -364,10 +365,8 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
                     "which the trainer tokenizes"
                 )
     columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
-    if columns is not None and has_thinking_budget(args):
-        columns = [*columns, "thinking_forced"]
-    if columns is not None and toolbox is not None:
-        columns = [*columns, "completion_mask", "turns", *(["environments"] if toolbox.environment else [])]
+    if columns is not None:
+        columns = name_columns(columns, has_thinking_budget(args), toolbox)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)

@@ -27,7 +27,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
 from rloo_kit.plan.vram_plan import VramPlan
-from rloo_kit.rollout.types import FOREIGN, Rollout, Span
+from rloo_kit.rollout.types import FOREIGN, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 
@@ -254,8 +254,7 @@ class _FullRows:
     def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
         self._before()
         ids = [torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
-        nothing: list[list[Span]] = [[] for _ in ids]
-        return Rollout(ids, nothing, [[-1.0] * len(row) for row in ids], nothing)
+        return replace(Rollout.of(ids), sampler_logps=[[-1.0] * len(row) for row in ids])
 
 
 @contextmanager

@@ -10,38 +10,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3_template
 
+from rloo_kit.completion import Episode, split_turns
 from rloo_kit.data.chat import detect_family, thinks
 from rloo_kit.data.tool_turns import Message, ToolFormat, check_call
 from rloo_kit.data.tools import Result, Toolbox
 from rloo_kit.errors import ConfigError, RewardError
-from rloo_kit.rollout.types import Rollout, Span, split_turns
+from rloo_kit.rollout.types import Rollout
 
 NO_NAME = "unknown"  # of the tool that a call without a readable name asks for
-
-
-@dataclass
-class Episode:
-    """What happened between a completion's turns.
-
-    Attributes:
-        messages: the assistant's (content, and reasoning_content and tool_calls if it has any) and the tools'.
-        calls: (name, kind of its `Result`) each. failures: why tools failed, for the user.
-        cut: the limit that ended it, "max_turns" or "length" (no room for a result); None if the model ended it.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    cut: str | None = None
-
-    def count(self, kind: str) -> int:
-        """The calls of one kind."""
-        return sum(one == kind for _, one in self.calls)
 
 
 class ToolParser:
@@ -107,7 +88,7 @@ class ToolUse:
 
 
 def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
-    """What completions may call, for `Sampler` and `generate_completions`.
+    """What completions may call, for `complete`.
 
     Args:
         tokenizer: the policy's; gets a response template. limits: `run.rloo` or an `RLOOConfig`.
@@ -213,21 +194,3 @@ def add_observation(row: dict[str, Any], text: str, form: ToolFormat | None = No
         return form.observe(row, text, limit)
     head, end, rest = row["prompt"].rpartition("<|im_end|>")
     return head + re.sub(r"<(?=[|/a-z])", "< ", text) + end + rest
-
-
-def episode_columns(
-    ids: Sequence[list[int]], context: Sequence[list[Span]], episodes: Sequence[Episode | None], toolbox: Toolbox | None
-) -> list[dict[str, Any]]:
-    """What rewards get of each episode in addition to the dataset's columns: `completion_mask` (0 for a tool's result),
-    `turns` (its messages) and, with an environment, `environments`. `toolbox`: has those of this very batch; None: no
-    environments."""
-    environments = [] if toolbox is None or toolbox.environment is None else toolbox.environments()
-    found = []
-    for number, episode in enumerate(episodes):
-        assert episode is not None
-        mask = [1] * len(ids[number])
-        for start, end in context[number]:
-            mask[start:end] = [0] * (end - start)
-        own = {"environments": environments[number]} if environments else {}
-        found.append({"completion_mask": mask, "turns": episode.messages, **own})
-    return found

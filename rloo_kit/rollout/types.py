@@ -16,12 +16,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from rloo_kit.completion import Span
 from rloo_kit.gradient.packing import without_cudnn
 
 FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that the kit gives them
 
 Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Span = tuple[int, int]  # first token of a completion, and the one after the last
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ WHOLE = Filters()  # distribution
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """The completions of one call of an engine, one entry per prompt, in the prompts' order.
+class Rollout(Sequence[list[int]]):
+    """The completions of one call of an engine, one entry per prompt, in the prompts' order. It is a sequence of their
+    ids, as TRL's hook `_generate_single_turn` returns them.
 
     Attributes:
         completion_ids: token ids, the end token included if there is one.
@@ -120,11 +121,16 @@ class Rollout:
     sampler_logps: list[list[float]] | None
     context: list[list[Span]]
 
+    @classmethod
+    def of(cls, completion_ids: Sequence[list[int]]) -> "Rollout":
+        """Of completions of which nothing else is known."""
+        return cls(list(completion_ids), [[] for _ in completion_ids], None, [[] for _ in completion_ids])
 
-def split_turns(ids: list[int], context: Sequence[Span]) -> list[list[int]]:
-    """The tokens of each turn of a completion, without the tools' results between them."""
-    cuts = [0, *(place for span in context for place in span), len(ids)]
-    return [ids[start:end] for start, end in zip(cuts[::2], cuts[1::2], strict=True)]
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.completion_ids[place]
 
 
 Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
