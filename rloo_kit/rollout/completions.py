@@ -85,7 +85,7 @@ def complete(
 def generate_completions(
     policy: Policy,
     prompts: Sequence[str | dict[str, Any]],
-    limits: Limits,
+    limits: Limits | int,
     *,
     num_samples: int = 1,
     temperature: float = 1.0,
@@ -101,7 +101,7 @@ def generate_completions(
     Args:
         policy: from `load_policy`.
         prompts: texts with the chat template applied (`data.train["prompt"]`), or rows of the dataset with a `prompt`.
-        limits: on the completions' lengths, from `make_limits` or `make_budget_limits`.
+        limits: tokens of a completion at most; with a thinking budget from `make_limits` or `make_budget_limits`.
         num_samples: completions of each prompt. temperature: 0 is greedy decoding.
         batch_size: completions generated at once.
         seed: fixes the samples for a given batch size; the global random state is restored afterwards.
@@ -115,6 +115,7 @@ def generate_completions(
         ConfigError: a value out of range, more tokens than the model has positions.
         DataError: a prompt without tokens.
     """
+    limits = Limits(limits) if isinstance(limits, int) else limits
     at_least_one = {"max_completion_length": limits.max_completion_length, "num_samples": num_samples}
     for name, value in (at_least_one | {"batch_size": batch_size}).items():
         if value < 1:

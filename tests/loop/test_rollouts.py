@@ -378,7 +378,7 @@ def test_evaluations_sample_in_the_precision_of_training(lora, engine, override,
     monkeypatch.setattr(Engine, "sample", lambda *given, **named: found.append(plain(*given, **named)) or found[-1])
 
     def evaluate():
-        generate_completions(policy, prompts, max_completion_length=12, seed=5)
+        generate_completions(policy, prompts, limits=12, seed=5)
 
     evaluate()
     with make_steps(policy, run, [by_ids], data.train, changed={"max_completion_length": 12}) as trainer:

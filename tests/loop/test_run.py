@@ -64,7 +64,7 @@ def test_the_model_decodes_by_itself_after_training(write_config):
     train(config, policy, data, build_rewards(config, policy.tokenizer))
     prompt = data.test["prompt"][0]
     ids = torch.tensor([policy.tokenizer(prompt)["input_ids"]])
-    wanted = generate_completions(policy, [prompt], max_completion_length=12, temperature=0.0)[0].ids
+    wanted = generate_completions(policy, [prompt], limits=12, temperature=0.0)[0].ids
     found = policy.model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :]
     assert found.tolist() == wanted
     assert policy.model.get_base_model().model.layers[0].gradient_checkpointing, "which the next run needs"

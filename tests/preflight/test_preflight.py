@@ -281,7 +281,7 @@ def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
     if name == "always solved":  # nothing is carried
         data.train = data.train.filter(lambda row: re.fullmatch(r"[0-4]+\+[0-4]+=", row["question"]))
         made_to_think(data)
-        limits = {"max_completion_length": 48, "temperature": 0}
+        limits = {"limits": 48, "temperature": 0}
         texts = [done.text for done in kit.generate_completions(policy, data.train["prompt"][:], **limits)]
         right = [text.endswith(f"</think>\n\n{gold}") for text, gold in zip(texts, data.train["answer"], strict=True)]
         data.train = data.train.filter(lambda row, place: right[place], with_indices=True)  # all but one, by processor
