@@ -156,7 +156,7 @@ def choose_settings(trainer: trl.RLOOTrainer, engine: Engine) -> StepSettings:
 
 def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
     """A dataclass of options, each read from the arguments under its field's name, except those in `chosen`."""
-    names = [one.name for one in fields(settings) if one.name not in chosen]  # type: ignore[arg-type]
+    names = [field.name for field in fields(settings) if field.name not in chosen]  # type: ignore[arg-type]
     return settings(**{name: getattr(args, name) for name in names}, **chosen)
 
 

@@ -256,7 +256,7 @@ def name_settings(text: str, args: Any) -> str:
     """A message with the names of `RLOOConfig` in place of a file's keys, unless `args` come from a run's file."""
     if getattr(args, "is_from_file", False):
         return text
-    return re.sub(r"\b(rloo|rollout|run|model)\.\w+", lambda found: _FILE_KEYS.get(found[0], found[0]), text)
+    return re.sub(r"\b(rloo|rollout|run|model)\.\w+", lambda match: _FILE_KEYS.get(match[0], match[0]), text)
 
 
 @contextmanager
@@ -297,8 +297,8 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
 def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the file's values, else the minimum of
     `plan_vram` over all processes. A model that cannot be planned is left to the out-of-memory handling."""
-    found = gather_objects(_own_limits(run, policy))
-    return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
+    gathered = gather_objects(_own_limits(run, policy))
+    return {name: min(limits[name] for limits in gathered if name in limits) for name in set().union(*gathered)}
 
 
 def loaded_engine(run: RunConfig, policy: Policy) -> str:
@@ -356,8 +356,9 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
         raise ConfigError("the weights of all rewards (reward_weights) are 0, so nothing would be learnt: raise one")
     arguments["args"] = args
     for name in ("train_dataset", "eval_dataset"):
-        found = arguments.get(name)
-        for dataset in found.values() if isinstance(found, dict) else [found]:
+        value = arguments.get(name)
+        datasets = value.values() if isinstance(value, dict) else [value]
+        for dataset in datasets:
             columns = getattr(dataset, "column_names", None) or ()
             if "prompt" not in columns and "input_ids" in columns:
                 raise ConfigError(
@@ -440,11 +441,11 @@ def _is_same_model(policy: Any, reference: Any) -> bool:
     """Whether both are one name, or have equal weights under the names that they share."""
     if isinstance(policy, str) or isinstance(reference, str):
         return bool(policy == reference)
-    own = dict(policy.named_parameters())
+    parameters = dict(policy.named_parameters())
     return all(
-        own[name].shape == other.shape and torch.equal(own[name].detach().cpu(), other.detach().cpu())
+        parameters[name].shape == other.shape and torch.equal(parameters[name].detach().cpu(), other.detach().cpu())
         for name, other in reference.named_parameters()
-        if name in own
+        if name in parameters
     )
 
 

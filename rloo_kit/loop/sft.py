@@ -141,8 +141,8 @@ def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) ->
         adapter = adapter.resolve().relative_to(Path.cwd())
     key = f"model.{weights_of(adapter)[0]}"
     replaced = WEIGHTS[: WEIGHTS.index(key) + 1]
-    own = (*(f"{one}=" for one in (*replaced, "run.name")), "sft.")
-    kept = [word for word in overrides if not word.startswith(own)]
+    prefixes = (*(f"{name}=" for name in (*replaced, "run.name")), "sft.")
+    kept = [word for word in overrides if not word.startswith(prefixes)]
     if any(word.startswith("run.name=") for word in overrides):
         kept.append(f"run.name={run.name}")
     with_weights = [*kept, f"{key}={write_value(str(adapter))}"]
@@ -198,11 +198,11 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
 def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder: Path) -> "SftTrainer":
     """The trainer of `policy` on `worked`; `folder` is TRL's output folder, which stays empty."""
     rows = [
-        {"input_ids": one.prompt_ids + one.completion_ids, "labels": [-100] * len(one.prompt_ids) + one.labels}
-        for one in worked.examples
+        {"input_ids": row.prompt_ids + row.completion_ids, "labels": [-100] * len(row.prompt_ids) + row.labels}
+        for row in worked.examples
     ]
     # TRL's defaults, even if Unsloth generated the class
-    values = {one.name: default_of(one) for one in fields(_STOCK) if one.init} | _arguments(run, policy, folder)
+    values = {field.name: default_of(field) for field in fields(_STOCK) if field.init} | _arguments(run, policy, folder)
     args = trl.SFTConfig(**values)
     keep_values(args, _STOCK, values)
     arguments = {"model": policy.model, "args": args, "processing_class": policy.tokenizer}

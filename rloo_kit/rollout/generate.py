@@ -89,8 +89,8 @@ class GenerateEngine(Engine):
         padded = self._pad(prompts)
         rows, width = padded["input_ids"].shape
         if (whole_cut := self._cut) is not None:  # reads a row's own tokens instead of its padding
-            own = padded["input_ids"].new_tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts])  # (B, P)
-            cut = lambda ids, scores: whole_cut(torch.cat([own, ids[:, width:]], dim=1), scores)  # noqa: E731
+            filled = padded["input_ids"].new_tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts])  # (B, P)
+            cut = lambda ids, scores: whole_cut(torch.cat([filled, ids[:, width:]], dim=1), scores)  # noqa: E731
         steering = _Steering(self.sampling, states, cut, call.on_tokens)
         try:
             output = self._model.generate(
@@ -123,7 +123,7 @@ class GenerateEngine(Engine):
             prompts = [ids[:length] for ids, length in zip(drawn, PAD_CHECK[0], strict=True)]
             with self._mode(), torch.no_grad():
                 steps = zip(self._continue(prompts), self._continue(prompts[:1]), strict=False)
-            same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # then the two continue other texts
+            same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # up to where the texts diverge
             gaps = [(mine - other).abs().sum().item() / 2 for (_, mine), (_, other) in same]
             moved = max(gaps, default=0.0)  # none: a generate without logits_processor, which `_Steering` reports
             self._fault = ""

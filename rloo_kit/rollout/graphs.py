@@ -129,8 +129,8 @@ class TokenSteps:
         tokens, positions = inputs
         self.cache.begin(positions, length, is_even)
         logits = self.decoder.decode(tokens, positions, self.cache)
-        found, logps = draw(logits, self.temperature, self.cut, history, uniform)
-        return torch.stack((found.double(), logps.double()))
+        drawn, logps = draw(logits, self.temperature, self.cut, history, uniform)
+        return torch.stack((drawn.double(), logps.double()))
 
     def _checked(self, replay: Callable[[], None], step: Callable[[], None], rows: int) -> Callable[[], None]:
         """The engine's first graph, if most of its rows draw what the same step draws without it: another kernel's

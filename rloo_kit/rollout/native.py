@@ -200,10 +200,10 @@ def _agrees(decoder: ModuleDecoder) -> bool:
     with torch.autocast(decoder.device.type, enabled=False):
         decoder.prefill([row[:-1].tolist() for row in rows], cache, [(0, 1), (1, 1)])
         cache.begin(positions, max(CHECKED))
-        found = decoder.decode(tokens, positions, cache).float()
+        logits = decoder.decode(tokens, positions, cache).float()
     expected = torch.stack(
         [decoder.model(input_ids=row[None].to(decoder.device)).logits[0, -1] for row in rows]
     ).float()
     is_rounded = is_coarse(decoder.model) or torch.is_autocast_enabled(decoder.device.type)
     tolerance = TOLERANCE_16_BITS if is_rounded else TOLERANCE
-    return not bool((found - expected).std() > tolerance * expected.std())
+    return not bool((logits - expected).std() > tolerance * expected.std())

@@ -168,7 +168,7 @@ class CompletionState:
         """`left`: tokens of thinking that the turns before leave of the total."""
         self._turn_start = len(self.ids)
         self._left = left
-        budgets = [one for one in (self._limits.thinking_budget, left) if one is not None]
+        budgets = [budget for budget in (self._limits.thinking_budget, left) if budget is not None]
         self._budget = min(budgets, default=None)  # of this turn, in tokens
         self._thought: int | None = None  # tokens of this turn's thinking, once it was closed
         self._answer_ends: int | None = None  # length at which the answer budget is spent

@@ -91,8 +91,8 @@ class VllmEngine(Engine):
                             state = asked[output.request_id]
                             call.on_tokens(state.number, state.ids + list(output.outputs[0].token_ids))
                     done = [(asked.pop(output.request_id), output.outputs[0]) for output in outputs if output.finished]
-                    for state, found in done:
-                        _take(state, found)
+                    for state, completion in done:
+                        _take(state, completion)
                         ask(state)
                         call.send_away(state)
                     if any(state.finished for state, _ in done):
@@ -121,12 +121,12 @@ class VllmEngine(Engine):
         )
 
 
-def _take(state: CompletionState, found: Any) -> None:
+def _take(state: CompletionState, completion: Any) -> None:
     """Give a finished request's tokens to its state."""
-    ids = list(found.token_ids)
-    if found.finish_reason not in ("stop", "length") or not ids:
-        raise BackendError(f"vLLM aborted a completion (finish_reason {found.finish_reason}): see its log above")
-    for token, scores in zip(ids, found.logprobs, strict=True):
+    ids = list(completion.token_ids)
+    if completion.finish_reason not in ("stop", "length") or not ids:
+        raise BackendError(f"vLLM aborted a completion (finish_reason {completion.finish_reason}): see its log above")
+    for token, scores in zip(ids, completion.logprobs, strict=True):
         logp = scores[token].logprob
         if not math.isfinite(logp):
             raise BackendError(
@@ -326,7 +326,7 @@ class ServerEngine(Engine):
             finally:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                begun = [one for one in started if not one.cancelled()]  # `wait` takes a cancelled one for unfinished
+                begun = [future for future in started if not future.cancelled()]  # to `wait`, cancelled is unfinished
                 while wait(begun, timeout=0.1).not_done:
                     self._client.hang_up()
         if call.on_tokens is not None:
