@@ -68,22 +68,22 @@ def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_think
     """The family to render prompts for: `family`, or the template's own for "auto"; `plain` is always allowed. Raises
     ConfigError if `family` or `enable_thinking` contradicts the template, or if the template thinks only when asked to
     (Qwen3.5-0.8B) and `enable_thinking` is None."""
-    found = detect_family(tokenizer, name)
-    wanted = found if family == "auto" else family
+    default = detect_family(tokenizer, name)
+    wanted = default if family == "auto" else family
     if wanted not in FAMILIES:
         raise ConfigError(f"model.family is {family!r}; it must be auto or one of {', '.join(FAMILIES)}")
     prompt = _apply(tokenizer, _PROBE) if tokenizer.chat_template else ""
-    open_question = {wanted, found} == {"thinking", "instruct"} and not opens_thinking(prompt) and not _closes(prompt)
-    if wanted not in (found, "plain") and not open_question:
+    open_question = {wanted, default} == {"thinking", "instruct"} and not opens_thinking(prompt) and not _closes(prompt)
+    if wanted not in (default, "plain") and not open_question:
         does = {
             "thinking": f"the tokenizer's chat template opens {THINK_START} in the prompt",
             "hybrid": "the tokenizer's chat template takes enable_thinking",
             "instruct": f"the tokenizer's chat template neither opens {THINK_START} nor takes enable_thinking",
             "plain": "the tokenizer has no chat template",
-        }[found]
+        }[default]
         raise ConfigError(
             f"model.family is {wanted!r}, but {does} (model.name: {name}). Set "
-            f"model.family: {found} or auto, or load the tokenizer of the checkpoint."
+            f"model.family: {default} or auto, or load the tokenizer of the checkpoint."
         )
     if wanted != "hybrid" and enable_thinking is not None and enable_thinking != (wanted == "thinking"):
         raise ConfigError(
@@ -131,9 +131,10 @@ def check_budget(run: RunConfig, family: str) -> None:
 
 def parse_conversation(prompt: Any) -> Any:
     """The messages of a conversation that is stored as text, JSON or Python's; anything else as it is."""
-    for read in (json.loads, ast.literal_eval) if isinstance(prompt, str) and _TALK.fullmatch(prompt.strip()) else ():
-        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return read(prompt.strip())
+    if isinstance(prompt, str) and _TALK.fullmatch(prompt.strip()):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                return read(prompt.strip())
     return prompt
 
 
@@ -177,10 +178,10 @@ def render_prompt(
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     text = _apply(tokenizer, messages, **options, **({"tools": tools} if tools else {}))
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    given, rendered = (re.sub(r"\s|/(no_)?think\b", "", one) for one in (system, text))  # a switch may be taken out
-    if given not in rendered:
-        found = "the tokenizer's chat template leaves the system message out"
-        raise DataError(f"{found}: write it into the prompts (and set data.system_prompt: null)")
+    wanted, rendered = (re.sub(r"\s|/(no_)?think\b", "", part) for part in (system, text))  # a switch may be taken out
+    if wanted not in rendered:
+        problem = "the tokenizer's chat template leaves the system message out"
+        raise DataError(f"{problem}: write it into the prompts (and set data.system_prompt: null)")
     if thinks(family, enable_thinking):
         switched = "answer at once" if _closes(text) else ""
     else:  # by a template that closes the thinking of other prompts
@@ -210,8 +211,8 @@ def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except Exception as error:  # a template is a program that may raise anything
-        found = f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}"
-        raise DataError(f"{found}: {type(error).__name__}: {error}") from error
+        problem = f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}"
+        raise DataError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def _closes(prompt: str) -> bool:
@@ -223,8 +224,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
     if isinstance(prompt, str):
         if _TALK.fullmatch(prompt.strip()):
-            found = "the prompt is a conversation as text that is neither JSON nor Python"
-            raise DataError(f"{found}; write that column with json.dumps")
+            problem = "the prompt is a conversation as text that is neither JSON nor Python"
+            raise DataError(f"{problem}; write that column with json.dumps")
         prompt = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
@@ -240,8 +241,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"message {number} has the role {excerpt(role)}; it must be one of {', '.join(ROLES)}")
         if not isinstance(content, str):
-            found = f"a content of type {type(content).__name__}"
-            raise DataError(f"message {number} of the prompt has {found}; it must be text")
+            problem = f"a content of type {type(content).__name__}"
+            raise DataError(f"message {number} of the prompt has {problem}; it must be text")
         _non_empty(content, f"message {number} of the prompt")
         for key, value in message.items():  # a template may use any of them
             if isinstance(value, str):
@@ -269,8 +270,8 @@ def refuse_surrogates(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = text[error.start].encode("unicode_escape").decode()
-        raise DataError(f"{what} contains {found} at character {error.start}, half of a surrogate pair") from error
+        half = text[error.start].encode("unicode_escape").decode()
+        raise DataError(f"{what} contains {half} at character {error.start}, half of a surrogate pair") from error
     return text
 
 
@@ -286,9 +287,9 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
             where = f"the {role} message" + ("" if key == "content" else f"'s {key}")
             for token in special:
                 if token in text:
-                    found = f"{where} contains the tokenizer's control token {token}"
+                    problem = f"{where} contains the tokenizer's control token {token}"
                     fix = "Give the bare text or the messages, or set model.family: plain for rendered prompts"
-                    raise DataError(f"{found}: a chat template seems to be applied already. {fix}")
+                    raise DataError(f"{problem}: a chat template seems to be applied already. {fix}")
             rest = _THOUGHT.sub("", text) if role == "assistant" and key == "content" else text
             for tag in tags:
                 if tag in rest:
@@ -399,7 +400,7 @@ class LightTokenizer:
         if isinstance(texts, str):
             return {"input_ids": self.tokenizer.encode(texts, add_special_tokens=add_special_tokens).ids}
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return {"input_ids": [one.ids for one in encoded]}
+        return {"input_ids": [encoding.ids for encoding in encoded]}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """The text of ids, (C,)."""
@@ -441,18 +442,18 @@ def read_tokenizer(folder: Path) -> LightTokenizer | None:
         if file.is_file():
             template = file.read_text(encoding="utf-8")
         elif isinstance(template, list):  # several, by name
-            template = next((one["template"] for one in template if one.get("name") == "default"), None)
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         special = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         # Text, or a mapping with its flags.
-        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in special.items()}
-        found = LightTokenizer(tokenizer, template, texts)
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in special.items()}
+        loaded = LightTokenizer(tokenizer, template, texts)
         if template is not None:
-            _ = found._template
+            _ = loaded._template
     except Exception:  # tokenizers raises a bare Exception; transformers then explains the fault
         return None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return found
+    return loaded
 
 
 # ---- of the embedded model

@@ -34,16 +34,8 @@ OPTIONS = {"collections.deque": "maxlen", "collections.defaultdict": "default_fa
 DICTS = ["dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter"]
 ARRAY = "numpy.ndarray"
 CONTAINERS = ("list", "set", "bytearray", "collections.deque", *DICTS, ARRAY)
-BASES = (
-    "int",
-    "float",
-    "complex",
-    "str",
-    "bytes",
-    "tuple",
-    "frozenset",
-    *CONTAINERS,
-)  # of which a mirror is a subclass
+# A mirror is a subclass of one of these.
+BASES = ("int", "float", "complex", "str", "bytes", "tuple", "frozenset", *CONTAINERS)
 SHARED = ("", "collections", "fractions", "decimal", "datetime", "pathlib")  # modules whose classes both ends have
 NAMES: dict[type, str] = {}
 
@@ -73,9 +65,9 @@ def name_of(kind: type) -> str:
 
 def base_of(kind: type) -> Any:
     """The first builtin class with content of its own that a class inherits from: of BASES, or an exception."""
-    for one in kind.__mro__:
-        if name_of(one) in BASES or (one.__module__ == "builtins" and issubclass(one, BaseException)):
-            return one
+    for base in kind.__mro__:
+        if name_of(base) in BASES or (base.__module__ == "builtins" and issubclass(base, BaseException)):
+            return base
     return None
 
 
@@ -104,9 +96,9 @@ def items_of(value: Any) -> Any:
     base = base_of(type(value))
     if name_of(base) == ARRAY:
         return value.tobytes()
-    return (
-        [one for pair in pairs_of(base, value) for one in pair] if issubclass(base, dict) else [*base.__iter__(value)]
-    )
+    if issubclass(base, dict):
+        return [item for pair in pairs_of(base, value) for item in pair]
+    return [*base.__iter__(value)]
 
 
 def fill(value: Any, items: list[Any]) -> None:
@@ -119,8 +111,10 @@ def fill(value: Any, items: list[Any]) -> None:
     if issubclass(base, dict):
         for key, item in items:
             base.__setitem__(value, key, item)
+    elif base is set:
+        base.update(value, items)
     else:
-        (base.update if base is set else base.extend)(value, items)
+        base.extend(value, items)
 
 
 class Link:
@@ -151,7 +145,7 @@ class Link:
             return parts_of(value)
         if issubclass(base, dict):
             return [[self.encode(key), self.encode(item)] for key, item in pairs_of(base, value)]
-        return [self.encode(one) for one in list(base.__iter__(value))]
+        return [self.encode(item) for item in list(base.__iter__(value))]
 
     def contained(self, value: Any) -> list[Any]:
         """What makes an equal container: a longest length or a factory, and the content."""
@@ -169,7 +163,7 @@ class Link:
             return {"same": number}
         name = name_of(kind)
         if name in MADE_OF:
-            return {name: [self.encode(one) for one in MADE_OF[name](value)]}
+            return {name: [self.encode(part) for part in MADE_OF[name](value)]}
         if name in CONTAINERS:
             return {name: [self.add(value), *self.contained(value)]}
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
@@ -183,23 +177,23 @@ class Link:
     def decode(self, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        [(name, given)] = data.items()
+        [(name, payload)] = data.items()
         if name == "same":
-            return self.known(given)
+            return self.known(payload)
         if name == "int":
-            return int(given, 16)
+            return int(payload, 16)
         if name == "bytes":
-            return given[0].encode("latin-1")
+            return payload[0].encode("latin-1")
         if name in MADE_OF:
-            parts = [self.decode(one) for one in given]
+            parts = [self.decode(part) for part in payload]
             return resolve(name)(parts) if name in ("tuple", "frozenset") else resolve(name)(*parts)
         if name in CONTAINERS:
-            return self.contain(resolve(name), *given)
+            return self.contain(resolve(name), *payload)
         if name == "numpy":
-            return array_of(*given)[()]
+            return array_of(*payload)[()]
         if name == "error":
-            return self.raised(*map(self.decode, given))
-        return self.decode_other(name, given)
+            return self.raised(*map(self.decode, payload))
+        return self.decode_other(name, payload)
 
     def raised(self, name: str, *args: Any) -> BaseException:
         """An exception of the standard library's."""
@@ -223,7 +217,7 @@ class Link:
         return value
 
     def decode_all(self, items: list[Any]) -> list[Any]:
-        return [tuple(map(self.decode, one)) if isinstance(one, list) else self.decode(one) for one in items]
+        return [tuple(map(self.decode, item)) if isinstance(item, list) else self.decode(item) for item in items]
 
     def known(self, number: int) -> Any:
         return self.objects[number]
@@ -249,14 +243,14 @@ class Link:
     def send(self, kind: str, *given: Any) -> None:
         known, changes, dropped = set(self.objects), [], []
         try:
-            encoded = [self.encode(one) for one in given]
+            encoded = [self.encode(value) for value in given]
         except BaseException as error:  # nothing crosses
             for number in self.objects.keys() - known:
                 self.forget(number)
             if isinstance(error, RecursionError):
                 raise Uncrossed("a value is nested too deep to cross") from None
             raise
-        for number in [one for one in known & self.seen.keys() if self.seen[one] is not None]:  # it is being decoded
+        for number in [number for number in known & self.seen.keys() if self.seen[number] is not None]:  # being decoded
             value = self.objects[number]
             items = items_of(value)
             if len(items) != len(self.seen[number]) or any(map(operator.is_not, items, self.seen[number])):
@@ -276,7 +270,7 @@ class Link:
 
     def receive(self) -> list[Any]:
         kind, given, changes, dropped, printed = json.loads(self.source.readline(LONGEST))
-        found = [self.decode(one) for one in given]
+        values = [self.decode(value) for value in given]
         for number, items in changes:
             fill(self.objects[number], self.decode_all(items))
             self.seen[number] = None
@@ -284,18 +278,18 @@ class Link:
         for number in dropped:
             self.forget(number)
         sys.stdout.write(printed)
-        return [kind, *found]
+        return [kind, *values]
 
     def ask(self, *request: Any) -> Any:
         """What the other end gives; raises what it raises. It may ask in return before it answers."""
         self.send("ask", *request)
         while True:
-            kind, *found = self.receive()
+            kind, *values = self.receive()
             if kind == "value":
-                return found[0]
+                return values[0]
             if kind == "raise":
-                raise found[0] from found[1]
-            self.answer(*found)
+                raise values[0] from values[1]
+            self.answer(*values)
 
     def answer(self, *request: Any) -> None:
         try:
@@ -331,8 +325,8 @@ class CodeEnd(Link):
     def encode_class(self, kind: type) -> Any:
         if (number := self.numbers.get(id(kind))) is not None:
             return {"same": number}
-        number, bases = self.add(kind), [one for one in kind.__bases__ if one is not object]
-        parents = [{"shared": name_of(one)} if base_of(one) is one else self.encode_class(one) for one in bases]
+        number, bases = self.add(kind), [base for base in kind.__bases__ if base is not object]
+        parents = [{"shared": name_of(base)} if base_of(base) is base else self.encode_class(base) for base in bases]
         members = [name for name, value in vars(kind).items() if value is not None]
         return {"class": [number, kind.__module__, kind.__qualname__, parents, members]}
 
@@ -343,7 +337,7 @@ class CodeEnd(Link):
         base, made = base_of(type(value)), None
         kind, number = self.encode_class(type(value)), self.add(value)
         if base is not None and issubclass(base, BaseException):
-            made = [self.encode(one) for one in value.args]
+            made = [self.encode(argument) for argument in value.args]
         elif is_container(type(value)):
             made = self.contained(value)
         elif base is not None:

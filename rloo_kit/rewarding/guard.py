@@ -54,7 +54,7 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
         guarded = reward
     elif hasattr(reward, "get_rewards"):
         guarded = GuardedReward(RewardsObject(reward), is_async=is_async(reward.get_rewards))
-    elif isinstance(reward, str) or all(callable(getattr(reward, one, None)) for one in OF_MODULES):
+    elif isinstance(reward, str) or all(callable(getattr(reward, name, None)) for name in OF_MODULES):
         return reward
     elif not callable(reward):
         raise RewardError(
@@ -72,8 +72,8 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
 def check_no_class(reward: Any, name: str | None = None) -> None:
     """Raise RewardError for a class instead of an instance; calling it would create an object, not rewards."""
     if isinstance(reward, type):
-        found = f"{name or reward.__name__} is a class; a reward is a function or an object"
-        raise RewardError(f"{found}: {reward.__name__}(...)")
+        problem = f"{name or reward.__name__} is a class; a reward is a function or an object"
+        raise RewardError(f"{problem}: {reward.__name__}(...)")
 
 
 def refuse_judges_name(name: str) -> None:
@@ -133,14 +133,14 @@ class RewardsObject:
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
         self.__name__ = reward_name(scorer)
-        found = read_signature(scorer.get_rewards)
-        self.by_name = not found.by_position and any(name in CONVENTION[1:] for name in found.names)
+        signature = read_signature(scorer.get_rewards)
+        self.by_name = not signature.by_position and any(name in CONVENTION[1:] for name in signature.names)
         if not self.by_name and not takes_two(scorer.get_rewards):
             raise RewardError(
-                f"reward '{self.__name__}' cannot be called: its get_rewards takes {', '.join(found.names)}; it must "
-                "be get_rewards(prompts, completions)"
+                f"reward '{self.__name__}' cannot be called: its get_rewards takes {', '.join(signature.names)}; it "
+                "must be get_rewards(prompts, completions)"
             )
-        self.signature = replace(found, anything=False) if self.by_name else Signature(required=CONVENTION[:2])
+        self.signature = replace(signature, anything=False) if self.by_name else Signature(required=CONVENTION[:2])
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         batch = read_call(args, columns)
@@ -352,8 +352,8 @@ def _say_form(name: str, is_text: bool) -> None:
 
 def batch_size(batch: dict[str, Any]) -> int:
     """The number of completions in a call."""
-    given = next((batch[key] for key in ("completions", "completion_ids", "prompts") if batch.get(key) is not None), ())
-    return len(given)
+    first = next((batch[key] for key in ("completions", "completion_ids", "prompts") if batch.get(key) is not None), ())
+    return len(first)
 
 
 def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -374,8 +374,8 @@ def _pick(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 def _spread(values: Sequence[Any], rows: list[int], size: int) -> list[Any]:
     """The values of some rows as a list of all, None elsewhere."""
-    found = dict(zip(rows, values, strict=True))
-    return [found.get(i) for i in range(size)]
+    by_row = dict(zip(rows, values, strict=True))
+    return [by_row.get(i) for i in range(size)]
 
 
 def _copy(value: Any) -> Any:

@@ -163,7 +163,7 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         if not (pid := os.fork()):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             become(stdin, stdout)
-            sys.stdin, sys.stdout = (io.TextIOWrapper(one, "utf-8", "surrogateescape") for one in files(0, 1))
+            sys.stdin, sys.stdout = (io.TextIOWrapper(file, "utf-8", "surrogateescape") for file in files(0, 1))
             exec(code, vars(python_module("__main__")))
             return
         started, ended = time.monotonic(), 0
@@ -179,10 +179,11 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         with open(stdout, "rb") as output:
             os.write(1, f"{status} {digest(output.read())}\n".encode())
         os.close(stdin)
-        for path in os.listdir("/tmp") if os.path.isdir("/tmp") else ():  # bubblewrap before 0.7 gives none
-            shutil.rmtree(f"/tmp/{path}", ignore_errors=True)
-            with suppress(OSError):
-                os.unlink(f"/tmp/{path}")
+        if os.path.isdir("/tmp"):  # bubblewrap before 0.7 gives none
+            for path in os.listdir("/tmp"):
+                shutil.rmtree(f"/tmp/{path}", ignore_errors=True)
+                with suppress(OSError):
+                    os.unlink(f"/tmp/{path}")
 
 
 def read_block() -> bytes:
@@ -210,10 +211,10 @@ def probe(null: int, call_s: float, answer_s: float) -> None:
     lock()
     seen = [path for path in ("/etc/passwd", "/proc/self", "/sys/kernel", "/dev/null") if os.path.exists(path)]
     attempts: dict[str, Callable[[], Any]] = {"fork": os.fork, "socket": socket.socket, "mkdir": lambda: os.mkdir("/a")}
-    for what, attempt in attempts.items():
+    for name, attempt in attempts.items():
         with suppress(OSError):
             attempt()
-            seen.append(what)
+            seen.append(name)
     if seen:
         raise OSError(f"the jail allows {', '.join(seen)}")
 
@@ -226,8 +227,8 @@ def main() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy would reserve more memory than there is
     limit(settings["memory_mb"], settings["cpu_s"])
     null, role = settings["null"], ROLES[settings["role"]]
-    for one in (signal.SIGIO, signal.SIGURG):  # which the code's process may send
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGIO, signal.SIGURG):  # which the code's process may send
+        signal.signal(number, signal.SIG_IGN)
     if role is not probe:
         os.write(2, b"ready\n")
         os.dup2(null, 2)

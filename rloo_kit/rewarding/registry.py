@@ -65,12 +65,12 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
     """`build_rewards` without the printed line."""
     toolbox = open_toolbox(run)
-    own = [EnvironmentReward(toolbox.environment)] if toolbox is not None and toolbox.owns_reward else []
-    if not run.rewards and not own:
+    extra = [EnvironmentReward(toolbox.environment)] if toolbox is not None and toolbox.owns_reward else []
+    if not run.rewards and not extra:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
-    made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)] + own
+    made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)] + extra
     names = log_names([reward.__name__ for reward in made], made)
-    weights = [entry.weight for entry in run.rewards] + [1.0] * len(own)
+    weights = [entry.weight for entry in run.rewards] + [1.0] * len(extra)
     kinds = [NamedAsyncReward if is_async(reward) else NamedReward for reward in made]
     return [kind(*parts) for kind, *parts in zip(kinds, made, names, weights, strict=True)]
 
@@ -161,9 +161,9 @@ def _check_tag(key: str, entry: RewardSection, end_id: int | None, *, required: 
                 "a hybrid template, model.family: instruct for one that opens no thinking"
             )
     elif entry.params.get("think_end_id", end_id) != end_id:
-        found = f"{key}.params.think_end_id is {entry.params['think_end_id']}"
+        problem = f"{key}.params.think_end_id is {entry.params['think_end_id']}"
         fix = "leave the parameter out, it is bound from the tokenizer"
-        raise TokenizerError(f"{found}, but the tokenizer has {THINK_END} at {end_id}; {fix}")
+        raise TokenizerError(f"{problem}, but the tokenizer has {THINK_END} at {end_id}; {fix}")
 
 
 def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> WorkerReward:

@@ -147,15 +147,15 @@ class MathAnswerReward(Verifier):
         worker, scores = self.worker, list[float | None]()
         ends_at = time.monotonic() + self.timeout_s
         for given, gold in zip(answers, answer, strict=True):
-            found, expected = find_boxed(given) or (given and _ending(given)), str(gold)
+            final, expected = find_boxed(given) or (given and _ending(given)), str(gold)
             if has_no_answer(gold) or not given:
                 scores.append(None if has_no_answer(gold) else 0.0)
-            elif answers_agree(given, expected) or answers_agree(found, expected):
+            elif answers_agree(given, expected) or answers_agree(final, expected):
                 scores.append(1.0)
             else:
                 if not worker.running:  # after an answer that took too long: the next one's limit is not for the import
                     worker.call(verify_answer, *WARM_UP, timeout_s=START_TIMEOUT_S)
-                verdict = self._ask(worker, ends_at, verify_answer, expected, found)
+                verdict = self._ask(worker, ends_at, verify_answer, expected, final)
                 scores.append(None if verdict is None else float(verdict))
         return scores
 
@@ -225,15 +225,15 @@ class TextForm:
             return list(self.tokenizer(text, add_special_tokens=self.ends)["input_ids"])
         else:
             asked = [{"role": "user", "content": question}] if isinstance(prompt, str) else prompt
-            said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-            text = self.tokenizer.apply_chat_template([*asked, *said], tokenize=False)
+            reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+            text = self.tokenizer.apply_chat_template([*asked, *reply], tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def find_model_fault(model: str) -> str:
     """Why a folder, or a hub id in the cache, is no reward model, and what to do; "" if its files do not say so."""
     folder = Path(os.path.expanduser(model))
-    is_folder, names = folder.is_dir(), " ".join(one.name for one in folder.glob("*"))
+    is_folder, names = folder.is_dir(), " ".join(path.name for path in folder.glob("*"))
     if (file := folder / "config.json" if is_folder else find_in_cache(model)) is None:
         return f"{model}: there is no such folder; {TRAINS}" if re.match(r"[./~]|.*/.*/", model) else ""
     config, inner, head = read_object(file), folder / "reward_model", "ForSequenceClassification"
@@ -248,7 +248,7 @@ def find_model_fault(model: str) -> str:
         "has no tokenizer; add its own": is_folder and not re.search(r"token|vocab|tekken|\.(model|spm)\b", names),
         "has no model.safetensors": is_folder and not re.search(r"\b(model\.safetensors|pytorch_model\.bin)", names),
     }
-    return next((f"{model} {found}; {TRAINS}" for found, is_wrong in faults.items() if is_wrong), "")
+    return next((f"{model} {fault}; {TRAINS}" for fault, is_wrong in faults.items() if is_wrong), "")
 
 
 class RewardModel(AnswerReader):
@@ -419,18 +419,18 @@ class ReasoningGymScore(Verifier):
             self._prepare(row)
         ends_at = time.monotonic() + self.timeout_s
         pairs = zip(answers, rows, strict=True)
-        return [None if row is None else self._score(given, row, ends_at) for given, row in pairs]
+        return [None if row is None else self._score(answer, row, ends_at) for answer, row in pairs]
 
-    def _score(self, given: str, row: str, ends_at: float) -> float:
+    def _score(self, answer: str, row: str, ends_at: float) -> float:
         if self.find == "boxed":
-            given = find_boxed(given)
+            answer = find_boxed(answer)
         elif self.find == "answer_tag":
-            before, closed, _ = given.rpartition("</answer>")
-            given = before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
-        if not (given := given.strip()):
+            before, closed, _ = answer.rpartition("</answer>")
+            answer = before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
+        if not (answer := answer.strip()):
             return 0.0
-        found = self._ask(self.worker, ends_at, score, row, given) if self._prepare(row) else math.nan
-        return float(found) if self.threshold is None or math.isnan(found) else float(found >= self.threshold)
+        value = self._ask(self.worker, ends_at, score, row, answer) if self._prepare(row) else math.nan
+        return float(value) if self.threshold is None or math.isnan(value) else float(value >= self.threshold)
 
     def _prepare(self, row: str) -> bool:
         """Load the library and make the row's verifier before a time limit counts, also after an answer that took too
