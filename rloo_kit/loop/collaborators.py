@@ -20,8 +20,9 @@ from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.guard import GuardedReward
 from rloo_kit.rewarding.signature import overflowing
+from rloo_kit.rollout.engine import Engine, Progress
 from rloo_kit.rollout.episodes import Episode, Episodes, ToolUse, episode_columns
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout, Span, split_turns
+from rloo_kit.rollout.types import FOREIGN, Limits, Rollout, Span, split_turns
 
 
 class Sampler:

@@ -35,7 +35,7 @@ from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy, keep_values
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rollout.engine import resolve_engine
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system import environment
 from rloo_kit.system.processes import count_processes, say

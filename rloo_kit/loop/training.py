@@ -44,7 +44,7 @@ from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluat
 from rloo_kit.rewarding.guard import reward_name
 from rloo_kit.rewarding.verifiers import RewardModel
 from rloo_kit.rewarding.worker import end_workers, read_sources, refuse_edited
-from rloo_kit.rollout.engine import resolve_engine
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.folder import INPUTS, RunDir

@@ -32,11 +32,12 @@ from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rewarding.registry import REGISTRY
 from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.rollout.choice import prefer_engine
 from rloo_kit.rollout.completions import measure_calls
-from rloo_kit.rollout.engine import prefer_engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.rollout.episodes import Episode
 from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, split_turns
+from rloo_kit.rollout.types import FOREIGN, Limits, split_turns
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
