@@ -20,8 +20,6 @@ from rloo_kit.data.chat import (
 )
 from rloo_kit.data.gym import require_library
 from rloo_kit.data.load import needs_stack, prepare_data
-from rloo_kit.data.tool_turns import ToolFormat
-from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError
 from rloo_kit.plan import parts
@@ -43,6 +41,8 @@ from rloo_kit.system.problems import Problem, catching, errors_of, warn, warning
 from rloo_kit.system.processes import is_main_process
 from rloo_kit.system.versions import check_trackers, is_importable
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
+from rloo_kit.tools.toolbox import EnvironmentReward, open_toolbox
+from rloo_kit.tools.turns import ToolFormat
 
 THOUGHT = "Let me think.\n"
 GAPS = ("", "\n", "\n\n")  # between the parts of a completion, as patterns of published rewards have them

@@ -24,7 +24,6 @@ from rloo_kit.data.answers import (
 )
 from rloo_kit.data.chat import template_options, thinks
 from rloo_kit.data.gym import GYM_COLUMN
-from rloo_kit.data.tools import Toolbox, open_toolbox
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.models.policy import Policy
@@ -44,6 +43,7 @@ from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.user_code import digest_texts
 from rloo_kit.think_tags import count_thinking, opens_thinking, split_thinking
+from rloo_kit.tools.toolbox import Toolbox, open_toolbox
 
 _Value = TypeVar("_Value")
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # not passed as columns, as in TRL

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import trl
 
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Completions, Judged
@@ -23,6 +22,7 @@ from rloo_kit.rewarding.signature import overflowing
 from rloo_kit.rollout.engine import Engine, Progress
 from rloo_kit.rollout.episodes import Episode, Episodes, ToolUse, episode_columns
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout, Span, split_turns
+from rloo_kit.tools.toolbox import Toolbox
 
 
 class Sampler:

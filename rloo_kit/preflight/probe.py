@@ -17,8 +17,6 @@ from rloo_kit.checks.preflight_result import Measures, RewardFound, Spread
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
-from rloo_kit.data.tool_turns import make_call
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import RlooKitError, shorten
 from rloo_kit.gradient.advantages import tied_groups
 from rloo_kit.health.series import at_ceiling
@@ -42,6 +40,8 @@ from rloo_kit.system.console import format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 from rloo_kit.think_tags import THINK_START, count_thinking
+from rloo_kit.tools.toolbox import Toolbox
+from rloo_kit.tools.turns import make_call
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
 WIDER = 4  # times as many if few groups have a signal: 32 wrong answers are not rare in a run that learns

@@ -16,10 +16,10 @@ from typing import Any
 from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3_template
 
 from rloo_kit.data.chat import detect_family, thinks
-from rloo_kit.data.tool_turns import Message, ToolFormat, check_call
-from rloo_kit.data.tools import Result, Toolbox
 from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.rollout.types import Rollout, Span, split_turns
+from rloo_kit.tools.toolbox import Result, Toolbox
+from rloo_kit.tools.turns import Message, ToolFormat, check_call
 
 NO_NAME = "unknown"  # of the tool that a call without a readable name asks for
 
