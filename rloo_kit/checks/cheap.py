@@ -10,15 +10,9 @@ from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
-from rloo_kit.data.chat import (
-    LightTokenizer,
-    check_budget,
-    embedded_tokenizer,
-    family_of,
-    read_tokenizer,
-    template_options,
-)
+from rloo_kit.data.chat import check_budget, family_of, template_options
 from rloo_kit.data.gym import require_library
+from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
 from rloo_kit.data.load import needs_stack, prepare_data
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError

@@ -9,7 +9,8 @@ import datasets
 import pytest
 from tokenizers import processors
 
-from rloo_kit.data.chat import embedded_tokenizer, prompt_identity
+from rloo_kit.data.chat import prompt_identity
+from rloo_kit.data.light_tokenizer import embedded_tokenizer
 from rloo_kit.data.load import Data, load_data, prepare_data
 from rloo_kit.errors import DataError
 from rloo_kit.rewarding.guard import guard

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rloo_kit.data.chat import embedded_tokenizer, render_prompt
+from rloo_kit.data.chat import render_prompt
+from rloo_kit.data.light_tokenizer import embedded_tokenizer
 from rloo_kit.errors import DataError
 from rloo_kit.tools.turns import ToolFormat
 
