@@ -40,7 +40,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.rewarding.verifiers import RewardModel
+from rloo_kit.rewarding.scoring_model import RewardModel
 from rloo_kit.rewarding.worker import end_workers, read_sources, refuse_edited
 from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.runs.files import read_object
