@@ -413,8 +413,8 @@ def batch(
     (100: 100 or more); 125 refused, or an error of the batch itself;
     130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
     """
-    from rloo_kit.notebook.batch import NO_JOBS, load_batch
-    from rloo_kit.notebook.batch_run import run_batch
+    from rloo_kit.batch.batch_file import NO_JOBS, load_batch
+    from rloo_kit.batch.runner import run_batch
 
     if jobs is not None:
         raise ConfigError(f"--{NO_JOBS}")

@@ -11,18 +11,10 @@ from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
-from rloo_kit.data.chat import (
-    LightTokenizer,
-    check_budget,
-    embedded_tokenizer,
-    family_of,
-    read_tokenizer,
-    template_options,
-)
+from rloo_kit.data.chat import check_budget, family_of, template_options
 from rloo_kit.data.gym import require_library
+from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
 from rloo_kit.data.load import needs_stack, prepare_data
-from rloo_kit.data.tool_turns import ToolFormat
-from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError
 from rloo_kit.plan import parts
@@ -33,10 +25,11 @@ from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, find_row_faults
 from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
+from rloo_kit.rewarding.math_answer import NEEDS_MATH_VERIFY
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.score import make_columns, score
+from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
 from rloo_kit.rewarding.signature import weighted_sum
-from rloo_kit.rewarding.verifiers import NEEDS_MATH_VERIFY, RewardModel, find_model_fault
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.gpu import GIB
@@ -45,6 +38,8 @@ from rloo_kit.system.problems import Problem, catching, errors_of, warn, warning
 from rloo_kit.system.processes import is_main_process
 from rloo_kit.system.versions import check_trackers, is_importable
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
+from rloo_kit.tools.toolbox import EnvironmentReward, open_toolbox
+from rloo_kit.tools.turns import ToolFormat
 
 THOUGHT = "Let me think.\n"
 GAPS = ("", "\n", "\n\n")  # between the parts of a completion, as patterns of published rewards have them

@@ -31,10 +31,10 @@ from rloo_kit.data.sources import (
     to_dataset,
 )
 from rloo_kit.data.tasks import Family, find_family, make_rows
-from rloo_kit.data.tools import LIBRARY, read_library_rows, tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say
+from rloo_kit.tools.toolbox import LIBRARY, read_library_rows, tool_schemas
 
 EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
 SOURCE_COLUMN = "source"  # names each row's source in a mix

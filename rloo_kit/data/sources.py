@@ -17,7 +17,7 @@ from rloo_kit import _stack
 from rloo_kit.config.checks import FILE_KINDS
 from rloo_kit.data.chat import parse_conversation, refuse_surrogates
 from rloo_kit.errors import DataError, excerpt
-from rloo_kit.system.input_files import DEEPEST, looked_for, places_of
+from rloo_kit.system.input_files import DEEPEST, is_deep, looked_for, places_of
 
 # Names that the trainer itself passes to a reward; columns may not use them.
 TAKEN_COLUMNS = (
@@ -482,18 +482,6 @@ def is_plain(values: list[Any]) -> bool:
     if kinds == {int}:
         return -(2**63) <= min(present) <= max(present) < 2**63
     return len(kinds) < 2 and kinds <= {str, float, bool}
-
-
-def is_deep(value: Any) -> bool:
-    """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
-    left = [(value, 1)]
-    while left:
-        node, level = left.pop()
-        if isinstance(node, (list, tuple, dict)):
-            if level > DEEPEST:
-                return True
-            left += [(item, level + 1) for item in (node.values() if isinstance(node, dict) else node)]
-    return False
 
 
 def plain(value: Any, in_array: bool = False) -> Any:

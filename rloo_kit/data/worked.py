@@ -16,10 +16,10 @@ from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, read_rows
 from rloo_kit.data.tasks import worked_rows
-from rloo_kit.data.tool_turns import Message, ToolFormat, check_call, make_call
-from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
+from rloo_kit.tools.toolbox import tool_schemas
+from rloo_kit.tools.turns import Message, ToolFormat, check_call, make_call
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 from rloo_kit.config.model_names import RECORD
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
-from rloo_kit.data.tools import open_toolbox
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.evals.evaluate import begins_thinking, open_tools
 from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
@@ -21,6 +20,7 @@ from rloo_kit.rollout.types import Limits
 from rloo_kit.runs.find import origin_of
 from rloo_kit.system.console import fill_text, picture_controls, plain_prompt, print_text
 from rloo_kit.think_tags import split_thinking
+from rloo_kit.tools.toolbox import open_toolbox
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from rloo_kit.results.intervals import Measured, wilson
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.engine import Progress
 from rloo_kit.rollout.thinking_budget import limits_of
-from rloo_kit.rollout.types import Progress
 from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.processes import is_distributed, say

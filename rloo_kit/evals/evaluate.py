@@ -24,7 +24,6 @@ from rloo_kit.data.answers import (
 )
 from rloo_kit.data.chat import template_options, thinks
 from rloo_kit.data.gym import GYM_COLUMN
-from rloo_kit.data.tools import open_toolbox
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.models.policy import Policy
@@ -45,6 +44,7 @@ from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.user_code import digest_texts
 from rloo_kit.think_tags import opens_thinking, split_thinking
+from rloo_kit.tools.toolbox import open_toolbox
 
 _Value = TypeVar("_Value")
 
@@ -258,8 +258,8 @@ class AnswerJudge:
             self._built.append(_build_judge(run, tokenizer, names))
             return self._built[-1]
 
-        self.reward = guard(own or build(REWARDS_WITH_ANSWERS)) if by_text or own is not None else None
-        self.gym_reward = guard(build((GYM_REWARD,))) if by_verifier else None
+        self.reward: Any = guard(own or build(REWARDS_WITH_ANSWERS)) if by_text or own is not None else None
+        self.gym_reward: Any = guard(build((GYM_REWARD,))) if by_verifier else None
 
     def judge(self, completions: list[Completion]) -> list[bool | None] | None:
         """One verdict per completion, equally many of each prompt of `gold` (None if that has no answer); None without

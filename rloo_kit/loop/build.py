@@ -12,7 +12,6 @@ from trl.trainer.utils import disable_dropout_in_model
 from rloo_kit._stack import load_stack
 from rloo_kit.config.checks import find_prompt_problem
 from rloo_kit.config.schema import has_thinking_budget
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
@@ -25,11 +24,13 @@ from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.planner import TOKENS_PER_PASS
-from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.choice import build_engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.rollout.episodes import make_tool_use
 from rloo_kit.rollout.thinking_budget import limits_of
-from rloo_kit.rollout.types import FOREIGN, Engine, Filters
+from rloo_kit.rollout.types import FOREIGN, Filters
 from rloo_kit.think_tags import ThinkTags
+from rloo_kit.tools.toolbox import Toolbox
 
 PROMPT_TOKENS = 2048  # room for the prompt in vLLM, unless vllm_max_model_length says otherwise
 

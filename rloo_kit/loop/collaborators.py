@@ -13,7 +13,6 @@ import torch
 from trl.data_utils import apply_chat_template
 
 from rloo_kit.completion import Completion
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
@@ -22,8 +21,10 @@ from rloo_kit.rewarding.guard import GuardedReward, reward_name
 from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.signature import overflowing
 from rloo_kit.rollout.completions import complete
+from rloo_kit.rollout.engine import Engine, Progress
 from rloo_kit.rollout.episodes import Episodes, ToolUse
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout
+from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
+from rloo_kit.tools.toolbox import Toolbox
 
 
 class Sampler:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rloo_kit.data import tasks
-from rloo_kit.data.chat import ROWS, TURN_END, TURN_START
+from rloo_kit.data.light_tokenizer import ROWS, TURN_END, TURN_START
 from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
 
 IGNORED = -100  # target of a position without loss

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaF
 
 from rloo_kit.config.model_names import DEFAULT_FAMILY, RECORD, SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.data import tasks
-from rloo_kit.data.chat import (
+from rloo_kit.data.light_tokenizer import (
     CHAT_TOKENS,
     END_OF_TEXT,
     SPECIAL_TOKENS,

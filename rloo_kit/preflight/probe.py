@@ -18,8 +18,6 @@ from rloo_kit.completion import Episode, measure_calls
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
-from rloo_kit.data.tool_turns import make_call
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import RlooKitError, shorten
 from rloo_kit.gradient.advantages import tied_groups
 from rloo_kit.health.series import at_ceiling
@@ -33,13 +31,16 @@ from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rewarding.registry import REGISTRY
 from rloo_kit.rewarding.worker import end_workers
-from rloo_kit.rollout.engine import prefer_engine
+from rloo_kit.rollout.choice import prefer_engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits
+from rloo_kit.rollout.types import FOREIGN, Limits
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 from rloo_kit.think_tags import THINK_START
+from rloo_kit.tools.toolbox import Toolbox
+from rloo_kit.tools.turns import make_call
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
 WIDER = 4  # times as many if few groups have a signal: 32 wrong answers are not rare in a run that learns
@@ -279,9 +280,10 @@ def find_rollout_faults(
         fix = f"fix the reward. A failure: {' | '.join(probe.batch.judged.failures) or 'infinity'}"
         level = "error" if failed > limit else "warning"
         yield Problem("rewards", found, fix, f"run.max_reward_failure_share={limit:g}", level)
-    ids, end_id = probe.batch.judged.completions.completion_ids, policy.tags.end_id
-    if policy.family == "instruct" and (closed := sum(end_id in one for one in ids) / len(ids)) > CLOSED:
-        found = f"{closed:.0%} of {len(ids)} completions close a thought, and the family is instruct"
+    completions, end_id = probe.batch.judged.completions, policy.tags.end_id
+    closed = sum(end_id in completion.ids for completion in completions) / count
+    if policy.family == "instruct" and closed > CLOSED:
+        found = f"{closed:.0%} of {count} completions close a thought, and the family is instruct"
         yield Problem("rollout", found, "set model.family: thinking", level="warning")
     if played := list_episodes(probe.batch):
         yield from _find_call_faults(run, played, bool(measures.tools))

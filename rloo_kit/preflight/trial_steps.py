@@ -18,7 +18,6 @@ from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
-from rloo_kit.data.tools import open_toolbox
 from rloo_kit.loop.memory_watch import MemoryPeak
 from rloo_kit.loop.options import RLOOConfig, loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -30,6 +29,7 @@ from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rollout.types import FOREIGN, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
+from rloo_kit.tools.toolbox import open_toolbox
 
 Tell = Callable[[str], None]  # shows a line
 # Share of the weights with a gradient that move: below the first an error, below the second a warning.

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, WholeBatchError, excerpt, shorten
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, UncrossedError, compile_tests, find_code, read_tests
-from rloo_kit.rewarding.verifiers import AnswerReader
+from rloo_kit.rewarding.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.processes import say
 

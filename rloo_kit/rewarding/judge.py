@@ -38,7 +38,7 @@ from rloo_kit.rewarding.replies import (
     read_reply,
     read_score,
 )
-from rloo_kit.rewarding.verifiers import AnswerReader
+from rloo_kit.rewarding.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.console import chat_messages
 from rloo_kit.system.environment import is_exposed, is_loopback, is_sendable

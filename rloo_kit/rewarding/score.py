@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rloo_kit.completion import Completion
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.rewarding.guard import GuardedReward, Scored
 from rloo_kit.rewarding.signature import CONVENTION, NOT_PASSED
+from rloo_kit.tools.toolbox import Toolbox
 
 
 def name_columns(dataset: Iterable[str], has_budget: bool, toolbox: Toolbox | None) -> list[str]:

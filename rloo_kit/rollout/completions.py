@@ -16,9 +16,10 @@ from rloo_kit.config.schema import RolloutSection
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.choice import build_engine
+from rloo_kit.rollout.engine import Engine, OnTokens, Progress
 from rloo_kit.rollout.episodes import Episodes, ToolUse
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, OnTokens, Progress, Rollout
+from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
 from rloo_kit.system.processes import is_distributed
 from rloo_kit.think_tags import count_closing, count_thinking
 

@@ -17,10 +17,10 @@ from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3
 
 from rloo_kit.completion import Episode, split_turns
 from rloo_kit.data.chat import detect_family, thinks
-from rloo_kit.data.tool_turns import Message, ToolFormat, check_call
-from rloo_kit.data.tools import Result, Toolbox
 from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.rollout.types import Rollout
+from rloo_kit.tools.toolbox import Result, Toolbox
+from rloo_kit.tools.turns import Message, ToolFormat, check_call
 
 NO_NAME = "unknown"  # the tool of a call whose own name cannot be read
 

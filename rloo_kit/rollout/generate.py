@@ -18,7 +18,8 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import is_coarse
 from rloo_kit.models.unsloth import report_graphs
-from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, OnTokens, Sampling
+from rloo_kit.rollout.engine import Call, Engine, OnTokens, Sampling
+from rloo_kit.rollout.types import CompletionState, Cut
 from rloo_kit.system.memory import is_out_of_memory
 
 # Every option that reshapes the distribution, at its neutral value: `generate` takes missing ones from the checkpoint's
@@ -33,7 +34,7 @@ PAD_TOLERANCE, PAD_TOLERANCE_16_BITS = 1e-3, 0.1  # largest sum of probabilities
 
 
 class GenerateEngine(Engine):
-    """See `engine.build_engine` for the arguments."""
+    """See `choice.build_engine` for the arguments."""
 
     name = "generate"
 

@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.models.vllm import room_for_rank
-from rloo_kit.rollout.types import WHOLE, Sampling
+from rloo_kit.rollout.engine import Sampling
+from rloo_kit.rollout.types import WHOLE
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.environment import is_exposed, is_sendable
 

@@ -26,7 +26,8 @@ from rloo_kit.collective import share_from_main, wait_for_all
 from rloo_kit.config.checks import VLLM_LEAST_TEMPERATURE
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.models.vllm import InProcessVllm
-from rloo_kit.rollout.types import Call, CompletionState, Engine, Sampling
+from rloo_kit.rollout.engine import Call, Engine, Sampling
+from rloo_kit.rollout.types import CompletionState
 from rloo_kit.rollout.vllm_client import ServerLostError, VllmClient
 from rloo_kit.runs.files import write_text
 from rloo_kit.system.processes import hold_signals, is_main_process
@@ -35,7 +36,7 @@ _requests = count()  # of this process: each name is used once
 
 
 class VllmEngine(Engine):
-    """See `engine.build_engine` for the arguments. torch's random numbers seed the requests.
+    """See `choice.build_engine` for the arguments. torch's random numbers seed the requests.
 
     Args:
         vllm: started for `model`, see `models.vllm`; it queues what does not fit.
@@ -164,7 +165,7 @@ class ServerSettings:
 
 
 class ServerEngine(Engine):
-    """See `engine.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
+    """See `choice.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
     seed the requests. `on_tokens` gets whole completions once all are done: the server's answers are not streamed.
 
     A request that is lost is sent once more. A server that died, or was restarted, ends the rollout.

@@ -22,7 +22,7 @@ from rloo_kit.loop.reward_model import Pair, RewardModelResult, load_base, load_
 from rloo_kit.models.source import find_source
 from rloo_kit.results.intervals import clustered
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.verifiers import RewardModel, TextForm
+from rloo_kit.rewarding.scoring_model import RewardModel, TextForm
 from rloo_kit.runs.folder import open_folder
 from tests.conftest import make_tiny_tokenizer
 from tests.loop.conftest import lines, status

@@ -16,7 +16,7 @@ from rloo_kit.loop.collaborators import PromptReservoir
 from rloo_kit.preflight.trial_steps import make_trainer as make_steps
 from rloo_kit.results.samples import split_completion
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.types import Engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.think_tags import opens_thinking
 from tests.loop.conftest import EOS, by_ids, stream

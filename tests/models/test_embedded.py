@@ -17,7 +17,7 @@ from torch.nn import functional
 import rloo_kit as kit
 from rloo_kit.config.model_names import FAMILIES, KINDS, SMOLLM2, smollm2_folder
 from rloo_kit.data import tasks
-from rloo_kit.data.chat import ROWS
+from rloo_kit.data.light_tokenizer import ROWS
 from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models import cold_start

@@ -22,7 +22,7 @@ from rloo_kit.preflight import probe
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_form_fault, find_logp_faults
 from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
-from rloo_kit.rollout.engine import resolve_engine
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.generate import GenerateEngine, _Steering
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model

@@ -8,10 +8,10 @@ import pytest
 import rloo_kit as kit
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.tools import _open
 from rloo_kit.errors import ConfigError
 from rloo_kit.preflight.probe import describe, draw_rows, find_rollout_faults, roll_out
 from rloo_kit.preflight.trial_steps import make_trainer
+from rloo_kit.tools.toolbox import _open
 from tests.episodes import Scripted, call
 
 WORLD = Path(__file__).parent / "world.py"

@@ -17,8 +17,8 @@ def test_a_budget_and_its_log_probabilities(load: Any, monkeypatch: pytest.Monke
     import torch
 
     from rloo_kit.rollout import graphs
+    from rloo_kit.rollout.choice import build_engine
     from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.thinking_budget import make_limits
     from tests.rollout.replay import record
 

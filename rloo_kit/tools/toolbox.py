@@ -276,7 +276,7 @@ def open_host(tools: list[str], environment: str | None, folders: list[str]) -> 
     global _host
     factory: Callable[[], Any] | None = None
     if environment is not None and environment.startswith(LIBRARY):
-        from rloo_kit.data.verifiers_env import VerifiersEnvironment  # loads the package
+        from rloo_kit.tools.verifiers_env import VerifiersEnvironment  # loads the package
 
         factory = functools.partial(VerifiersEnvironment, environment.removeprefix(LIBRARY))
     elif environment is not None:
@@ -453,7 +453,7 @@ class EnvironmentView:
 
 def read_library_rows(source: str, count: int | None, env: Sequence[str]) -> list[dict[str, Any]]:
     """The tasks of `verifiers/NAME` as rows, read in a process of their own; raises DataError."""
-    from rloo_kit.data.verifiers_env import read_verifiers_rows  # the process loads the package
+    from rloo_kit.tools.verifiers_env import read_verifiers_rows  # the process loads the package
 
     worker = Worker(source, worker_environment(env))
     try:

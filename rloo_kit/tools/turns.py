@@ -8,9 +8,8 @@ import json
 from functools import cached_property
 from typing import Any
 
-from rloo_kit.data.sources import is_deep
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.system.input_files import DEEPEST
+from rloo_kit.system.input_files import DEEPEST, is_deep
 from rloo_kit.think_tags import THINK_END, THINK_START
 
 Message = dict[str, Any]

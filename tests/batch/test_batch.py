@@ -16,11 +16,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from rloo_kit.batch.batch_file import Batch, load_batch
+from rloo_kit.batch.runner import BatchResult, BatchRunner, RunStatus, open_folder
 from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
-from rloo_kit.notebook.batch import Batch, load_batch
-from rloo_kit.notebook.batch_run import BatchResult, Runner, RunStatus, open_folder
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.files import write_json
 from tests.evaluations import around
@@ -175,7 +175,7 @@ def test_resume_does_what_is_not_done(folder: Path, capsys: pytest.CaptureFixtur
     found = open_folder(more, resume=True)["plain-seed=5"]
     assert found.state == "killed" and "SIGKILL" in str(found.error)
     fewer = load(folder, grid={"seed": [1]})
-    Runner(fewer, open_folder(fewer, resume=True), "").run()
+    BatchRunner(fewer, open_folder(fewer, resume=True), "").run()
     printed = capsys.readouterr().out
     assert "0 runs to do, 1 done already" in printed
     assert all(f"plain-seed={seed}" in printed.partition("left alone: ")[2] for seed in (2, 3, 4, 5, 6))
@@ -235,7 +235,7 @@ def test_a_damaged_file_counts_as_none(content: str, folder: Path) -> None:
 
 
 @pytest.fixture
-def compared(folder: Path) -> Runner:
+def compared(folder: Path) -> BatchRunner:
     """Two finished runs, one that failed with a hostile error text, one waiting."""
     batch = load(folder, notebook="trains.ipynb", grid={"seed": [1, 2, 3, 4]})
     leave_batch(batch, "done", "done", "failed", "waiting")
@@ -246,7 +246,7 @@ def compared(folder: Path) -> Runner:
     (batch.folder / "trains-seed=2" / "run" / "report.html").write_text("the second one's")
     (batch.folder / "trains-seed=3" / "log.txt").write_text("")
     statuses["trains-seed=3"].error = "cell [3]: ValueError: <script>alert(1)</script> & \x1b[31m\nsecond line"
-    return Runner(batch, statuses, "again")
+    return BatchRunner(batch, statuses, "again")
 
 
 def write_trained(folder: Path, seed: int, right: float) -> None:
@@ -261,7 +261,7 @@ def write_trained(folder: Path, seed: int, right: float) -> None:
         (folder / f"{name}.json").write_text(json.dumps(found.to_dict()))
 
 
-def test_the_comparison_shows_every_run(compared: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_shows_every_run(compared: BatchRunner, capsys: pytest.CaptureFixture[str]) -> None:
     """The page is that of `rloo-kit report` for what is done, and says of the others why they are not."""
     compared.signals.append("Ctrl-C")  # nothing is to start
     result = compared.run()
@@ -276,7 +276,7 @@ def test_the_comparison_shows_every_run(compared: Runner, capsys: pytest.Capture
     assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
 
 
-def test_a_damaged_run_does_not_end_the_batch(compared: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_does_not_end_the_batch(compared: BatchRunner, capsys: pytest.CaptureFixture[str]) -> None:
     """An evaluation whose accuracy is a text ended the batch with the runs that were still to do."""
     (compared.batch.folder / "trains-seed=2" / "run" / "config.yaml").write_text("model: [")
     compared.signals.append("Ctrl-C")
@@ -290,10 +290,10 @@ def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path)
     batch."""
     load(folder, grid={"seed": [1]})
     code = f"""
-from rloo_kit.notebook.batch import load_batch
-from rloo_kit.notebook.batch_run import Runner
+from rloo_kit.batch.batch_file import load_batch
+from rloo_kit.batch.runner import BatchRunner
 for text in ("nobody reads this", "nor this"):
-    Runner(load_batch({str(folder / "configs" / "b.yaml")!r}), {{}}, "").print(text)
+    BatchRunner(load_batch({str(folder / "configs" / "b.yaml")!r}), {{}}, "").print(text)
 """
     reader, writer = os.pipe()
     os.close(reader)
@@ -336,11 +336,11 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     load(folder, grid={"seed": [1]})
     statuses = [RunStatus(f"r{number}", "n", state=state) for number, state in enumerate(states.split())]
     results = itertools.cycle([BatchResult(folder, statuses, False, []), BatchResult(folder, statuses, True, [])])
-    monkeypatch.setattr("rloo_kit.notebook.batch_run.run_batch", lambda *_, **__: next(results))
+    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: next(results))
     found, printed, _ = call(folder / "configs" / "b.yaml", "--json")
     assert found == code
     assert json.loads(printed.splitlines()[-1])["runs"] == [asdict(status) for status in statuses]
     assert call(folder / "configs" / "b.yaml")[0] == 130
-    monkeypatch.setattr("rloo_kit.notebook.batch_run.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
+    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
     code, _, said = call(folder / "configs" / "b.yaml")
     assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"
