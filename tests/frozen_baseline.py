@@ -3,6 +3,7 @@
 `python tests/frozen_baseline.py OUT.json [NAME ...]` runs them; `... --compare A.json B.json` lists what differs.
 """
 
+import difflib
 import hashlib
 import json
 import os
@@ -126,6 +127,10 @@ def run(name: str) -> dict[str, Any]:
 
 
 def compare(first: Any, second: Any, place: str = "") -> list[str]:
+    if place.endswith((" out", " err")):
+        progress = re.compile(r"^step |^evaluation|^loading|measured|\d+ of \d+ completions$|│ memory|TIME of")
+        sides = [[line for line in side or [] if not progress.search(line)] for side in (first, second)]
+        return [f"{place}: {line}" for line in difflib.unified_diff(*sides, lineterm="", n=0)]
     if isinstance(first, dict) and isinstance(second, dict):
         return [line for key in sorted({*first, *second}) for line in compare(first.get(key), second.get(key), f"{place}/{key}")]
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):

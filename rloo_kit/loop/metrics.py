@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.completion import Completion
+from rloo_kit.completion import Completion, measure_calls
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, ROW_REWARDS, task_of
 from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
@@ -127,7 +127,8 @@ class Recorder:
     def _describe(self, batch: RolloutBatch) -> torch.Tensor:
         """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
 
-        `thinks` is 0 for a model that was not asked to think. `penalty` is the KL charge of the whole completion, before beta; `print` is equal for equal completions.
+        `thinks` is 0 for a model that was not asked to think. `penalty` is the KL charge of a whole completion, before
+        beta; `print` is equal for equal completions.
         """
         tags, columns = self.tags, []
         for completion in batch.judged.completions:

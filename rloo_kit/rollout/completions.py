@@ -73,7 +73,7 @@ def complete(
             closed=think_end_id is not None and think_end_id in turns[-1],
             forced=forced,
             context=context,
-            logps=rollout.sampler_logps and rollout.sampler_logps[number],
+            logps=None if rollout.sampler_logps is None else rollout.sampler_logps[number],
             episode=episode,
             prompt_ids=prompt_ids[number],
             prompt=prompt,
