@@ -108,12 +108,12 @@ def run_batch(
         raise SetupError(f"a batch needs {', '.join(missing)}; install with: pip install 'rloo-kit[notebook]'")
     if not hasattr(signal, "SIGKILL"):
         raise SetupError("a batch needs the signals of Linux and macOS; on Windows run it in WSL")
-    runner = BatchRunner(batch, open_folder(batch, resume, overwrite), command)
+    runner = BatchRunner(batch, open_batch(batch, resume, overwrite), command)
     with handle_signals(ENDING, runner.note):
         return runner.run()
 
 
-def open_folder(batch: Batch, resume: bool = False, overwrite: bool = False) -> dict[str, RunStatus]:
+def open_batch(batch: Batch, resume: bool = False, overwrite: bool = False) -> dict[str, RunStatus]:
     """The statuses of the batch's runs, in order; raises and deletes as `run_batch` says."""
     statuses = find_statuses(batch.folder)
     if resume and overwrite:

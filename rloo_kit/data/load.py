@@ -24,10 +24,10 @@ from rloo_kit.data.sources import (
     arrow_column,
     find_file,
     is_plain,
-    read_file,
+    read_data_file,
     read_folder,
+    read_given_rows,
     read_hub,
-    read_rows,
     to_dataset,
 )
 from rloo_kit.data.tasks import Family, find_family, make_rows
@@ -216,14 +216,14 @@ def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     section = run.data
     if rows is not None:
         part = replace(_part(run, ""), key="rows")
-        source = read_rows(rows, part.columns)
+        source = read_given_rows(rows, part.columns)
     elif section.sources is not None:
         return _read_mix(run, section.sources, thinking)
     else:
         part = _part(run, str(section.source))
         source = read_part(run, part, thinking)
     require_verifier(run, source, part.key)
-    return require_one_answer(run, decide_answers(run, draw(source, section.num_prompts, section.seed), part))
+    return require_one_answer(run, decide_answers(run, draw_subset(source, section.num_prompts, section.seed), part))
 
 
 def _read_test(run: RunConfig) -> DataSource:
@@ -260,7 +260,7 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
     counts = share_out([len(source) for source in sources], [entry.weight for entry in entries], section.num_prompts)
     drawn, labels = [], []
     for part, source, count, entry in zip(parts, sources, counts, entries, strict=True):
-        chosen = draw(source, count, f"{section.seed}-{part.number - 1}")
+        chosen = draw_subset(source, count, f"{section.seed}-{part.number - 1}")
         drawn.append(decide_answers(run, chosen, part))
         details = [part.subset, part.split]
         if is_gym(part.source):
@@ -283,20 +283,20 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         # For a mix at most max_rows, since the other sources supply the rest.
         count = min(wanted, family.max_rows) if run.data.sources else wanted
-        made = read_rows(make_rows(family, count, run.data.seed, name), Columns())
+        made = read_given_rows(make_rows(family, count, run.data.seed, name), Columns())
         return replace(made, name=part.source, rows_left=wanted < family.max_rows)
     if is_gym(part.source):
         asked = part.options, part.level, part.count, first_seed(run.data.seed, part.number)
         return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
     if part.source.startswith(LIBRARY):
         rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
-        return replace(read_rows(rows, Columns()), name=part.source)
+        return replace(read_given_rows(rows, Columns()), name=part.source)
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
     if path.is_dir():
         return read_folder(path, part.split, part.split_key, part.columns)
-    return read_file(path, part.columns)
+    return read_data_file(path, part.columns)
 
 
 def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[str, Family]:
@@ -310,7 +310,7 @@ def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[st
         raise DataError(f"{part.key}: {error}") from None
 
 
-def draw(source: DataSource, wanted: int | None, seed: int | str) -> DataSource:
+def draw_subset(source: DataSource, wanted: int | None, seed: int | str) -> DataSource:
     """`wanted` rows, drawn without replacement, in the source's order; None for all."""
     if wanted is None or wanted >= len(source):
         return source

@@ -150,7 +150,7 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
     return None
 
 
-def read_file(path: Path, columns: Columns) -> DataSource:
+def read_data_file(path: Path, columns: Columns) -> DataSource:
     """The rows of a JSONL, CSV or Parquet file. Raises DataError, with file and line, for a broken or empty file, a
     malformed row or a missing column."""
     with explained(path):
@@ -234,7 +234,7 @@ def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dic
             raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
 
 
-def read_rows(rows: Any, columns: Columns) -> DataSource:
+def read_given_rows(rows: Any, columns: Columns) -> DataSource:
     """Rows given in Python: a `datasets.Dataset`, a `pyarrow.Table`, or a list of dicts or of bare prompts (text or
     messages). Raises DataError for no rows, a row of another type or a missing column."""
     is_arrow = hasattr(rows, "to_pylist")
@@ -247,7 +247,7 @@ def read_rows(rows: Any, columns: Columns) -> DataSource:
             "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
         )
     named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
-    bare = [{key: plain(item) for key, item in row.items()} for row in named]
+    bare = [{key: to_python(item) for key, item in row.items()} for row in named]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
@@ -484,7 +484,7 @@ def is_plain(values: list[Any]) -> bool:
     return len(kinds) < 2 and kinds <= {str, float, bool}
 
 
-def plain(value: Any, in_array: bool = False) -> Any:
+def to_python(value: Any, in_array: bool = False) -> Any:
     """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None.
     Objects in an array come from Arrow, and lose the keys without a value that it gives them."""
     value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
@@ -494,5 +494,5 @@ def plain(value: Any, in_array: bool = False) -> Any:
     if not isinstance(value, (list, tuple, dict)) or is_deep(value):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
     if isinstance(value, dict):
-        return {key: plain(item, in_array) for key, item in value.items() if not in_array or item is not None}
-    return [plain(item, in_array) for item in value]
+        return {key: to_python(item, in_array) for key, item in value.items() if not in_array or item is not None}
+    return [to_python(item, in_array) for item in value]

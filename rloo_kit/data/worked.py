@@ -14,7 +14,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
-from rloo_kit.data.sources import Columns, DataSource, read_rows
+from rloo_kit.data.sources import Columns, DataSource, read_given_rows
 from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
@@ -259,7 +259,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     columns = Columns(section.prompt_column or data.prompt_column, section.completion_column, prefix="sft.")
     name = section.source or data.source
     if rows is not None:
-        source = read_rows(rows, columns)
+        source = read_given_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; set the source of the demonstrations: sft.source=...")
     elif is_gym(name):
@@ -272,7 +272,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         task, family = find_embedded_family(run, Part(name, columns, key=key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         made = worked_rows(family, wanted, data.seed, thinking, task)
-        source = replace(read_rows(made, Columns(answer="completion")), name=name)
+        source = replace(read_given_rows(made, Columns(answer="completion")), name=name)
     else:
         subset, split = (data.subset, data.split) if section.source is None else (None, "train")
         subset, split = section.subset or subset, section.split or split

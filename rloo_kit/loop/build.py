@@ -206,14 +206,14 @@ def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
         end_ids=list(trainer.eos_token_ids),
         pad_id=trainer._tokenizer.pad_token_id,
         rows=args.rollout_rows,
-        server=_server_settings(trainer) if wanted == "server" else None,
+        server=_server_of_trainer(trainer) if wanted == "server" else None,
         vllm=vllm,
         filters=read_filters(args),
         say=lambda line: print(name_settings(line, args)),
     )
 
 
-def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
+def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
     """Where the engine "server" samples, and how the policy's adapter gets there."""
     from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
 

@@ -288,7 +288,7 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
         | run.to_arguments()
         | own_folder
         | planned_limits(run, policy)
-        | mixed_precision(run)
+        | precision_flags(run)
         | policy.config_arguments
         | ({"chat_template_kwargs": template_options(run)} if tool_schemas(run) else {})
     )
@@ -328,7 +328,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     return limits
 
 
-def mixed_precision(run: RunConfig) -> dict[str, bool]:
+def precision_flags(run: RunConfig) -> dict[str, bool]:
     """`bf16` and `fp16`; ACCELERATE_MIXED_PRECISION, which beats both, is set to them."""
     chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = environment.mixed_precision(run.rloo.bf16, run.rloo.fp16)
     return {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}

@@ -24,11 +24,11 @@ from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE, LoraS
 from rloo_kit.config.supervised import RewardModelSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
-from rloo_kit.data.load import Part, draw, read_part, render_row
+from rloo_kit.data.load import Part, draw_subset, read_part, render_row
 from rloo_kit.data.sources import Columns
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
-from rloo_kit.loop.options import mixed_precision
+from rloo_kit.loop.options import precision_flags
 from rloo_kit.models.adapters import choose_targets, follow_umask, restore_precision, trainable_tensors
 from rloo_kit.models.source import ModelSource, bind_padding, find_source
 from rloo_kit.models.transformers import keep_4bit_weights
@@ -113,7 +113,7 @@ def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardMode
     tokenizer = _load(AutoTokenizer, source.base)
     pairs, held_out = load_pairs(run, section, tokenizer)
     say(f"reward model: {len(pairs)} pairs to train on, {len(held_out)} held out")
-    model = load_base(run, source, section.lora)
+    model = load_classifier(run, source, section.lora)
     with open_folder(named, overwrite, FOLDER) as run_dir:
         result = _train(run, section, model, tokenizer, pairs, run_dir)
         reward = RewardModel(str(result.folder), batch_size=2 * section.per_device_train_batch_size)
@@ -128,7 +128,7 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
     columns = Columns(section.prompt_column or run.data.prompt_column, section.chosen_column, prefix="reward_model.")
     keys: dict[str, Any] = {"key": "reward_model.source", "split_key": "reward_model.split"}
     source = read_part(run, Part(section.source, columns, section.subset, section.split, **keys), thinking=True)
-    source = draw(source, section.num_pairs, run.data.seed)
+    source = draw_subset(source, section.num_pairs, run.data.seed)
     there = [columns.prompt, *([columns.answer] if source.answers else []), *source.other_names]
     for key, name in (("chosen_column", section.chosen_column), ("rejected_column", section.rejected_column)):
         if name not in there:
@@ -185,7 +185,7 @@ def _read_answer(value: Any, where: str, end: str | None, thinking: bool) -> tup
     return before, (value.rpartition(THINK_END)[2] if thinking else value).strip()
 
 
-def load_base(run: RunConfig, source: ModelSource, lora: LoraSection | None) -> Any:
+def load_classifier(run: RunConfig, source: ModelSource, lora: LoraSection | None) -> Any:
     """The model to start from, with one output instead of the language model's head, and with an adapter for `lora`."""
     automatic = environment.current().dtype_name if lora else "float32"
     dtype = getattr(torch, automatic if run.model.dtype == "auto" else run.model.dtype)
@@ -221,7 +221,7 @@ def _load(kind: Any, base: str, **options: Any) -> Any:
         raise BackendError(f"{problem}; set reward_model.model (or model.name) to another model") from error
 
 
-def merge(model: Any) -> Any:
+def merge_adapter(model: Any) -> Any:
     """The classifier with its adapter merged, in float32 on the CPU: in 16 or 4 bits the sum would be rounded twice."""
     if not hasattr(model, "peft_config"):
         return model
@@ -254,7 +254,7 @@ def _train(
         disable_tqdm=True,
         use_cpu=on_cpu,
         dataloader_pin_memory=not on_cpu,
-        **mixed_precision(run),
+        **precision_flags(run),
     )
     rows = Dataset.from_list([dict(zip(("chosen_ids", "rejected_ids"), pair.ids, strict=True)) for pair in pairs])
     trainer = RewardTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
@@ -271,7 +271,7 @@ def _train(
     state, target, staged = trainer.state, run_dir / FOLDER, run_dir / UNFINISHED / FOLDER
     stopped = "interrupted" if interrupts.requested and state.global_step < state.max_steps else None
     with saving(target):
-        model = merge(model).to(dtype)
+        model = merge_adapter(model).to(dtype)
         model.config.update({TEXT_ENDS: True})
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)

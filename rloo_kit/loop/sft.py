@@ -27,7 +27,7 @@ from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
-from rloo_kit.loop.options import default_of, mixed_precision
+from rloo_kit.loop.options import default_of, precision_flags
 from rloo_kit.loop.saving import publish_adapter
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
 from rloo_kit.models.policy import Policy, keep_settings, keep_values
@@ -172,7 +172,7 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
     trainer = build_trainer(run, policy, worked, unused)
     before = Evaluation.read(run_dir / "before.json")
     after_s = 0.0 if before is None else before.seconds  # the one after takes about as long
-    for callback in (writer, _ProgressLine(trainer, writer, run.run.progress_every_s, after_s), interrupts):
+    for callback in (writer, _SftProgressLine(trainer, writer, run.run.progress_every_s, after_s), interrupts):
         trainer.add_callback(callback)
     say(f"sft: {worked}; {trainer.scorer.reason}")
     try:
@@ -244,7 +244,7 @@ def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
         "disable_tqdm": True,
         "use_cpu": on_cpu,
         "dataloader_pin_memory": not on_cpu,
-        **mixed_precision(run),
+        **precision_flags(run),
         **policy.config_arguments,
     }
 
@@ -293,7 +293,7 @@ class SftTrainer(trl.SFTTrainer):
         """Save nothing here: the weights are saved once, at the end."""
 
 
-class _ProgressLine(ProgressLine):
+class _SftProgressLine(ProgressLine):
     """The progress line of supervised training."""
 
     def __init__(self, trainer: SftTrainer, writer: MetricsWriter, every_s: float, after_s: float):

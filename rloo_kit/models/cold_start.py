@@ -62,7 +62,7 @@ def find_plan(kind: str, family: Family) -> ColdStart:
     return replace(PLANS[kind], steps=family.steps, habit=family.habit) if kind == "thinking" else PLANS[kind]
 
 
-def train(
+def train_embedded(
     tokenizer: Any,
     kind: str,
     family: Family,

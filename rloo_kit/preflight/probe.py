@@ -106,13 +106,13 @@ def run_probe(
     try:
         with make_trainer(policy, run, rewards, data.train) as trainer:
             probe = roll_out(trainer, draw_rows(run, data.train), run, tell)
-            describe(run, policy, probe, measures)
+            describe_probe(run, policy, probe, measures)
             wider = draw_rows(run, data.train, WIDER) if is_unsure(probe, measures) else []
             if len(wider) > len(probe.batch):
                 expected = format_seconds((probe.sample_s + probe.judge_s) * len(wider) / len(probe.batch))
                 tell(f"{measures.signal} of {measures.prompts} groups have a signal; a wider probe, about {expected}")
                 probe = roll_out(trainer, wider, run, tell)
-                describe(run, policy, probe, measures)
+                describe_probe(run, policy, probe, measures)
             tell(f"log-probs of {len(probe.batch)} completions, compared with the sampler's")
             starts_there = compare_logps(trainer, probe, measures)
             faults += find_logp_faults(trainer, measures, starts_there)
@@ -216,7 +216,7 @@ def time_step(engine: Engine, batch: RolloutBatch, rows: int, run: RunConfig) ->
     return statistics.median(map(operator.sub, times[1:], times))
 
 
-def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:
+def describe_probe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:
     """Fill `measures` from the probe: lengths, thinking, rewards, signal, pass rate."""
     batch, judged = probe.batch, probe.batch.judged
     completions, size = judged.completions, probe.batch.group_size

@@ -232,14 +232,14 @@ def _run_asserts(jail: Jail, limits: dict[str, Any], row: dict[str, Any]) -> flo
 
 def _run_programs(jail: Jail, limits: dict[str, Any], code: str, tests: Sequence[Any]) -> float:
     """The share of inputs for which the program prints what it has to."""
-    from rloo_kit.rewarding.jailed import digest  # which loads on Linux only
+    from rloo_kit.rewarding.jailed import digest_output  # which loads on Linux only
 
     texts = [code.encode("utf-8", "replace"), *(b"+" + stdin.encode("utf-8", "replace") for stdin, _ in tests)]
     blocks = b"".join(f"{len(text)}\n".encode() + text for text in texts)
     printed = jail.run("programs", blocks, **limits).decode().splitlines()
     if 0 < len(printed) < len(tests):
         raise JailError(f"it ended after {len(printed)} of {len(tests)} tests")
-    right = [f"0 {digest(expected.encode())}" for _, expected in tests]
+    right = [f"0 {digest_output(expected.encode())}" for _, expected in tests]
     return sum(got == wanted for got, wanted in zip(printed, right, strict=False)) / len(tests)
 
 

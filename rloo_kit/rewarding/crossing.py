@@ -53,7 +53,7 @@ def resolve(name: str) -> Any:
     return getattr(__import__(module or "builtins", fromlist=[rest]), rest)
 
 
-def name_of(kind: type) -> str:
+def name_of_type(kind: type) -> str:
     """A class's name with its module's, which builtins are without; "" if it cannot be found by that."""
     if kind not in NAMES:
         NAMES[kind] = ""
@@ -66,13 +66,13 @@ def name_of(kind: type) -> str:
 def base_of(kind: type) -> Any:
     """The first builtin class with content of its own that a class inherits from: of BASES, or an exception."""
     for base in kind.__mro__:
-        if name_of(base) in BASES or (base.__module__ == "builtins" and issubclass(base, BaseException)):
+        if name_of_type(base) in BASES or (base.__module__ == "builtins" and issubclass(base, BaseException)):
             return base
     return None
 
 
 def is_container(kind: type) -> bool:
-    return name_of(base_of(kind) or object) in CONTAINERS
+    return name_of_type(base_of(kind) or object) in CONTAINERS
 
 
 def array_of(kind: str, shape: Any, text: str) -> Any:
@@ -86,7 +86,7 @@ def parts_of(array: Any) -> list[Any]:
 
 
 def pairs_of(base: Any, value: Any) -> list[Any]:
-    if name_of(base) == "collections.OrderedDict":
+    if name_of_type(base) == "collections.OrderedDict":
         return [(key, dict.__getitem__(value, key)) for key in base.__iter__(value)]
     return list(dict.items(value))
 
@@ -94,7 +94,7 @@ def pairs_of(base: Any, value: Any) -> list[Any]:
 def items_of(value: Any) -> Any:
     """What a container holds, one after the other, without a call of the code's."""
     base = base_of(type(value))
-    if name_of(base) == ARRAY:
+    if name_of_type(base) == ARRAY:
         return value.tobytes()
     if issubclass(base, dict):
         return [item for pair in pairs_of(base, value) for item in pair]
@@ -104,7 +104,7 @@ def items_of(value: Any) -> Any:
 def fill(value: Any, items: list[Any]) -> None:
     """Give a container other content, whatever its subclass makes of its methods."""
     base = base_of(type(value))
-    if name_of(base) == ARRAY:
+    if name_of_type(base) == ARRAY:
         value[...] = array_of(*items)
         return
     base.clear(value)
@@ -141,7 +141,7 @@ class Link:
 
     def content(self, value: Any) -> list[Any]:
         base = base_of(type(value))
-        if name_of(base) == ARRAY:
+        if name_of_type(base) == ARRAY:
             return parts_of(value)
         if issubclass(base, dict):
             return [[self.encode(key), self.encode(item)] for key, item in pairs_of(base, value)]
@@ -150,7 +150,7 @@ class Link:
     def contained(self, value: Any) -> list[Any]:
         """What makes an equal container: a longest length or a factory, and the content."""
         base = base_of(type(value))
-        option: Any = OPTIONS.get(name_of(base))
+        option: Any = OPTIONS.get(name_of_type(base))
         return [self.encode(getattr(base, option).__get__(value)) if option else None, self.content(value)]
 
     def encode(self, value: Any) -> Any:
@@ -161,7 +161,7 @@ class Link:
             return value if value.bit_length() < 10_000 else {"int": hex(value)}
         if (number := self.numbers.get(id(value))) is not None:
             return {"same": number}
-        name = name_of(kind)
+        name = name_of_type(kind)
         if name in MADE_OF:
             return {name: [self.encode(part) for part in MADE_OF[name](value)]}
         if name in CONTAINERS:
@@ -209,8 +209,8 @@ class Link:
 
     def contain(self, kind: Any, number: int, option: Any, items: list[Any]) -> Any:
         base = base_of(kind)
-        value = array_of(*items) if name_of(base) == ARRAY else base.__new__(kind)
-        if name := OPTIONS.get(name_of(base)):
+        value = array_of(*items) if name_of_type(base) == ARRAY else base.__new__(kind)
+        if name := OPTIONS.get(name_of_type(base)):
             base.__init__(value, *([] if name == "default_factory" else [()]), self.decode(option))
         self.add(value, number)
         fill(value, self.decode_all(items))
@@ -257,7 +257,7 @@ class Link:
                 changes.append([number, self.content(value)])
                 self.seen[number] = items
             del value, items
-            is_plain = name_of(type(self.objects[number])) in CONTAINERS
+            is_plain = name_of_type(type(self.objects[number])) in CONTAINERS
             if is_plain and sys.getrefcount(self.objects[number]) <= self.unused:
                 dropped.append(number)  # so that tests in a loop do not collect what nobody reads any more
                 self.forget(number)
@@ -326,13 +326,15 @@ class CodeEnd(Link):
         if (number := self.numbers.get(id(kind))) is not None:
             return {"same": number}
         number, bases = self.add(kind), [base for base in kind.__bases__ if base is not object]
-        parents = [{"shared": name_of(base)} if base_of(base) is base else self.encode_class(base) for base in bases]
+        parents = [
+            {"shared": name_of_type(base)} if base_of(base) is base else self.encode_class(base) for base in bases
+        ]
         members = [name for name, value in vars(kind).items() if value is not None]
         return {"class": [number, kind.__module__, kind.__qualname__, parents, members]}
 
     def encode_other(self, value: Any) -> Any:
         if isinstance(value, type):
-            name = name_of(value)
+            name = name_of_type(value)
             return {"shared": name} if name and name.rpartition(".")[0] in SHARED else self.encode_class(value)
         base, made = base_of(type(value)), None
         kind, number = self.encode_class(type(value)), self.add(value)

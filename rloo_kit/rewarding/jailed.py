@@ -146,7 +146,7 @@ def run_plain(null: int, call_s: float, answer_s: float) -> None:
 
 def run_programs(null: int, call_s: float, answer_s: float) -> None:
     """Run a program once for each input, in a process of its own that knows no other input; write for each whether it
-    ended as it should, and the `digest` of what it printed."""
+    ended as it should, and the `digest_output` of what it printed."""
     text = read_block()
     for name in LOADED.split():
         if name.encode() in text:
@@ -177,7 +177,7 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         answer_s -= waited if is_idle(used, waited) else used
         os.lseek(stdout, 0, os.SEEK_SET)
         with open(stdout, "rb") as output:
-            os.write(1, f"{status} {digest(output.read())}\n".encode())
+            os.write(1, f"{status} {digest_output(output.read())}\n".encode())
         os.close(stdin)
         if os.path.isdir("/tmp"):  # bubblewrap before 0.7 gives none
             for path in os.listdir("/tmp"):
@@ -196,7 +196,7 @@ def read_block() -> bytes:
     return text
 
 
-def digest(text: bytes) -> str:
+def digest_output(text: bytes) -> str:
     """Of what a program prints, without blanks at the ends of lines and empty lines at the end."""
     import hashlib
 

@@ -30,7 +30,7 @@ from rloo_kit.errors import RewardError, describe_error, excerpt, hide, printabl
 from rloo_kit.rewarding.guard import run_async
 from rloo_kit.rewarding.replies import (
     contains,
-    count_tokens,
+    count_billed,
     find_key,
     find_verdict,
     read_better,
@@ -353,7 +353,7 @@ class Judge:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             problem = f"no chat completion: {shown}"
             raise httpx.HTTPStatusError(problem, request=response.request, response=response) from None
-        tokens = count_tokens(body)
+        tokens = count_billed(body)
         self.counts["tokens"] += tokens
         self._calls.execute("UPDATE calls SET tokens = ? WHERE rowid = ?", (tokens, row))
         name, size = VERDICTS[self.mode], len(answers)

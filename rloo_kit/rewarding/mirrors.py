@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import suppress
 
-from rloo_kit.rewarding.crossing import SHARED, Gone, Link, Uncrossed, base_of, is_container, name_of, resolve
+from rloo_kit.rewarding.crossing import SHARED, Gone, Link, Uncrossed, base_of, is_container, name_of_type, resolve
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:
@@ -308,7 +308,9 @@ class TestsEnd(Link):
         space |= {"__module__": module, "__qualname__": title}
         parents = tuple(map(self.decode, bases)) or (object,)
         base: Any = next(filter(None, map(base_of, parents)), object)
-        if name_of(base) == "collections.Counter" and "__eq__" not in members:  # its own asks the child for each count
+        if (
+            name_of_type(base) == "collections.Counter" and "__eq__" not in members
+        ):  # its own asks the child for each count
             space["__eq__"] = lambda self, other: base(dict(dict.items(self))) == other
         kind = type.__new__(Mirror, title.rpartition(".")[2], parents, space)
         self.add(kind, number)

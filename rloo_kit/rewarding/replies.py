@@ -51,7 +51,7 @@ def _join(content: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts)
 
 
-def count_tokens(body: dict[str, Any]) -> int:
+def count_billed(body: dict[str, Any]) -> int:
     """The tokens that a call has cost by its `usage`; 0 if that is missing, or has no number."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
