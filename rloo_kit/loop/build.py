@@ -24,11 +24,11 @@ from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
-from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.episodes import make_tool_use
 from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import FOREIGN, Engine, Filters
+from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.think_tags import ThinkTags
 
 PROMPT_TOKENS = 2048  # room for the prompt in vLLM, unless vllm_max_model_length says otherwise

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from rloo_kit.checks.cheap import find_faults
+from rloo_kit.checks.faults import find_faults
 from rloo_kit.config.run import load_config
 from rloo_kit.config.section import Section, apply_override, explain_errors, suggest
 from rloo_kit.config.yaml_files import Key, read_file

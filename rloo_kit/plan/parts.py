@@ -12,19 +12,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.plan.shapes import ModelShape
+from rloo_kit.sizes import (
+    BATCHED_TOKENS,
+    CACHE_BLOCK,
+    GRAPH_CACHE_BLOCK,
+    MERGED_LIMIT_BYTES,
+    NESTED_BLOCK,
+    TILE_TOKENS,
+    TILE_VOCABULARY,
+    VLLM_RANKS,
+)
 from rloo_kit.system.gpu import GIB
 
-# Tokens and vocabulary rows of one tile of logits, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 2 MiB of
-# float32. On one thread, tiles of a whole vocabulary of 151936 rows exceed the cache and take three times as long.
-TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 1024)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries; without a GPU: Python with torch and trl
-BLOCK, NESTED_BLOCK = 64, 256  # weights per 8-bit absmax, and those per 32-bit absmax (bitsandbytes)
+BLOCK = 64  # weights per 8-bit absmax (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantisations, and an offset
-CACHE_BLOCK = 64  # tokens by which the KV cache grows: short rollouts take little, long ones copy often but cheaply
-MERGED_LIMIT_BYTES = 2**26  # largest float32 layers that the native engine copies with the adapter merged
-GRAPH_CACHE_BLOCK = 16  # the same under CUDA graphs, where it has its full length at once
 NATIVE_GRAPHS_GIB = 0.1  # of the native engine's graphs and their libraries' work space; assumed, not measured
 FLOAT = 4
 BLOCK_TOKENS = 16  # per page of vLLM
@@ -33,7 +36,6 @@ LOGITS_BYTES = 40  # per row and token of the vocabulary, in vLLM's profiling ru
 # CUDA graphs: fixed, and each. Assumed, not measured: 172 of a model with an adapter took 1.7 GiB in pull request 40044
 # of vLLM, about 204 took 2.4 in 25914, 11 and 16 without an adapter 0.3 and 0.4 in logs that users posted.
 GRAPHS_GIB, GRAPH_MIB = 0.3, 11
-BATCHED_TOKENS = 8192  # per forward pass: vLLM's default for its class LLM on GPUs below 70 GiB
 # (largest pool in GiB, tokens per forward pass that Unsloth sets for it): `load_vllm` of unsloth_zoo.
 UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192))
 # Ratios of measured to computed peaks of a GPU, by "BACKEND PART", 1 or more, and their `source`, the GPU and the day

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
-from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
@@ -31,6 +30,7 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.folder import RunDir, open_runs
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system import environment
+from rloo_kit.system.problems import PreflightError
 from tests.loop.conftest import by_ids, lines, status
 
 
