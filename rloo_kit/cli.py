@@ -287,8 +287,7 @@ def preflight(
 @command()
 def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train on demonstrations before RLOO, for a model that solves nothing yet."""
-    from rloo_kit.checks.faults import check
-    from rloo_kit.checks.place import FolderUse
+    from rloo_kit.checks.faults import FolderUse, check
     from rloo_kit.runs.folder import check_folder, open_folder
 
     run, words = read_config(file, overrides), overrides or []
@@ -343,8 +342,7 @@ def train(
         raise Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
     if processes is not None:
         raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
-    from rloo_kit.checks.faults import check
-    from rloo_kit.checks.place import FolderUse
+    from rloo_kit.checks.faults import FolderUse, check
     from rloo_kit.results.verdict import is_over, judge_run, load_evaluation, load_result
     from rloo_kit.runs.folder import RunDir
 

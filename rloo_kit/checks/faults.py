@@ -1,12 +1,13 @@
 """Every problem of a run that can be found without its weights."""
 
+import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack, setup_environment
 from rloo_kit.checks.cheap import check_row_rewards, find_code_faults, find_judge_faults, find_reward_faults
-from rloo_kit.checks.place import FolderUse, find_place_faults
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import (
@@ -22,11 +23,23 @@ from rloo_kit.data.tool_turns import ToolFormat
 from rloo_kit.data.tools import open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan.planner import find_machine_problem
+from rloo_kit.plan import parts
+from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
+from rloo_kit.runs.folder import RunDir
+from rloo_kit.system.gpu import GIB
 from rloo_kit.system.input_files import looked_for, places_of
 from rloo_kit.system.problems import Problem, catching, errors_of, raise_errors
 from rloo_kit.system.processes import is_main_process
+from rloo_kit.system.versions import check_trackers
+
+
+@dataclass(frozen=True)
+class FolderUse:
+    """How the run's folder will be opened; see `RunDir.create`."""
+
+    resume: bool = False
+    overwrite: bool = False
 
 
 def check(run: RunConfig, folder: FolderUse | None = None, worked: bool = False) -> Data | None:
@@ -56,24 +69,17 @@ def check(run: RunConfig, folder: FolderUse | None = None, worked: bool = False)
     return prepared
 
 
-def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse | None = None) -> list[Problem]:
-    """Every problem of a run that can be found without its weights.
-
-    Args:
-        tokenizer: the policy's, if it is loaded. None looks for its files on this machine and skips what needs it if
-            there are none. With a tokenizer, sources that need the stack are read too.
-        folder: None skips the check that the run's folder is free.
-
-    Returns:
-        The problems in the order of the checks: machine, row, tools, data, rewards, folder, disk, trackers.
-    """
-    return _examine(run, tokenizer, folder)[0]
+def find_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Problem]:
+    """Every problem that `check` finds without the stack, in the order of the checks: machine, row, tools, data,
+    rewards, folder, disk, trackers. `folder`: None skips the check that it is free."""
+    return _examine(run, None, folder)[0]
 
 
 def _examine(
     run: RunConfig, tokenizer: Any | None, folder: FolderUse | None = None, worked: bool = False
 ) -> tuple[list[Problem], Data | None]:
-    """The problems, and the prompts; None if they could not be read, or not without the stack."""
+    """The problems, and the prompts; None if they could not be read, or, without a loaded tokenizer, not by the light
+    one alone."""
     faults = find_machine_faults(run)
     loaded, prepared = tokenizer is not None, None
     with catching("row", faults):
@@ -142,6 +148,34 @@ def find_tool_faults(run: RunConfig, tokenizer: Any | None, thinking: bool) -> l
         found = f"rloo.tool_result_tokens is {result}, and a completion holds {longest} tokens, results included"
         fix = f"set rloo.tool_result_tokens={max(longest // 4, 1)} or a larger rloo.max_completion_length"
         faults.append(Problem("tools", found, fix, level="warning"))
+    return faults
+
+
+def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Problem]:
+    """The last part of `find_faults`: the run's folder, whether the checkpoints fit on its disk, the trackers."""
+    faults: list[Problem] = []
+    with catching("folder", faults):
+        RunDir.check(run, resume=bool(folder and folder.resume), overwrite=folder is None or folder.overwrite)
+    place = Path(run.folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free, kept = shutil.disk_usage(place).free, run.rloo.save_total_limit
+    try:
+        load = read_workload(run, find_machine(None))
+        weights = parts.own_bytes(load) or parts.FLOAT * parts.trained_weights(load)
+        each = weights + parts.optimizer_bytes(load)
+    except ConfigError:  # unknown shape
+        each = 0
+    # One is written before the oldest is deleted, and adapter/ is smaller than one.
+    total = ((kept or 1) + 2) * each
+    if total > free:
+        what = f"{kept} checkpoints and the next one" if kept else "two checkpoints"
+        fewer = "rloo.save_total_limit=1, " if kept is None or kept > 1 else ""
+        found = f"{place} has {free / GIB:.2f} GiB free, but {what} and the adapter take {total / GIB:.2f}"
+        fix = f"set {fewer}run.output_dir=... to a folder on a larger disk"
+        faults.append(Problem("disk", found, fix, limit=f"{each / GIB:.2f} each, computed"))
+    with catching("trackers", faults):
+        check_trackers(run.rloo.report_to)
     return faults
 
 

@@ -4,12 +4,11 @@ However `train` ends, `status.json` has the state and the checkpoint to resume f
 """
 
 import json
-from contextlib import nullcontext
 from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
 
-from rloo_kit.checks.place import find_place_faults
+from rloo_kit.checks.faults import find_place_faults
 from rloo_kit.collective import gather_objects, share, share_from_main, wait_for_all
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
@@ -64,7 +63,6 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     accept_changes: bool = False,
-    run_dir: RunDir | None = None,
 ) -> TrainResult:
     """Train `policy` in place and write everything to the run's folder, after the whole preflight if `run.preflight` is
     set; a resumed run skips it.
@@ -74,7 +72,6 @@ def train(
         resume: continue from the last checkpoint in the folder.
         overwrite: delete the run that is in the folder.
         accept_changes: with `resume`, go on although rows, rewards or weights have changed.
-        run_dir: the folder, if already open; then `resume` and `overwrite` were applied when it was opened.
 
     Returns:
         `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
@@ -88,23 +85,18 @@ def train(
             rollout needs, or `eval.measure` cannot be measured; and `check_inputs`.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
-    resumed = resume if run_dir is None else run_dir.resumed
-    if not (resumed and (run_dir or RunDir(run.folder)).last_checkpoint()):
+    if not (resume and RunDir(run.folder).last_checkpoint()):
         policy.refuse_trained("a new run would not begin at the start (resume=True continues its own)", "RLOO")
-    if not resumed:
+    if not resume:
         require_go(run, policy, data, reward_funcs)
     check_start(run, policy, data, reward_funcs)
-    opened = run_dir
-    if opened is None:  # an error of the main process is raised in each
-        made: list[RunDir] = []
-        share_from_main(lambda: made.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
-        opened = made[0] if made else RunDir.create(run, resume=resume, overwrite=overwrite)
-    opened.accepts_changes |= accept_changes
-    with opened if run_dir is None else nullcontext():
-        check_inputs(run, opened, policy, data, reward_funcs)
-        result = _Training(run, policy, data, reward_funcs, opened).run_to_end()
-        if run_dir is None:  # else the caller that opened the folder prints them
-            say_findings(result.findings, result.steps)
+    made: list[RunDir] = []  # an error of the main process is raised in each
+    share_from_main(lambda: made.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
+    with made[0] if made else RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
+        run_dir.accepts_changes |= accept_changes
+        check_inputs(run, run_dir, policy, data, reward_funcs)
+        result = _Training(run, policy, data, reward_funcs, run_dir).run_to_end()
+        say_findings(result.findings, result.steps)
         return result
 
 

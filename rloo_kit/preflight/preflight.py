@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rloo_kit.checks.cheap import find_reward_faults
-from rloo_kit.checks.place import find_place_faults
+from rloo_kit.checks.faults import find_place_faults
 from rloo_kit.checks.preflight_result import Measures, Preflight
 from rloo_kit.collective import share
 from rloo_kit.config.run import RunConfig

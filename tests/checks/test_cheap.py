@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rloo_kit.checks.cheap import find_reward_faults
-from rloo_kit.checks.faults import check, find_faults, find_tokenizer
-from rloo_kit.checks.place import FolderUse
+from rloo_kit.checks.faults import FolderUse, check, find_faults, find_tokenizer
 from rloo_kit.config.run import load_config
 from rloo_kit.data.load import render_row
 from rloo_kit.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
+from rloo_kit import build_rewards, check, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
@@ -45,10 +45,10 @@ def assert_same_weights(one, other):
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path):
+def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(write_config, tmp_path):
     """Such a run ended at once, as finished, with the adapter that it started from."""
     with pytest.raises(PreflightError, match="1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"):
-        start("data.num_prompts=3")
+        check(load_config(write_config(), "data.num_prompts=3"))
     assert not (tmp_path / "outputs").exists()
 
 

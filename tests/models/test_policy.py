@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rloo_kit.checks.faults import check
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import BackendError
 from rloo_kit.models import embedded, unsloth
@@ -159,6 +160,7 @@ def test_pad_token_is_not_the_end_token(make_run: Any, tiny_folder: Path, tmp_pa
 
 def refused(run: Any) -> str:
     with pytest.raises((BackendError, PreflightError)) as caught:
+        check(run)
         load(run)
     return str(caught.value)
 
