@@ -64,7 +64,7 @@ OWN = {
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
     "loop/options.py: error.args", "loop/training.py: arguments.is_from_file", "loop/options.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
-    "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
+    "models/backends.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
     "system/console.py: module.__spec__", "data/verifiers_env.py: tool.__doc__",
     "data/verifiers_env.py: tool.__annotations__", "rewarding/jailed.py: sys.modules[name]",
