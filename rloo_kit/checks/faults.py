@@ -10,17 +10,9 @@ from rloo_kit._stack import load_stack, setup_environment
 from rloo_kit.checks.cheap import check_row_rewards, find_code_faults, find_judge_faults, find_reward_faults
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import (
-    LightTokenizer,
-    check_budget,
-    embedded_tokenizer,
-    family_of,
-    read_tokenizer,
-    template_options,
-)
+from rloo_kit.data.chat import check_budget, family_of, template_options
+from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
 from rloo_kit.data.load import Data, needs_stack, prepare_data
-from rloo_kit.data.tool_turns import ToolFormat
-from rloo_kit.data.tools import open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
@@ -32,6 +24,8 @@ from rloo_kit.system.input_files import looked_for, places_of
 from rloo_kit.system.problems import Problem, catching, errors_of, raise_errors
 from rloo_kit.system.processes import is_main_process
 from rloo_kit.system.versions import check_trackers
+from rloo_kit.tools.toolbox import open_toolbox
+from rloo_kit.tools.turns import ToolFormat
 
 
 @dataclass(frozen=True)

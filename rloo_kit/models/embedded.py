@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaF
 
 from rloo_kit.config.model_names import DEFAULT_FAMILY, RECORD, SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.data import tasks
-from rloo_kit.data.chat import (
+from rloo_kit.data.light_tokenizer import (
     CHAT_TOKENS,
     END_OF_TEXT,
     SPECIAL_TOKENS,
@@ -32,7 +32,7 @@ from rloo_kit.data.chat import (
 )
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.models.cold_start import ColdStart, find_plan, train
+from rloo_kit.models.cold_start import ColdStart, find_plan, train_embedded
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.think_tags import THINK_END, THINK_START
@@ -332,7 +332,7 @@ def run_as_program() -> None:
     torch.set_num_threads(1)
     kind = recipe["kind"]
     tokenizer = build_tokenizer(kind, recipe["vocabulary"])
-    model = train(
+    model = train_embedded(
         tokenizer,
         kind,
         tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"]),

@@ -67,7 +67,7 @@ def test_a_reward_model_is_looked_at_without_the_policys_tokenizer(place: Path) 
 def test_a_reward_model_that_was_made_in_python_is_looked_at_too(place: Path) -> None:
     """`kit.train(run, policy, data, [RewardModel(...)])`: the run's configuration does not name it."""
     from rloo_kit.rewarding.guard import NamedReward
-    from rloo_kit.rewarding.verifiers import RewardModel
+    from rloo_kit.rewarding.scoring_model import RewardModel
 
     two = next(one for one in FAULTS if one.name == "a reward model with two outputs")
     run = load_config(prepare(place, two))
