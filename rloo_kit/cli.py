@@ -362,13 +362,10 @@ def train(
         run_dir.set_status("running", command=shlex.join(words))
         try:
             policy, data = prepare(run, prepared)
-            from rloo_kit.loop.training import require_go, run_and_report
+            from rloo_kit.loop.training import run_and_report
             from rloo_kit.rewarding.registry import build_rewards
 
-            rewards = build_rewards(run, policy.tokenizer)
-            if not run_dir.resumed:
-                require_go(run, policy, data, rewards)
-            stopped = run_and_report(run, policy, data, rewards, run_dir)
+            stopped = run_and_report(run, policy, data, build_rewards(run, policy.tokenizer), run_dir)
             say_activation()
         except KeyboardInterrupt:  # outside training, which handles its own
             say(f"interrupted; to go on: {run_dir.resume_command}")

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack, setup_environment
-from rloo_kit.checks.cheap import check_row_rewards, find_code_faults, find_judge_faults, find_reward_faults
-from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
+from rloo_kit.checks.rewards import check_row_rewards, find_code_faults, find_judge_faults, find_reward_faults
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, family_of, template_options
-from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
+from rloo_kit.data.light_tokenizer import find_tokenizer
 from rloo_kit.data.load import Data, needs_stack, prepare_data
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
-from rloo_kit.plan.shapes import find_in_cache, read_adapter
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.input_files import looked_for, places_of
@@ -171,23 +169,6 @@ def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[P
     with catching("trackers", faults):
         check_trackers(run.rloo.report_to)
     return faults
-
-
-def find_tokenizer(run: RunConfig) -> LightTokenizer | None:
-    """The tokenizer of the run's model from files on this machine, without transformers: the embedded model's, or that
-    of a folder or of the Hugging Face cache. None if only transformers can load it, or if it has to be downloaded.
-    Raises ConfigError if there is no such embedded model."""
-    name = run.model.name
-    if run.model.is_embedded:
-        return embedded_tokenizer(name.removeprefix("embedded/"), run.model.vocabulary)
-    folder = (smollm2_folder(name) if name in SMOLLM2 else Path(name)).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        base = read_adapter(folder).get("base_model_name_or_path")
-        name, folder = (str(base), Path(str(base)).expanduser()) if base else (name, folder)
-    if folder.is_dir():
-        return read_tokenizer(folder)
-    config = find_in_cache(name)
-    return None if config is None else read_tokenizer(config.parent)
 
 
 def _load_tokenizer(run: RunConfig) -> Any | None:

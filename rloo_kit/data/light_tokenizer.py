@@ -11,8 +11,10 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from rloo_kit.config.model_names import find_embedded_problem, split_model_name
+from rloo_kit.config.model_names import SMOLLM2, find_embedded_problem, smollm2_folder, split_model_name
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
+from rloo_kit.plan.shapes import find_in_cache, read_adapter
 from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
 
 NUM_BYTES = 256
@@ -124,6 +126,23 @@ class LightTokenizer:
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         return environment.from_string(self.chat_template or "")
+
+
+def find_tokenizer(run: RunConfig) -> LightTokenizer | None:
+    """The tokenizer of the run's model from files on this machine, without transformers: the embedded model's, or that
+    of a folder or of the Hugging Face cache. None if only transformers can load it, or if it has to be downloaded.
+    Raises ConfigError if there is no such embedded model."""
+    name = run.model.name
+    if run.model.is_embedded:
+        return embedded_tokenizer(name.removeprefix("embedded/"), run.model.vocabulary)
+    folder = (smollm2_folder(name) if name in SMOLLM2 else Path(name)).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        base = read_adapter(folder).get("base_model_name_or_path")
+        name, folder = (str(base), Path(str(base)).expanduser()) if base else (name, folder)
+    if folder.is_dir():
+        return read_tokenizer(folder)
+    config = find_in_cache(name)
+    return None if config is None else read_tokenizer(config.parent)
 
 
 def read_tokenizer(folder: Path) -> LightTokenizer | None:

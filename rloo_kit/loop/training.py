@@ -368,10 +368,12 @@ class _Training:
 
 
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
-    """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, report.
+    """All of `rloo-kit train` in an open folder: preflight, evaluate, train, evaluate again, report.
 
     Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run (`no_signal`:
     NoSignalError), else as `train`."""
+    if not run_dir.resumed:
+        require_go(run, policy, data, reward_funcs)
     check_start(run, policy, data, reward_funcs)  # before a long evaluation
     check_inputs(run, run_dir, policy, data, reward_funcs)
     before = after = None

@@ -4,8 +4,8 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +18,6 @@ _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.mode
 def load_backend(name: str) -> Any:
     """The module of a backend."""
     return import_module(_MODULES[name])
-
-
-def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:
-    """The context manager of `backend` that puts a model into evaluation mode without gradients."""
-    return load_backend(backend).inference_mode
 
 
 def find_vllm(model: Any) -> InProcessVllm | None:

@@ -15,7 +15,7 @@ from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError, RlooKitError, RunNotFoundError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
-from rloo_kit.models.backends import find_vllm, inference_mode_of, load_backend
+from rloo_kit.models.backends import find_vllm, load_backend
 from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.source import bind_padding, check_base, check_config, digest_source, dtype_name, find_source
 from rloo_kit.models.vllm import remember_absence
@@ -81,7 +81,7 @@ class Policy:
 
     def inference_mode(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients, for generation; the previous mode is restored afterwards."""
-        return inference_mode_of(self.backend)(self.model)
+        return load_backend(self.backend).inference_mode(self.model)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A block that computes in the precision of training, as accelerate does there."""

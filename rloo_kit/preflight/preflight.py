@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from rloo_kit.checks.cheap import find_reward_faults
 from rloo_kit.checks.faults import find_place_faults
 from rloo_kit.checks.preflight_result import Measures, Preflight
+from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.collective import share
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks

@@ -25,7 +25,7 @@ from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.options import loaded_engine
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.models.backends import inference_mode_of
+from rloo_kit.models.backends import load_backend
 from rloo_kit.models.policy import Policy
 from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered
@@ -171,7 +171,7 @@ def time_tokens(run: RunConfig, policy: Policy, data: Data, rewards: list[Any], 
         rows, engines = min(engine.rows or most, most), [engine]
         if run.rollout.engine == "auto" and engine.name == "native" and on_gpu(policy):
             pad_id = policy.tokenizer.pad_token_id
-            mode = partial(inference_mode_of(policy.backend), policy.model)
+            mode = partial(load_backend(policy.backend).inference_mode, policy.model)
             engines.append(GenerateEngine(policy.model, mode, "timed", engine.sampling, pad_id))
         found = dict[str, tuple[float, float]]()
         for one in engines:

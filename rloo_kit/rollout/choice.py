@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
-from rloo_kit.models.backends import find_other_layers, find_vllm, inference_mode_of
+from rloo_kit.models.backends import find_other_layers, find_vllm, load_backend
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.engine import Engine, Sampling
 from rloo_kit.rollout.generate import GenerateEngine
@@ -99,7 +99,7 @@ def _native_obstacle(model: Any, backend: str) -> str | None:
     if config.model_type in ALIBI or getattr(config, "alibi", False):
         return f"{config.model_type} derives positions from its own mask"
     if backend == "unsloth":  # which replaces the attention that a step through the modules would need
-        if not walks_layers(model, inference_mode_of(backend)):
+        if not walks_layers(model, load_backend(backend).inference_mode):
             return "Unsloth's fast inference runs inside generate, and the kit's decoder does not support this model"
         return None
     attention = model.config._attn_implementation
@@ -138,7 +138,7 @@ def build_engine(
     """
     sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
     name, reason = resolve_engine(engine, backend, model)
-    mode = partial(inference_mode_of(backend), model)
+    mode = partial(load_backend(backend).inference_mode, model)
     if name == "native":
         return NativeEngine(model, mode, reason, sampling)
     if name == "generate":

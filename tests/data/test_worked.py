@@ -9,9 +9,10 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from rloo_kit.checks.faults import check, find_tokenizer
+from rloo_kit.checks.faults import check
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, SourceSection
+from rloo_kit.data.light_tokenizer import find_tokenizer
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloo_kit import build_rewards, check, evaluate, load_config, load_data, load_policy, train
+from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
@@ -30,7 +30,6 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.folder import RunDir, open_runs
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system import environment
-from rloo_kit.system.problems import PreflightError
 from tests.loop.conftest import by_ids, lines, status
 
 
@@ -43,13 +42,6 @@ def assert_same_weights(one, other):
     weights = adapter_weights(other)
     for name, tensor in adapter_weights(one).items():
         assert torch.equal(tensor, weights[name]), name
-
-
-def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(write_config, tmp_path):
-    """Such a run ended at once, as finished, with the adapter that it started from."""
-    with pytest.raises(PreflightError, match="1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"):
-        check(load_config(write_config(), "data.num_prompts=3"))
-    assert not (tmp_path / "outputs").exists()
 
 
 def test_the_model_decodes_by_itself_after_training(write_config):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_kit.checks.cheap import find_reward_faults
+from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data import gym

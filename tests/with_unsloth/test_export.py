@@ -15,9 +15,9 @@ def test_a_policy_of_unsloth_is_exported_as_it_computes(make_run: Any, tmp_path:
     import rloo_kit as kit
     from rloo_kit.export import export as exporting
 
-    def load_on_cpu(run: Any, check: bool) -> Any:
+    def load_on_cpu(run: Any) -> Any:
         interpreter.keep_on_cpu()  # before every load
-        return kit.load_policy(run, check=check)
+        return kit.load_policy(run)
 
     monkeypatch.setattr(exporting, "load_policy", load_on_cpu)
     interpreter.keep_on_cpu()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.checks.cheap import find_reward_faults
-from rloo_kit.checks.faults import FolderUse, check, find_faults, find_tokenizer
+from rloo_kit.checks.faults import FolderUse, check, find_faults
+from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.config.run import load_config
+from rloo_kit.data.light_tokenizer import find_tokenizer
 from rloo_kit.data.load import render_row
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.problems import PreflightError, Problem
