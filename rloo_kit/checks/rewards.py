@@ -14,11 +14,11 @@ from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, find_row_faults
 from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
-from rloo_kit.rewarding.math_answer import NEEDS_MATH_VERIFY
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
 from rloo_kit.rewarding.signature import CONVENTION, weighted_sum
+from rloo_kit.rewarding.verifier import NEEDS_MATH_VERIFY
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.versions import is_importable

@@ -1,7 +1,7 @@
 """Tasks of the library reasoning-gym (`reasoning_gym/TASK`): which are offered, rows drawn by seed, scores.
 
 The library takes over a second to import (sympy, numpy, matplotlib), may hang, and prints. So it is imported inside
-functions, and a `Worker` calls those: `read_gym` draws rows with one, `rewarding.gym` scores with another.
+functions, and a `Worker` calls those: `read_gym` draws rows with one, `rewarding.verifier` scores with another.
 """
 
 import difflib

@@ -118,9 +118,9 @@ def ask(
             rendering = run.model.enable_thinking, system, toolbox.schemas if toolbox else None
             prompt = render_prompt(policy.tokenizer, question, policy.family, *rendering)
             asked = question if isinstance(question, str) else str(question[-1]["content"])
-            for one in toolbox.reset([0], [{"question": asked}]) if toolbox else ():
-                if one.kind == "failed":
-                    raise ConfigError(f"{one.detail}. A question has no row: give the arguments of reset defaults")
+            for start in toolbox.reset([0], [{"question": asked}]) if toolbox else ():
+                if start.kind == "failed":
+                    raise ConfigError(f"{start.detail}. A question has no row: give the arguments of reset defaults")
         limits = _find_limits(run, policy, len(policy.tokenizer(prompt)["input_ids"]), budget, max_tokens)
         row = question if isinstance(question, dict) else {"prompt": prompt, "question": asked}  # for an environment
         live = LiveText(policy.tokenizer) if stream and sys.stdout.isatty() else None
@@ -211,7 +211,9 @@ def _find_limits(
         has_turns = run.rloo.has_tools
         limits = make_budget_limits(policy.tokenizer, policy.tags, length, budget, answer, close, has_turns)
         needed = length - left + answer
-    room = count_room(run, policy)
+    vllm = find_vllm(policy.model) if run.rollout.engine in ("auto", "vllm") else None
+    others = [getattr(policy.model.config, "max_position_embeddings", None), vllm and vllm.max_tokens]
+    room = min(filter(None, [run.model.max_seq_length, *others]))
     if prompt_tokens + needed > room:
         raise QuestionTooLongError(
             f"the question has {prompt_tokens} tokens with its template, and the completion may take {needed}, but "
@@ -219,13 +221,6 @@ def _find_limits(
             f"raise model.max_seq_length (now {run.model.max_seq_length})"
         )
     return limits
-
-
-def count_room(run: RunConfig, policy: Policy) -> int:
-    """Maximum tokens of a prompt and its completion together."""
-    vllm = find_vllm(policy.model) if run.rollout.engine in ("auto", "vllm") else None
-    others = [getattr(policy.model.config, "max_position_embeddings", None), vllm and vllm.max_tokens]
-    return min(filter(None, [run.model.max_seq_length, *others]))
 
 
 class TrainedModel:

@@ -34,7 +34,6 @@ from rloo_kit.system.processes import is_distributed, say
 SELECTION = "prompts.json"
 BATCHES_AT_ONCE = 4  # in one call: an engine that refills its rows benefits from long lists
 ENOUGH = 0.2  # share of prompts with a signal; below it most of a rollout is wasted
-Asked = tuple[str, Any, str]  # a prompt, its right answer, and the row that an environment starts from, as text
 
 
 def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir) -> Any:
@@ -73,35 +72,34 @@ def _read_selection(run_dir: RunDir) -> dict[str, Any] | None:
     )
 
 
-def measure_pass_rates(
-    run: RunConfig, policy: Policy, prompts: list[str], answers: list[Any], samples: int, rows: Any = None
-) -> list[float]:
-    """The share of right ones among `samples` completions of each rendered prompt; equal prompts are measured once.
-    `rows`: of the dataset, one per prompt, for an environment."""
-    tools, starts = open_tools(run, policy), list[dict[str, Any]]()
-    if tools is not None and tools.toolbox.environment is not None:
-        starts = list(rows)
-    texts = [json.dumps(row, sort_keys=True, default=str) for row in starts] or [""] * len(prompts)
-    asked: list[Asked] = list(zip(prompts, answers, texts, strict=True))
+def measure_pass_rates(run: RunConfig, policy: Policy, dataset: Any, answers: list[Any], samples: int) -> list[float]:
+    """The share of right ones among `samples` completions of each row's rendered prompt; equal prompts are measured
+    once, or equal rows if an environment starts from them."""
+    tools = open_tools(run, policy)
+    has_environment = tools is not None and tools.toolbox.environment is not None
+    rows = list(dataset) if has_environment else [{"prompt": prompt} for prompt in dataset["prompt"]]
+    texts = [json.dumps(row, sort_keys=True, default=str) for row in rows]
+    keys = list(zip(texts, answers, strict=True))
+    row_of = dict(zip(keys, rows, strict=True))
     judge = AnswerJudge(run, policy.tokenizer, answers)
     try:
-        todo = list(dict.fromkeys(asked))
+        todo = [(row, answer) for (_, answer), row in row_of.items()]
         own = [todo[place] for place in share_of(todo)]
-        measured = gather_lists(_measure(run, policy, judge, own, samples, dict(zip(texts, starts, strict=False))))
+        measured = gather_lists(_measure(run, policy, judge, own, samples))
         judge.unscored = sum(gather_objects(judge.unscored))
     finally:
         judge.close()
     if judge.unscored:
         say(f"difficulty: {judge.unscored} completions could not be judged; they count as wrong")
-    rights = dict(zip(todo, measured, strict=True))
-    return [rights[one] / samples for one in asked]
+    rights = dict(zip(row_of, measured, strict=True))
+    return [rights[key] / samples for key in keys]
 
 
 def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     """The rows to keep, and how many were too hard or too easy; prints both."""
-    samples, prompts = run.rollout.difficulty_samples, list(dataset["prompt"])
+    samples = run.rollout.difficulty_samples
     asked, off = f"rollout.difficulty_samples is {samples}, but ", "or set rollout.difficulty_samples=0"
-    if answer_reward_of(one.name for one in run.rewards) is None:
+    if answer_reward_of(entry.name for entry in run.rewards) is None:
         found = f"{asked}no reward compares with answers, so nothing judges completions"
         raise ConfigError(f"{found}: add {{name: answer_reward, weight: 0}} to rewards, {off}")
     answers = gold_answers(dataset) or []
@@ -110,12 +108,11 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
         found = f"{asked}the training prompts have no column 'answer' with answers to judge completions with"
         raise ConfigError(f"{found}: name it in data.answer_column, {off}")
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
-    texts, gold = [prompts[row] for row in judged], [answers[row] for row in judged]
-    rates = measure_pass_rates(run, policy, texts, gold, samples, dataset.select(judged))
+    rates = measure_pass_rates(run, policy, dataset.select(judged), [answers[row] for row in judged], samples)
     skipped = {row for row, rate in zip(judged, rates, strict=True) if not low < rate < high}
-    kept = [row for row in range(len(prompts)) if row not in skipped]
+    kept = [row for row in range(len(dataset)) if row not in skipped]
     hard, easy = (sum(rate <= low for rate in rates), sum(rate >= high for rate in rates))
-    which = "training prompts with an answer" if len(rates) < len(prompts) else "training prompts"
+    which = "training prompts with an answer" if len(rates) < len(dataset) else "training prompts"
     found = (
         f"of {len(rates)} {which}, {hard} have a pass rate of at most {low:g} (rollout.min_pass_rate) and "
         f"{easy} of at least {high:g} (rollout.max_pass_rate), {samples} completions each"
@@ -132,15 +129,15 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
 
 
 def _measure(
-    run: RunConfig, policy: Policy, judge: AnswerJudge, todo: list[Asked], samples: int, rows: Any
+    run: RunConfig, policy: Policy, judge: AnswerJudge, todo: list[tuple[dict[str, Any], Any]], samples: int
 ) -> list[int]:
-    """The number of right ones among `samples` completions of each of `todo`. `rows`: for an environment, by text."""
+    """The number of right ones among `samples` completions of each row of `todo`, by its answer."""
     measured = list[int]()
     prompts_at_once = max(1, BATCHES_AT_ONCE * (run.rollout.rows or run.eval.batch_size) // samples)
     printed_at = time.monotonic()
     each = " by each process" if is_distributed() else ""
     for start in range(0, len(todo), prompts_at_once):
-        chunk = todo[start : start + prompts_at_once]
+        rows, judge.gold = map(list, zip(*todo[start : start + prompts_at_once], strict=True))
 
         def report(done: int, total: int, start: int = start) -> None:
             nonlocal printed_at
@@ -149,11 +146,8 @@ def _measure(
                 printed_at = time.monotonic()
 
         # a seed for each chunk, the same in each run, so that two chunks draw independently
-        seed = int.from_bytes(hashlib.sha256(f"{run.run.seed} {chunk[0][0]}".encode()).digest()[:4], "big")
-        judge.gold = [answer for _, answer, _ in chunk]
-        starts = [{"prompt": prompt} | rows.get(start, {}) for prompt, _, start in chunk]
-        completions = _sample(run, policy, starts, samples, seed, report)
-        verdicts = judge.judge(completions) or []
+        seed = int.from_bytes(hashlib.sha256(f"{run.run.seed} {rows[0]['prompt']}".encode()).digest()[:4], "big")
+        verdicts = judge.judge(_sample(run, policy, rows, samples, seed, report)) or []
         measured += [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
     return measured
 
@@ -232,13 +226,13 @@ def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int 
     completions each, sampled as RLOO samples; None if no prompt has an answer. Of the first prompts and the rewards if
     no reward compares answers; None if they cannot be called."""
     samples = run.rloo.num_generations
-    if answer_reward_of(one.name for one in run.rewards) is not None:
+    if answer_reward_of(entry.name for entry in run.rewards) is not None:
         answers = gold_answers(data.train) or []
         rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
         if not rows:
             return None
-        chosen, gold = data.train.select(rows), [answers[row] for row in rows]
-        return Signal(measure_pass_rates(run, policy, list(chosen["prompt"]), gold, samples, chosen), samples)
+        gold = [answers[row] for row in rows]
+        return Signal(measure_pass_rates(run, policy, data.train.select(rows), gold, samples), samples)
     rewards, built = make_held_out_rewards(run, policy.tokenizer)
     if rewards is None:
         return None

@@ -268,15 +268,23 @@ class GuardedReward:
         size = batch_size(batch)
         outcome = await self._attempt(batch)
         raised = isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError)
-        if raised and size > 1 and not is_relative(self):  # each sample alone
-            read = [_read_outcome(await self._attempt(single), 1) for single in _singles(batch)]
-            values, known = [None if problem else one[0] for one, problem in read], [problem for _, problem in read]
-            return self._settle(values, known, batch)
-        values, whole = _read_outcome(outcome, size)
-        if whole is None:
-            return self._settle(values, [None] * size, batch)
-        where = "sample 0" if size == 1 else f"samples 0 to {size - 1}"
-        return Scored([None] * size, [whole] * size, [f"reward '{self.__name__}' failed on {where}: {whole}"])
+        if raised and size > 1 and not is_relative(self):  # each sample alone; the failed call may have logged already
+            muted = {key: lambda *_, **__: None for key in ("log_extra", "log_metric") if batch.get(key) is not None}
+            singles = [_read_outcome(await self._attempt(_pick(batch, [i]) | muted), 1) for i in range(size)]
+            read = [(None, problem) if problem else read_number(values[0]) for values, problem in singles]
+        else:
+            values, whole = _read_outcome(outcome, size)
+            if whole is not None:
+                where = "sample 0" if size == 1 else f"samples 0 to {size - 1}"
+                return Scored([None] * size, [whole] * size, [f"reward '{self.__name__}' failed on {where}: {whole}"])
+            read = [read_number(value) for value in values]
+        failures = [
+            f"reward '{self.__name__}' failed on sample {index} (prompt {_excerpt(batch, 'prompts', index)}, "
+            f"completion {_excerpt(batch, 'completions', index)}): {problem}"
+            for index, (_, problem) in enumerate(read)
+            if problem
+        ]
+        return Scored([number for number, _ in read], [problem for _, problem in read], failures)
 
     async def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
@@ -288,19 +296,6 @@ class GuardedReward:
             if self.is_async and (task := asyncio.current_task()) and task.cancelling():
                 raise  # it was this call
             return error if isinstance(error, Exception) else RewardError(describe_error(error))
-
-    def _settle(self, values: list[Any], known: list[str | None], batch: dict[str, Any]) -> Scored:
-        """The values as numbers, with the problems that are `known` already."""
-        read = [
-            (None, problem) if problem else read_number(value) for value, problem in zip(values, known, strict=True)
-        ]
-        failures = [
-            f"reward '{self.__name__}' failed on sample {index} (prompt {_excerpt(batch, 'prompts', index)}, "
-            f"completion {_excerpt(batch, 'completions', index)}): {problem}"
-            for index, (_, problem) in enumerate(read)
-            if problem
-        ]
-        return Scored([number for number, _ in read], [problem for _, problem in read], failures)
 
 
 WRAPPERS = NamedReward | GuardedReward | RewardsObject | functools.partial
@@ -356,20 +351,17 @@ def batch_size(batch: dict[str, Any]) -> int:
     return len(first)
 
 
-def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The batch as batches of one, without TRL's log functions: the failed call may have logged already."""
-    muted = {key: lambda *args, **kwargs: None for key in ("log_extra", "log_metric") if batch.get(key) is not None}
-    return [_pick(batch, [i]) | muted for i in range(batch_size(batch))]
-
-
 def _pick(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Some rows of a batch; arrays and tensors stay what they are if one row is picked."""
     size = batch_size(batch)
 
     def pick(value: Any) -> Any:
+        is_list = hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, dict))
+        if not is_list or not hasattr(value, "__len__") or len(value) != size:
+            return value
         return value[rows[0] : rows[0] + 1] if len(rows) == 1 else [value[i] for i in rows]
 
-    return {key: pick(value) if _is_column(value, size) else value for key, value in batch.items()}
+    return {key: pick(value) for key, value in batch.items()}
 
 
 def _spread(values: Sequence[Any], rows: list[int], size: int) -> list[Any]:
@@ -381,11 +373,6 @@ def _spread(values: Sequence[Any], rows: list[int], size: int) -> list[Any]:
 def _copy(value: Any) -> Any:
     """A copy of a list column for each reward: one that sorts or pops would change what the others and the step see."""
     return [list(item) if type(item) is list else item for item in value] if type(value) is list else value
-
-
-def _is_column(value: Any, size: int) -> bool:
-    is_list = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, (str, bytes, dict))
-    return is_list and len(value) == size
 
 
 def _read_outcome(outcome: Any, size: int) -> tuple[list[Any], str | None]:

@@ -444,7 +444,16 @@ class JudgeReward(AnswerReader, Judge):
                 return [failure] * len(group), None
 
         outcomes = await asyncio.gather(*map(judged, groups))
-        self._log(log_metric, [agreement for _, agreement in outcomes if agreement is not None])
+        counts = self.counts
+        metrics = {name: counts[name] for name in ("calls", "tokens", "retries", "failed")}
+        if asked := counts["calls"] + counts["cached"]:
+            metrics["cached_ratio"] = counts["cached"] / asked
+        if counts["calls"]:
+            metrics["latency_s"] = counts["seconds"] / counts["calls"]
+        if agreements := [agreement for _, agreement in outcomes if agreement is not None]:
+            metrics["agreement"] = sum(agreements) / len(agreements)
+        for name, value in metrics.items():
+            log_metric(f"judge/{name}", value)
         return [reward for rewards, _ in outcomes for reward in rewards]
 
     async def _score(self, task: str, answers: list[str], row: dict[str, Any]) -> tuple[list[float], None]:
@@ -472,17 +481,6 @@ class JudgeReward(AnswerReader, Judge):
         pairs = [(first[a] < first[b]) == (second[a] < second[b]) for a, b in combinations(shown, 2)]
         ranks = [1.0 - (first[answer] + second[answer]) / worst if answer else 0.0 for answer in answers]
         return ranks, sum(pairs) / len(pairs) if pairs else None
-
-    def _log(self, log_metric: Callable[[str, float], None], agreements: list[float]) -> None:
-        metrics = {f"judge/{name}": self.counts[name] for name in ("calls", "tokens", "retries", "failed")}
-        if asked := self.counts["calls"] + self.counts["cached"]:
-            metrics["judge/cached_ratio"] = self.counts["cached"] / asked
-        if self.counts["calls"]:
-            metrics["judge/latency_s"] = self.counts["seconds"] / self.counts["calls"]
-        if agreements:
-            metrics["judge/agreement"] = sum(agreements) / len(agreements)
-        for name, value in metrics.items():
-            log_metric(name, value)
 
 
 def task_text(prompt: Any, row: dict[str, Any]) -> str:

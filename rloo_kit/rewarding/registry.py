@@ -13,11 +13,10 @@ from rloo_kit.data.chat import family_of
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.guard import NamedAsyncReward, NamedReward, is_async, log_names, refuse_judges_name
-from rloo_kit.rewarding.gym_score import ReasoningGymScore
 from rloo_kit.rewarding.judge import Judge, JudgeReward
-from rloo_kit.rewarding.math_answer import MathAnswerReward
 from rloo_kit.rewarding.scoring_model import RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
+from rloo_kit.rewarding.verifier import MathAnswerReward, ReasoningGymScore
 from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.system.input_files import find_input, find_target
 from rloo_kit.system.processes import say
@@ -86,23 +85,9 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     check_reward_name(key, entry.name)
     if entry.env:
         raise ConfigError(f"{key}.env is for a module:function; {entry.name} reads no variables: leave env out")
-    takes = [name for name in inspect.signature(REGISTRY[entry.name]).parameters if name not in BOUND_ONLY]
-    _check_params(key, entry, takes)
-    return _call_factory(key, entry, run, tokenizer)
-
-
-def check_reward_name(key: str, name: str) -> None:
-    """Refuse an unknown reward name; the error lists the nearest and all known names. `key` is the entry's."""
-    if name not in REGISTRY:
-        raise ConfigError(
-            f"{key}.name: there is no reward '{name}'{nearest(name, REGISTRY) or '.'} Known: {', '.join(REGISTRY)}; a "
-            "function of your own is module:function or path/to/file.py:function"
-        )
-
-
-def _call_factory(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> Any:
-    """A reward of the kit with its parameters, and with those of these that it takes."""
-    vocab, factory = tokenizer.get_vocab(), REGISTRY[entry.name]
+    accepted = inspect.signature(REGISTRY[entry.name]).parameters
+    _check_params(key, entry, [name for name in accepted if name not in BOUND_ONLY])
+    vocab = tokenizer.get_vocab()
     end_ids = [tokenizer.eos_token_id, *(vocab.get(token) for token in END_TOKENS)]
     bound: dict[str, Any] = {
         "think_end_id": bind_think_tags(tokenizer).end_id,
@@ -113,12 +98,20 @@ def _call_factory(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
         "timeout_s": entry.timeout_s,
         **_judges(run),
     }
-    accepted = inspect.signature(factory).parameters
     thinking = entry.params.get("thinking", bound["thinking"] if "thinking" in accepted else True)
     if "think_end_id" in accepted:
         _check_tag(key, entry, bound["think_end_id"], required=thinking is not False)
     values = {name: value for name, value in bound.items() if name in accepted and value is not None}
     return _construct(run, key, entry.name, values | entry.params)
+
+
+def check_reward_name(key: str, name: str) -> None:
+    """Refuse an unknown reward name; the error lists the nearest and all known names. `key` is the entry's."""
+    if name not in REGISTRY:
+        raise ConfigError(
+            f"{key}.name: there is no reward '{name}'{nearest(name, REGISTRY) or '.'} Known: {', '.join(REGISTRY)}; a "
+            "function of your own is module:function or path/to/file.py:function"
+        )
 
 
 def build_judge(run: RunConfig) -> Judge:

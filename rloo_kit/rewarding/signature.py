@@ -7,7 +7,6 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,7 +23,7 @@ def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
     """The values a reward returned for `size` completions, and the problem if they are not a list of that length."""
     wanted = f"it must return a list of {size} rewards, one per completion"
     if isinstance(result, TEXTS):
-        return [], f"it returned the text {show(result)}; {wanted}"
+        return [], f"it returned the text {excerpt(result, EXCERPT)}; {wanted}"
     if inspect.iscoroutine(result):
         result.close()
         return [], f"it returned a coroutine; {wanted}. Write the reward itself as async def, then it is awaited"
@@ -45,17 +44,18 @@ def read_number(value: Any) -> tuple[float | None, str | None]:
     string never is; an error in place of a value is the problem."""
     if isinstance(value, RewardError):
         return None, str(value)
-    beyond = f"it returned {show(value)}, which is {BEYOND}; a reward is finite, or None where it does not apply"
+    finite = "a reward is finite, or None where it does not apply"
+    beyond = f"it returned {excerpt(value, EXCERPT)}, which is {BEYOND}; {finite}"
     try:
         number = _as_float(value)
     except OverflowError:
         return None, beyond
     except Exception:  # a conversion may raise anything
-        return None, f"it returned {show(value)}; a reward is a number or None"
+        return None, f"it returned {excerpt(value, EXCERPT)}; a reward is a number or None"
     if number is None or abs(number) <= FLOAT32_MAX:
         return number, None
     if number - number != 0.0:  # NaN or infinity
-        return None, f"it returned {number}; a reward is finite, or None where it does not apply"
+        return None, f"it returned {number}; {finite}"
     return None, beyond
 
 
@@ -90,7 +90,7 @@ def make_sendable(values: Sequence[Any]) -> list[float | str | None]:
         except OverflowError:
             sendable.append(float("inf") if value > 0 else float("-inf"))
         except Exception:
-            sendable.append(printable(str(value), EXCERPT) if isinstance(value, str) else show(value))
+            sendable.append(printable(str(value), EXCERPT) if isinstance(value, str) else excerpt(value, EXCERPT))
     return sendable
 
 
@@ -111,11 +111,6 @@ def overflowing(
             where = f"the weighted sum of the rewards of sample {index}"
             messages.append(f"{where} is {BEYOND}: {listed}")
     return messages
-
-
-def show(value: Any) -> str:
-    """The first characters of a value's repr; if it has none, its class."""
-    return excerpt(value, EXCERPT)
 
 
 CONVENTION = ("prompts", "completions", "completion_ids")  # in the order of TRL's call
@@ -189,12 +184,12 @@ def read_signature(reward: Any) -> Signature:
 def takes_two(function: Callable[..., Any]) -> bool:
     """Whether `function` can be called with two positional arguments; True if Python cannot inspect it."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    with suppress(TypeError):
-        return bool(signature.bind(None, None))
-    return False
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
 
 
 def check_signature(name: str, signature: Signature, columns: Iterable[str] | None = None) -> None:

@@ -541,5 +541,5 @@ def test_pass_rates_of_episodes_are_by_what_starts_them(episodes):
     """All rows of an environment may have one prompt and one answer; measured once, the first row's rate was all
     rows'."""
     run, policy, dataset = episodes([["</think>7"], ["</think>7"], ["</think>7"], ["</think>8"], ["</think>8"], [""]])
-    found = measure_pass_rates(run, policy, dataset["prompt"][:], dataset["answer"][:], 2, dataset)
+    found = measure_pass_rates(run, policy, dataset, dataset["answer"][:], 2)
     assert found == [1.0, 0.5, 0.0]

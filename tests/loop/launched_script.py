@@ -80,7 +80,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     difficulty.generate_completions = answer
     run = kit.load_config(settings["config"], *settings["overrides"])
     policy = kit.load_policy(run)
-    prompts = [f"add {number}" for number in range(7)]
+    prompts = {"prompt": [f"add {number}" for number in range(7)]}
     rates = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7, 2)
     return {"asked": asked, "rates": rates}
 

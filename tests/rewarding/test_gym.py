@@ -17,9 +17,9 @@ from rloo_kit.data.gym import GYM_COLUMN, read_gym
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.evals.evaluate import AnswerJudge
 from rloo_kit.loop.metrics import find_answer_column
-from rloo_kit.rewarding import gym_score
+from rloo_kit.rewarding import verifier
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.gym_score import FINDERS, ReasoningGymScore
+from rloo_kit.rewarding.verifier import FINDERS, ReasoningGymScore
 from rloo_kit.system.versions import is_importable
 from tests.data.conftest import InPlace
 
@@ -121,7 +121,7 @@ def test_a_verifier_that_takes_long_to_make(fake: Any, monkeypatch: pytest.Monke
     slow = row().replace('"options": {}', '"options": {"build_s": 0.8}')
     reward = fake(answer_timeout_s=0.4)
     assert judge(reward, ("7", slow), ("hang", slow), ("7", slow)) == [1.0, 0.0, 1.0]
-    monkeypatch.setattr(gym_score, "BUILD_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(verifier, "BUILD_TIMEOUT_S", 0.4)
     reward = fake(answer_timeout_s=0.4)
     for _ in range(2):
         found = judge(reward, ("7", slow), ("7", row()))
@@ -158,7 +158,7 @@ class Table(dict):
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gym_score, "Worker", InPlace)
+    monkeypatch.setattr(verifier, "Worker", InPlace)
     monkeypatch.setattr(gym, "Worker", InPlace)
 
 

@@ -14,9 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.plan.shapes import digest_weights
 from rloo_kit.rewarding.guard import NamedReward, guard
-from rloo_kit.rewarding.gym_score import ReasoningGymScore
-from rloo_kit.rewarding.math_answer import MathAnswerReward
 from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
+from rloo_kit.rewarding.verifier import MathAnswerReward, ReasoningGymScore
 from rloo_kit.rewarding.worker import read_sources
 
 END = 151668
